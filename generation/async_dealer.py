@@ -1,0 +1,42 @@
+"""A DEALER on an asyncio event loop.
+
+Used by the generator process for its two sockets.
+"""
+
+import zmq
+import zmq.asyncio
+
+from megatron_rl.protocol.types import AnyMessage
+from megatron_rl.protocol.wire import HIGH_WATER_MESSAGES, Dealer, DeadlineExceeded, decode, encode
+
+
+class AsyncDealer(Dealer):
+    """`wire.Dealer` with an awaitable receive."""
+
+    def __init__(self, address: str, identity: str) -> None:
+        super().__init__(address, identity)
+        self._awaitable = zmq.asyncio.Socket.shadow(self.socket)
+
+    def send(self, message: AnyMessage) -> None:
+        """Queue a message; DeadlineExceeded when the queue to the peer is full.
+
+        Through the asyncio socket although it never waits: libzmq signals a message once, a send
+        on the plain socket swallows the signal of one that arrived meanwhile, and the event loop
+        would sleep on it.
+        """
+        sent = self._awaitable.send(encode(message), flags=zmq.DONTWAIT)
+        if sent.done() and isinstance(sent.exception(), zmq.Again):
+            raise DeadlineExceeded(
+                f"{HIGH_WATER_MESSAGES} messages wait unsent for {self.address}: is it alive?"
+            )
+
+    async def next_message(self, timeout_s: float) -> AnyMessage | None:
+        """Next message, or None when nothing came in time."""
+        if not await self._awaitable.poll(max(0, int(timeout_s * 1000)), zmq.POLLIN):
+            return None
+        return decode(await self._awaitable.recv())
+
+    def close(self) -> None:
+        """Close the socket and its context."""
+        self._awaitable.close(linger=None)
+        super().close()

@@ -1,0 +1,141 @@
+"""What a generator expects of an engine, and the table of engines.
+
+Used by the generator process. An engine samples completions of the weights it holds and takes new
+weights between two tokens, with requests and KV cache kept.
+"""
+
+import importlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.types import Bucket, JoinGroup, Sampling, VersionSpan
+
+ENGINES = {
+    "sglang": "generation.sglang_engine:SGLangEngine",
+    "hf": "generation.hf_engine:HFEngine",
+}
+
+
+class EngineError(RuntimeError):
+    """The engine could not do what it was asked; the text says why, in the engine's own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """What an engine is started with."""
+
+    model: Path
+    dtype: str
+    stop_ids: tuple[int, ...]
+    """Token ids that end a sequence, beside those of the model folder."""
+    tensor_parallel: int
+    max_running: int
+    kv_tokens: int
+    context_tokens: int
+    start_timeout_s: float
+    request_timeout_s: float
+    weights_timeout_s: float
+    """Deadline of pausing, of receiving one bucket and of resuming."""
+    host: str
+    port: int
+    """Where an engine that is a server of its own listens; loopback only."""
+    seed: int
+    version: int
+    """Policy version of the folder's own weights; -1 when they are to be replaced first."""
+    log_path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished completion of a group."""
+
+    index: int
+    """One of the requested indices."""
+    token_ids: list[int]
+    """The end-of-sequence token is included when it was sampled."""
+    logprobs: list[float]
+    """Of each sampled token, under softmax(logits / temperature), or softmax(logits) if greedy."""
+    spans: list[VersionSpan]
+    finish_reason: str
+    """"stop" or "length"."""
+
+
+class Engine(Protocol):
+    """An engine. All methods run on one event loop; `generate` runs many times at once."""
+
+    name: str
+    engine_version: str
+    world_size: int
+    """Ranks it takes in the weight group."""
+    version: int
+    """Policy version of the weights it holds."""
+
+    def __init__(self, setup: EngineSetup) -> None: ...
+
+    async def start(self) -> None:
+        """Load the model and become ready. Raises EngineError, with the reason."""
+
+    def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        """Yield one completion for each index, each as soon as it is finished.
+
+        Closing the iterator early gives the unfinished ones up. Raises EngineError.
+        """
+
+    async def join_group(self, message: JoinGroup) -> None:
+        """Join the weight group. Raises EngineError, as do the methods below."""
+
+    async def pause(self) -> None:
+        """Stop between two tokens; keep requests and KV cache, start no new requests."""
+
+    async def receive_bucket(self, bucket: Bucket) -> None:
+        """Take part in the broadcast of one bucket and load it. Only while paused."""
+
+    async def resume(self, version: int) -> None:
+        """Continue; later tokens carry `version`."""
+
+    async def leave_group(self) -> None:
+        """Leave the weight group."""
+
+    async def failed(self) -> str:
+        """Return, with the reason, when the engine has died; wait for ever while it lives."""
+
+    async def close(self) -> None:
+        """End the engine and everything it started."""
+
+
+def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> EngineSetup:
+    """Setup of generator `index` of a run. Neighbouring engines keep a port free between them."""
+    generator = config.generator
+    return EngineSetup(
+        model=config.model.path,
+        dtype=config.model.dtype,
+        stop_ids=stop_ids,
+        tensor_parallel=generator.tensor_parallel,
+        max_running=generator.max_running,
+        kv_tokens=generator.kv_tokens,
+        context_tokens=generator.context_tokens,
+        start_timeout_s=generator.start_timeout_s,
+        request_timeout_s=generator.request_timeout_s,
+        weights_timeout_s=config.weights.timeout_s,
+        host=config.ports.host,
+        port=config.ports.engine + 2 * index,
+        seed=config.run.seed + index,
+        version=-1 if generator.wait_for_publish else 0,
+        log_path=config.run.dir / "logs" / f"{generator.engine.split(':')[-1]}-{index}.log",
+    )
+
+
+def load_engine(name: str) -> type[Engine]:
+    """Engine class of a name in ENGINES or of `package.module:Class`."""
+    target = ENGINES.get(name, name)
+    module, separator, attribute = target.partition(":")
+    if not separator:
+        raise ValueError(
+            f"generator.engine={name!r} is neither one of {sorted(ENGINES)} nor package.module:Class"
+        )
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,318 @@
+"""transformers' continuous batching as an engine, inside the generator process.
+
+For tests and for machines without SGLang. The file imports `megatron_rl.weights.group`, which imports
+nothing but torch: both ends of the weight group need the same few lines.
+
+Concurrency:
+
+| task or thread         | waits for                            | woken by          | closed by       |
+|------------------------|--------------------------------------|-------------------|-----------------|
+| each `generate`        | `_is_serving`, its queue of results  | `resume`, a result| its caller      |
+| transformers' thread   | requests; the end of a pause         | `add_request`     | `close`         |
+| one worker thread      | a pause, a collective                | the weight methods| `close`         |
+
+Results reach the event loop in the order in which transformers' thread sampled them, so what is noted
+in `pause` comes after every result of the older weights.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from generation.engine import Completion, EngineError, EngineSetup
+from generation.weight_versions import spans_from_cuts
+from megatron_rl.protocol.types import Bucket, JoinGroup, Sampling
+from megatron_rl.weights.group import bucket_bytes, close_group, open_group, split_bucket
+
+T = TypeVar("T")
+
+PAGE_TOKENS = 32
+PREFILL_TOKENS = 512
+"""Least tokens that one forward pass may process."""
+GREEDY_TEMPERATURE = 1e-8
+"""The manager samples all requests; at this temperature the argmax always wins."""
+NOT_ONE = 2.0
+"""A default other than 1 makes transformers create the processor for per-request temperatures."""
+WATCH_S = 1.0
+CLOSE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Request:
+    """One completion in flight."""
+
+    index: int
+    results: asyncio.Queue[Any]
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+    """(version replaced, tokens sampled by then) of each publish since it began."""
+    is_stale: bool = False
+    """A publish came between the beginning and the end of its prompt."""
+
+
+class HFEngine:
+    """Engine over a transformers model in this process, on torch's default device."""
+
+    name = "hf"
+    world_size = 1
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self.engine_version = importlib.metadata.version("transformers")
+        self.version = setup.version
+        self._requests: dict[str, _Request] = {}
+        self._ids = itertools.count()
+        self._is_serving = asyncio.Event()
+        self._is_serving.set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._manager: ContinuousBatchingManager | None = None
+        self._pause: contextlib.AbstractContextManager[None] | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    async def start(self) -> None:
+        """Load the model and start transformers' thread."""
+        try:
+            await self._in_thread(self._load, self._setup.start_timeout_s)
+        except (OSError, ValueError) as error:
+            raise EngineError(f"cannot load {self._setup.model}: {error}") from error
+
+    def _load(self) -> None:
+        setup = self._setup
+        model = AutoModelForCausalLM.from_pretrained(
+            setup.model,
+            dtype=getattr(torch, setup.dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+        )
+        model = model.to(torch.get_default_device()).eval()
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        generation = GenerationConfig(
+            do_sample=True,
+            temperature=NOT_ONE,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=list(setup.stop_ids) or -1,
+            pad_token_id=0,
+        )
+        batching = ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS,
+            num_blocks=-(-setup.kv_tokens // PAGE_TOKENS),
+            max_batch_tokens=max(PREFILL_TOKENS, setup.max_running),
+            max_requests_per_batch=setup.max_running,
+            # No prefix is shared between requests, so none of older weights either.
+            allow_block_sharing=False,
+            # The pause is exact only when no further pass is in flight.
+            use_async_batching=False,
+            use_cuda_graph=False,
+            return_logprobs=True,
+            per_request_processors=True,
+            seed=setup.seed,
+        )
+        self._manager = model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=batching
+        )
+        self._manager.start()
+
+    @property
+    def _running(self) -> ContinuousBatchingManager:
+        assert self._manager is not None, "the engine was not started"
+        return self._manager
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        """Yield completions as they finish. `sampling.seed` has no effect."""
+        if sampling.top_p != 1.0:
+            raise EngineError(f"the hf engine samples with top_p = 1, not {sampling.top_p}")
+        deadline = time.monotonic() + self._setup.request_timeout_s
+        results: asyncio.Queue[Completion | int | EngineError] = asyncio.Queue(2 * len(indices))
+        mine: set[str] = set()
+        try:
+            for index in indices:
+                mine.add(await self._submit(prompt_ids, sampling, index, results))
+            waiting = len(indices)
+            while waiting:
+                match await self._next_result(results, deadline):
+                    case Completion() as completion:
+                        waiting -= 1
+                        yield completion
+                    case int() as index:
+                        mine.add(await self._submit(prompt_ids, sampling, index, results))
+                    case EngineError() as error:
+                        raise error
+        finally:
+            for request_id in mine & self._requests.keys():
+                del self._requests[request_id]
+                self._running.cancel_request(request_id)
+
+    async def _next_result(
+        self, results: "asyncio.Queue[Completion | int | EngineError]", deadline: float
+    ) -> Completion | int | EngineError:
+        try:
+            return await asyncio.wait_for(results.get(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise EngineError(
+                "a completion took longer than generator.request_timeout_s="
+                f"{self._setup.request_timeout_s:.0f}"
+            ) from error
+
+    async def _submit(
+        self, prompt_ids: list[int], sampling: Sampling, index: int, results: asyncio.Queue[Any]
+    ) -> str:
+        await self._is_serving.wait()
+        request_id = f"completion-{next(self._ids)}"
+        self._requests[request_id] = _Request(index, results)
+        self._running.register_result_handler(request_id, self._note_result)
+        accepted = self._running.add_request(
+            prompt_ids,
+            request_id=request_id,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=float(sampling.temperature or GREEDY_TEMPERATURE),
+        )
+        if accepted is None:
+            raise EngineError("transformers' generation thread has stopped")
+        return request_id
+
+    def _note_result(self, output: Any) -> None:
+        """Hand on a completion, the index of one to generate again, or an error."""
+        request = self._requests.pop(output.request_id, None)
+        if request is None:
+            return  # given up
+        if output.error is not None:
+            request.results.put_nowait(EngineError(f"transformers: {output.error}"))
+        elif request.is_stale:
+            request.results.put_nowait(request.index)
+        else:
+            token_ids = output.generated_tokens
+            ended = token_ids[-1] in self._setup.stop_ids
+            request.results.put_nowait(
+                Completion(
+                    index=request.index,
+                    token_ids=token_ids,
+                    logprobs=output.logprobs,
+                    spans=spans_from_cuts(request.cuts, self.version, len(token_ids)),
+                    finish_reason="stop" if ended else "length",
+                )
+            )
+
+    async def join_group(self, message: JoinGroup) -> None:
+        """Join the weight group."""
+
+        def join() -> dist.ProcessGroup:
+            return open_group(
+                message.address,
+                message.port,
+                message.rank_offset,
+                message.world_size,
+                message.group_name,
+                message.backend,
+                message.timeout_s,
+            )
+
+        try:
+            self._group = await self._in_thread(join, message.timeout_s)
+        except dist.DistError as error:
+            raise EngineError(f"cannot join the weight group: {error}") from error
+
+    async def pause(self) -> None:
+        """Stop between two tokens; requests and KV cache stay."""
+        if self._pause is not None:
+            return
+        self._is_serving.clear()
+        pause = self._running.pause()
+        try:
+            await self._in_thread(pause.__enter__, self._setup.weights_timeout_s)
+        except RuntimeError as error:
+            raise EngineError(f"transformers does not pause: {error}") from error
+        self._pause = pause
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        """Record how many tokens each request has of the weights that are about to go."""
+        scheduler = self._running.batch_processor.scheduler
+        for state in [*scheduler.active_requests.values(), *scheduler.waiting_requests.values()]:
+            request = self._requests.get(state.request_id)
+            if request is None:
+                continue
+            # Logprobs, because these alone survive when transformers evicts a request.
+            if state.logprobs:
+                request.cuts.append((self.version, len(state.logprobs)))
+            elif state.position_offset > 0:
+                request.is_stale = True
+
+    async def receive_bucket(self, bucket: Bucket) -> None:
+        """Receive one flattened bucket and copy it into the parameters."""
+        if self._group is None or self._pause is None:
+            raise EngineError("a bucket came outside a publish: join and pause first")
+        unknown = [name for name in bucket.names if name not in self._parameters]
+        if unknown:
+            raise EngineError(f"the model has no parameters {unknown[:5]}")
+        try:
+            await self._in_thread(
+                lambda: self._receive(bucket, self._group), self._setup.weights_timeout_s
+            )
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"the bucket could not be received: {error}") from error
+
+    def _receive(self, bucket: Bucket, group: dist.ProcessGroup) -> None:
+        device = next(iter(self._parameters.values())).device
+        size = bucket_bytes(bucket.dtypes, bucket.shapes)
+        flat = torch.empty(size, dtype=torch.uint8, device=device)
+        work = dist.broadcast(flat, src=0, group=group, async_op=True)
+        work.wait(timedelta(seconds=self._setup.weights_timeout_s))
+        with torch.no_grad():
+            for name, tensor in split_bucket(flat, bucket.names, bucket.dtypes, bucket.shapes):
+                self._parameters[name].copy_(tensor)
+
+    async def resume(self, version: int) -> None:
+        """Continue under `version`."""
+        self.version = version
+        await self._end_pause()
+        self._is_serving.set()
+
+    async def _end_pause(self) -> None:
+        if self._pause is None:
+            return
+        pause, self._pause = self._pause, None
+        await self._in_thread(lambda: pause.__exit__(None, None, None), CLOSE_S)
+
+    async def leave_group(self) -> None:
+        """Leave the weight group. After a publish that was cut short the pause stays."""
+        if self._group is not None:
+            close_group(self._group)
+            self._group = None
+
+    async def failed(self) -> str:
+        """Return the reason when transformers' thread has ended."""
+        while self._running.is_running():
+            await asyncio.sleep(WATCH_S)
+        error = self._running.background_thread_status.fatal_error
+        return f"transformers' generation thread died: {error}"
+
+    async def close(self) -> None:
+        """Stop transformers' thread."""
+        await self._end_pause()
+        await self.leave_group()
+        if self._manager is not None:
+            manager, self._manager = self._manager, None
+            await self._in_thread(lambda: manager.stop(timeout=CLOSE_S, hard_stop=True), CLOSE_S + 1)
+        self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
+        """Result of blocking work on the one worker thread; EngineError when it takes longer."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError as error:
+            raise EngineError(f"the hf engine was busy for more than {timeout_s:.0f} s") from error

@@ -1,0 +1,54 @@
+"""What SGLang needs to run without CUDA: environment, flags, and shims for its processes.
+
+Used by `generation/sglang_engine.py`. The modules under `site/` are imported by the server's own
+processes through PYTHONPATH, never by ours.
+"""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+SITE_DIR = Path(__file__).parent / "site"
+TORCHVISION_DIR = "sglang-only"
+
+
+def is_needed() -> bool:
+    """Whether this host offers no CUDA device. Asks the driver, so torch need not be loaded."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0
+    return failed or count.value == 0
+
+
+def server_environment(tensor_parallel: int) -> dict[str, str]:
+    """Variables to add to the server's environment.
+
+    torchvision's wheel breaks `import transformers` in every process without CUDA that does not
+    define its operators first, so it lies in a folder of its own beside the venv's site-packages.
+    """
+    inherited = os.environ.get("PYTHONPATH", "")
+    path = [str(SITE_DIR), str(Path(sys.prefix) / TORCHVISION_DIR), *filter(None, [inherited])]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        # More threads made SGLang 0.5.23 ten times slower on two cores.
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if tensor_parallel > 1:
+        # Pins each rank to a core; without it SGLang wants a NUMA node for each.
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tensor_parallel)))
+    return environment
+
+
+def server_flags() -> list[str]:
+    """Flags of `sglang.launch_server` beside those for every device.
+
+    Without --sleep-on-idle an idle scheduler takes most of a core.
+    """
+    return ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]

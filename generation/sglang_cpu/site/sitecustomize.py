@@ -1,0 +1,79 @@
+"""Start-up hook of SGLang's processes on hosts without CUDA; Python imports it by its name.
+
+Its scheduler and detokenizer are forked, not spawned: spawned they import everything again, which
+takes ten seconds of a core each. Two modules are prepared when SGLang imports them:
+- torchvision: its CUDA-built wheel registers fakes for two C++ operators that are absent without
+  CUDA, so they are defined first.
+- SGLang's torch_native attention: replaced by the batched one of `batched_attention.py`.
+"""
+
+import importlib.abc
+import importlib.machinery
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+ATTENTION_MODULE = "sglang.srt.layers.attention.torch_native_backend"
+
+
+def define_torchvision_operators() -> None:
+    """Define the operators whose fakes torchvision 0.28 registers at import."""
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    # The definitions vanish with the library object.
+    torch._megatron_rl_torchvision = library
+
+
+class _PatchingLoader(importlib.abc.Loader):
+    """Loads a module as `inner` does, then installs the batched attention in it."""
+
+    def __init__(self, inner: importlib.abc.Loader) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        import batched_attention
+
+        batched_attention.install(module.TorchNativeAttnBackend)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Sees the two imports go by; leaves the search itself to Python's own finder."""
+
+    def __init__(self) -> None:
+        self._awaited = {"torchvision", ATTENTION_MODULE}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._awaited:
+            return None
+        self._awaited.discard(name)
+        if name == "torchvision":
+            define_torchvision_operators()
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _PatchingLoader(spec.loader)
+        return spec
+
+
+def fork_children() -> None:
+    """Let SGLang's choice of start method, "spawn", mean "fork".
+
+    Spawning is for CUDA, which does not survive a fork; without CUDA nothing has started threads
+    by the time SGLang 0.5.23 starts its processes.
+    """
+    multiprocessing.set_start_method("fork")
+    multiprocessing.set_start_method = lambda method, force=False: None
+
+
+fork_children()
+sys.meta_path.insert(0, _Finder())

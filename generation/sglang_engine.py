@@ -1,0 +1,355 @@
+"""SGLang as an engine: one server child on this host, spoken to over HTTP.
+
+Used by the generator process; the only file that knows SGLang. SGLang is not imported here.
+
+Concurrency, all on the caller's event loop:
+
+| task                  | waits for                        | woken by               | closed by        |
+|-----------------------|----------------------------------|------------------------|------------------|
+| each `generate`       | `_is_serving`, then its response | `resume`, the server   | its caller       |
+| the weight methods    | one HTTP answer, with a deadline | the server             | -                |
+| `failed`              | the child's exit                 | the child              | its caller       |
+| the server child      | requests                         | HTTP                   | `close`          |
+"""
+
+import asyncio
+import importlib.metadata
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import aiohttp
+
+from generation import sglang_cpu
+from generation.child import ServerChild
+from generation.engine import Completion, EngineError, EngineSetup
+from generation.weight_versions import spans_from_arrivals, spans_from_report
+from megatron_rl.protocol.types import Bucket, JoinGroup, Sampling
+
+log = logging.getLogger(__name__)
+
+POLL_READY_S = 0.25
+REGENERATE_LIMIT = 3
+REPORTS_SPANS_SINCE = (0, 5, 20)
+NEEDS_BEGIN_SINCE = (0, 5, 21)
+NEVER_STREAM_TOKENS = 1_000_000
+
+
+class SGLangEngine:
+    """Engine over one `sglang.launch_server` child."""
+
+    name = "sglang"
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self.engine_version = importlib.metadata.version("sglang")
+        self.world_size = setup.tensor_parallel
+        self.version = setup.version
+        self._child = ServerChild(setup.log_path)
+        self._http: aiohttp.ClientSession | None = None
+        self._is_serving = asyncio.Event()
+        self._is_serving.set()
+        self._group_name = ""
+        self._epoch = 0
+        self._needs_begin = parse_release(self.engine_version) >= NEEDS_BEGIN_SINCE
+        self._is_paused = False
+
+    async def start(self) -> None:
+        """Start the server and wait until it answers."""
+        setup = self._setup
+        self._http = aiohttp.ClientSession(
+            f"http://{setup.host}:{setup.port}", connector=aiohttp.TCPConnector(limit=0)
+        )
+        await self._child.start(server_command(setup), server_environment(setup))
+        deadline = time.monotonic() + setup.start_timeout_s
+        while not await self._answers():
+            if self._child.has_exited:
+                raise EngineError(f"SGLang failed to start: {await self._child.exited()}")
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"SGLang was not ready in {setup.start_timeout_s:.0f} s "
+                    f"(generator.start_timeout_s); {self._child.log_tail()}"
+                )
+            await asyncio.sleep(POLL_READY_S)
+
+    async def _answers(self) -> bool:
+        try:
+            async with self._session.get("/health", timeout=aiohttp.ClientTimeout(5)) as response:
+                # A stranger on the port would answer too, but our child could not have bound it.
+                return response.status == 200 and not self._child.has_exited
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._http is not None, "the engine was not started"
+        return self._http
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        """Yield completions as they finish; one HTTP request for the group.
+
+        SGLang's scheduler draws from one stream of random numbers, so `sampling.seed` has no
+        effect: completions of a group differ, and a group asked for again differs too.
+        """
+        waiting = list(indices)
+        for _ in range(REGENERATE_LIMIT):
+            stale: list[int] = []
+            async with aclosing(self._generate_once(prompt_ids, sampling, waiting)) as answers:
+                async for index, completion in answers:
+                    if completion is None:
+                        stale.append(index)
+                    else:
+                        yield completion
+            if not stale:
+                return
+            waiting = stale
+        raise EngineError(
+            f"{len(waiting)} completions were overtaken by a publish {REGENERATE_LIMIT} times "
+            "before their first token: publishes come faster than requests start"
+        )
+
+    async def _generate_once(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[tuple[int, Completion | None]]:
+        """Yield (index, completion), or None for one to generate again.
+
+        That is one whose prompt came from the prefix cache of older weights, because it waited in
+        the server through a publish: its keys and values are not those of its first token's
+        weights.
+        """
+        await self._is_serving.wait()
+        version = self.version
+        body = self._request_body(prompt_ids, sampling, len(indices))
+        arrivals: dict[int, list[tuple[int, int]]] = {}
+        pending = set(indices)
+        async with aclosing(self._stream(body)) as events:
+            async for event in events:
+                index = indices[event.get("index", 0)]
+                arrived = arrivals.setdefault(index, [])
+                arrived.append((event["meta_info"]["completion_tokens"], self.version))
+                if event["meta_info"]["finish_reason"] is None:
+                    continue
+                completion = read_completion(event, index, arrived)
+                is_stale = completion.spans[0].version != version
+                pending.discard(index)
+                if is_stale and event["meta_info"].get("cached_tokens", 0) > 0:
+                    yield index, None
+                else:
+                    yield index, completion
+        if pending:
+            raise EngineError(f"SGLang ended its answer before completions {sorted(pending)}")
+
+    def _request_body(self, prompt_ids: list[int], sampling: Sampling, n: int) -> dict[str, Any]:
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "n": n,
+        }
+        if self._setup.stop_ids:
+            params["stop_token_ids"] = list(self._setup.stop_ids)
+        return {
+            "input_ids": prompt_ids,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": True,
+            # The prefix cache of a version (of a publisher: epochs count these) is its own.
+            "extra_key": f"{self._epoch}.{self.version}",
+        }
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Server-sent events of one /generate, parsed."""
+        timeout = aiohttp.ClientTimeout(total=self._setup.request_timeout_s)
+        try:
+            async with self._session.post("/generate", json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    raise EngineError(f"/generate: {response.status} {await response.text()}")
+                buffer = b""
+                # Not by line: aiohttp refuses lines longer than 64 KiB.
+                async for chunk in response.content.iter_any():
+                    buffer += chunk
+                    *events, buffer = buffer.split(b"\n\n")
+                    for event in events:
+                        if event != b"data: [DONE]":
+                            yield read_event(event)
+        except TimeoutError as error:
+            raise EngineError(
+                f"/generate took longer than generator.request_timeout_s="
+                f"{self._setup.request_timeout_s:.0f}"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
+
+    async def join_group(self, message: JoinGroup) -> None:
+        """Join the weight group."""
+        body = {
+            "master_address": message.address,
+            "master_port": message.port,
+            "rank_offset": message.rank_offset,
+            "world_size": message.world_size,
+            "group_name": message.group_name,
+            "backend": message.backend,
+        }
+        await self._post("/init_weights_update_group", body, message.timeout_s)
+        self._group_name = message.group_name
+        self._epoch += 1
+
+    async def pause(self) -> None:
+        """Stop between two tokens; requests and KV cache stay."""
+        if self._is_paused:
+            return  # by a publisher that died before it could resume
+        self._is_serving.clear()
+        await self._post("/pause_generation", {"mode": "in_place"})
+        if self._needs_begin:
+            await self._post("/begin_weight_update", {})
+        self._is_paused = True
+
+    async def receive_bucket(self, bucket: Bucket) -> None:
+        """Receive and load one flattened bucket."""
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": self._group_name,
+            "load_format": "flattened_bucket",
+            # SGLang 0.5.21 crashed when it was to flush while requests are running.
+            "flush_cache": False,
+            "weight_version": str(bucket.version),
+        }
+        await self._post("/update_weights_from_distributed", body)
+
+    async def resume(self, version: int) -> None:
+        """Continue under `version`."""
+        if self._needs_begin:
+            await self._post("/end_weight_update", {})
+        self.version = version
+        await self._post("/continue_generation", {})
+        self._is_paused = False
+        self._is_serving.set()
+
+    async def leave_group(self) -> None:
+        """Leave the weight group. After a publish that was cut short the pause stays."""
+        if self._group_name:
+            await self._post("/destroy_weights_update_group", {"group_name": self._group_name})
+            self._group_name = ""
+
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        """POST; EngineError for no answer in time, a bad status, or success=false."""
+        timeout_s = timeout_s or self._setup.weights_timeout_s
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.post(path, json=body, timeout=timeout) as response:
+                check_answer(path, response.status, await response.text())
+        except TimeoutError as error:
+            raise EngineError(f"{path}: no answer in {timeout_s:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
+
+    async def failed(self) -> str:
+        """Return the reason when the server has ended."""
+        return f"SGLang died: {await self._child.exited()}"
+
+    async def close(self) -> None:
+        """Kill the server and its processes."""
+        if self._http is not None:
+            await self._http.close()
+        await self._child.close()
+
+
+def server_command(setup: EngineSetup) -> list[str]:
+    """Command line of the server."""
+    values = {
+        "--model-path": setup.model,
+        "--dtype": setup.dtype,
+        "--host": setup.host,
+        "--port": setup.port,
+        "--tp-size": setup.tensor_parallel,
+        "--context-length": setup.context_tokens,
+        "--max-running-requests": setup.max_running,
+        "--max-total-tokens": setup.kv_tokens,
+        "--random-seed": setup.seed,
+        "--log-level": "warning",
+        # Each completion is one event at its end (and one at its first token).
+        "--stream-interval": NEVER_STREAM_TOKENS if _reports_spans() else 1,
+    }
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    command += [f"{flag}={value}" for flag, value in values.items()]
+    command += [
+        f"--weight-version={setup.version}",
+        # Token ids go in and come out: no tokenizer, and no detokenizer in the way.
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",
+        # With the overlap scheduler the recorded version boundary is one token off.
+        "--disable-overlap-schedule",
+    ]
+    return command + (sglang_cpu.server_flags() if sglang_cpu.is_needed() else [])
+
+
+def server_environment(setup: EngineSetup) -> dict[str, str]:
+    """Variables added to the server's environment."""
+    return sglang_cpu.server_environment(setup.tensor_parallel) if sglang_cpu.is_needed() else {}
+
+
+def _reports_spans() -> bool:
+    """Whether the installed SGLang reports a version for each token."""
+    return parse_release(importlib.metadata.version("sglang")) >= REPORTS_SPANS_SINCE
+
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """(0, 5, 23) of "0.5.23.post1"."""
+    numbers = []
+    for part in version.split(".")[:3]:
+        digits = re.match(r"\d*", part).group()
+        numbers.append(int(digits or 0))
+    return tuple(numbers)
+
+
+def read_event(event: bytes) -> dict[str, Any]:
+    """Body of one server-sent event. Raises EngineError when it reports an error."""
+    body = json.loads(event.removeprefix(b"data: "))
+    if "error" in body:
+        raise EngineError(f"/generate: {body['error'].get('message', body['error'])}")
+    return body
+
+
+def read_completion(
+    event: dict[str, Any], index: int, arrivals: list[tuple[int, int]]
+) -> Completion:
+    """Completion of a last event. Raises EngineError when it was aborted or contradicts itself.
+
+    arrivals: (tokens so far, version held then) at each event, for servers that report no spans.
+    """
+    meta, token_ids = event["meta_info"], event["output_ids"]
+    finish = meta["finish_reason"]
+    if finish["type"] not in ("stop", "length"):
+        raise EngineError(f"SGLang ended a completion by {finish['type']}: {finish.get('message')}")
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens")
+    try:
+        if "weight_versions" in meta:
+            spans = spans_from_report(meta["weight_versions"], len(token_ids))
+        else:
+            spans = spans_from_arrivals(arrivals, len(token_ids))
+    except ValueError as error:
+        raise EngineError(f"SGLang's weight versions: {error}") from error
+    return Completion(index, token_ids, logprobs, spans, finish["type"])
+
+
+def check_answer(path: str, status: int, text: str) -> None:
+    """Raise EngineError for a bad status and for a JSON body with success=false."""
+    if status != 200:
+        raise EngineError(f"{path}: {status} {text}")
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        return  # some routes answer in plain text
+    if isinstance(body, dict) and body.get("success") is False:
+        raise EngineError(f"{path}: {body.get('message', text)}")

@@ -1,0 +1,234 @@
+"""Generator process: leases groups of completions from the queue and returns each as it finishes.
+
+Entry: `python -m generation.worker --config RUN_DIR/config.toml [--index 0]`. DEALER to the queue's
+prompts endpoint (GeneratorReady, Lease, RolloutDone, RolloutFailed, Stop) and to the trainer's
+weights endpoint (see `weight_client.py`). It never waits for the trainer.
+
+Concurrency, one event loop:
+
+| task           | waits for                         | produces                       | ends              |
+|----------------|-----------------------------------|--------------------------------|-------------------|
+| `_receive`     | the queue's next message          | a `_serve` task for each lease | at Stop           |
+| `_serve` (n)   | the engine's next completion      | RolloutDone, RolloutFailed     | with its lease    |
+| `_report`      | a clock                           | GeneratorReady, metrics        | never             |
+| weight client  | the publisher's next message      | Ack, Failed; new versions      | never             |
+| engine watch   | the death of the engine           | EngineError                    | then              |
+| `interrupted`  | SIGTERM, SIGINT                   | the signal's number            | then              |
+
+The first of these but `_serve` to end ends the process: the others are cancelled, the sockets and then
+the engine closed. `_serve` tasks belong to `_receive`; they are at most as many as the queue leases,
+which is bounded by the capacity that GeneratorReady states.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from generation.activity import Activity
+from generation.async_dealer import AsyncDealer
+from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
+from generation.render import Renderer, RenderError
+from generation.weight_client import WeightClient
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
+from megatron_rl.protocol.process import EXIT_FAILED, Interrupted, run_main, set_up_logging
+from megatron_rl.protocol.types import (
+    GeneratorReady,
+    Lease,
+    Rollout,
+    RolloutDone,
+    RolloutFailed,
+    Stop,
+)
+from megatron_rl.protocol.wire import WireError
+
+log = logging.getLogger(__name__)
+
+READY_S = 2.0
+METRICS_S = 5.0
+RECEIVE_S = 60.0
+
+
+class GeneratorWorker:
+    """Serves leases with one engine."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, queue: AsyncDealer, capacity: int) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._queue = queue
+        self._capacity = capacity
+        self._session = time.time_ns()
+        self._activity = Activity()
+
+    async def run(self, weights: AsyncDealer, metrics: JsonlWriter) -> None:
+        """Serve until the queue says Stop. Raises EngineError when the engine dies."""
+        client = WeightClient(weights, self._engine, self.announce)
+        await end_with_first(
+            self._receive(), self._report(metrics), client.run(), self._watch_engine()
+        )
+
+    def announce(self) -> None:
+        """Tell the queue of our capacity and version."""
+        if self._engine.version >= 0:
+            self._activity.start(time.monotonic())
+        self._queue.send(GeneratorReady(self._capacity, self._engine.version, self._session))
+
+    async def _receive(self) -> None:
+        """Serve leases until Stop. An error that `_serve` does not report back is raised."""
+        serving: set[asyncio.Task[None]] = set()
+        async with asyncio.TaskGroup() as leases:
+            while True:
+                message = await self._queue.next_message(RECEIVE_S)
+                match message:
+                    case Lease():
+                        task = leases.create_task(self._serve(message))
+                        serving.add(task)
+                        task.add_done_callback(serving.discard)
+                    case Stop():
+                        log.info("the queue said stop: %s", message.reason)
+                        break
+                    case None:
+                        continue
+                    case _:
+                        raise WireError(f"the queue sent a {type(message).__name__}")
+            for task in serving:
+                task.cancel()
+
+    async def _serve(self, lease: Lease) -> None:
+        """Generate the completions of a lease; each failure goes back with its reason."""
+        waiting = set(lease.indices)
+        self._activity.change(time.monotonic(), len(waiting))
+        try:
+            prompt_ids = self._renderer.render(lease.prompt.messages, lease.sampling.max_new_tokens)
+            answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
+            async with aclosing(answers):
+                async for completion in answers:
+                    waiting.discard(completion.index)
+                    self._activity.change(time.monotonic(), -1, len(completion.token_ids))
+                    self._queue.send(RolloutDone(self._rollout(lease, prompt_ids, completion)))
+        except (EngineError, RenderError) as error:
+            log.warning("lease %d of prompt %s: %s", lease.lease_id, lease.prompt.id, error)
+            for index in sorted(waiting):
+                self._queue.send(RolloutFailed(lease.lease_id, index, str(error)))
+        finally:
+            self._activity.change(time.monotonic(), -len(waiting))
+
+    def _rollout(self, lease: Lease, prompt_ids: list[int], completion: Completion) -> Rollout:
+        return Rollout(
+            lease_id=lease.lease_id,
+            index=completion.index,
+            prompt_ids=np.array(prompt_ids, dtype=np.int32),
+            token_ids=np.array(completion.token_ids, dtype=np.int32),
+            logprobs=np.array(completion.logprobs, dtype=np.float32),
+            spans=completion.spans,
+            finish_reason=completion.finish_reason,
+            text=self._renderer.decode(completion.token_ids),
+        )
+
+    async def _report(self, metrics: JsonlWriter) -> None:
+        next_row = time.monotonic() + METRICS_S
+        try:
+            while True:
+                self.announce()
+                if time.monotonic() >= next_row:
+                    next_row += METRICS_S
+                    self._write_metrics(metrics)
+                await asyncio.sleep(READY_S)
+        finally:
+            self._write_metrics(metrics)
+
+    def _write_metrics(self, metrics: JsonlWriter) -> None:
+        values = MetricSet()
+        values.add(self._activity.report(time.monotonic()))
+        metrics.write(self._engine.version, values.values())
+
+    async def _watch_engine(self) -> None:
+        raise EngineError(await self._engine.failed())
+
+
+async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:
+    """Run all until the first ends, then cancel the others; its result, or its exception."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return [task.result() for task in done][0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def interrupted() -> int:
+    """Number of the first SIGTERM or SIGINT that arrives."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Future[int] = loop.create_future()
+
+    def note(number: int) -> None:
+        if not arrived.done():
+            arrived.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, note, number)
+    return await arrived
+
+
+async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
+    """Start the engine and serve; everything is closed on the way out."""
+    engine = load_engine(config.generator.engine)(engine_setup(config, index, renderer.stop_ids))
+    identity = f"generator-{index}"
+    host, ports = config.ports.host, config.ports
+    try:
+        started = time.monotonic()
+        await engine.start()
+        log.info("%s %s is ready after %.0f s", engine.name, engine.engine_version,
+                 time.monotonic() - started)
+        metrics = JsonlWriter(config.run.dir / "metrics.jsonl", identity)
+        with (
+            contextlib.closing(metrics),
+            AsyncDealer(f"{host}:{ports.prompts}", identity) as queue,
+            AsyncDealer(f"{host}:{ports.weights}", identity) as weights,
+        ):
+            worker = GeneratorWorker(engine, renderer, queue, config.generator.max_running)
+            await worker.run(weights, metrics)
+    finally:
+        await engine.close()
+
+
+def main(config_path: Path, index: int) -> None:
+    """Serve until the queue says Stop or a signal arrives."""
+    config = load_config(config_path)
+    set_up_logging(f"generator-{index}", config.run.dir / "logs")
+    renderer = Renderer(config.render, config.model.path, config.generator.context_tokens)
+    try:
+        number = asyncio.run(end_with_first(interrupted(), generate_for(config, index, renderer)))
+    except EngineError as error:
+        log.error("%s", error)
+        raise SystemExit(EXIT_FAILED) from error
+    if number is not None:
+        raise Interrupted(128 + number)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line of a generator."""
+    parser = argparse.ArgumentParser(description="Generator: completions from one engine.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved config.toml of the run")
+    parser.add_argument("--index", type=int, default=0, help="which generator of the run this is")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = parse_arguments()
+    sys.exit(
+        run_main(f"generator-{arguments.index}", lambda: main(arguments.config, arguments.index))
+    )

@@ -1,0 +1,110 @@
+"""Device, collectives, layers and optimizer kernels of the trainer ranks, decided once.
+
+Used by trainer ranks (and by tools that build the model). This package is the only place that
+knows CPU and gloo from CUDA and NCCL; everything else asks a `Backend`.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches
+from megatron_rl.protocol.config import ModelConfig, ParallelConfig
+from megatron_rl.protocol.process import InputError
+
+Layers = Literal["local", "transformer_engine"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What `select_backend` decided for this process."""
+
+    device: torch.device
+    collectives: Literal["gloo", "nccl"]
+    layers: Layers
+
+    def init_distributed(self, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> None:
+        """Join torchrun's process group, make Megatron's groups and seed this rank.
+
+        Raises InputError when the count of ranks is not the product of the parallel sizes.
+        """
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks != parallel.world_size:
+            raise InputError(
+                f"{ranks} trainer ranks were started, but parallel.tensor={parallel.tensor} x "
+                f"parallel.pipeline={parallel.pipeline} x parallel.data={parallel.data} needs "
+                f"{parallel.world_size}"
+            )
+        dist.init_process_group(
+            self.collectives,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        # Megatron's extra gloo groups serve checkpoints of the old distributed-optimizer formats.
+        parallel_state.initialize_model_parallel(
+            parallel.tensor, parallel.pipeline, create_gloo_process_groups=False
+        )
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+
+    def shutdown(self) -> None:
+        """Leave the process groups; a no-op before init_distributed."""
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    def layer_spec(self, config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+        """Modules that the decoder is built of."""
+        if self.layers == "transformer_engine":
+            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return cpu_layers.block_spec(config)
+
+    def transformer_overrides(self) -> dict[str, Any]:
+        """TransformerConfig fields that depend on the device and the layers."""
+        uses_engine = self.layers == "transformer_engine"
+        return {
+            "use_cpu_initialization": self.device.type == "cpu",
+            "apply_rope_fusion": uses_engine,
+            "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
+        }
+
+
+def select_backend(model: ModelConfig) -> Backend:
+    """Choose for this host and prepare the process: device, patches, fused Adam.
+
+    Raises InputError when the config asks for what this host cannot give.
+    """
+    has_engine = torch.cuda.is_available() and HAVE_TE
+    if model.layers == "transformer_engine" and not has_engine:
+        raise InputError(
+            "model.layers = 'transformer_engine' needs a CUDA device and the package "
+            "transformer-engine, and one of them is missing here: use 'auto' or 'local'"
+        )
+    layers: Layers = "transformer_engine" if has_engine and model.layers != "local" else "local"
+    if model.fp8 and layers != "transformer_engine":
+        raise InputError("model.fp8 needs TransformerEngine, which this host does not have")
+    cpu_adam.replace_torch_fallback()
+    if not torch.cuda.is_available():
+        cpu_patches.install()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return Backend(torch.device("cpu"), "gloo", layers)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return Backend(device, "nccl", layers)

@@ -1,0 +1,121 @@
+"""RMSNorm and attention for hosts without TransformerEngine, and the spec that uses them.
+
+Used by trainer ranks. Megatron's own local layers refuse packed sequences (attention) and sequence
+parallelism (RMSNorm); these are written in plain torch and run on any device.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the constructor and the marks that Megatron expects."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # finalize_model_grads sums the gradients of marked parameters over the tensor group.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class CausalAttention(MegatronModule):
+    """Causal core attention through torch's scaled_dot_product_attention.
+
+    Grouped queries, an optional sliding window, packed sequences; no dropout, no explicit mask.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(f"attention mask {attn_mask_type} is not implemented: only causal")
+        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._window = config.window_size[0] if config.window_size else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend within each sequence.
+
+        query is [length, batch, heads, dim] and the result [length, batch, heads * dim]; with
+        packed sequences [tokens, heads, dim] and [tokens, heads * dim]. key and value have fewer
+        heads when queries are grouped.
+        """
+        assert attention_mask is None and attention_bias is None
+        if packed_seq_params is not None:
+            return self._attend_packed(query, key, value, packed_seq_params.cu_seqlens_q)
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        return self._attend(query, key, value).transpose(0, 1).flatten(2)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+        """`bounds` is [sequences + 1] int32: where each sequence starts, and the end."""
+        # One call per sequence: padding them to one batch took 6 times as long on one CPU core
+        # where lengths differ (800 beside 100), and saved little where they are alike.
+        lengths = (bounds[1:] - bounds[:-1]).tolist()
+        sequences = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
+        attended = [self._attend(q[None], k[None], v[None]) for q, k, v in sequences]
+        return torch.cat(attended, dim=1)[0].flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[batch, length, heads, dim] in and out."""
+        length = query.shape[1]
+        mask = None
+        if self._window is not None and self._window + 1 < length:
+            distance = torch.arange(length, device=query.device)
+            distance = distance[:, None] - distance[None, :]
+            mask = (distance >= 0) & (distance <= self._window)
+        return F.scaled_dot_product_attention(
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        ).transpose(1, 2)
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec with the norms and the attention of this file."""
+    # get_gpt_layer_local_spec takes no provider of modules, so they are replaced afterwards.
+    spec = get_gpt_layer_local_spec(
+        normalization=config.normalization, qk_layernorm=config.qk_layernorm
+    )
+    layer = spec.submodules
+    layer.input_layernorm = RMSNorm
+    layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm
+    )

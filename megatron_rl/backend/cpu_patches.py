@@ -1,0 +1,98 @@
+"""What megatron-core 0.16.1 needs to run without CUDA: one small function per patch.
+
+Used by trainer ranks on CPU. `install` applies the table once; tests/backend leaves each patch out
+in turn and sees the operation that it serves fail.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import megatron.core.tensor_parallel.random as megatron_random
+import torch
+
+_CPU = torch.device("cpu")
+_installed: set[str] = set()
+
+
+def install(leave_out: Collection[str] = ()) -> None:
+    """Apply the patches that are not applied yet; `leave_out` is for tests."""
+    for name, patch in PATCHES.items():
+        if name not in _installed and name not in leave_out:
+            patch()
+            _installed.add(name)
+
+
+def _current_device() -> None:
+    """Megatron allocates buffers on torch.cuda.current_device()."""
+    torch.cuda.current_device = lambda: _CPU
+
+
+def _device_literals() -> None:
+    """Megatron's optimizers and schedules write device="cuda"."""
+    for name in ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and device is not _CPU and str(device).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _move_to_device() -> None:
+    """Megatron moves the last stage's copy of a tied embedding with Tensor.cuda()."""
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _type_names() -> None:
+    """megatron.core.optimizer sorts parameters by strings such as 'torch.cuda.FloatTensor'."""
+    original = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if args or kwargs:
+            return answer
+        caller = inspect.currentframe().f_back.f_globals.get("__name__", "")
+        if caller.startswith("megatron.core.optimizer"):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.type = type_name
+
+
+def _synchronize() -> None:
+    """The pipeline schedule waits for the device around its sends."""
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _generator() -> None:
+    """Megatron keeps one CUDA random state per use; on this host they are states of the CPU's."""
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda device="cuda": torch.get_rng_state()
+        module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
+
+
+def _set_generator() -> None:
+    """Megatron's own setter goes through a queue that CUDA's start would empty: a silent no-op."""
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
+        torch.set_rng_state(state)
+    )
+
+
+PATCHES: dict[str, Callable[[], None]] = {
+    "current_device": _current_device,
+    "device_literals": _device_literals,
+    "move_to_device": _move_to_device,
+    "type_names": _type_names,
+    "synchronize": _synchronize,
+    "generator": _generator,
+    "set_generator": _set_generator,
+}

@@ -1,0 +1,102 @@
+"""Batches from the rollout queue, for all ranks of the trainer.
+
+Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop and Published with the queue. One
+leader per model-parallel group (its first rank) talks to the queue and broadcasts what it got
+inside the group, so that the queue sees one peer per data-parallel rank.
+"""
+
+import time
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.types import NextBatch, Published, RankBatch, Stop
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+_ANSWER = RankBatch | Stop
+_TURN_S = 5.0
+
+
+class BatchClient:
+    """Fetches this data-parallel rank's share of each batch."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """group: this rank's model-parallel group; its rank 0 is the leader."""
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._group, self._device = group, device
+        self._timeout_s = timeout_s
+        self._leader = dist.get_global_rank(group, 0)
+        self._is_leader = group.rank() == 0
+        self._dealer = wire.Dealer(address, f"trainer-{dp_rank}") if self._is_leader else None
+        self.metrics: list[Metric] = []
+
+    def next(self, step: int) -> RankBatch | None:
+        """This rank's share of the batch of `step`; None when training ends.
+
+        Every rank of the group must call it. Raises DeadlineExceeded after timeout_s.
+        """
+        started = time.monotonic()
+        if self._dealer is not None:
+            self._dealer.send(NextBatch(step, self._dp_rank, self._dp_size))
+        # While the queue has no batch the leader broadcasts nothing, again and again: the others
+        # wait in short collectives, so that the collective timeout can stay short too.
+        while not (frame := self._broadcast(self._receive())):
+            if time.monotonic() - started > self._timeout_s:
+                raise DeadlineExceeded(
+                    f"the queue had no batch for step {step} in {self._timeout_s:.0f} s "
+                    "(train.batch_timeout_s + eval.timeout_s): see logs/queue.log"
+                )
+        batch = wire.decode(frame, _ANSWER)
+        self.metrics = [Metric("wait/batch_s", time.monotonic() - started, "max")]
+        return None if isinstance(batch, Stop) else batch
+
+    def announce(self, version: int, *, is_final: bool) -> None:
+        """Tell the queue that all generators hold `version`."""
+        if self._dealer is not None and self._dp_rank == 0:
+            self._dealer.send(Published(version, is_final))
+
+    def _receive(self) -> bytes | None:
+        """On the leader a frame, or b"" when none came for a while; elsewhere None."""
+        if self._dealer is None:
+            return None
+        answer = self._dealer.receive(_TURN_S)
+        return wire.encode(answer) if answer is not None else b""
+
+    def _broadcast(self, frame: bytes | None) -> bytes:
+        """The leader's frame on every rank of the group."""
+        size = torch.tensor([len(frame or b"")], dtype=torch.int64, device=self._device)
+        dist.broadcast(size, src=self._leader, group=self._group)
+        if not int(size):
+            return b""
+        if frame is None:
+            payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        else:
+            payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8).to(self._device)
+        dist.broadcast(payload, src=self._leader, group=self._group)
+        return payload.cpu().numpy().tobytes()
+
+    def close(self) -> None:
+        """Close the leader's socket."""
+        if self._dealer is not None:
+            self._dealer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,128 @@
+"""The command line: `megatron-rl run | eval | report | doctor`, also `python -m megatron_rl.cli`.
+
+Imports nothing heavy; the processes that `run` starts do.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl import doctor, launch
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.process import InputError, run_main
+from megatron_rl.summary import RunFacts, render_text, summarize
+from megatron_rl.supervisor import RoleDied
+
+PROGRAM = "megatron-rl"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Asynchronous RL on Megatron-Core and SGLang"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_run_arguments(commands.add_parser("run", help="train, evaluate, export, summarize"), _run)
+    evaluate = commands.add_parser("eval", help="evaluate a model folder on the held-out prompts")
+    _add_run_arguments(evaluate, _evaluate)
+    evaluate.add_argument("--label", default="model", help="name of the evaluation in the metrics")
+    report = commands.add_parser("report", help="print the summary of a run again")
+    report.add_argument("run_dir", type=Path)
+    report.set_defaults(handler=_report)
+    check = commands.add_parser("doctor", help="say what this machine has and lacks")
+    check.set_defaults(handler=_doctor)
+    return parser
+
+
+def _add_run_arguments(
+    parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespace, Console], int]
+) -> None:
+    parser.add_argument("--config", type=Path, required=True, help="TOML file")
+    parser.add_argument("--run-dir", type=Path, help="run folder; the same as run.dir=DIR")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.set_defaults(handler=handler)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0, 1 (a process of the run failed), 2 (bad input), 128 + signal."""
+    options = _parse(arguments)
+    logging.basicConfig(level=logging.WARNING, format=f"{PROGRAM}: %(message)s", stream=sys.stderr)
+    # INFO of our packages goes to the run's launch.log only.
+    logging.getLogger().handlers[0].setLevel(logging.WARNING)
+    codes: list[int] = []
+    code = run_main(PROGRAM, lambda: codes.append(options.handler(options, Console())))
+    return code or codes[0]
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes positional arguments in one stretch only; overrides may stand anywhere.
+    if rest and (any(word.startswith("-") for word in rest) or "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
+
+
+def _load(options: argparse.Namespace) -> Config:
+    overrides = list(options.overrides)
+    if options.run_dir is not None:
+        overrides.append(f"run.dir={json.dumps(str(options.run_dir))}")
+    return load_config(options.config, overrides)
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    return _until_death(lambda: launch.run(_load(options), console))
+
+
+def _evaluate(options: argparse.Namespace, console: Console) -> int:
+    return _until_death(lambda: launch.evaluate(_load(options), options.label, console))
+
+
+def _until_death(work: Callable[[], None]) -> int:
+    try:
+        work()
+    except RoleDied as death:
+        logging.getLogger(PROGRAM).error("%s", death)
+        return death.launcher_exit_code
+    return 0
+
+
+def _report(options: argparse.Namespace, console: Console) -> int:
+    summary, facts = read_run(options.run_dir)
+    console.print(render_text(summary, facts), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
+    """Summary and facts of a run folder; of an unfinished run, what its metrics tell.
+
+    Raises InputError when the folder holds no run.
+    """
+    config_path = run_dir / "config.toml"
+    if not config_path.exists():
+        raise InputError(f"{run_dir} holds no run: it has no config.toml")
+    config = load_config(config_path)
+    summary_path = run_dir / "summary.json"
+    if summary_path.exists():
+        summary = json.loads(summary_path.read_text())
+        return summary, launch.run_facts(config, summary["wall_s"], summary["hf_export"])
+    facts = launch.run_facts(config, {}, None)
+    return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
+
+
+def _doctor(options: argparse.Namespace, console: Console) -> int:
+    problems = doctor.examine(console)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

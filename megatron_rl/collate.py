@@ -1,0 +1,77 @@
+"""Sequences -> tensors of one packed microbatch.
+
+Runs in trainer ranks. The only place that converts between "this position predicts the next token"
+and "this token": row `rows[i]` of the model's output predicts `targets[i]`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.protocol.types import TrainSequence
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences laid end to end; `positions` are all, `rows` those that predict a completion token."""
+
+    tokens: Tensor  # [1, positions] int64
+    position_ids: Tensor  # [1, positions] int64, from 0 in each sequence
+    sequence_starts: Tensor  # [sequences + 1] int32, cumulative lengths
+    longest: int  # positions of the longest sequence
+    rows: Tensor  # [completion tokens] int64, index into positions
+    targets: Tensor  # [completion tokens] int64, token id
+    generator_logprobs: Tensor  # [completion tokens] float32
+    advantages: Tensor  # [completion tokens] float32
+    weights: Tensor  # [completion tokens] float32
+    versions: Tensor  # [completion tokens] int64, policy version that sampled the token
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on another device."""
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return MicroBatch(**moved)
+
+
+def placeholder() -> TrainSequence:
+    """A sequence without weight: an empty microbatch still runs, as its collectives must match."""
+    one = np.zeros(1, np.int32)
+    return TrainSequence(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), one - 1, 0.0, 0.0)
+
+
+def collate(sequences: list[TrainSequence], *, multiple: int = 1) -> MicroBatch:
+    """Pack sequences into one microbatch without padding between them.
+
+    multiple: the count of positions is padded up to a multiple of it by a sequence without
+    weight (sequence parallelism needs a multiple of the tensor-parallel size).
+    """
+    sequences = list(sequences) or [placeholder()]
+    missing = -sum(len(s.token_ids) for s in sequences) % multiple
+    lengths = [len(s.token_ids) for s in sequences] + ([missing] if missing else [])
+    tokens = np.concatenate([s.token_ids for s in sequences] + [np.zeros(missing, np.int32)])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    rows = [
+        np.arange(start + s.prompt_length - 1, start + len(s.token_ids) - 1)
+        for s, start in zip(sequences, starts, strict=False)
+    ]
+    counts = [len(s.token_ids) - s.prompt_length for s in sequences]
+    return MicroBatch(
+        tokens=_tensor(tokens, torch.int64)[None],
+        position_ids=_tensor(np.concatenate([np.arange(n) for n in lengths]), torch.int64)[None],
+        sequence_starts=_tensor(starts, torch.int32),
+        longest=max(lengths),
+        rows=_tensor(np.concatenate(rows), torch.int64),
+        targets=_tensor(np.concatenate([s.token_ids[s.prompt_length :] for s in sequences]), torch.int64),
+        generator_logprobs=_tensor(np.concatenate([s.generator_logprobs for s in sequences]), torch.float32),
+        advantages=_tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
+        weights=_tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
+        versions=_tensor(np.concatenate([s.token_versions for s in sequences]), torch.int64),
+    )
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(np.asarray(array), dtype=dtype)

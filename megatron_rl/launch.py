@@ -1,0 +1,293 @@
+"""Runs all roles of a run on this host, in order, and ends them all.
+
+Used by `megatron-rl run` and `megatron-rl eval`. One process, one thread.
+
+| phase            | runs                                               | ends when                |
+|------------------|----------------------------------------------------|--------------------------|
+| cold start       | sft ranks; beside them the serving roles load      | the sft ranks exit 0     |
+| RL               | trainer ranks                                      | the trainer ranks exit 0 |
+| control          | sft ranks; beside them the queue's last evaluation | both exit 0              |
+| control accuracy | the serving roles, on the control's weights        | the queue exits 0        |
+
+Serving roles: queue, generators, verifier. All processes read RUN_DIR/config.toml, but those that
+evaluate a model without training, which read RUN_DIR/config.LABEL.toml. Any role that ends
+otherwise than expected ends the run.
+"""
+
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from megatron_rl import preflight
+from megatron_rl.live_view import LiveView
+from megatron_rl.ports import ports_text, resolve_ports
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.summary import RunFacts, render_text, summarize
+from megatron_rl.supervisor import POLL_S, Supervisor
+
+COLD_START = "cold_start"
+CONTROL = "control"
+FINAL = "final"
+# A role that was told to stop has this long to close its children before they are ended.
+_SERVING_END_S = 30.0
+# Over eval.timeout_s: the queue itself gives up first and says why.
+_EVAL_MARGIN_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class _Session:
+    """What the phases of one run share: the children, the view, the clock of phases."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self.config = config
+        self.wall_s: dict[str, float] = {}
+        self._supervisor = Supervisor(config.run.dir / "logs")
+        self._view = LiveView(config, console)
+        self._closing = ExitStack()
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            # The view closes last, so that it still shows what the children wrote at their end.
+            stack.enter_context(self._view)
+            stack.enter_context(self._supervisor)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._view.enter_phase("ending all processes of the run")
+        self._closing.__exit__(kind, error, trace)
+        self.wall_s["total"] = time.monotonic() - self._started
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved tree of the run."""
+        return self.config.run.dir / "config.toml"
+
+    def start(
+        self, name: str, module: str, config_path: Path, arguments: Sequence[str] = (), *,
+        outlives: str | None = None,
+    ) -> None:  # fmt: skip
+        """Start one Python process of the run."""
+        command = [sys.executable, "-m", module, "--config", str(config_path), *arguments]
+        self._supervisor.start(name, command, outlives=outlives)
+
+    def start_ranks(self, name: str, module: str, arguments: list[str]) -> None:
+        """Start the trainer ranks under torchrun."""
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nproc-per-node", str(self.config.parallel.world_size)]
+        command += ["--master-addr", self.config.ports.host]
+        command += ["--master-port", str(self.config.ports.torchrun)]
+        command += ["-m", module, "--config", str(self.config_path), *arguments]
+        self._supervisor.start(name, command)
+
+    def wait_for(self, name: str, what: str = "", limit_s: float | None = None) -> None:
+        """Wait until the role has ended in good order.
+
+        Without a limit the role's own deadlines bound it. Raises RoleDied when any role ends
+        otherwise, DeadlineExceeded after limit_s.
+        """
+        started = time.monotonic()
+        while self._supervisor.is_running(name):
+            if limit_s is not None and time.monotonic() - started > limit_s:
+                raise DeadlineExceeded(f"{what} has not ended after {limit_s:.0f} s")
+            time.sleep(POLL_S)
+            self._supervisor.check()
+            self._view.refresh(self._supervisor.roles)
+
+    def end_serving(self) -> None:
+        """Let the roles that the queue told to stop close, then end what is left."""
+        deadline = time.monotonic() + _SERVING_END_S
+        while any(role.ended is None for role in self._supervisor.roles.values()):
+            if time.monotonic() > deadline:
+                log.warning("a role did not end within %.0f s of the queue's end", _SERVING_END_S)
+                break
+            time.sleep(POLL_S)
+            self._supervisor.check()
+            self._view.refresh(self._supervisor.roles)
+        self._supervisor.stop()
+
+    @contextmanager
+    def phase(self, name: str, text: str) -> Iterator[None]:
+        """Measure a phase and show its name."""
+        started = time.monotonic()
+        self._view.enter_phase(text)
+        yield
+        self.wall_s[name] = time.monotonic() - started
+
+    def hf_folder(self, name: str) -> Path:
+        """Where the ranks export a model."""
+        return self.config.run.dir / "hf" / name
+
+    def facts(self) -> RunFacts:
+        """What the summary needs beside the metrics."""
+        exports = [self.hf_folder(name) for name in (FINAL, COLD_START)]
+        export = next((str(path) for path in exports if path.exists()), None)
+        return run_facts(self.config, self.wall_s, export)
+
+
+def run(config: Config, console: Console) -> None:
+    """Cold start, reinforcement learning, control, evaluation, summary.
+
+    Raises InputError before anything starts, RoleDied, DeadlineExceeded.
+    """
+    preflight.check(config)
+    config = _prepare_run_folder(config)
+    with _Session(config, console) as session:
+        if config.train.steps:
+            _train(session)
+        else:
+            _evaluate_only(session)
+        # The control spends what reinforcement learning spent: without a step there is none.
+        if config.sft.control and config.train.steps and config.eval.prompts:
+            _evaluate_control(session)
+    facts = session.facts()
+    summary = summarize(read_jsonl(config.run.dir / "metrics.jsonl"), facts)
+    (config.run.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    console.print("\n" + render_text(summary, facts), markup=False, highlight=False, soft_wrap=True)
+
+
+def evaluate(config: Config, label: str, console: Console) -> None:
+    """Evaluate the model folder on the held-out prompts, without training. Raises as `run` does."""
+    if not config.eval.prompts:
+        raise InputError("eval.prompts is 0: say how many held-out prompts to evaluate on")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
+        raise InputError(f"--label {label!r}: it names files; use letters, digits, - and _")
+    preflight.check(config)
+    config = _prepare_run_folder(config)
+    with _Session(config, console) as session, session.phase("evaluation", f"evaluation {label}"):
+        queue = _serve_evaluation(session, label, config.model.path)
+        session.wait_for(queue, f"evaluation {label}", _eval_limit_s(config))
+        session.end_serving()
+    console.print(f"Completions: {config.run.dir}/rollouts/eval_{label}.jsonl", soft_wrap=True)
+
+
+def run_facts(config: Config, wall_s: dict[str, float], hf_export: str | None) -> RunFacts:
+    """The facts of a run whose phases took `wall_s`."""
+    return RunFacts(
+        wall_s=wall_s,
+        hf_export=hf_export,
+        max_staleness=config.queue.max_staleness,
+        strict_staleness=config.queue.strict_staleness,
+        eval_temperature=config.eval.temperature,
+        run_dir=str(config.run.dir),
+    )
+
+
+def _train(session: _Session) -> None:
+    """Cold start and reinforcement learning; the generators load while the cold start runs."""
+    config = session.config
+    _serve(session)
+    model = _cold_start(session)
+    with session.phase("rl", "reinforcement learning"):
+        session.start_ranks("trainer", "megatron_rl.train", [f"model.path={model}"])
+        session.wait_for("trainer")
+    if config.sft.control:
+        _continue_cold_start(session, model)
+    with session.phase("last_evaluation", "evaluation after the last step"):
+        session.wait_for("queue", "the last evaluation", _eval_limit_s(config))
+    session.end_serving()
+
+
+def _evaluate_only(session: _Session) -> None:
+    """Cold start if any, then its accuracy: a run without a step of reinforcement learning."""
+    model = _cold_start(session)
+    if session.config.eval.prompts:
+        with session.phase("evaluation", "evaluation"):
+            queue = _serve_evaluation(session, "before", model)
+            session.wait_for(queue, "the evaluation", _eval_limit_s(session.config))
+        session.end_serving()
+
+
+def _cold_start(session: _Session) -> Path:
+    """Folder of the model that reinforcement learning starts from."""
+    if not session.config.sft.steps:
+        return session.config.model.path
+    with session.phase("cold_start", "supervised cold start"):
+        session.start_ranks("sft", "megatron_rl.sft", [])
+        session.wait_for("sft")
+    return session.hf_folder(COLD_START)
+
+
+def _continue_cold_start(session: _Session, model: Path) -> None:
+    with session.phase("control", "control: the cold start goes on"):
+        session.start_ranks("sft-control", "megatron_rl.sft", ["--control", f"model.path={model}"])
+        session.wait_for("sft-control")
+
+
+def _evaluate_control(session: _Session) -> None:
+    with session.phase("control_evaluation", "evaluation of the control"):
+        queue = _serve_evaluation(session, CONTROL, session.hf_folder(CONTROL))
+        session.wait_for(queue, "the control's evaluation", _eval_limit_s(session.config))
+    session.end_serving()
+
+
+def _serve(session: _Session) -> None:
+    """Start the queue, generators and verifiers for training."""
+    _start_serving(session, session.config_path)
+
+
+def _serve_evaluation(session: _Session, label: str, model: Path) -> str:
+    """Start the same to evaluate a model folder once; returns the queue's name."""
+    config = session.config
+    changed = {
+        "model": config.model.model_copy(update={"path": model}),
+        "generator": config.generator.model_copy(update={"wait_for_publish": False}),
+    }
+    path = config.run.dir / f"config.{label}.toml"
+    path.write_text(dump_toml(config.model_copy(update=changed)))
+    return _start_serving(session, path, label)
+
+
+def _start_serving(session: _Session, config_path: Path, label: str = "") -> str:
+    suffix = f"-{label}" if label else ""
+    queue = f"queue{suffix}"
+    only = ["--evaluate-only", label] if label else []
+    session.start(queue, "megatron_rl.rollout_queue.server", config_path, only)
+    for i in range(session.config.generator.replicas):
+        name = f"generator-{i}{suffix}"
+        session.start(name, "generation.worker", config_path, ["--index", str(i)], outlives=queue)
+    session.start(f"verifier{suffix}", "verification.worker", config_path, outlives=queue)
+    return queue
+
+
+def _eval_limit_s(config: Config) -> float:
+    return config.generator.start_timeout_s + config.eval.timeout_s + _EVAL_MARGIN_S
+
+
+def _prepare_run_folder(config: Config) -> Config:
+    """Resolve ports and save the tree that all processes read."""
+    run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
+    resolved = resolve_ports(config.model_copy(update={"run": run_config}))
+    (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
+    # Exclusive: of two launchers that passed the check of the folder at once, one fails here.
+    with (resolved.run.dir / "config.toml").open("x") as file:
+        file.write(dump_toml(resolved))
+    handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s launch %(levelname)s %(name)s: %(message)s")
+    )
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("megatron_rl").setLevel(logging.INFO)
+    log.info("ports: %s", ports_text(resolved.ports))
+    return resolved

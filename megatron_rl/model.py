@@ -1,0 +1,189 @@
+"""The policy as a Megatron-Core GPTModel with data parallelism. Runs on every trainer rank.
+
+The order on a rank:
+
+    shape = read_shape(cfg.model.path)                  # InputError before anything is built
+    check_parallel(shape, cfg.parallel)
+    backend = select_backend(cfg.model)
+    backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=120)
+    model = build_model(backend, cfg, shape)            # one chunk per rank; weights still unset
+    load_weights(model, shape, cfg.model.path)          # megatron_rl.weights.load
+    optimizer = build_optimizer(cfg.optimizer, model)   # copies the masters: after the load
+
+Forward, packed: `model[0](input_ids, position_ids, None, packed_seq_params=packed(lengths))` with
+input_ids and position_ids [1, tokens] int64. On the last pipeline stage it returns logits
+[1, tokens, padded_vocab / tensor ranks] (float32 also under bf16, unless fp32_output=False is
+given in bf16); mask the columns from `shape.vocab` on. The lengths must add up to `tokens`
+(padding is a sequence of its own), and with sequence parallelism the tensor ranks must divide
+`tokens`. Padded: [batch, length] inputs without packed_seq_params.
+
+Gradients are sums: over microbatches, and over data-parallel ranks. The loss function given to
+Megatron's schedule returns (loss, tokens as an int tensor, report) and nothing divides by tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.backend import Backend
+from megatron_rl.protocol.config import Config
+from megatron_rl.weights.shape import ModelShape, inverse_frequencies
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[DistributedDataParallel]:
+    """This rank's part of the model: one chunk, parameters not yet filled."""
+    config = transformer_config(backend, cfg, shape)
+    module: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=backend.layer_spec(config),
+        vocab_size=shape.padded_vocab(cfg.parallel.tensor),
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shape.is_tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        parallel_output=True,
+    )
+    # Megatron knows no linear scaling and fixes llama3's constants, so the angles are given.
+    module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
+    module.to(backend.device)
+    if config.bf16:
+        module = Float16Module(config, module)
+    data_parallel = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+        # The optimizer step skips and counts non-finite gradients; Megatron's check would raise.
+        check_for_nan_in_grad=False,
+    )
+    return [DistributedDataParallel(config, data_parallel, module)]
+
+
+def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> TransformerConfig:
+    """Megatron's description of `shape` under the run's dtype and parallel sizes."""
+    dtype = DTYPES[cfg.model.dtype]
+    values = {
+        **_sizes(shape),
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # load_weights fills every parameter, and proves it. perform_initialization=False would also
+        # leave out the marks by which the gradient norm knows a parameter's tensor shards.
+        "init_method": _leave_unset,
+        "output_layer_init_method": _leave_unset,
+        "embedding_init_method": _leave_unset,
+        "tensor_model_parallel_size": cfg.parallel.tensor,
+        "pipeline_model_parallel_size": cfg.parallel.pipeline,
+        "pipeline_dtype": dtype,
+        # Packed microbatches differ in length. Megatron then refuses the default token dispatcher
+        # even for models without experts.
+        "variable_seq_lengths": cfg.parallel.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "sequence_parallel": cfg.parallel.sequence and cfg.parallel.tensor > 1,
+        # Without this the schedule divides losses by tokens and DDP averages over its ranks.
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": sum_gradients,
+        **_recompute(cfg),
+        **({"fp8": "hybrid", "fp8_recipe": "tensorwise"} if cfg.model.fp8 else {}),
+        **backend.transformer_overrides(),
+    }
+    return TransformerConfig(**values)
+
+
+def _sizes(shape: ModelShape) -> dict[str, Any]:
+    window = shape.sliding_window
+    return {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.has_qkv_bias,
+        "qk_layernorm": shape.has_qk_norm,
+        "window_size": (window - 1, 0) if window else None,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _leave_unset(weight: torch.Tensor) -> None:
+    """Initialization that keeps whatever the memory held."""
+
+
+def _recompute(cfg: Config) -> dict[str, str | int]:
+    if not cfg.model.recompute:
+        return {}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+
+def sum_gradients(
+    model: list[DistributedDataParallel],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Megatron's gradient reductions without its division by the count of tokens.
+
+    The loss is a weighted sum whose weights already hold the denominator.
+    """
+    finalize_model_grads(model, None, pg_collection, force_all_reduce)
+
+
+def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSeqParams:
+    """Description of sequences that stand one after the other in a [1, tokens] input."""
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return packed_params(bounds.to(device), max(lengths))
+
+
+def packed_params(bounds: torch.Tensor, longest: int) -> PackedSeqParams:
+    """The same from cumulative lengths: bounds [sequences + 1] int32, from 0."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        # Megatron 0.16.1 takes the longest length for rotary angles; were it the total of several
+        # sequences, positions would not restart (rope_utils.py:_apply_rotary_pos_emb_thd).
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside data parallelism and the bf16 wrapper."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+def count_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model, without vocabulary padding."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    bias = shape.head_dim * (shape.heads + 2 * shape.kv_heads) if shape.has_qkv_bias else 0
+    qk_norm = 2 * shape.head_dim if shape.has_qk_norm else 0
+    layer = attention + bias + qk_norm + 3 * shape.hidden * shape.ffn + 2 * shape.hidden
+    tables = 1 if shape.is_tied else 2
+    return shape.layers * layer + shape.hidden * (tables * shape.vocab + 1)

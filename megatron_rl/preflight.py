@@ -1,0 +1,148 @@
+"""Refuses bad input with one clear error before any process starts or any model is loaded.
+
+Used by `launch.py`. Each check raises InputError: what was given, what was expected, what to do.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.ports import check_ports
+from megatron_rl.protocol.config import Config, GeneratorConfig, ParallelConfig, SftConfig
+from megatron_rl.protocol.process import InputError
+from megatron_rl.rollout_queue.evaluation import select_held_out
+from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.traces import read_traces
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def check(config: Config) -> None:
+    """Run every check, cheapest first. Raises InputError."""
+    check_tools()
+    check_run_folder(config.run.dir)
+    shape = read_model_shape(config.model.path)
+    check_parallel(config.parallel, shape, config.model.path)
+    check_engine_parallel(config.generator, shape, config.model.path)
+    check_ports(config)
+    check_traces(config.sft)
+    check_prompts(config)
+
+
+def check_tools() -> None:
+    """The programs that a run starts."""
+    if find_compiler() is None:
+        raise InputError(
+            f"no C++ compiler: neither $CXX (given: {os.environ.get('CXX', '')!r}) nor g++ is on "
+            "PATH. SGLang and PyTorch compile small extensions. Install the Debian package g++: "
+            "apt-get install g++"
+        )
+    if shutil.which("setpriv") is None:
+        raise InputError(
+            "the program setpriv is not on PATH; it ties the processes of a run to the launcher. "
+            "Install the Debian package util-linux: apt-get install util-linux"
+        )
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler that extensions would be built with."""
+    return shutil.which(os.environ.get("CXX") or "g++")
+
+
+def check_run_folder(run_dir: Path) -> None:
+    """A run never writes into the folder of another."""
+    if (run_dir / "config.toml").exists():
+        raise InputError(
+            f"{run_dir} already holds a run (it has a config.toml), and runs are never "
+            "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
+        )
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"cannot make the run folder {run_dir}: {existing} is no writable folder")
+
+
+def read_model_shape(folder: Path) -> dict[str, Any]:
+    """config.json of a complete HF folder."""
+    if not folder.is_dir():
+        raise InputError(
+            f"model.path = {folder}: there is no such folder. Give a HF folder with config.json, "
+            "*.safetensors and a tokenizer"
+        )
+    config_path = folder / "config.json"
+    if not config_path.exists():
+        raise InputError(
+            f"model.path = {folder}: the folder has no config.json, so it is no HF model"
+        )
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise InputError(
+            f"model.path = {folder}: the folder has no tokenizer: "
+            f"expected one of {', '.join(_TOKENIZER_FILES)}"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"model.path = {folder}: the folder has no *.safetensors")
+    try:
+        shape = json.loads(config_path.read_text())
+    except ValueError as error:
+        raise InputError(f"{config_path} is no JSON: {error}") from error
+    for key in ("num_attention_heads", "num_hidden_layers"):
+        if not isinstance(shape.get(key) if isinstance(shape, dict) else None, int):
+            raise InputError(
+                f"{config_path} does not say {key}: is it a decoder-only language model?"
+            )
+    return shape
+
+
+def check_parallel(parallel: ParallelConfig, shape: dict[str, Any], folder: Path) -> None:
+    """Tensor parallelism divides the heads, pipeline parallelism the layers."""
+    heads = shape["num_attention_heads"]
+    kv_heads = shape.get("num_key_value_heads") or heads
+    tensor, pipeline, layers = parallel.tensor, parallel.pipeline, shape["num_hidden_layers"]
+    if heads % tensor or kv_heads % tensor:
+        raise InputError(
+            f"parallel.tensor = {tensor} does not divide the {heads} attention heads and "
+            f"{kv_heads} key-value heads of {folder}: choose {_divisors(heads, kv_heads)}"
+        )
+    if layers % pipeline:
+        raise InputError(
+            f"parallel.pipeline = {pipeline} does not divide the {layers} layers of {folder}: "
+            f"choose {_divisors(layers)}"
+        )
+
+
+def check_engine_parallel(generator: GeneratorConfig, shape: dict[str, Any], folder: Path) -> None:
+    """An engine's tensor parallelism divides the heads; it copies key-value heads where needed."""
+    heads = shape["num_attention_heads"]
+    if heads % generator.tensor_parallel:
+        raise InputError(
+            f"generator.tensor_parallel = {generator.tensor_parallel} does not divide the {heads} "
+            f"attention heads of {folder}: choose {_divisors(heads)}"
+        )
+
+
+def _divisors(*numbers: int) -> str:
+    common = [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+    return " or ".join(str(n) for n in common)
+
+
+def check_traces(sft: SftConfig) -> None:
+    """Every line of the traces is {"messages": [{"role", "content"}, ...], "response": text}."""
+    if sft.traces is None:
+        if sft.steps or sft.control:
+            key = "sft.steps" if sft.steps else "sft.control"
+            raise InputError(f"{key} needs sft.traces: name a JSONL file of {{messages, response}}")
+        return
+    if sft.steps or sft.control:
+        read_traces(sft.traces)
+
+
+def check_prompts(config: Config) -> None:
+    """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
+    sets = load_prompts(config.prompts, config.run.seed)
+    if config.train.steps and not sets.train:
+        raise InputError(
+            'there are no train prompts: lines need "split": "train", and a question that is not '
+            "held out; train.steps=0 only evaluates"
+        )
+    select_held_out(sets.held_out, config.eval)

@@ -1,0 +1,328 @@
+"""The configuration tree of a run.
+
+Imported by every process. `config_file.py` loads it once from TOML plus `section.key=value`
+overrides; the resolved tree is saved in the run folder as `config.toml`, which processes read.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+import pydantic
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+
+class Section(pydantic.BaseModel):
+    """Base of all sections: frozen, and strict about unknown keys."""
+
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    dir: Path = Path("runs/default")
+    """Folder for everything that the run leaves."""
+    seed: int = 0
+    """Seed of prompts, sampling and initial weights."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: Path = Path("model")
+    """HF folder: config.json, *.safetensors, tokenizer."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of trainer and generators; master weights are always float32."""
+    layers: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
+    fp8: bool = False
+    """FP8 matrix products through TransformerEngine."""
+    recompute: bool = False
+    """Recompute activations of every layer in the backward pass."""
+
+
+class ParallelConfig(Section):
+    """How the trainer ranks divide the model and the batch."""
+
+    tensor: PositiveInt = 1
+    """Tensor-parallel ranks; must divide the attention heads and key-value heads."""
+    pipeline: PositiveInt = 1
+    """Pipeline stages; must divide the layers."""
+    data: PositiveInt = 1
+    """Data-parallel replicas."""
+    sequence: bool = False
+    """Megatron sequence parallelism inside the tensor-parallel group."""
+    distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks."""
+
+    @property
+    def world_size(self) -> int:
+        """Count of trainer ranks."""
+        return self.tensor * self.pipeline * self.data
+
+
+class OptimizerConfig(Section):
+    """AdamW with float32 masters."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear"] = "constant"
+    """Schedule after the warm-up; linear ends at min_lr_ratio * lr on the last step."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate of the linear schedule over lr."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of Adam's first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of Adam's second moment."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_grad_norm: PositiveFloat = 1.0
+    """Global gradient norm limit."""
+
+
+class LossConfig(Section):
+    """The policy loss."""
+
+    name: str = "clipped"
+    """Entry of LOSSES, or package.module:function."""
+    eps_low: float = Field(default=0.2, gt=0, lt=1)
+    """The importance ratio is clipped below 1 - eps_low."""
+    eps_high: PositiveFloat = 0.28
+    """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
+
+
+class TrainConfig(Section):
+    """Steps and batch shape of reinforcement learning."""
+
+    steps: int = Field(default=100, ge=0)
+    """Batches to train on."""
+    groups_per_batch: PositiveInt = 16
+    """Groups of completions, flat ones not counted, that make a batch."""
+    group_size: int = Field(default=16, ge=2)
+    """Completions of one prompt."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps a batch; the paper found more than 2 harmful."""
+    microbatch_tokens: PositiveInt = 4096
+    """Token budget (prompt and completion) of one packed microbatch."""
+    advantage: str = "group_mean"
+    """Entry of ADVANTAGES, or package.module:function."""
+    batch_timeout_s: PositiveFloat = 600.0
+    """The trainer gives up when a batch takes longer."""
+    collective_timeout_s: PositiveFloat = 120.0
+    """A collective among trainer ranks that takes longer ends the run."""
+
+
+class SftConfig(Section):
+    """Supervised cold start, and its control."""
+
+    traces: Path | None = None
+    """JSONL of {"messages", "response"}; no cold start without it."""
+    steps: int = Field(default=0, ge=0)
+    """Optimizer steps."""
+    batch_size: PositiveInt = 32
+    """Traces a step."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Learning rate and schedule of the cold start."""
+    control: bool = False
+    """After RL, continue the cold start on the same traces for RL's training compute and evaluate."""
+
+
+class PromptSource(Section):
+    """One source of prompts."""
+
+    kind: str = "jsonl"
+    """Entry of SOURCES: "jsonl" or "reasoning_gym"; or package.module:function."""
+    path: Path | None = None
+    """jsonl: the file; one prompt a line, its "split" is train or held_out."""
+    name: str = ""
+    """reasoning_gym: dataset name, e.g. chain_sum."""
+    options: dict[str, int | float | str | bool] = {}
+    """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
+    template: str = "{question}"
+    """reasoning_gym: user message; {question} is the dataset's text."""
+    strip_prefix: str = ""
+    """reasoning_gym: removed from the start of the question."""
+    train_size: int = Field(default=10_000, ge=0)
+    """reasoning_gym: train prompts to make."""
+    held_out_size: int = Field(default=500, ge=0)
+    """reasoning_gym: held-out prompts to make; no train prompt shares a question with them."""
+    weight: PositiveFloat = 1.0
+    """Share in the mixture of train prompts."""
+
+
+class RenderConfig(Section):
+    """How messages become token ids."""
+
+    system_prompt: str = ""
+    """Put before the messages; empty for none."""
+    chat_template: str = ""
+    """Jinja chat template that replaces the tokenizer's own; empty keeps that."""
+
+
+class SamplingConfig(Section):
+    """Sampling of training completions."""
+
+    max_new_tokens: PositiveInt = 1024
+    """Limit of a completion."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus; below 1 the generator's logprobs no longer match the trainer's."""
+
+
+class QueueConfig(Section):
+    """Admission and leases."""
+
+    max_staleness: int = Field(default=2, ge=0)
+    """Policy versions a typical rollout may lag when it is trained on; 0 is synchronous."""
+    strict_staleness: bool = False
+    """Wait for a slow group rather than let it exceed max_staleness; false never waits."""
+    heartbeat_timeout_s: PositiveFloat = 30.0
+    """A generator or verifier that is silent this long is dead; its work is issued again."""
+    lease_timeout_s: PositiveFloat = 300.0
+    """A lease that returned nothing for this long is issued again."""
+    score_timeout_s: PositiveFloat = 60.0
+    """A score request unanswered for this long is issued again."""
+    max_attempts: PositiveInt = 3
+    """Times a completion or a score is tried before the run stops with an error."""
+
+
+class GeneratorConfig(Section):
+    """Engine replicas."""
+
+    engine: str = "sglang"
+    """Entry of ENGINES: "sglang" or "hf"; or package.module:function."""
+    replicas: PositiveInt = 1
+    """Generators that launch starts on this host."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks of one engine."""
+    max_running: PositiveInt = 64
+    """Completions in flight in one engine."""
+    kv_tokens: PositiveInt = 65_536
+    """Tokens that the KV cache holds (all completions in flight)."""
+    context_tokens: PositiveInt = 2048
+    """Longest prompt plus completion."""
+    start_timeout_s: PositiveFloat = 180.0
+    """An engine that is not ready by then has failed."""
+    request_timeout_s: PositiveFloat = 300.0
+    """A completion that takes longer has failed."""
+    wait_for_publish: bool = True
+    """Serve only after the trainer's first publish; false serves the folder's own weights."""
+
+
+class VerifierConfig(Section):
+    """Grading processes."""
+
+    workers: PositiveInt = 1
+    """Processes of the pool."""
+    timeout_s: PositiveFloat = 3.0
+    """Grading of one completion; the process is killed beyond."""
+    memory_bytes: PositiveInt = 2 << 30
+    """Address space of one process."""
+    max_pending: PositiveInt = 1024
+    """Requests one verifier accepts at once."""
+    correct_reward: PositiveFloat = 0.9
+    """For a right answer."""
+    format_reward: float = Field(default=0.1, ge=0)
+    """For passing the format gate."""
+    length_margin_tokens: int = Field(default=0, ge=0)
+    """Paper's l_cache: the length penalty grows over this many tokens below max_new_tokens; 0: none."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts by the generators."""
+
+    prompts: int = Field(default=256, ge=0)
+    """Held-out prompts; 0 skips evaluation."""
+    samples: PositiveInt = 1
+    """Completions a prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    every_steps: int = Field(default=0, ge=0)
+    """Also evaluate every so many steps; 0: only before and after."""
+    timeout_s: PositiveFloat = 600.0
+    """An evaluation that takes longer ends the run."""
+
+
+class WeightsConfig(Section):
+    """Publishing weights to the generators."""
+
+    bucket_bytes: PositiveInt = 256 << 20
+    """Size of one broadcast."""
+    timeout_s: PositiveFloat = 120.0
+    """Any step of a publish that takes longer ends the run."""
+    join_timeout_s: PositiveFloat = 300.0
+    """Generators must have said hello by then."""
+
+
+class PortsConfig(Section):
+    """Where the sockets of a run listen. Port 0: launch picks a free one."""
+
+    host: str = "127.0.0.1"
+    """Loopback; other addresses need CURVE keys."""
+    prompts: int = Field(default=0, ge=0, le=65535)
+    """Queue, for generators."""
+    verify: int = Field(default=0, ge=0, le=65535)
+    """Queue, for verifiers."""
+    batches: int = Field(default=0, ge=0, le=65535)
+    """Queue, for trainer ranks."""
+    weights: int = Field(default=0, ge=0, le=65535)
+    """Trainer rank 0, for generators."""
+    torchrun: int = Field(default=0, ge=0, le=65535)
+    """Rendezvous of the trainer ranks."""
+    engine: int = Field(default=0, ge=0, le=65535)
+    """HTTP of the first engine; further replicas take the next even ports."""
+
+
+class Config(Section):
+    """Everything about a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    sft: SftConfig = SftConfig()
+    prompts: list[PromptSource] = []
+    render: RenderConfig = RenderConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    queue: QueueConfig = QueueConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    eval: EvalConfig = EvalConfig()
+    weights: WeightsConfig = WeightsConfig()
+    ports: PortsConfig = PortsConfig()
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.train.minibatches > self.train.groups_per_batch:
+            raise ValueError(
+                f"train.minibatches={self.train.minibatches} is more than "
+                f"train.groups_per_batch={self.train.groups_per_batch}: groups never split across "
+                "minibatches; lower the former"
+            )
+        if self.verifier.length_margin_tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"verifier.length_margin_tokens={self.verifier.length_margin_tokens} exceeds "
+                f"sampling.max_new_tokens={self.sampling.max_new_tokens}"
+            )
+        if self.generator.context_tokens <= self.sampling.max_new_tokens:
+            raise ValueError(
+                f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
+                f"prompt beside sampling.max_new_tokens={self.sampling.max_new_tokens}: raise it"
+            )
+        if self.generator.max_running < self.train.group_size:
+            raise ValueError(
+                f"generator.max_running={self.generator.max_running} is less than "
+                f"train.group_size={self.train.group_size}: a group is leased as a whole"
+            )
+        if self.model.fp8 and self.model.layers == "local":
+            raise ValueError("model.fp8 needs model.layers = 'transformer_engine' or 'auto'")
+        return self

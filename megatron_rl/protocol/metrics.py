@@ -1,0 +1,87 @@
+"""Metrics are data: sums and counts that writers format.
+
+Imported by every process. Code returns `Metric`s; only a writer turns them into text. A metric is
+reduced from its sum and count, never as a mean of means.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple, TextIO
+
+Reduce = Literal["mean", "sum", "max"]
+
+
+class Metric(NamedTuple):
+    """One contribution to a quantity named `area/quantity_unit`."""
+
+    name: str
+    value: float
+    """A sum over `count` items (mean, sum) or the largest of them (max)."""
+    reduce: Reduce = "mean"
+    count: float = 1.0
+
+
+class MetricSet:
+    """Accumulates metrics by name."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[float, float, str]] = {}
+
+    def add(self, metrics: Iterable[Metric]) -> None:
+        """Fold further contributions in."""
+        for metric in metrics:
+            value, count, reduce = self._entries.get(metric.name, (None, 0.0, metric.reduce))
+            if value is None:
+                value = metric.value
+            elif reduce == "max":
+                value = max(value, metric.value)
+            else:
+                value += metric.value
+            self._entries[metric.name] = (value, count + metric.count, reduce)
+
+    def add_entries(self, entries: dict[str, tuple[float, float, str]]) -> None:
+        """Fold in the entries of another process' set."""
+        self.add(Metric(name, value, reduce, count) for name, (value, count, reduce) in entries.items())
+
+    def entries(self) -> dict[str, tuple[float, float, str]]:
+        """name -> (value, count, reduce), for the wire."""
+        return dict(self._entries)
+
+    def values(self) -> dict[str, float]:
+        """name -> reduced value; a mean over nothing is left out."""
+        return {
+            name: value / count if reduce == "mean" else value
+            for name, (value, count, reduce) in self._entries.items()
+            if reduce != "mean" or count
+        }
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+
+
+class JsonlWriter:
+    """Appends one JSON object a line: {"time", "step", ...values}."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self._source = source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", buffering=1)
+
+    def write(self, step: int, values: dict[str, float | int | str]) -> None:
+        """Write the values of a step; one write call, so that processes may share the file."""
+        row = {"time": round(time.time(), 3), "source": self._source, "step": step, **values}
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """All complete rows of a metrics file; [] when there is none. A torn last line is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]

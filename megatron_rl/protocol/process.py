@@ -1,0 +1,79 @@
+"""How every process starts and ends: logging, signals, exit code.
+
+Used by the entry of every process. An error that a person can mend is a line, not a traceback; a
+process whose launcher died ends itself.
+"""
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.protocol.config_file import ConfigError
+from megatron_rl.protocol.wire import DeadlineExceeded, WireError
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+_PR_SET_PDEATHSIG = 1
+
+
+class InputError(ValueError):
+    """Bad input: the text says what was given, what was expected and what to do."""
+
+
+class Interrupted(SystemExit):
+    """SIGTERM or SIGINT arrived."""
+
+
+def die_with_parent() -> None:
+    """Ask Linux to send SIGTERM to this process when the process that started it dies."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def set_up_logging(role: str, log_dir: Path | None = None) -> None:
+    """Log to stderr, and to `log_dir/<role>.log` when a folder is given."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(log_dir / f"{role}.log"))
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s",
+        handlers=handlers,
+        force=True,
+    )
+    faulthandler.enable()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise Interrupted(128 + number)
+
+
+def run_main(role: str, main: Callable[[], None]) -> int:
+    """Run `main` and return the exit code: 0, 1 (our failure), 2 (bad input), 128 + signal.
+
+    SIGTERM and SIGINT raise Interrupted inside `main`, so that context managers close what they
+    opened; a second signal is not awaited.
+    """
+    if os.environ.get("MEGATRON_RL_LAUNCHED"):
+        die_with_parent()
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    log = logging.getLogger(role)
+    try:
+        main()
+    except Interrupted as stop:
+        log.info("ended by signal %d", int(stop.code) - 128)
+        return int(stop.code)
+    except (ConfigError, InputError, WireError) as error:
+        log.error("%s", error)
+        return EXIT_BAD_INPUT
+    except DeadlineExceeded as error:
+        log.error("%s", error)
+        return EXIT_FAILED
+    return 0

@@ -1,0 +1,308 @@
+"""Messages and records that flow between the processes.
+
+Imported by every process. One frozen struct a stage:
+Prompt -> Rollout -> ScoredRollout -> TrainSequence -> RankBatch. Arrays travel as raw buffers
+(see `wire.py`), never as lists of numbers.
+"""
+
+import msgspec
+import numpy as np
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A question with its reference answer."""
+
+    id: str
+    task: str
+    """Name in the verifier's TASKS table: "math", "exact", "reasoning_gym"."""
+    messages: list[Message]
+    answer: str
+    split: str = "train"
+    """"train" or "held_out"; never both for the same question."""
+    entry: str = ""
+    """JSON of the reasoning_gym entry, needed by that task's own scorer; else empty."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to sample completions."""
+
+    max_new_tokens: int
+    temperature: float
+    """0 means greedy."""
+    top_p: float = 1.0
+    seed: int = 0
+    """Seed of the group; completion i uses seed + i where the engine is deterministic."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Completion tokens [start, end) were sampled from policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """One finished completion of a leased group."""
+
+    lease_id: int
+    index: int
+    """Position inside the group, 0 .. group size - 1."""
+    prompt_ids: np.ndarray
+    """[prompt tokens] int32."""
+    token_ids: np.ndarray
+    """[completion tokens] int32; the end-of-sequence token is included when it was sampled."""
+    logprobs: np.ndarray
+    """[completion tokens] float32 of each sampled token, under the version that sampled it."""
+    spans: list[VersionSpan]
+    finish_reason: str
+    """"stop" (end of sequence) or "length"."""
+    text: str
+    """Completion decoded without the end-of-sequence token."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Lowest policy version among the tokens."""
+        return min(span.version for span in self.spans)
+
+    @property
+    def newest_version(self) -> int:
+        """Highest policy version among the tokens."""
+        return max(span.version for span in self.spans)
+
+
+class Score(msgspec.Struct, frozen=True):
+    """The verdict on one completion."""
+
+    reward: float
+    parts: dict[str, float]
+    """Addends of the reward by name: "format", "correct", "length"."""
+    reason: str
+    """"correct", "wrong_answer", or why grading stopped: "no_think_start", "timeout", ..."""
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the answer passed."""
+        return self.reason == "correct"
+
+    @property
+    def is_well_formed(self) -> bool:
+        """Whether the format gate passed."""
+        return self.parts.get("format", 0.0) > 0.0
+
+
+class ScoredRollout(msgspec.Struct, frozen=True):
+    """A rollout with its score."""
+
+    rollout: Rollout
+    score: Score
+
+
+class TrainSequence(msgspec.Struct, frozen=True):
+    """What the trainer needs of one rollout or one supervised trace."""
+
+    token_ids: np.ndarray
+    """[prompt + completion tokens] int32."""
+    prompt_length: int
+    generator_logprobs: np.ndarray
+    """[completion tokens] float32; zeros for supervised traces."""
+    token_versions: np.ndarray
+    """[completion tokens] int32: policy version that sampled each token."""
+    advantage: float
+    weight: float
+    """Loss weight of every completion token; weights of a minibatch sum to 1 over its tokens."""
+
+
+class MinibatchShare(msgspec.Struct, frozen=True):
+    """One data-parallel rank's part of a minibatch: the same count of microbatches on every rank.
+
+    A microbatch may be empty; the trainer still runs it, because its collectives must match.
+    """
+
+    microbatches: list[list[TrainSequence]]
+
+
+class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):
+    """One data-parallel rank's part of a batch."""
+
+    step: int
+    dp_rank: int
+    minibatches: list[MinibatchShare]
+    metrics: dict[str, tuple[float, float, str]]
+    """Queue metrics of this batch: name -> (sum, count, reduce); only dp_rank 0 receives them."""
+
+
+# --- prompts endpoint: queue (ROUTER) <-> generators (DEALER) -----------------------------------
+
+
+class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
+    """State of a generator, sent at start, after every change of version, and as heartbeat.
+
+    The queue counts what it leased: free room = capacity - leased and not yet returned.
+    """
+
+    capacity: int
+    """Completions it runs at once."""
+    version: int
+    """Policy version of its weights; -1 before the first publish, when it takes no leases."""
+    session: int
+    """Differs after a restart: leases of the earlier session are lost."""
+
+
+class Lease(msgspec.Struct, frozen=True, tag="Lease"):
+    """Generate `indices` of a group of completions of one prompt."""
+
+    lease_id: int
+    prompt: Prompt
+    indices: list[int]
+    sampling: Sampling
+
+
+class RolloutDone(msgspec.Struct, frozen=True, tag="RolloutDone"):
+    """One completion of a lease, sent as soon as it is finished."""
+
+    rollout: Rollout
+
+
+class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
+    """The engine could not generate this completion; the queue leases it again."""
+
+    lease_id: int
+    index: int
+    reason: str
+
+
+# --- verify endpoint: queue (ROUTER) <-> verifiers (DEALER) -------------------------------------
+
+
+class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
+    """State of a verifier, sent at start and as heartbeat."""
+
+    capacity: int
+    """Requests it accepts at once."""
+    session: int
+    """Differs after a restart: requests of the earlier session are lost."""
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
+    """Grade one completion. Carries only text: verifiers see no token ids."""
+
+    request_id: int
+    task: str
+    answer: str
+    entry: str
+    text: str
+    completion_tokens: int
+    is_finished: bool
+    """False when the completion was cut at the length limit."""
+
+
+class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):
+    """The verdict on a request."""
+
+    request_id: int
+    score: Score
+
+
+class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
+    """Our own failure to grade (never a reward of 0); the queue asks again."""
+
+    request_id: int
+    reason: str
+
+
+# --- batches endpoint: queue (ROUTER) <-> data-parallel leaders (DEALER) -------------------------
+
+
+class NextBatch(msgspec.Struct, frozen=True, tag="NextBatch"):
+    """A leader asks for its share of the batch of `step`; answered by RankBatch or Stop."""
+
+    step: int
+    dp_rank: int
+    dp_size: int
+
+
+class Published(msgspec.Struct, frozen=True, tag="Published"):
+    """All generators hold `version`; `is_final` after the last optimizer step."""
+
+    version: int
+    is_final: bool = False
+
+
+class Stop(msgspec.Struct, frozen=True, tag="Stop"):
+    """End in good order."""
+
+    reason: str = ""
+
+
+# --- weights endpoint: trainer rank 0 (ROUTER) <-> generators (DEALER) ---------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="Hello"):
+    """A generator asks to receive weights; its engine takes `world_size` ranks of the group."""
+
+    world_size: int
+    engine: str
+    engine_version: str
+
+
+class JoinGroup(msgspec.Struct, frozen=True, tag="JoinGroup"):
+    """Join the weight group as ranks rank_offset .. rank_offset + world_size of the engine - 1."""
+
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+    timeout_s: float
+
+
+class Pause(msgspec.Struct, frozen=True, tag="Pause"):
+    """Stop between two tokens; keep requests and KV cache."""
+
+
+class Bucket(msgspec.Struct, frozen=True, tag="Bucket"):
+    """One flattened broadcast follows: these tensors, in this order."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    version: int
+
+
+class Resume(msgspec.Struct, frozen=True, tag="Resume"):
+    """Continue; later tokens carry `version`."""
+
+    version: int
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, tag="LeaveGroup"):
+    """Leave the weight group; another publisher may open a new one."""
+
+
+class Ack(msgspec.Struct, frozen=True, tag="Ack"):
+    """The generator obeyed the message named `done`."""
+
+    done: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag="Failed"):
+    """The generator could not obey the message named `doing`."""
+
+    doing: str
+    reason: str
+
+
+AnyMessage = (
+    RankBatch | GeneratorReady | Lease | RolloutDone | RolloutFailed | VerifierReady | ScoreRequest
+    | ScoreDone | ScoreFailed | NextBatch | Published | Stop | Hello | JoinGroup | Pause
+    | Bucket | Resume | LeaveGroup | Ack | Failed
+)

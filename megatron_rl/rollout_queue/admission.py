@@ -1,0 +1,92 @@
+"""When a group may be opened, leased and trained on. Pure; used by the rollout queue.
+
+Words: `published` is the policy version of the last Published message; step k trains on batch k
+and ends with version k + 1. A group's `opened_version` is the version known when it was opened: no
+token of it is older. Its deadline is `opened_version + max_staleness`: in batch k with k at most
+the deadline its staleness is within the bound. A group is *untrained* from its opening until the
+version made from it is published, or until it is dropped as flat.
+
+Why the strict mode guarantees staleness <= max_staleness (G groups a batch, s = max_staleness):
+call a set of untrained groups *timely* at step k when no deadline is before k and, for every
+j >= k, those with deadline <= j number at most (j - k + 1) * G: they fit into the batches k .. j.
+
+1. Opening keeps the set timely. Between Published(v) and Published(v + 1) a new group has the
+   latest deadline of all, v + s, so only j >= v + s gets tighter; `may_open_group` keeps the
+   untrained groups, the batch in training included, within (s + 1) * G, the room of v .. v + s.
+2. Dropping flat groups only shrinks the set.
+3. `choose_batch` forms batch k only if what remains is timely at step k + 1.
+4. It never waits forever: when all are complete, taking those with the earliest deadlines leaves a
+   timely set timely (the exchange argument of earliest-deadline-first with unit jobs).
+
+A set timely at k + 1 holds no group with deadline <= k, so every group is trained in time.
+Waiting only for groups that are due in batch k itself would not do: with two batches' worth of slow
+groups due in the batches k and k + 1, newer groups could fill k and leave too many for k + 1.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class UntrainedGroup(NamedTuple):
+    """What decides when a group is trained; the field order is the order of training."""
+
+    opened_version: int
+    number: int
+    """Counts the groups in order of opening."""
+    is_complete: bool
+
+
+def may_open_group(untrained: int, *, max_staleness: int, groups_per_batch: int) -> bool:
+    """Whether one more group keeps the untrained ones within (max_staleness + 1) batches."""
+    return untrained < (max_staleness + 1) * groups_per_batch
+
+
+def is_group_needed(
+    waiting: int, *, next_step: int, steps: int, groups_per_batch: int
+) -> bool:
+    """Whether the batches from `next_step` on can use more than the `waiting` untaken groups."""
+    return waiting < (steps - next_step) * groups_per_batch
+
+
+def oldest_leasable_version(published: int, *, max_staleness: int, is_strict: bool) -> int:
+    """Policy version that a generator needs to get training leases.
+
+    A generator announces its version after the publish, so a healthy one lags for moments only.
+    """
+    if published < 0 or is_strict:
+        return max(published, 0)
+    return max(published - max_staleness, 0)
+
+
+def choose_batch(
+    groups: Iterable[UntrainedGroup],
+    *,
+    step: int,
+    groups_per_batch: int,
+    max_staleness: int,
+    is_strict: bool,
+) -> list[int] | None:
+    """Numbers of the groups of batch `step`, oldest complete ones first; None to wait.
+
+    `groups`: the untrained ones that are in no batch yet.
+    """
+    groups = sorted(groups)
+    chosen = [group for group in groups if group.is_complete][:groups_per_batch]
+    if len(chosen) < groups_per_batch:
+        return None
+    if is_strict:
+        taken = {group.number for group in chosen}
+        deadlines = sorted(
+            group.opened_version + max_staleness for group in groups if group.number not in taken
+        )
+        if not _is_timely(deadlines, step + 1, groups_per_batch):
+            return None
+    return [group.number for group in chosen]
+
+
+def _is_timely(deadlines: list[int], step: int, groups_per_batch: int) -> bool:
+    """Whether groups with these ascending deadlines fit into the batches from `step` on."""
+    return all(
+        position < (deadline - step + 1) * groups_per_batch
+        for position, deadline in enumerate(deadlines)
+    )

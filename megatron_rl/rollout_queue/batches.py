@@ -1,0 +1,122 @@
+"""Forms the batch of a step from complete groups: advantages, weights, packing, metrics. Pure.
+
+Used by the rollout queue.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_rl.protocol.config import TrainConfig
+from megatron_rl.protocol.metrics import Metric, MetricSet
+from megatron_rl.protocol.types import (
+    MinibatchShare, RankBatch, Rollout, ScoredRollout, TrainSequence,
+)  # fmt: skip
+from megatron_rl.rollout_queue.advantage import ADVANTAGES, normalize_over_minibatch, token_weight
+from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.protocol.lookup import find_function
+from megatron_rl.protocol.packing import deal
+
+AdvantageFunction = Callable[[np.ndarray], np.ndarray]
+
+
+def find_advantage(config: TrainConfig) -> AdvantageFunction:
+    """The configured advantage function. Raises InputError."""
+    return find_function(ADVANTAGES, config.advantage, key="train.advantage")
+
+
+def form_batch(
+    step: int,
+    groups: list[Group],
+    *,
+    flat_groups: list[Group],
+    config: TrainConfig,
+    advantage: AdvantageFunction,
+    dp_size: int,
+) -> list[RankBatch]:
+    """Each data-parallel rank's share of the batch; `flat_groups` only enter the metrics."""
+    ranks: list[list[MinibatchShare]] = [[] for _ in range(dp_size)]
+    for number in range(config.minibatches):
+        # Every minibatch gets groups of all ages.
+        sequences = minibatch_sequences(groups[number :: config.minibatches], advantage)
+        dealt = deal(
+            [len(sequence.token_ids) for sequence in sequences],
+            budget_tokens=config.microbatch_tokens, dp_size=dp_size,
+        )
+        for rank, microbatches in enumerate(dealt):
+            ranks[rank].append(
+                MinibatchShare([[sequences[i] for i in microbatch] for microbatch in microbatches])
+            )
+    metrics = MetricSet()
+    metrics.add(batch_metrics(step, groups, flat_groups))
+    return [
+        RankBatch(step, rank, minibatches, metrics.entries() if rank == 0 else {})
+        for rank, minibatches in enumerate(ranks)
+    ]
+
+
+def minibatch_sequences(
+    groups: Sequence[Group], advantage: AdvantageFunction
+) -> list[TrainSequence]:
+    """Sequences of a minibatch with normalized advantages; their token weights sum to 1."""
+    raw = [advantage(np.array(group.rewards, dtype=np.float64)) for group in groups]
+    advantages = iter(normalize_over_minibatch(np.concatenate(raw)))
+    sequences = []
+    for group in groups:
+        weight = token_weight(len(groups), group.completion_tokens)
+        for scored in group.ordered:
+            sequences.append(_to_sequence(scored.rollout, float(next(advantages)), weight))
+    return sequences
+
+
+def _to_sequence(rollout: Rollout, advantage: float, weight: float) -> TrainSequence:
+    lengths = [span.end - span.start for span in rollout.spans]
+    versions = np.repeat([span.version for span in rollout.spans], lengths)
+    return TrainSequence(
+        token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]),
+        prompt_length=len(rollout.prompt_ids),
+        generator_logprobs=rollout.logprobs,
+        token_versions=versions.astype(np.int32),
+        advantage=advantage,
+        weight=weight,
+    )
+
+
+def batch_metrics(step: int, groups: list[Group], flat_groups: list[Group]) -> list[Metric]:
+    """Metrics of a batch as it is consumed.
+
+    rollout/*: over the groups of the batch and the flat ones dropped since the last batch, so that
+    each generated rollout counts once: the batch alone would hide that prompts become solved.
+    queue/*: over what is trained on.
+    """
+    trained = [scored for group in groups for scored in group.ordered]
+    generated = trained + [scored for group in flat_groups for scored in group.ordered]
+    spanning = sum(map(_spans_versions, trained))
+    staleness = [step - scored.rollout.oldest_version for scored in trained]
+    count = len(trained)
+    return [
+        *_rollout_metrics(generated),
+        Metric("queue/staleness_versions_mean", sum(staleness), "mean", count),
+        Metric("queue/staleness_versions_max", max(staleness), "max", count),
+        Metric("queue/rollouts_spanning_versions", spanning, "sum", count),
+        Metric("queue/rollouts_trained", count, "sum", count),
+        Metric("queue/groups_trained", len(groups), "sum", len(groups)),
+        Metric("queue/groups_dropped_flat", len(flat_groups), "sum", len(flat_groups)),
+    ]
+
+
+def _spans_versions(scored: ScoredRollout) -> bool:
+    return scored.rollout.oldest_version != scored.rollout.newest_version
+
+
+def _rollout_metrics(generated: list[ScoredRollout]) -> list[Metric]:
+    def mean(name: str, values: list[float]) -> Metric:
+        return Metric(name, float(sum(values)), "mean", len(values))
+
+    return [
+        mean("rollout/reward", [scored.score.reward for scored in generated]),
+        mean("rollout/correct", [scored.score.is_correct for scored in generated]),
+        mean("rollout/format", [scored.score.is_well_formed for scored in generated]),
+        mean("rollout/length_tokens", [len(scored.rollout.token_ids) for scored in generated]),
+        mean("rollout/truncated", [s.rollout.finish_reason == "length" for s in generated]),
+    ]

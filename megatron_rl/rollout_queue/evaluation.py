@@ -1,0 +1,114 @@
+"""Evaluation of one policy version on the held-out prompts, by the generators.
+
+Used by the rollout queue.
+"""
+
+import math
+
+from megatron_rl.protocol.config import EvalConfig, SamplingConfig
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
+from megatron_rl.rollout_queue.groups import Group
+
+FINAL_LABEL = "after"
+
+
+def select_held_out(held_out: list[Prompt], config: EvalConfig) -> list[Prompt]:
+    """The prompts to evaluate on; InputError when there are too few."""
+    if len(held_out) < config.prompts:
+        raise InputError(
+            f"eval.prompts={config.prompts}, but the prompt sources have only {len(held_out)} "
+            'held-out prompts: add lines with "split": "held_out" (jsonl), raise '
+            "prompts.held_out_size (reasoning_gym), or lower eval.prompts"
+        )
+    return held_out[: config.prompts]
+
+
+def label_at(version: int, *, is_final: bool, every_steps: int) -> list[str]:
+    """Labels of the evaluations that a published version asks for."""
+    labels = ["before"] if version == 0 else []
+    if is_final:
+        labels.append(FINAL_LABEL)
+    elif version > 0 and every_steps and version % every_steps == 0:
+        labels.append(f"step_{version}")
+    return labels
+
+
+class Evaluation:
+    """A running evaluation: groups to lease, and those complete."""
+
+    def __init__(
+        self, label: str, prompts: list[Prompt], *, config: EvalConfig, sampling: SamplingConfig,
+        version: int, now: float,
+    ) -> None:
+        self.label = label
+        self.version = version
+        self.started_at = now
+        self._config = config
+        self._max_new_tokens = sampling.max_new_tokens
+        self._unopened = list(reversed(prompts))
+        self._left = len(prompts)
+        self.complete: list[Group] = []
+        """Groups whose rollouts are all scored."""
+
+    @property
+    def has_unopened(self) -> bool:
+        """Whether prompts wait to be leased."""
+        return bool(self._unopened)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every completion is scored."""
+        return self._left == 0
+
+    @property
+    def group_size(self) -> int:
+        """Completions of one prompt."""
+        return self._config.samples
+
+    def open_group(self, number: int) -> Group:
+        """The group of the next prompt."""
+        sampling = Sampling(
+            max_new_tokens=self._max_new_tokens, temperature=self._config.temperature, seed=number
+        )
+        return Group(
+            number, self._unopened.pop(), sampling, self._config.samples, self.version,
+            evaluation=self.label,
+        )
+
+    def close(self, group: Group) -> None:
+        """Note that a group is complete."""
+        self.complete.append(group)
+        self._left -= 1
+
+    def describe(self, now: float) -> str:
+        """One line on what is missing."""
+        return (
+            f"evaluation {self.label!r} of version {self.version}: {self._left} prompts unfinished "
+            f"({len(self._unopened)} not leased) after {now - self.started_at:.0f} s"
+        )
+
+
+def summarize(groups: list[Group], seconds: float) -> dict[str, float]:
+    """Results of an evaluation by metric name.
+
+    The standard error is over prompts, of each prompt's share of correct completions:
+    sqrt(p (1 - p) / n) for one completion a prompt.
+    """
+    shares = [_mean([s.score.is_correct for s in group.ordered]) for group in groups]
+    rollouts: list[ScoredRollout] = [scored for group in groups for scored in group.ordered]
+    accuracy = _mean(shares)
+    variance = _mean([(share - accuracy) ** 2 for share in shares])
+    return {
+        "eval/accuracy": accuracy,
+        "eval/accuracy_se": math.sqrt(variance / len(shares)),
+        "eval/format": _mean([scored.score.is_well_formed for scored in rollouts]),
+        "eval/length_tokens": _mean([len(scored.rollout.token_ids) for scored in rollouts]),
+        "eval/reward": _mean([scored.score.reward for scored in rollouts]),
+        "eval/n": len(groups),
+        "eval/seconds": seconds,
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

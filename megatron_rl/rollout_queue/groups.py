@@ -1,0 +1,136 @@
+"""Groups of scored rollouts: open, waiting to be trained on, in training, or dropped as flat.
+
+Used by the rollout queue.
+"""
+
+import dataclasses
+
+from megatron_rl.protocol.types import Prompt, Rollout, Sampling, ScoredRollout
+from megatron_rl.rollout_queue.admission import UntrainedGroup
+
+_EQUAL_REWARDS = 1e-9
+
+
+@dataclasses.dataclass
+class Group:
+    """The completions of one prompt, as far as they are scored."""
+
+    number: int
+    prompt: Prompt
+    sampling: Sampling
+    size: int
+    opened_version: int
+    evaluation: str = ""
+    """Label of the evaluation that it belongs to; empty for training."""
+    is_abandoned: bool = False
+    """The run ended before it was trained on; what still arrives of it is ignored."""
+    scored: dict[int, ScoredRollout] = dataclasses.field(default_factory=dict)
+    """By index inside the group."""
+
+    def add(self, scored: ScoredRollout) -> None:
+        """Take in one scored rollout; each index comes once."""
+        index = scored.rollout.index
+        assert index not in self.scored and 0 <= index < self.size
+        self.scored[index] = scored
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rollouts are scored."""
+        return len(self.scored) == self.size
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all rewards are equal, so that no advantage differs from 0."""
+        rewards = self.rewards
+        return max(rewards) - min(rewards) < _EQUAL_REWARDS
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards by index."""
+        return [scored.score.reward for scored in self.ordered]
+
+    @property
+    def ordered(self) -> list[ScoredRollout]:
+        """Scored rollouts by index."""
+        return [self.scored[index] for index in sorted(self.scored)]
+
+    @property
+    def completion_tokens(self) -> int:
+        """Completion tokens of the scored rollouts."""
+        return sum(len(scored.rollout.token_ids) for scored in self.scored.values())
+
+
+class GroupBook:
+    """The training groups, from opening until the version made from them is published."""
+
+    def __init__(self) -> None:
+        self._untaken: dict[int, Group] = {}
+        self._in_training = 0
+        self._flat: list[Group] = []
+
+    @property
+    def untaken(self) -> int:
+        """Groups that are open or complete and in no batch yet."""
+        return len(self._untaken)
+
+    @property
+    def untrained(self) -> int:
+        """Groups that hold a place of the admission bound."""
+        return len(self._untaken) + self._in_training
+
+    @property
+    def complete(self) -> int:
+        """Groups waiting for a batch."""
+        return sum(group.is_complete for group in self._untaken.values())
+
+    def open(self, group: Group) -> None:
+        """Start to collect a group."""
+        self._untaken[group.number] = group
+
+    def close(self, group: Group) -> bool:
+        """Note that a group is complete; True when it is flat and was dropped."""
+        if not group.is_flat:
+            return False
+        del self._untaken[group.number]
+        self._flat.append(group)
+        return True
+
+    def candidates(self) -> list[UntrainedGroup]:
+        """What admission needs to know of the groups in no batch."""
+        return [
+            UntrainedGroup(group.opened_version, group.number, group.is_complete)
+            for group in self._untaken.values()
+        ]
+
+    def take(self, numbers: list[int]) -> tuple[list[Group], list[Group]]:
+        """Move groups into training; they, and the flat groups dropped since the last call."""
+        groups = [self._untaken.pop(number) for number in numbers]
+        self._in_training += len(groups)
+        flat, self._flat = self._flat, []
+        return groups, flat
+
+    def finish_training(self) -> None:
+        """A new version is out: the groups in training are trained."""
+        self._in_training = 0
+
+    def abandon(self) -> list[Group]:
+        """Forget and return the groups in no batch: the run is over."""
+        groups = list(self._untaken.values())
+        for group in groups:
+            group.is_abandoned = True
+        self._untaken.clear()
+        return groups
+
+
+def find_fault(rollout: Rollout) -> str:
+    """Why a rollout contradicts itself; empty when it does not."""
+    tokens = len(rollout.token_ids)
+    if not tokens or not len(rollout.prompt_ids):
+        return f"{len(rollout.prompt_ids)} prompt tokens and {tokens} completion tokens"
+    if len(rollout.logprobs) != tokens:
+        return f"{len(rollout.logprobs)} logprobs for {tokens} tokens"
+    edges = [0] + [span.end for span in rollout.spans]
+    starts = [span.start for span in rollout.spans]
+    if starts != edges[:-1] or edges[-1] != tokens:
+        return f"version spans {rollout.spans} do not cover {tokens} tokens"
+    return ""

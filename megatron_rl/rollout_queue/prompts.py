@@ -1,0 +1,150 @@
+"""The prompts of a run: held-out list, and an endless seeded mixture of train prompts.
+
+Used by the rollout queue, and by tools that need the same split.
+"""
+
+import dataclasses
+import logging
+import random
+
+import msgspec
+
+from megatron_rl.protocol.config import PromptSource
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.types import Prompt
+from megatron_rl.protocol.lookup import find_function
+from megatron_rl.rollout_queue.sources import SOURCES
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSets:
+    """Prompts of all sources; no train prompt asks the question of a held-out one."""
+
+    train: list[list[Prompt]]
+    """By source, in the order of the configuration."""
+    weights: list[float]
+    """Share of each source in the mixture."""
+    held_out: list[Prompt]
+    """Sources interleaved, so that its beginning represents all of them."""
+    duplicates_removed: int
+    """Train prompts left out because their question is held out."""
+
+
+def normalized_question(prompt: Prompt) -> str:
+    """Text that two prompts with the same question share: case and spacing do not count."""
+    return " ".join(" ".join(message.content for message in prompt.messages).casefold().split())
+
+
+def load_prompts(sources: list[PromptSource], seed: int) -> PromptSets:
+    """Load all sources and separate the splits. Raises InputError."""
+    if not sources:
+        raise InputError("no prompts are configured: add a [[prompts]] section")
+    loaded = [
+        find_function(SOURCES, source.kind, key="prompts.kind")(source, seed) for source in sources
+    ]
+    loaded = _with_unique_ids(loaded)
+    held_out = _interleave([[p for p in prompts if p.split == "held_out"] for prompts in loaded])
+    held_out_questions = {normalized_question(prompt) for prompt in held_out}
+    train, removed = [], 0
+    for prompts in loaded:
+        candidates = [prompt for prompt in prompts if prompt.split == "train"]
+        kept = [p for p in candidates if normalized_question(p) not in held_out_questions]
+        removed += len(candidates) - len(kept)
+        train.append(kept)
+    log.info(
+        "prompts: %s for training, %d held out; %d train prompts removed because their question "
+        "is held out", " + ".join(str(len(prompts)) for prompts in train), len(held_out), removed,
+    )
+    used = [i for i, prompts in enumerate(train) if prompts]
+    return PromptSets(
+        [train[i] for i in used], [sources[i].weight for i in used], held_out, removed
+    )
+
+
+def _with_unique_ids(loaded: list[list[Prompt]]) -> list[list[Prompt]]:
+    """Prefix ids that an earlier source uses too; InputError for a repetition inside a source."""
+    seen: set[str] = set()
+    result = []
+    for number, prompts in enumerate(loaded):
+        ids = {prompt.id for prompt in prompts}
+        if len(ids) < len(prompts):
+            repeated = _first_repeated(prompts)
+            raise InputError(f"prompts, source {number}: id {repeated!r} occurs twice")
+        if ids & seen:
+            prompts = [msgspec.structs.replace(p, id=f"{number}:{p.id}") for p in prompts]
+        seen |= {prompt.id for prompt in prompts}
+        result.append(prompts)
+    return result
+
+
+def _first_repeated(prompts: list[Prompt]) -> str:
+    seen: set[str] = set()
+    return next(p.id for p in prompts if p.id in seen or seen.add(p.id))
+
+
+def _interleave(lists: list[list[Prompt]]) -> list[Prompt]:
+    longest = max((len(items) for items in lists), default=0)
+    return [items[i] for i in range(longest) for items in lists if i < len(items)]
+
+
+class PromptCursor(msgspec.Struct, frozen=True):
+    """Where a PromptStream stands."""
+
+    draws: int
+    """Prompts given out."""
+    taken: list[int]
+    """Of these, by source."""
+
+
+class PromptStream:
+    """Endless train prompts: a source by weight, then the next of its shuffled epoch.
+
+    The n-th prompt depends on seed, n and the prompts only, so a restored stream continues exactly.
+    """
+
+    def __init__(self, sets: PromptSets, seed: int) -> None:
+        if not sets.train:
+            raise InputError(
+                "there are no train prompts: lines need \"split\": \"train\", and a question that "
+                "is not held out"
+            )
+        self._sets = sets
+        self._seed = seed
+        self._draws = 0
+        self._taken = [0] * len(sets.train)
+        self._orders: dict[int, tuple[int, list[int]]] = {}
+
+    def next(self) -> Prompt:
+        """The next train prompt."""
+        sources = range(len(self._sets.train))
+        chance = random.Random(f"{self._seed}/draw/{self._draws}")
+        source = chance.choices(sources, weights=self._sets.weights)[0]
+        prompts = self._sets.train[source]
+        epoch, position = divmod(self._taken[source], len(prompts))
+        self._draws += 1
+        self._taken[source] += 1
+        return prompts[self._order(source, epoch)[position]]
+
+    def _order(self, source: int, epoch: int) -> list[int]:
+        known_epoch, order = self._orders.get(source, (-1, []))
+        if known_epoch != epoch:
+            order = list(range(len(self._sets.train[source])))
+            random.Random(f"{self._seed}/epoch/{source}/{epoch}").shuffle(order)
+            self._orders[source] = (epoch, order)
+        return order
+
+    def state(self) -> PromptCursor:
+        """Where the stream stands."""
+        return PromptCursor(self._draws, list(self._taken))
+
+    def restore(self, cursor: PromptCursor) -> None:
+        """Continue where `cursor` was taken; the prompts must be the same. Raises InputError."""
+        if len(cursor.taken) != len(self._taken) or sum(cursor.taken) != cursor.draws:
+            raise InputError(
+                f"the saved prompt cursor is for {len(cursor.taken)} sources; this run has "
+                f"{len(self._taken)}: resume with the prompts of the saved run"
+            )
+        self._draws = cursor.draws
+        self._taken = list(cursor.taken)

@@ -1,0 +1,147 @@
+"""Score requests: which verifier grades which rollout, and what is asked again.
+
+Used by the rollout queue. Verifiers see text and reference answers only.
+"""
+
+import collections
+import dataclasses
+import logging
+
+from megatron_rl.protocol.config import QueueConfig
+from megatron_rl.protocol.types import (
+    Rollout, ScoreDone, ScoredRollout, ScoreFailed, ScoreRequest, VerifierReady,
+)
+from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.leases import AttemptsExhausted
+from megatron_rl.rollout_queue.peers import Peers
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Pending:
+    group: Group
+    rollout: Rollout
+    request: ScoreRequest
+    attempts: int = 0
+    verifier: str = ""
+    """Who grades it; empty while it waits."""
+    asked_at: float = 0.0
+
+
+class Scoring:
+    """Rollouts without a score, and the verifiers that grade them.
+
+    Its size is bounded by the leases: each pending request is a completion of an open group.
+    """
+
+    def __init__(self, config: QueueConfig) -> None:
+        self._config = config
+        self._verifiers = Peers("verifier")
+        self._pending: dict[int, _Pending] = {}
+        self._waiting: collections.deque[int] = collections.deque()
+        self._next_id = 0
+        self.late_scores = 0
+        """Scores of requests that had been given to another verifier."""
+
+    def announce(self, name: str, ready: VerifierReady, now: float) -> None:
+        """Take in a verifier's state."""
+        lost = self._verifiers.announce(
+            name, capacity=ready.capacity, session=ready.session, version=-1, now=now
+        )
+        self._lose(lost, f"verifier {name} restarted")
+
+    def submit(self, group: Group, rollout: Rollout) -> None:
+        """Queue a rollout for grading."""
+        prompt = group.prompt
+        request = ScoreRequest(
+            request_id=self._next_id, task=prompt.task, answer=prompt.answer, entry=prompt.entry,
+            text=rollout.text, completion_tokens=len(rollout.token_ids),
+            is_finished=rollout.finish_reason != "length",
+        )
+        self._next_id += 1
+        self._pending[request.request_id] = _Pending(group, rollout, request)
+        self._waiting.append(request.request_id)
+
+    def next_request(self, now: float) -> tuple[str, ScoreRequest] | None:
+        """A verifier with room and what to ask it; None when nothing waits or all are full."""
+        if not self._waiting:
+            return None
+        found = self._verifiers.find_room(1)
+        if found is None:
+            return None
+        pending = self._pending[self._waiting.popleft()]
+        pending.attempts += 1
+        pending.verifier = found[0].name
+        pending.asked_at = now
+        self._verifiers.hand_out(pending.verifier, pending.request.request_id, 1)
+        return pending.verifier, pending.request
+
+    def take_score(
+        self, name: str, done: ScoreDone, now: float
+    ) -> tuple[Group, ScoredRollout] | None:
+        """The scored rollout and its group; None when another verifier was asked meanwhile."""
+        if not self._return(name, done.request_id, now):
+            self.late_scores += 1
+            return None
+        pending = self._pending.pop(done.request_id)
+        return pending.group, ScoredRollout(pending.rollout, done.score)
+
+    def take_failure(self, name: str, failure: ScoreFailed, now: float) -> None:
+        """Queue a rollout that a verifier failed to grade once more."""
+        if self._return(name, failure.request_id, now):
+            self._repeat(failure.request_id, f"{name} failed: {failure.reason}")
+
+    def expire(self, now: float) -> None:
+        """Give up requests to silent verifiers, and those unanswered for too long."""
+        config = self._config
+        silent = self._verifiers.drop_silent(now, config.heartbeat_timeout_s)
+        self._lose(silent, "its verifier fell silent")
+        for request_id, pending in list(self._pending.items()):
+            if pending.verifier and now - pending.asked_at > config.score_timeout_s:
+                self._verifiers.give_back(pending.verifier, request_id)
+                self._repeat(request_id, f"no answer for {config.score_timeout_s:.0f} s")
+
+    def drop_verifier(self, name: str) -> None:
+        """Forget a verifier that cannot be reached."""
+        self._lose(self._verifiers.drop(name), f"verifier {name} is gone")
+
+    def _return(self, name: str, request_id: int, now: float) -> bool:
+        self._verifiers.hear(name, now)
+        pending = self._pending.get(request_id)
+        if pending is None or pending.verifier != name:
+            return False
+        self._verifiers.give_back(name, request_id)
+        return True
+
+    def _lose(self, request_ids: list[int], why: str) -> None:
+        for request_id in request_ids:
+            self._repeat(request_id, why)
+
+    def _repeat(self, request_id: int, why: str) -> None:
+        pending = self._pending[request_id]
+        pending.verifier = ""
+        if pending.attempts >= self._config.max_attempts:
+            raise AttemptsExhausted(
+                f"grading a completion of prompt {pending.group.prompt.id!r} was tried "
+                f"{pending.attempts} times (queue.max_attempts); last: {why}"
+            )
+        log.warning("asking for the score of prompt %r again: %s", pending.group.prompt.id, why)
+        self._waiting.append(request_id)
+
+    @property
+    def outstanding(self) -> int:
+        """Rollouts without a score."""
+        return len(self._pending)
+
+    @property
+    def verifiers(self) -> list[str]:
+        """Names of the live verifiers."""
+        return self._verifiers.names
+
+    def describe(self, now: float) -> str:
+        """One line on what is open where."""
+        return (
+            f"{len(self._pending)} scores awaited ({len(self._waiting)} not yet asked for); "
+            f"verifiers: {self._verifiers.describe(now)}"
+        )

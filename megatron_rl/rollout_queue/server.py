@@ -1,0 +1,111 @@
+"""The rollout queue: `python -m megatron_rl.rollout_queue.server --config RUN/config.toml`.
+
+One single-threaded process without torch. It binds the endpoints "prompts" (generators), "verify"
+(verifiers) and "batches" (trainer leaders), and sleeps until a message arrives or a check is due.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.wire import Router
+from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
+from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.record import Recorder
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+"""Overdue work is looked for this often."""
+_BURST_MESSAGES = 256
+"""Messages taken from one endpoint before the others get their turn."""
+
+
+def serve(coordinator: Coordinator, routers: dict[str, Router]) -> None:
+    """Run until training and all evaluations are done, then tell everyone to stop."""
+    poller = zmq.Poller()
+    for router in routers.values():
+        poller.register(router.socket, zmq.POLLIN)
+    tick_at = time.monotonic()
+    while not coordinator.is_over:
+        poller.poll(max(0.0, tick_at - time.monotonic()) * 1000)
+        for endpoint, router in routers.items():
+            _receive_burst(coordinator, endpoint, router)
+        now = time.monotonic()
+        if now >= tick_at:
+            coordinator.tick(now)
+            tick_at = now + _TICK_S
+        _send(coordinator, routers, coordinator.outgoing(now))
+    _send(coordinator, routers, coordinator.farewell())
+
+
+def _receive_burst(coordinator: Coordinator, endpoint: str, router: Router) -> None:
+    for _ in range(_BURST_MESSAGES):
+        received = router.receive(timeout_s=0)
+        if received is None:
+            return
+        peer, message = received
+        coordinator.handle(endpoint, peer, message, time.monotonic())
+
+
+def _send(
+    coordinator: Coordinator, routers: dict[str, Router], messages: Iterable[Outgoing]
+) -> None:
+    for endpoint, peer, message in messages:
+        if not routers[endpoint].send(peer, message):
+            coordinator.lose(endpoint, peer)
+
+
+def main(config: Config, evaluate_only: str) -> None:
+    """Load the prompts, open the endpoints, serve."""
+    prompts = load_prompts(config.prompts, config.run.seed)
+    with ExitStack() as stack:
+        metrics = JsonlWriter(config.run.dir / "metrics.jsonl", "queue")
+        stack.enter_context(closing(metrics))
+        coordinator = Coordinator(
+            config, prompts, recorder=Recorder(config.run.dir), metrics=metrics,
+            evaluate_only=evaluate_only, now=time.monotonic(),
+        )
+        ports = {
+            PROMPTS: config.ports.prompts, VERIFY: config.ports.verify,
+            BATCHES: config.ports.batches,
+        }
+        routers = {
+            endpoint: stack.enter_context(Router(config.ports.host, port))
+            for endpoint, port in ports.items()
+        }
+        log.info("serving on %s, ports %s", config.ports.host, ports)
+        serve(coordinator, routers)
+        log.info("the run is over")
+
+
+def start() -> int:
+    """Entry of the process; returns its exit code."""
+    parser = argparse.ArgumentParser(description="the rollout queue of a run")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--evaluate-only", metavar="LABEL", default="")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    options = parser.parse_args()
+    set_up_logging("queue")
+    return run_main("queue", partial(_load_and_run, options))
+
+
+def _load_and_run(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.overrides)
+    set_up_logging("queue", config.run.dir / "logs")
+    main(config, options.evaluate_only)
+
+
+if __name__ == "__main__":
+    sys.exit(start())

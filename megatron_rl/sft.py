@@ -1,0 +1,110 @@
+"""Supervised fine-tuning: `torchrun -m megatron_rl.sft --config RUN/config.toml [--control]`.
+
+One process a trainer rank; the same trainer as in reinforcement learning on other batches. The
+cold start writes RUN/hf/cold_start. With --control it goes on from there for as much compute as
+reinforcement learning used, and writes RUN/hf/control.
+"""
+
+import argparse
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from megatron.core import parallel_state
+
+from megatron_rl.loss import supervised_loss
+from megatron_rl.policy import open_policy
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.packing import deal
+from megatron_rl.protocol.process import InputError, run_main, set_up_logging
+from megatron_rl.protocol.render import load_renderer
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from megatron_rl.step_metrics import StepMetrics
+from megatron_rl.traces import minibatches, read_traces, tokenize
+from megatron_rl.trainer import Objective, Trainer
+from megatron_rl.weights.export import save_hf
+
+log = logging.getLogger(__name__)
+# Forward and backward cost 6 FLOP a parameter and token, generation 2.
+GENERATED_TOKENS_PER_TRAINED = 3
+
+
+def tune(trainer: Trainer, batches: Iterator[MinibatchShare], metrics: StepMetrics) -> None:
+    """One optimizer step a batch."""
+    for step, batch in enumerate(batches, 1):
+        metrics.add(trainer.update(batch, version=0))
+        metrics.flush(step)
+
+
+def main(cfg: Config, is_control: bool) -> None:
+    """Set up this rank, tune, export."""
+    if cfg.sft.traces is None:
+        raise InputError("sft.traces names no file: supervised fine-tuning needs one")
+    renderer = load_renderer(cfg.model.path, cfg.render)
+    sequences = tokenize(read_traces(cfg.sft.traces), renderer)
+    steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
+    name, source = ("control", "control") if is_control else ("cold_start", "sft")
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, Objective(supervised_loss, cfg.loss), cfg.sft.optimizer, steps)
+        batches = minibatches(
+            sequences,
+            batch_size=cfg.sft.batch_size,
+            steps=steps,
+            seed=cfg.run.seed + int(is_control),
+        )
+        metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source)
+        tune(trainer, (share_of(batch, cfg.train.microbatch_tokens) for batch in batches), metrics)
+        save_hf(cfg.run.dir / "hf" / name, policy.chunks, policy.shape, source=cfg.model.path)
+
+
+def share_of(batch: list[TrainSequence], budget_tokens: int) -> MinibatchShare:
+    """This data-parallel rank's microbatches of a minibatch."""
+    dealt = deal(
+        [len(sequence.token_ids) for sequence in batch],
+        budget_tokens=budget_tokens,
+        dp_size=parallel_state.get_data_parallel_world_size(),
+    )
+    mine = dealt[parallel_state.get_data_parallel_rank()]
+    return MinibatchShare([[batch[i] for i in microbatch] for microbatch in mine])
+
+
+def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
+    """Steps that cost what reinforcement learning cost, counted in FLOP.
+
+    Tokens that went through the trainer count whole, generated ones a third (forward only).
+    """
+    rows = read_jsonl(cfg.run.dir / "metrics.jsonl")
+    trained = sum(row.get("train/positions", 0.0) for row in rows if row["source"] == "trainer")
+    generated = sum(row.get("generator/tokens", 0.0) for row in rows)
+    if not trained:
+        raise InputError(
+            f"{cfg.run.dir}/metrics.jsonl has no training step: there is no compute to match"
+        )
+    mean_length = sum(len(s.token_ids) for s in sequences) / len(sequences)
+    budget = trained + generated / GENERATED_TOKENS_PER_TRAINED
+    steps = math.ceil(budget / (mean_length * cfg.sft.batch_size))
+    log.info("control: %.0f trained and %.0f generated tokens: %d steps", trained, generated, steps)
+    return steps
+
+
+def start() -> int:
+    """Entry of a rank."""
+    parser = argparse.ArgumentParser(description="supervised rank; start it with torchrun")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--control", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args()
+    cfg = load_config(options.config, options.overrides)
+    role = f"{'control' if options.control else 'sft'}-{os.environ.get('RANK', '0')}"
+    set_up_logging(role, cfg.run.dir / "logs")
+    return run_main(role, partial(main, cfg, options.control))
+
+
+if __name__ == "__main__":
+    sys.exit(start())

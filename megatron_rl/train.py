@@ -1,0 +1,137 @@
+"""The reinforcement-learning trainer: `torchrun -m megatron_rl.train --config RUN/config.toml`.
+
+One process a trainer rank. Takes batches from the rollout queue, updates the policy, and publishes
+every new version to the generators, which never wait for it.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version as package_version
+from pathlib import Path
+
+from megatron.core import parallel_state
+
+from megatron_rl.batch_client import BatchClient
+from megatron_rl.loss import LOSSES
+from megatron_rl.policy import Policy, open_policy
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.lookup import find_function
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.wire import Router
+from megatron_rl.step_metrics import StepMetrics
+from megatron_rl.trainer import Objective, Trainer
+from megatron_rl.weights.export import bucketed, export_tensors, save_hf
+from megatron_rl.weights.publisher import GeneratorLink, WeightPublisher
+
+
+def train(
+    trainer: Trainer, batches: BatchClient, weights: WeightPublisher, metrics: StepMetrics, steps: int
+) -> None:
+    """Train until the queue has no more batches; version k is the policy after k batches."""
+    step = 0
+    weights.publish(version=step)  # proves the path before any training
+    batches.announce(step, is_final=step == steps)
+    metrics.flush(step, weights.metrics)
+    while (batch := batches.next(step)) is not None:
+        for minibatch in batch.minibatches:
+            metrics.add(trainer.update(minibatch, version=step))
+        step += 1
+        weights.publish(version=step)
+        batches.announce(step, is_final=step == steps)
+        metrics.add_entries(batch.metrics)
+        metrics.flush(step, batches.metrics + weights.metrics)
+
+
+def main(cfg: Config) -> None:
+    """Set up this rank, train, export."""
+    objective = Objective(
+        find_function(LOSSES, cfg.loss.name, key="loss.name"), cfg.loss, cfg.sampling.temperature
+    )
+    with open_policy(cfg) as policy:
+        total_steps = cfg.train.steps * cfg.train.minibatches
+        trainer = Trainer(policy, objective, cfg.optimizer, total_steps)
+        with open_publisher(cfg, policy) as weights, open_batches(cfg, policy) as batches:
+            metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
+            metrics.write_start(describe(cfg, policy, weights))
+            train(trainer, batches, weights, metrics, cfg.train.steps)
+        save_hf(cfg.run.dir / "hf" / "final", policy.chunks, policy.shape, source=cfg.model.path)
+
+
+@contextmanager
+def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
+    """Publisher with its weight group; the generators must be up within weights.join_timeout_s."""
+    source = partial(buckets_of, policy, cfg.weights.bucket_bytes)
+    if int(os.environ["RANK"]) != 0:
+        yield WeightPublisher(source, None)
+        return
+    with Router(cfg.ports.host, cfg.ports.weights) as router:
+        link = GeneratorLink(
+            router,
+            replicas=cfg.generator.replicas,
+            timeout_s=cfg.weights.timeout_s,
+            join_timeout_s=cfg.weights.join_timeout_s,
+        )
+        link.open(cfg.ports.host, policy.backend.collectives, f"weights-{time.time_ns()}")
+        with WeightPublisher(source, link) as weights:
+            yield weights
+
+
+def buckets_of(policy: Policy, bucket_bytes: int) -> Iterator[list]:
+    """Full tensors of the current policy in buckets, on rank 0."""
+    return bucketed(export_tensors(policy.chunks, policy.shape), bucket_bytes)
+
+
+def open_batches(cfg: Config, policy: Policy) -> BatchClient:
+    """Client of the queue for this data-parallel rank."""
+    return BatchClient(
+        f"{cfg.ports.host}:{cfg.ports.batches}",
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        group=parallel_state.get_model_parallel_group(),
+        device=policy.device,
+        # Batches also wait for the evaluation of the version that was published.
+        timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
+    )
+
+
+def describe(cfg: Config, policy: Policy, weights: WeightPublisher) -> dict[str, str | int]:
+    """Facts for the first row of the metrics."""
+    engines = weights.engines
+    return {
+        "model/parameters": policy.parameters,
+        "trainer/world_size": cfg.parallel.world_size,
+        "trainer/tp": cfg.parallel.tensor,
+        "trainer/pp": cfg.parallel.pipeline,
+        "trainer/dp": cfg.parallel.data,
+        "engine": ",".join(sorted({hello.engine for hello in engines})),
+        "engine_version": ",".join(sorted({hello.engine_version for hello in engines})),
+        "megatron_core_version": package_version("megatron-core"),
+    }
+
+
+def read_arguments(arguments: list[str]) -> Config:
+    """Config of the command line: --config FILE [section.key=value ...]."""
+    parser = argparse.ArgumentParser(description="trainer rank; start it with torchrun")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args(arguments)
+    return load_config(options.config, options.overrides)
+
+
+def start() -> int:
+    """Entry of a rank."""
+    cfg = read_arguments(sys.argv[1:])
+    role = f"trainer-{os.environ.get('RANK', '0')}"
+    set_up_logging(role, cfg.run.dir / "logs")
+    return run_main(role, partial(main, cfg))
+
+
+if __name__ == "__main__":
+    sys.exit(start())

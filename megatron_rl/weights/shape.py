@@ -1,0 +1,180 @@
+"""The shape of a model, read from the config.json of its Hugging Face folder.
+
+Used by trainer ranks and by tools; touches no tensor.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.protocol.config import ParallelConfig
+from megatron_rl.protocol.process import InputError
+
+ROPE_TYPES = ("default", "linear", "llama3")
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_VOCAB_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched; the last three fields are used by llama3 only."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and switches of a decoder-only transformer with RMSNorm and a gated MLP."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    is_tied: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    sliding_window: int | None
+
+    def padded_vocab(self, tensor_ranks: int) -> int:
+        """Vocabulary rows over all tensor ranks: a multiple of 128 per rank.
+
+        Columns at or beyond `vocab` are padding: mask them to -inf before a softmax.
+        """
+        multiple = _VOCAB_MULTIPLE * tensor_ranks
+        return math.ceil(self.vocab / multiple) * multiple
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Read `folder`/config.json. Raises InputError for a folder this trainer cannot train."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise InputError(f"model.path: no folder {folder}; give a Hugging Face model folder")
+    if not path.is_file():
+        raise InputError(f"model.path: {folder} has no config.json; give a Hugging Face folder")
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    try:
+        return _shape(values, folder)
+    except KeyError as error:
+        raise InputError(f"{path} lacks the key {error}") from error
+
+
+def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
+    architecture = (values.get("architectures") or ["none"])[0]
+    if architecture not in SUPPORTED:
+        raise InputError(
+            f"{folder}: architecture {architecture} is not supported; "
+            f"supported: {', '.join(SUPPORTED)}"
+        )
+    if values.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
+    if values.get("mlp_bias") or (
+        values.get("attention_bias") and architecture != "Qwen2ForCausalLM"
+    ):
+        raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
+    heads = values["num_attention_heads"]
+    theta, scaling = _rope(values, folder)
+    return ModelShape(
+        architecture=architecture,
+        layers=values["num_hidden_layers"],
+        hidden=values["hidden_size"],
+        ffn=values["intermediate_size"],
+        heads=heads,
+        kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        vocab=values["vocab_size"],
+        max_positions=values["max_position_embeddings"],
+        norm_eps=values["rms_norm_eps"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+        is_tied=values.get("tie_word_embeddings", False),
+        has_qkv_bias=architecture == "Qwen2ForCausalLM",
+        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        sliding_window=_sliding_window(values, architecture, folder),
+    )
+
+
+def _sliding_window(values: dict[str, Any], architecture: str, folder: Path) -> int | None:
+    if architecture == "MistralForCausalLM":
+        return values.get("sliding_window")
+    if values.get("use_sliding_window"):
+        raise InputError(f"{folder}: use_sliding_window is not supported for {architecture}")
+    return None
+
+
+def _rope(values: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | None]:
+    """Base and scaling; transformers 5 writes rope_parameters, earlier ones two keys."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta", values.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise InputError(
+            f"{folder}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind, float(rope["factor"]))
+    return theta, RopeScaling(
+        kind,
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )
+
+
+def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
+    """Rotary angles per position, [head_dim / 2] float32.
+
+    Source: the llama3 rule is that of the Llama 3.1 reference code.
+    """
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    frequencies = 1.0 / shape.rope_theta**exponents
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequencies
+    stretched = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return stretched
+    turns = scaling.original_positions * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    blend = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return (1 - blend) * stretched + blend * frequencies
+
+
+def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Raise InputError unless the parallel sizes divide the model."""
+    for name, count in (
+        ("attention heads", shape.heads),
+        ("key-value heads", shape.kv_heads),
+        ("MLP units", shape.ffn),
+    ):
+        if count % parallel.tensor:
+            raise InputError(
+                f"parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; "
+                f"use a divisor of {math.gcd(math.gcd(shape.heads, shape.kv_heads), shape.ffn)}"
+            )
+    if shape.layers % parallel.pipeline:
+        raise InputError(
+            f"parallel.pipeline={parallel.pipeline} does not divide the model's {shape.layers} "
+            "layers; use a divisor"
+        )

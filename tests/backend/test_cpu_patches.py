@@ -1,0 +1,73 @@
+"""Each patch is needed by megatron-core 0.16.1, and together they are enough to train."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.backend import cpu_patches
+from megatron_rl.optimizer import build_optimizer, step_if_finite
+from megatron_rl.protocol.config import OptimizerConfig, ParallelConfig
+from tests.distributed import RanksFailed, run_ranks
+from tests.tiny_models import VOCAB, accumulate_gradients, load_on_rank, write_model
+
+FAILURES = {
+    "current_device": (1, r"device=torch.cuda.current_device\(\)"),
+    "device_literals": (1, "device='cuda'"),
+    "move_to_device": (2, r"weight.data.cuda\(\)"),
+    "type_names": (1, "clip_grads.py|must be one of torch.cuda.FloatTensor"),
+    "synchronize": (2, "p2p_communication.py"),
+    "generator": (1, "torch/cuda/random.py"),
+}
+"""Patch -> pipeline stages of the train step that needs it, what its traceback says."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "llama"
+    write_model(path, is_tied=True)
+    return path
+
+
+def train_step(folder: Path, parallel: ParallelConfig, leave_out: Sequence[str]) -> list[float]:
+    """Losses before and after one optimizer step."""
+    # install() skips what is marked as installed.
+    cpu_patches._installed.update(leave_out)
+    loaded = load_on_rank(folder, parallel)
+    optimizer = build_optimizer(OptimizerConfig(), loaded.model)
+    batch = [torch.arange(24)[None] * 7 % VOCAB]
+    before = accumulate_gradients(loaded, batch, scale=1 / 23)
+    step_if_finite(optimizer, lr=1e-2)
+    after = accumulate_gradients(loaded, batch, scale=1 / 23)
+    return [] if before is None or after is None else [before, after]
+
+
+def random_state_is_set(leave_out: Sequence[str]) -> bool:
+    """Whether Megatron's setter changes the state that the CPU draws from."""
+    cpu_patches.install(leave_out)
+    state = torch.Generator().manual_seed(99).get_state()
+    cpu_patches.megatron_random._set_cuda_rng_state(state)
+    return torch.equal(torch.get_rng_state(), state)
+
+
+def test_every_patch_is_tested() -> None:
+    assert set(cpu_patches.PATCHES) == {*FAILURES, "set_generator"}
+
+
+@pytest.mark.parametrize("patch", FAILURES)
+def test_train_step_fails_without(patch: str, folder: Path) -> None:
+    stages, message = FAILURES[patch]
+    with pytest.raises(RanksFailed, match=message):
+        run_ranks(train_step, stages, folder, ParallelConfig(pipeline=stages), [patch])
+
+
+def test_random_state_is_silently_kept_without_its_patch() -> None:
+    assert run_ranks(random_state_is_set, 1, ["set_generator"]) == [False]
+    assert run_ranks(random_state_is_set, 1, []) == [True]
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(pipeline=2)])
+def test_patches_are_enough_for_a_train_step(parallel: ParallelConfig, folder: Path) -> None:
+    before, after = run_ranks(train_step, 2, folder, parallel, [])[-1]
+    assert after < before - 0.1

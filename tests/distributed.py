@@ -1,0 +1,226 @@
+"""Run a function under N gloo ranks on this host, each rank a process of its own.
+
+`run_ranks(function, 2, argument)` returns the ranks' results in order. The function lives at
+module level of a test file, gets torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT) and returns anything that torch.save can write. Ranks are forked from one
+server process that has imported torch and megatron-core already, so a call costs well under a
+second; the server ends with pytest.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from megatron_rl.protocol.process import die_with_parent
+
+ROOT = Path(__file__).resolve().parent.parent
+PRELOAD = (
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel",
+    "safetensors.torch",
+)
+START_TIMEOUT_S = 60.0
+_server: "RankServer | None" = None
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died or missed the deadline; the text has every rank's traceback."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Return [function(*args) on rank 0, on rank 1, ...].
+
+    `env` adds environment variables. When one rank fails the others are killed at once.
+    """
+    global _server
+    if _server is None:
+        _server = RankServer()
+        atexit.register(stop_server)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        torch.save(args, Path(folder) / "args.pt")
+        job = {
+            "target": [function.__module__, function.__qualname__],
+            "folder": folder,
+            "world_size": world_size,
+            "timeout_s": timeout_s,
+            "env": env or {},
+            "path": sys.path,
+        }
+        try:
+            failures = _server.run(job, timeout_s + 10)
+        except BaseException:
+            stop_server()
+            raise
+        if failures:
+            raise RanksFailed("\n".join(failures))
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world_size)
+        ]
+
+
+def stop_server() -> None:
+    """End the server process; the next run_ranks starts another."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+class RankServer:
+    """The process that ranks are forked from; one job at a time, JSON lines over its pipes."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._read(START_TIMEOUT_S)
+
+    def run(self, job: dict[str, Any], timeout_s: float) -> list[str]:
+        """Return the failures of the job's ranks; none when all succeeded."""
+        self._stdin.write(json.dumps(job) + "\n")
+        self._stdin.flush()
+        return self._read(timeout_s)
+
+    @property
+    def _stdin(self) -> TextIO:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def _read(self, timeout_s: float) -> list[str]:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            raise RanksFailed(f"the rank server did not answer in {timeout_s} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise RanksFailed("the rank server died")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Kill the server; its ranks get SIGTERM with it."""
+        self._process.kill()
+        self._process.wait(10)
+
+
+def _serve() -> None:
+    die_with_parent()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    # Whatever a rank prints must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps([]), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_run_job(json.loads(line))), file=answers, flush=True)
+
+
+def _run_job(job: dict[str, Any]) -> list[str]:
+    port = _free_port()
+    pids = {_fork_rank(job, rank, port): rank for rank in range(job["world_size"])}
+    deadline = time.monotonic() + job["timeout_s"]
+    failures: list[str] = []
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            rank = pids.pop(pid)
+            if status:
+                failures.append(_failure(Path(job["folder"]), rank, status))
+        elif time.monotonic() > deadline:
+            late = sorted(pids.values())
+            failures.append(f"ranks {late} missed the {job['timeout_s']} s deadline")
+            break
+        else:
+            time.sleep(0.005)
+        if failures and not _others_failing(pids, deadline):
+            break
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return failures
+
+
+def _others_failing(pids: dict[int, int], deadline: float) -> bool:
+    """Wait a moment for the other ranks, whose own error may be the cause; True if one ended."""
+    until = min(time.monotonic() + 0.5, deadline)
+    while pids and time.monotonic() < until:
+        for pid in pids:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return True
+        time.sleep(0.02)
+    return False
+
+
+def _failure(folder: Path, rank: int, status: int) -> str:
+    report = folder / f"{rank}.error"
+    text = report.read_text() if report.exists() else f"wait status {status}, no traceback"
+    return f"rank {rank}: {text}"
+
+
+def _fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    die_with_parent()
+    folder = Path(job["folder"])
+    os.environ.update(
+        job["env"],
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job["world_size"]),
+        LOCAL_WORLD_SIZE=str(job["world_size"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    sys.path[:] = job["path"]
+    exit_code = 1
+    try:
+        module, name = job["target"]
+        function = getattr(importlib.import_module(module), name)
+        args = torch.load(folder / "args.pt", weights_only=False)
+        torch.save(function(*args), folder / f"{rank}.pt")
+        exit_code = 0
+    finally:
+        if exit_code:
+            (folder / f"{rank}.error").write_text(traceback.format_exc())
+        # Skips the destructors of process groups, which may wait for ranks that left.
+        os._exit(exit_code)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,49 @@
+"""A server child: its log, its end, and that it does not outlive its parent."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from generation.child import ServerChild
+
+PARENT = """
+import asyncio, os, sys
+from pathlib import Path
+from generation.child import ServerChild
+async def main():
+    child = ServerChild(Path(sys.argv[1]))
+    await child.start([sys.executable, "-c", "import time; time.sleep(60)"], {})
+    print(child._process.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_how_it_ended_comes_with_the_end_of_its_log(tmp_path: Path) -> None:
+    async def run() -> str:
+        child = ServerChild(tmp_path / "logs" / "server.log")
+        code = "import os; [print('line', i) for i in range(99)]; raise SystemExit(int(os.environ['X']))"
+        await child.start([sys.executable, "-c", code], {"X": "7"})
+        reason = await asyncio.wait_for(child.exited(), 20)
+        await child.close()
+        return reason
+
+    reason = asyncio.run(run())
+    assert "exit code 7" in reason and "server.log" in reason
+    assert "line 98" in reason and "line 99" not in reason and "line 3\n" not in reason
+
+
+def test_it_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "server.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running()
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the child lives on"
+        time.sleep(0.02)

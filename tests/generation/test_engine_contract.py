@@ -1,0 +1,276 @@
+"""What every engine must do; the same tests for each, on a real one."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from generation.engine import Completion, Engine, EngineError, EngineSetup, load_engine
+from megatron_rl.protocol.types import Bucket, Sampling, VersionSpan
+from tests.generation.publisher import DirectPublisher, TrainerProcess, free_port
+from tests.generation.tiny_model import EOS_ID, logprobs, mixed_logprobs
+
+pytestmark = pytest.mark.timeout(150)
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+TOLERANCE = 1e-5
+
+
+def make_setup(models_dir: Path, log_path: Path, **changes: Any) -> EngineSetup:
+    values: dict[str, Any] = {
+        "model": models_dir / "old",
+        "dtype": "float32",
+        "stop_ids": (EOS_ID,),
+        "tensor_parallel": 1,
+        "max_running": 48,
+        "kv_tokens": 16_384,
+        "context_tokens": 512,
+        "start_timeout_s": 140.0,
+        "request_timeout_s": 60.0,
+        "weights_timeout_s": 30.0,
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "seed": 0,
+        "version": 0,
+        "log_path": log_path,
+    }
+    return EngineSetup(**(values | changes))
+
+
+@dataclass
+class Driver:
+    """A started engine and the event loop it lives on."""
+
+    engine: Engine
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    async def collect(
+        self, prompt: list[int], sampling: Sampling, indices: list[int]
+    ) -> list[Completion]:
+        """Completions in the order in which they were delivered."""
+        async with aclosing(self.engine.generate(prompt, sampling, indices)) as answers:
+            return [completion async for completion in answers]
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[TrainerProcess]:
+    process = TrainerProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module", params=["sglang", "hf"])
+def driver(
+    request: pytest.FixtureRequest,
+    trainer: TrainerProcess,
+    models_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Driver]:
+    # The trainer's process is there before, so that it is not taken for one of the engine's.
+    log_path = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
+    loop = asyncio.new_event_loop()
+    before = set(psutil.Process().children(recursive=True))
+    engine = load_engine(request.param)(make_setup(models_dir, log_path))
+    try:
+        loop.run_until_complete(engine.start())
+        yield Driver(engine, loop)
+    finally:
+        started = set(psutil.Process().children(recursive=True)) - before
+        loop.run_until_complete(engine.close())
+        loop.close()
+    _, alive = psutil.wait_procs(started, timeout=5)
+    left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not left, "closing the engine left processes"
+
+
+@pytest.fixture
+def old_weights(
+    driver: Driver, trainer: TrainerProcess, old_model: LlamaForCausalLM
+) -> Iterator[DirectPublisher]:
+    """A publisher; after the test the engine holds the old weights again, under a newer version."""
+    publisher = DirectPublisher(driver.engine, trainer, f"group_{driver.engine.version}")
+    driver.run(publisher.open())
+    yield publisher
+    driver.run(publisher.publish(old_model, driver.engine.version + 1))
+    driver.run(publisher.close())
+
+
+def test_logprobs_equal_transformers(driver: Driver, old_model: LlamaForCausalLM) -> None:
+    found = driver.run(driver.collect(PROMPT, Sampling(40, 1.0), list(range(8))))
+    for completion in found:
+        expected = logprobs(old_model, PROMPT, completion.token_ids)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
+        )
+
+
+def test_prompts_of_all_lengths_at_once_keep_their_logprobs(
+    driver: Driver, old_model: LlamaForCausalLM
+) -> None:
+    prompts = [[3 + (7 * i + j) % 70 for j in range(1 + 9 * i)] for i in range(24)]
+
+    async def all_at_once() -> list[list[Completion]]:
+        return await asyncio.gather(
+            *(driver.collect(prompt, Sampling(24, 1.0), [0, 1]) for prompt in prompts)
+        )
+
+    for prompt, found in zip(prompts, driver.run(all_at_once()), strict=True):
+        for completion in found:
+            expected = logprobs(old_model, prompt, completion.token_ids)
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
+            )
+
+
+def test_each_index_comes_once_and_spans_cover_the_tokens(driver: Driver) -> None:
+    found = driver.run(driver.collect(PROMPT, Sampling(16, 1.0), [7, 2, 5]))
+    version = driver.engine.version
+    assert sorted(completion.index for completion in found) == [2, 5, 7]
+    for completion in found:
+        assert len(completion.logprobs) == len(completion.token_ids) <= 16
+        assert completion.spans == [VersionSpan(version, 0, len(completion.token_ids))]
+        ended = completion.token_ids[-1] == EOS_ID
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert EOS_ID not in completion.token_ids[:-1]
+
+
+def test_completions_of_a_group_differ(driver: Driver) -> None:
+    found = driver.run(driver.collect(PROMPT, Sampling(12, 1.0), list(range(16))))
+    assert len({tuple(completion.token_ids) for completion in found}) >= 12
+
+
+def test_greedy_is_the_argmax_every_time(driver: Driver, old_model: LlamaForCausalLM) -> None:
+    first, second = driver.run(driver.collect(PROMPT, Sampling(20, 0.0), [0, 1]))
+    assert first.token_ids == second.token_ids
+    with torch.no_grad():
+        logits = old_model(torch.tensor([PROMPT + first.token_ids])).logits[0]
+    assert logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() == first.token_ids
+
+
+def test_finished_ones_are_delivered_before_the_slowest(driver: Driver) -> None:
+    async def race() -> tuple[list[str], list[int]]:
+        order: list[str] = []
+
+        async def slow() -> None:
+            found = await driver.collect(PROMPT, Sampling(300, 1.0), list(range(32)))
+            order.append("slow")
+            lengths.extend(len(completion.token_ids) for completion in found)
+
+        async def fast() -> None:
+            await driver.collect(PROMPT[:3], Sampling(2, 1.0), [0])
+            order.append("fast")
+
+        lengths: list[int] = []
+        await asyncio.gather(slow(), fast())
+        return order, lengths
+
+    order, lengths = driver.run(race())
+    assert order == ["fast", "slow"]
+    # Within the group too: delivered by rising length, since all started together.
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+
+
+def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
+    driver: Driver,
+    old_weights: DirectPublisher,
+    old_model: LlamaForCausalLM,
+    new_model: LlamaForCausalLM,
+) -> None:
+    version = driver.engine.version
+
+    async def publish_amid() -> list[Completion]:
+        running = asyncio.create_task(
+            driver.collect(PROMPT, Sampling(400, 1.0), list(range(24)))
+        )
+        await asyncio.sleep(0.15)
+        await old_weights.publish(new_model, version + 1)
+        return await running
+
+    found = driver.run(publish_amid())
+    spanning = [completion for completion in found if len(completion.spans) == 2]
+    assert spanning, "no completion was in flight during the publish"
+    for completion in spanning:
+        assert [span.version for span in completion.spans] == [version, version + 1]
+        expected = mixed_logprobs(
+            old_model, new_model, PROMPT, completion.token_ids, cut=completion.spans[0].end
+        )
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
+        )
+
+
+def test_after_a_publish_no_request_reuses_the_older_prefix(
+    driver: Driver, old_weights: DirectPublisher, new_model: LlamaForCausalLM
+) -> None:
+    long_prompt = [3 + i % 60 for i in range(64)]
+    driver.run(driver.collect(long_prompt, Sampling(4, 1.0), [0, 1]))
+    version = driver.engine.version + 1
+    driver.run(old_weights.publish(new_model, version))
+    for completion in driver.run(driver.collect(long_prompt, Sampling(16, 1.0), [0, 1, 2])):
+        assert {span.version for span in completion.spans} == {version}
+        expected = logprobs(new_model, long_prompt, completion.token_ids)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
+        )
+
+
+def test_requests_racing_with_a_publish_are_exact(
+    driver: Driver,
+    old_weights: DirectPublisher,
+    old_model: LlamaForCausalLM,
+    new_model: LlamaForCausalLM,
+) -> None:
+    version = driver.engine.version
+    prompt = [3 + i % 50 for i in range(40)]
+
+    async def race() -> list[Completion]:
+        await driver.collect(prompt, Sampling(1, 1.0), [0])
+        publish = asyncio.create_task(old_weights.publish(new_model, version + 1))
+        found = []
+        for _ in range(6):
+            found.append(asyncio.create_task(driver.collect(prompt, Sampling(12, 1.0), [0, 1, 2])))
+            await asyncio.sleep(0.01)
+        await publish
+        return [completion for group in await asyncio.gather(*found) for completion in group]
+
+    for completion in driver.run(race()):
+        first = completion.spans[0]
+        if len(completion.spans) == 2:
+            expected = mixed_logprobs(
+                old_model, new_model, prompt, completion.token_ids, cut=first.end
+            )
+        else:
+            model = old_model if first.version == version else new_model
+            expected = logprobs(model, prompt, completion.token_ids)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
+        )
+
+
+def test_closing_the_iterator_gives_the_rest_up(driver: Driver) -> None:
+    async def abandon() -> None:
+        async with aclosing(
+            driver.engine.generate(PROMPT, Sampling(400, 1.0), list(range(48)))
+        ) as answers:
+            async for _ in answers:
+                break
+        # Room for a further 48 is only there once the abandoned ones are gone.
+        await driver.collect(PROMPT, Sampling(3, 1.0), list(range(48)))
+
+    driver.run(abandon())
+
+
+def test_a_bucket_nobody_sends_is_an_engine_error(driver: Driver) -> None:
+    bucket = Bucket(["no.such.tensor"], ["float32"], [[2]], 99)
+    with pytest.raises(EngineError):
+        driver.run(driver.engine.receive_bucket(bucket))
+    assert driver.run(driver.collect(PROMPT, Sampling(2, 1.0), [0]))

@@ -1,0 +1,90 @@
+"""What is read from SGLang's answers, and what it is started with; no server is needed."""
+
+from pathlib import Path
+
+import pytest
+
+from generation import sglang_cpu
+from generation.engine import EngineError, EngineSetup
+from generation.sglang_engine import (
+    check_answer,
+    parse_release,
+    read_completion,
+    read_event,
+    server_command,
+)
+from megatron_rl.protocol.types import VersionSpan
+
+META = {
+    "finish_reason": {"type": "stop", "matched": 1},
+    "output_token_logprobs": [[-0.5, 7, None], [-1.5, 1, None]],
+}
+
+
+def test_a_completion_is_read_with_its_versions() -> None:
+    report = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
+    event = {"output_ids": [7, 1], "meta_info": {**META, "weight_versions": report}}
+    completion = read_completion(event, 3, [])
+    assert completion.index == 3
+    assert completion.logprobs == [-0.5, -1.5]
+    assert completion.spans == [VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)]
+    assert completion.finish_reason == "stop"
+
+
+def test_a_server_that_reports_no_versions_is_read_by_arrival() -> None:
+    event = {"output_ids": [7, 1], "meta_info": META}
+    assert read_completion(event, 0, [(1, 8), (2, 9)]).spans == [
+        VersionSpan(8, 0, 1),
+        VersionSpan(9, 1, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({"finish_reason": {"type": "abort", "message": "out of memory"}}, "abort: out of memory"),
+        ({"output_token_logprobs": [[-0.5, 7, None]]}, "1 logprobs for 2 tokens"),
+        ({"weight_versions": [{"version": "4", "start": 0, "end": 1}]}, "do not cover 2 tokens"),
+    ],
+)
+def test_a_completion_that_contradicts_itself_is_refused(meta: dict, words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        read_completion({"output_ids": [7, 1], "meta_info": META | meta}, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "words"),
+    [
+        (500, "boom", "/path: 500 boom"),
+        (200, '{"success": false, "message": "no such group"}', "/path: no such group"),
+    ],
+)
+def test_errors_carry_the_servers_words(status: int, text: str, words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        check_answer("/path", status, text)
+    check_answer("/path", 200, '{"success": true}')
+    check_answer("/path", 200, "plain text")
+    with pytest.raises(EngineError, match="too long"):
+        read_event(b'data: {"error": {"message": "too long"}}')
+
+
+def test_releases_compare_as_numbers() -> None:
+    assert parse_release("0.5.17") < parse_release("0.5.20") <= parse_release("0.5.20.post1")
+    assert parse_release("0.10.0rc1") > parse_release("0.5.23")
+
+
+def test_the_server_is_started_with_what_exact_versions_need() -> None:
+    setup = EngineSetup(
+        model=Path("/m"), dtype="bfloat16", stop_ids=(), tensor_parallel=2, max_running=8,
+        kv_tokens=1024, context_tokens=256, start_timeout_s=1, request_timeout_s=1,
+        weights_timeout_s=1, host="127.0.0.1", port=1234, seed=5, version=-1, log_path=Path("/l"),
+    )  # fmt: skip
+    command = server_command(setup)
+    assert {"--disable-overlap-schedule", "--weight-version=-1", "--tp-size=2"} <= set(command)
+    assert ("--device" in command) == sglang_cpu.is_needed()
+
+
+def test_two_ranks_are_pinned_to_two_cores() -> None:
+    assert sglang_cpu.server_environment(2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    path = sglang_cpu.server_environment(1)["PYTHONPATH"].split(":")
+    assert path[0].endswith("sglang_cpu/site") and path[1].endswith("sglang-only")

@@ -1,0 +1,250 @@
+"""The generator process end to end, against a queue and a publisher written out here."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.types import (
+    Ack,
+    AnyMessage,
+    GeneratorReady,
+    Hello,
+    LeaveGroup,
+    Lease,
+    Message,
+    Pause,
+    Prompt,
+    Resume,
+    Rollout,
+    RolloutDone,
+    RolloutFailed,
+    Sampling,
+    Stop,
+)
+from megatron_rl.protocol.wire import Router
+from megatron_rl.weights.group import close_group
+from tests.generation.publisher import (
+    broadcast,
+    buckets,
+    free_port,
+    join_message,
+    open_as_trainer,
+)
+from tests.generation.tiny_model import logprobs
+
+START_S = 140.0
+ANSWER_S = 30.0
+
+
+def make_config(models_dir: Path, run_dir: Path, **generator: Any) -> Config:
+    ports = {name: free_port() for name in ("prompts", "weights", "engine")}
+    return Config.model_validate(
+        {
+            "run": {"dir": run_dir},
+            "model": {"path": models_dir / "old", "dtype": "float32"},
+            "sampling": {"max_new_tokens": 64},
+            "generator": {
+                "max_running": 32,
+                "kv_tokens": 8192,
+                "context_tokens": 256,
+                "start_timeout_s": START_S,
+                **generator,
+            },
+            "ports": ports,
+        }
+    )
+
+
+@contextmanager
+def worker_process(config: Config) -> Iterator[subprocess.Popen[str]]:
+    config.run.dir.mkdir(parents=True, exist_ok=True)
+    path = config.run.dir / "config.toml"
+    path.write_text(dump_toml(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "generation.worker", "--config", str(path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=10)
+
+
+def await_message(
+    router: Router, wanted: Callable[[AnyMessage], bool], timeout_s: float
+) -> AnyMessage:
+    deadline = time.monotonic() + timeout_s
+    while (received := router.receive(deadline - time.monotonic())) is not None:
+        peer, message = received
+        assert peer == "generator-0"
+        if wanted(message):
+            return message
+    raise AssertionError("the message did not come in time")
+
+
+def await_kind(router: Router, kind: type, timeout_s: float = ANSWER_S) -> Any:
+    return await_message(router, lambda message: isinstance(message, kind), timeout_s)
+
+
+def obey(router: Router, message: AnyMessage) -> None:
+    """Send a weight message and wait for its Ack."""
+    assert router.send("generator-0", message)
+    assert await_kind(router, Ack) == Ack(type(message).__name__)
+
+
+def publish_phase(router: Router, model: LlamaForCausalLM, versions: list[int]) -> None:
+    """A whole training phase of a publisher: hello, join, publishes, leave."""
+    hello = await_kind(router, Hello, START_S)
+    assert hello.world_size == 1
+    join = join_message("phase")
+    router.send("generator-0", join)
+    group = open_as_trainer(join)
+    assert await_kind(router, Ack) == Ack("JoinGroup")
+    for version in versions:
+        obey(router, Pause())
+        for message, flat in buckets(model, version):
+            router.send("generator-0", message)
+            broadcast(flat, group)
+            assert await_kind(router, Ack) == Ack("Bucket")
+        obey(router, Resume(version))
+    router.send("generator-0", LeaveGroup())
+    close_group(group)
+
+
+def lease(lease_id: int, count: int, content: str = "12+7", **sampling: Any) -> Lease:
+    prompt = Prompt(f"p{lease_id}", "exact", [Message("user", content)], "19")
+    values = {"max_new_tokens": 32, "temperature": 1.0, **sampling}
+    return Lease(lease_id, prompt, list(range(count)), Sampling(**values))
+
+
+def await_rollouts(router: Router, count: int) -> list[Rollout]:
+    return [await_kind(router, RolloutDone).rollout for _ in range(count)]
+
+
+def check_logprobs(model: LlamaForCausalLM, rollout: Rollout) -> None:
+    expected = logprobs(model, rollout.prompt_ids.tolist(), rollout.token_ids.tolist())
+    torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that run on; a zombie has ended."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(280)
+def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
+    models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM, new_model: LlamaForCausalLM
+) -> None:
+    config = make_config(models_dir, tmp_path / "run")
+    host, ports = config.ports.host, config.ports
+    with (
+        Router(host, ports.prompts) as queue,
+        Router(host, ports.weights) as weights,
+        worker_process(config) as process,
+    ):
+        ready = await_kind(queue, GeneratorReady, START_S)
+        assert (ready.capacity, ready.version) == (32, -1)
+        for model, versions in ((new_model, [0, 1]), (old_model, [0])):
+            publish_phase(weights, model, versions)
+            await_message(
+                queue,
+                lambda m, last=versions[-1]: isinstance(m, GeneratorReady) and m.version == last,
+                ANSWER_S,
+            )
+            queue.send("generator-0", lease(7, 4))
+            rollouts = await_rollouts(queue, 4)
+            assert sorted(rollout.index for rollout in rollouts) == [0, 1, 2, 3]
+            for rollout in rollouts:
+                assert rollout.lease_id == 7
+                assert {span.version for span in rollout.spans} == {versions[-1]}
+                check_logprobs(model, rollout)
+        processes = descendants(process)
+        assert len(processes) >= 2
+        process.kill()
+        assert not still_running(processes, timeout_s=5.0)
+
+
+@pytest.mark.timeout(120)
+def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
+    models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM
+) -> None:
+    config = make_config(models_dir, tmp_path / "run", engine="hf", wait_for_publish=False)
+    with Router(config.ports.host, config.ports.prompts) as queue, worker_process(config) as process:
+        ready = await_kind(queue, GeneratorReady, START_S)
+        assert ready.version == 0
+        queue.send("generator-0", lease(1, 2, content="x" * 300))
+        failures = [await_kind(queue, RolloutFailed) for _ in range(2)]
+        assert [failed.index for failed in failures] == [0, 1]
+        assert "the prompt has 307 tokens; allowed are 1 to 224" in failures[0].reason
+        queue.send("generator-0", lease(2, 3))
+        for rollout in await_rollouts(queue, 3):
+            check_logprobs(old_model, rollout)
+            assert rollout.finish_reason in ("stop", "length")
+            assert "<eos>" not in rollout.text
+        queue.send("generator-0", lease(3, 16, max_new_tokens=128))
+        queue.send("generator-0", Stop("enough"))
+        assert process.wait(timeout=8) == 0
+    rows = read_jsonl(config.run.dir / "metrics.jsonl")
+    assert rows and all(row["source"] == "generator-0" for row in rows)
+    assert sum(row["generator/tokens"] for row in rows) > 0
+
+
+@pytest.mark.timeout(120)
+def test_sigterm_ends_a_worker_that_is_still_starting(models_dir: Path, tmp_path: Path) -> None:
+    config = make_config(models_dir, tmp_path / "run")
+    with worker_process(config) as process:
+        deadline = time.monotonic() + 60
+        while not descendants(process) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        processes = descendants(process)
+        assert processes, "the worker started no server"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=8) == 128 + signal.SIGTERM
+        assert not still_running(processes, timeout_s=2.0)
+
+
+@pytest.mark.timeout(120)
+def test_a_server_that_fails_to_start_shows_its_log(models_dir: Path, tmp_path: Path) -> None:
+    config = make_config(models_dir, tmp_path / "run")
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for file in (models_dir / "old").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("LlamaForCausalLM", "NoSuchArchitecture"))
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": folder})}
+    )
+    with worker_process(config) as process:
+        _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "SGLang failed to start: the server ended with exit code" in stderr
+    assert "sglang-0.log:" in stderr and "NoSuchArchitecture" in stderr
+    assert "Traceback (most recent call last)" not in stderr.split("SGLang failed to start")[0]

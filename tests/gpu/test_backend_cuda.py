@@ -1,0 +1,118 @@
+"""The trainer on CUDA: backend selection, TransformerEngine in bf16 and FP8, fused Adam.
+
+Each test is a row of docs/gpu-evidence.md. One GPU is enough.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from tests.distributed import run_ranks
+
+pytestmark = pytest.mark.gpu
+HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.05,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def losses(overrides: list[str]) -> list[float]:
+    """Supervised losses of a few steps on one rank."""
+    from megatron_rl.loss import supervised_loss
+    from megatron_rl.policy import open_policy
+    from megatron_rl.trainer import Objective, Trainer
+
+    cfg = load_config(None, ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", *overrides])
+    rng = np.random.default_rng(0)
+    sequences = [
+        TrainSequence(
+            token_ids=rng.integers(0, 512, 32).astype(np.int32),
+            prompt_length=8,
+            generator_logprobs=np.zeros(24, np.float32),
+            token_versions=np.zeros(24, np.int32),
+            advantage=0.0,
+            weight=1 / (16 * 24),
+        )
+        for _ in range(16)
+    ]
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, Objective(supervised_loss, cfg.loss), cfg.optimizer, 5)
+        found = []
+        for _ in range(5):
+            metrics = trainer.update(MinibatchShare([sequences]), version=0)
+            found.append(next(m.value for m in metrics if m.name == "train/loss"))
+    return found
+
+
+def selection() -> tuple[str, str, str]:
+    from megatron_rl.backend import select_backend
+
+    backend = select_backend(load_config(None).model)
+    return backend.device.type, backend.collectives, backend.layers
+
+
+def test_backend_selects_cuda_nccl_and_the_engine() -> None:
+    expected = "transformer_engine" if HAS_ENGINE else "local"
+    assert run_ranks(selection, 1)[0] == ("cuda", "nccl", expected)
+
+
+@pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine is not installed")
+def test_engine_layers_in_bf16_learn_like_local_ones(model_folder: Path) -> None:
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
+    engine = run_ranks(losses, 1, [*common, "model.layers=transformer_engine"], timeout_s=300)[0]
+    local = run_ranks(losses, 1, [*common, "model.layers=local"], timeout_s=300)[0]
+    assert engine == pytest.approx(local, rel=1e-2)
+    assert engine[-1] < engine[0]
+
+
+@pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine is not installed")
+def test_fp8_learns_near_bf16(model_folder: Path) -> None:
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
+    fp8 = run_ranks(losses, 1, [*common, "model.fp8=true"], timeout_s=300)[0]
+    bf16 = run_ranks(losses, 1, common, timeout_s=300)[0]
+    assert fp8 == pytest.approx(bf16, rel=5e-2)
+
+
+def adam_difference() -> float:
+    """Largest difference of parameters after 5 steps: the chosen fused Adam beside torch's AdamW."""
+    from megatron.core import optimizer as megatron_optimizer
+
+    from megatron_rl.backend import select_backend
+
+    device = select_backend(load_config(None).model).device
+    torch.manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(1000, device=device))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    fused = megatron_optimizer.Adam([ours], **settings)
+    reference = torch.optim.AdamW([theirs], **settings)
+    for _ in range(5):
+        ours.grad = torch.randn(1000, device=device)
+        theirs.grad = ours.grad.clone()
+        fused.step()
+        reference.step()
+    return float((ours - theirs).abs().max())
+
+
+def test_fused_adam_steps_like_torch_adamw() -> None:
+    assert run_ranks(adam_difference, 1)[0] < 1e-6

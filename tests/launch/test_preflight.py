@@ -1,0 +1,189 @@
+"""Every kind of bad input ends in one clear error, exit code 2, before anything starts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import preflight
+from megatron_rl.ports import listed_ports, resolve_ports
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config
+from megatron_rl.protocol.process import InputError
+
+
+def write_lines(path: Path, items: list[dict | str]) -> Path:
+    texts = [item if isinstance(item, str) else json.dumps(item) for item in items]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def prompt_line(number: int, split: str) -> dict:
+    messages = [{"role": "user", "content": f"{number}+1="}]
+    return {"task": "math", "messages": messages, "answer": str(number + 1), "split": split}
+
+
+def trace_line(number: int) -> dict:
+    return {"messages": [{"role": "user", "content": f"{number}+1="}], "response": str(number + 1)}
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    """Overrides of a config that passes every check; no weights are needed to check it."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    (model / "config.json").write_text(json.dumps(shape))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    prompts = [prompt_line(n, "held_out" if n < 3 else "train") for n in range(6)]
+    write_lines(tmp_path / "prompts.jsonl", prompts)
+    write_lines(tmp_path / "traces.jsonl", [trace_line(n) for n in range(3)])
+    (tmp_path / "c.toml").write_text(f'[[prompts]]\npath = "{tmp_path}/prompts.jsonl"\n')
+    return [
+        f'model.path="{model}"', f'run.dir="{tmp_path}/run"', "eval.prompts=3", "sft.steps=1",
+        f'sft.traces="{tmp_path}/traces.jsonl"', "parallel.tensor=2", "parallel.pipeline=2",
+    ]  # fmt: skip
+
+
+def check(tmp_path: Path, overrides: list[str]) -> None:
+    preflight.check(load_config(tmp_path / "c.toml", overrides))
+
+
+def message_of(tmp_path: Path, overrides: list[str]) -> str:
+    with pytest.raises(InputError) as caught:
+        check(tmp_path, overrides)
+    return str(caught.value)
+
+
+def test_good_input_passes(tmp_path: Path, overrides: list[str]) -> None:
+    check(tmp_path, overrides)
+
+
+def test_unknown_key_names_the_nearest(tmp_path: Path, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match="train.grop_size.*did you mean 'train.group_size'"):
+        check(tmp_path, [*overrides, "train.grop_size=4"])
+
+
+@pytest.mark.parametrize(
+    ("removed", "expected"),
+    [
+        ("", "there is no such folder"),
+        ("config.json", "no config.json"),
+        ("tokenizer.json", "no tokenizer"),
+        ("model.safetensors", "no *.safetensors"),
+    ],
+)
+def test_incomplete_model_folder(
+    tmp_path: Path, overrides: list[str], removed: str, expected: str
+) -> None:
+    if removed:
+        (tmp_path / "model" / removed).unlink()
+    else:
+        (tmp_path / "model").rename(tmp_path / "elsewhere")
+    message = message_of(tmp_path, overrides)
+    assert expected in message
+    assert str(tmp_path / "model") in message
+
+
+@pytest.mark.parametrize(("tensor", "choices"), [(3, "1 or 2"), (4, "1 or 2")])
+def test_tensor_parallel_that_does_not_divide_the_heads(
+    tmp_path: Path, overrides: list[str], tensor: int, choices: str
+) -> None:
+    message = message_of(tmp_path, [*overrides, f"parallel.tensor={tensor}"])
+    assert f"parallel.tensor = {tensor}" in message
+    assert "6 attention heads and 2 key-value heads" in message
+    assert message.endswith(choices)
+
+
+def test_pipeline_that_does_not_divide_the_layers(tmp_path: Path, overrides: list[str]) -> None:
+    message = message_of(tmp_path, [*overrides, "parallel.pipeline=3"])
+    assert "does not divide the 4 layers" in message
+    assert message.endswith("1 or 2 or 4")
+
+
+def test_malformed_prompt_names_file_and_line(tmp_path: Path, overrides: list[str]) -> None:
+    write_lines(tmp_path / "prompts.jsonl", [prompt_line(0, "held_out"), '{"task": "math"'])
+    assert f"{tmp_path}/prompts.jsonl:2" in message_of(tmp_path, overrides)
+
+
+def test_held_out_set_that_is_too_small(tmp_path: Path, overrides: list[str]) -> None:
+    message = message_of(tmp_path, [*overrides, "eval.prompts=4"])
+    assert "eval.prompts=4" in message
+    assert "3 held-out" in message
+
+
+def test_no_train_prompts(tmp_path: Path, overrides: list[str]) -> None:
+    write_lines(tmp_path / "prompts.jsonl", [prompt_line(n, "held_out") for n in range(4)])
+    assert "no train prompts" in message_of(tmp_path, overrides)
+
+
+def test_malformed_trace_names_file_and_line(tmp_path: Path, overrides: list[str]) -> None:
+    write_lines(tmp_path / "traces.jsonl", [trace_line(0), {"messages": "hello", "response": "x"}])
+    assert f"{tmp_path}/traces.jsonl:2" in message_of(tmp_path, overrides)
+
+
+def test_missing_traces(tmp_path: Path, overrides: list[str]) -> None:
+    message = message_of(tmp_path, [*overrides, 'sft.traces="/nowhere/traces.jsonl"'])
+    assert "/nowhere/traces.jsonl" in message
+    assert "sft.traces" in message_of(tmp_path, [o for o in overrides if "sft.traces" not in o])
+
+
+def test_port_in_use_names_port_and_holder(tmp_path: Path, overrides: list[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        port = holder.getsockname()[1]
+        message = message_of(tmp_path, [*overrides, f"ports.verify={port}"])
+    assert f"ports.verify = {port}" in message
+    assert f"(pid {os.getpid()})" in message
+
+
+def test_one_port_for_two_sockets(tmp_path: Path, overrides: list[str]) -> None:
+    message = message_of(tmp_path, [*overrides, "ports.verify=23456", "ports.batches=23456"])
+    assert "ports.batches and ports.verify are both port 23456" in message
+
+
+def test_resolved_ports_are_distinct_and_leave_room_for_every_engine() -> None:
+    config = resolve_ports(load_config(None, ["generator.replicas=3", "ports.prompts=23456"]))
+    ports = dict(listed_ports(config))
+    engines = [port for key, port in listed_ports(config) if key == "ports.engine"]
+    others = [port for key, port in ports.items() if key != "ports.engine"]
+    assert ports["ports.prompts"] == 23456
+    assert engines == [engines[0], engines[0] + 2, engines[0] + 4]
+    assert len({*engines, *others}) == 3 + 5
+
+
+def test_no_compiler_names_the_debian_package(
+    tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert "apt-get install g++" in message_of(tmp_path, overrides)
+
+
+def test_folder_of_another_run_is_never_overwritten(tmp_path: Path, overrides: list[str]) -> None:
+    (tmp_path / "run").mkdir()
+    config_path = tmp_path / "run" / "config.toml"
+    config_path.write_text(dump_toml(Config()))
+    assert "--run-dir" in message_of(tmp_path, overrides)
+    assert config_path.read_text() == dump_toml(Config())
+
+
+def test_command_line_prints_one_error_and_exits_2_without_starting(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "run", "--config", str(tmp_path / "c.toml"),
+         *overrides, "--run-dir", str(tmp_path / "other"), "parallel.tensor=3"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("megatron-rl: parallel.tensor = 3 does not divide")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "other").exists()

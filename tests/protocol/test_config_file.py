@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config
+
+
+def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> Config:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("[train]\ngroup_sise = 4", "train.group_sise", "train.group_size"),
+        ("[optimiser]\nlr = 1e-5", "optimiser", "optimizer"),
+        ("[sft.optimizer]\nlearning_rate = 1e-5\nwarmup_step = 1", "sft.optimizer.warmup_step",
+         "sft.optimizer.warmup_steps"),
+        ('[[prompts]]\nkind = "jsonl"\npaht = "x"', "prompts.0.paht", "prompts.path"),
+    ],
+)  # fmt: skip
+def test_unknown_key_names_the_nearest_one(
+    tmp_path: Path, text: str, key: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text)
+    assert f"unknown key '{key}'; did you mean '{nearest}'?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nsteps = 'many'", r"train\.steps: .*given: 'many'"),
+        ("[train]\ngroup_size = 1", r"train\.group_size: .*greater than or equal to 2.*given: 1"),
+        ("[train]\nminibatches = 3\ngroups_per_batch = 2", "groups never split across minibatches"),
+        ("[generator]\nmax_running = 8", r"a group is leased as a whole"),
+        ("[train", r"is no valid TOML"),
+    ],
+)
+def test_wrong_value_or_combination_says_what_was_given(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_text(tmp_path, text)
+
+
+def test_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration .*none.toml"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_overrides_set_nested_values_and_items_of_lists(tmp_path: Path) -> None:
+    text = '[[prompts]]\npath = "a.jsonl"\n'
+    overrides = ["train.steps=7", "run.dir=some/where", "sft.optimizer.lr=2e-3",
+                 "prompts.0.weight=2",
+                 "parallel.sequence=true", "render.system_prompt=be brief"]  # fmt: skip
+    config = load_text(tmp_path, text, overrides)
+    assert config.train.steps == 7 and config.run.dir == Path("some/where")
+    assert config.sft.optimizer.lr == 2e-3 and config.prompts[0].weight == 2.0
+    assert config.parallel.sequence and config.render.system_prompt == "be brief"
+
+
+@pytest.mark.parametrize(
+    "override", ["steps=3", "train.steps", "prompts.4.weight=1", "run.dir.x=1"]
+)
+def test_malformed_override_is_named(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=f"override '{override}'"):
+        load_text(tmp_path, '[[prompts]]\npath = "a.jsonl"\n', ["run.dir=x", override])
+
+
+def test_toml_round_trip_is_the_identity(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"dir": "runs/ü \"quoted\" \\ back\tslash", "seed": 3},
+            "render": {"system_prompt": "two\nlines \u2028 €", "chat_template": "{% if x %}"},
+            "optimizer": {"lr": 3e-7, "eps": 1e-15, "clip_grad_norm": 1e20},
+            "sft": {"traces": "t.jsonl", "optimizer": {"lr": 2e-3, "decay": "linear"}},
+            "prompts": [
+                {"path": "a.jsonl", "weight": 0.25},
+                {"kind": "reasoning_gym", "name": "chain_sum",
+                 "template": "Say \\boxed{} {question}",
+                 "options": {"min_terms": 2, "allow_negation": True, "rate": 0.5, "mode": "x y"}},
+            ],
+        }
+    )  # fmt: skip
+    assert load_text(tmp_path, dump_toml(config)) == config
+    assert load_text(tmp_path, dump_toml(Config())) == Config()

@@ -1,0 +1,34 @@
+from pathlib import Path
+
+from megatron_rl.protocol.metrics import JsonlWriter, Metric, MetricSet, read_jsonl
+
+
+def test_metrics_reduce_from_sums_and_counts_not_as_means_of_means() -> None:
+    first, second = MetricSet(), MetricSet()
+    first.add([Metric("a", 9.0, "mean", 3), Metric("b", 2.0, "max"), Metric("c", 1.0, "sum")])
+    second.add([Metric("a", 1.0, "mean", 1), Metric("b", -5.0, "max"), Metric("c", 4.0, "sum")])
+    first.add_entries(second.entries())
+    # (9 + 1) / (3 + 1), not the mean of 3 and 1.
+    assert first.values() == {"a": 2.5, "b": 2.0, "c": 5.0}
+
+
+def test_mean_over_nothing_is_left_out_and_clear_forgets() -> None:
+    metrics = MetricSet()
+    metrics.add([Metric("a", 0.0, "mean", 0), Metric("b", 0.0, "sum", 0)])
+    assert metrics.values() == {"b": 0.0}
+    metrics.clear()
+    assert metrics.values() == {}
+
+
+def test_rows_are_appended_by_several_writers_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    for source in ("queue", "trainer"):
+        writer = JsonlWriter(path, source)
+        writer.write(3, {"x": 1.5})
+        writer.close()
+    with path.open("a") as file:
+        file.write('{"time": 1, "sour')
+    rows = read_jsonl(path)
+    read = [(row["source"], row["step"], row["x"]) for row in rows]
+    assert read == [("queue", 3, 1.5), ("trainer", 3, 1.5)]
+    assert read_jsonl(tmp_path / "none.jsonl") == []

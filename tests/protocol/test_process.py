@@ -1,0 +1,61 @@
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, time
+from megatron_rl.protocol.config_file import ConfigError
+from megatron_rl.protocol.process import InputError, run_main, set_up_logging
+from megatron_rl.protocol.wire import DeadlineExceeded, WireError
+from pathlib import Path
+set_up_logging("tester", Path(sys.argv[1]))
+class Resource:
+    def __enter__(self): return self
+    def __exit__(self, *error): print("closed", flush=True)
+def main():
+    with Resource():
+        {body}
+sys.exit(run_main("tester", main))
+"""
+
+
+def start(folder: Path, body: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.replace("{body}", body), str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("pass", 0), ("raise InputError('mend me')", 2), ("raise ConfigError('mend me')", 2),
+        ("raise WireError('mend me')", 2), ("raise DeadlineExceeded('mend me')", 1),
+    ],
+)  # fmt: skip
+def test_errors_that_a_person_can_mend_are_one_line_and_an_exit_code(
+    tmp_path: Path, body: str, code: int
+) -> None:
+    process = start(tmp_path, body)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output) == (code, "closed\n")
+    assert "Traceback" not in errors
+    assert ("mend me" in (tmp_path / "tester.log").read_text()) == (code != 0)
+
+
+def test_our_own_fault_keeps_its_traceback_and_exits_1(tmp_path: Path) -> None:
+    process = start(tmp_path, "raise KeyError('bug')")
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Traceback" in errors and output == "closed\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_closes_resources_and_gives_its_exit_code(tmp_path: Path, number: int) -> None:
+    process = start(tmp_path, "print('open', flush=True); time.sleep(30)")
+    assert process.stdout.readline() == "open\n"
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=10)
+    assert (process.returncode, output) == (128 + number, "closed\n")

@@ -1,0 +1,155 @@
+import socket
+import time
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_rl.protocol import types
+from megatron_rl.protocol.types import (
+    AnyMessage, Lease, Message, MinibatchShare, NextBatch, Prompt, Published, RankBatch, Rollout,
+    RolloutDone, Sampling, Score, ScoreDone, Stop, TrainSequence, VersionSpan,
+)  # fmt: skip
+from megatron_rl.protocol.wire import Dealer, DeadlineExceeded, Router, WireError, decode, encode
+
+
+def same(one: Any, two: Any) -> bool:
+    """Equality that looks into arrays, their dtypes included."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == two.dtype and one.tolist() == two.tolist()
+    if isinstance(one, msgspec.Struct):
+        return type(one) is type(two) and all(
+            same(getattr(one, f), getattr(two, f)) for f in one.__struct_fields__
+        )
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(same, one, two))
+    return one == two
+
+
+def sequence(length: int) -> TrainSequence:
+    return TrainSequence(
+        np.arange(length, dtype=np.int32) - 2, 1, np.full(length - 1, -1 / 3, np.float32),
+        np.arange(length - 1, dtype=np.int32), advantage=-0.25, weight=1e-9,
+    )  # fmt: skip
+
+
+def examples() -> list[Any]:
+    rollout = Rollout(
+        3, 1, np.arange(4, dtype=np.int32), np.array([7, 2**31 - 1], np.int32),
+        np.array([-0.1, -1e30], np.float32), [VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)], "stop",
+        "été \u2028 \x00",
+    )  # fmt: skip
+    prompt = Prompt("id", "math", [Message("user", "1+1?")], "2", "held_out", '{"a": 1}')
+    batch = RankBatch(
+        4, 0, [MinibatchShare([[sequence(5), sequence(2)], []]), MinibatchShare([[sequence(9)]])],
+        {"queue/x": (1.5, 2.0, "mean")},
+    )  # fmt: skip
+    special = [
+        RolloutDone(rollout), Lease(1, prompt, [0, 3], Sampling(8, 0.0)), batch,
+        ScoreDone(5, Score(1.0, {"format": 0.1}, "correct")),
+    ]  # fmt: skip
+    kinds = set(map(type, special))
+    return special + [plain(kind) for kind in get_args(AnyMessage) if kind not in kinds]
+
+
+def plain(kind: type) -> Any:
+    """A message of a kind whose fields are plain."""
+    values = {
+        int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
+        list[list[int]]: [[1], [2, 3]],
+    }  # fmt: skip
+    return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})
+
+
+@pytest.mark.parametrize("message", examples(), ids=lambda m: type(m).__name__)
+def test_message_survives_the_wire(message: Any) -> None:
+    assert same(decode(encode(message)), message)
+
+
+def test_every_message_has_its_own_tag() -> None:
+    tags = [kind.__struct_config__.tag for kind in get_args(AnyMessage)]
+    assert len(set(tags)) == len(tags) == len(set(map(type, examples())))
+
+
+def test_wide_arrays_become_32_bit_and_other_objects_are_refused() -> None:
+    wide = msgspec.structs.replace(sequence(3), token_ids=np.array([1, 2, 3], np.int64))
+    batch = RankBatch(0, 0, [MinibatchShare([[wide]])], {})
+    assert decode(encode(batch)).minibatches[0].microbatches[0][0].token_ids.dtype == np.int32
+    with pytest.raises(NotImplementedError, match="cannot send ndarray"):
+        encode(msgspec.structs.replace(sequence(3), token_ids=np.zeros((2, 2))))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"", b"\xc1garbage", encode(Stop())[:-3], msgspec.msgpack.encode({"type": "Nonsense"}),
+        msgspec.msgpack.encode({"type": "NextBatch", "step": "x", "dp_rank": 0, "dp_size": 1}),
+        encode(RolloutDone(examples()[0].rollout)).replace(b"\xa1i", b"\xa1q"),
+    ],
+    ids=["empty", "garbage", "cut", "unknown kind", "wrong type", "unknown array kind"],
+)  # fmt: skip
+def test_bad_frame_is_a_wire_error(frame: bytes) -> None:
+    with pytest.raises(WireError, match="that is no message"):
+        decode(frame)
+
+
+def test_unexpected_kind_is_a_wire_error() -> None:
+    with pytest.raises(WireError):
+        decode(encode(Published(1)), RankBatch | Stop)
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return opened.getsockname()[1]
+
+
+def test_router_and_dealer_exchange_messages_and_a_restarted_peer_takes_over() -> None:
+    port = free_port()
+    with Router("127.0.0.1", port) as router:
+        with Dealer(f"127.0.0.1:{port}", "a") as dealer:
+            dealer.send(NextBatch(1, 0, 1))
+            assert router.receive(5.0) == ("a", NextBatch(1, 0, 1))
+            assert router.send("a", Stop("x")) and dealer.receive(5.0) == Stop("x")
+        with Dealer(f"127.0.0.1:{port}", "a") as dealer:
+            dealer.send(NextBatch(2, 0, 1))
+            assert router.receive(5.0) == ("a", NextBatch(2, 0, 1))
+            assert router.send("a", Stop("y")) and dealer.receive(5.0) == Stop("y")
+        assert not router.send("stranger", Stop())
+
+
+def test_bad_frame_at_a_router_is_a_wire_error() -> None:
+    port = free_port()
+    with Router("127.0.0.1", port) as router, Dealer(f"127.0.0.1:{port}", "a") as dealer:
+        dealer.socket.send(b"garbage")
+        with pytest.raises(WireError, match="a frame of 7 bytes that is no message"):
+            router.receive(5.0)
+
+
+def test_port_in_use_is_a_clear_error() -> None:
+    port = free_port()
+    message = f"cannot listen on 127.0.0.1:{port}"
+    with Router("127.0.0.1", port), pytest.raises(WireError, match=message):
+        Router("127.0.0.1", port)
+
+
+def test_binding_to_other_hosts_without_keys_is_refused() -> None:
+    with pytest.raises(WireError, match="refusing to bind 0.0.0.0 without CURVE keys"):
+        Router("0.0.0.0", free_port())
+
+
+def test_waits_end_at_their_deadline() -> None:
+    port = free_port()
+    with Router("127.0.0.1", port) as router, Dealer(f"127.0.0.1:{port}", "a") as dealer:
+        started = time.monotonic()
+        assert router.receive(0.1) is None and dealer.receive(0.1) is None
+        with pytest.raises(DeadlineExceeded, match="no answer from .* to NextBatch"):
+            dealer.request(NextBatch(0, 0, 1), timeout_s=0.1)
+        assert time.monotonic() - started < 5
+
+
+def test_rollout_knows_its_oldest_and_newest_version() -> None:
+    rollout = examples()[0].rollout
+    assert isinstance(rollout, types.Rollout)
+    assert (rollout.oldest_version, rollout.newest_version) == (2, 3)

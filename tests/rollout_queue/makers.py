@@ -1,0 +1,44 @@
+"""Small records for the tests of the rollout queue."""
+
+import numpy as np
+
+from megatron_rl.protocol.types import (
+    Message, Prompt, Rollout, Sampling, Score, ScoredRollout, VersionSpan,
+)  # fmt: skip
+from megatron_rl.rollout_queue.groups import Group
+
+
+def make_prompt(name: str = "p", *, answer: str = "1", split: str = "train") -> Prompt:
+    return Prompt(name, "math", [Message("user", f"question {name}")], answer, split)
+
+
+def make_rollout(
+    index: int = 0, *, lease_id: int = 0, tokens: int = 3, prompt_tokens: int = 2,
+    versions: tuple[int, ...] = (0,), text: str = "text", finish_reason: str = "stop",
+) -> Rollout:
+    """The first versions have one token each, the last one the rest."""
+    edges = [*range(len(versions)), tokens]
+    spans = [VersionSpan(v, edges[i], edges[i + 1]) for i, v in enumerate(versions)]
+    return Rollout(
+        lease_id, index, np.arange(prompt_tokens, dtype=np.int32),
+        np.arange(100, 100 + tokens, dtype=np.int32),
+        np.full(tokens, -0.5, dtype=np.float32), spans, finish_reason, text,
+    )
+
+
+def make_score(reward: float) -> Score:
+    is_correct = reward > 0.5
+    return Score(reward, {"format": 0.1}, "correct" if is_correct else "wrong_answer")
+
+
+def make_group(
+    number: int, rewards: list[float], *, tokens: list[int] | None = None, opened_version: int = 0,
+    versions: tuple[int, ...] = (0,), prompt_tokens: int = 2,
+) -> Group:
+    """A complete group."""
+    group = Group(number, make_prompt(f"p{number}"), Sampling(8, 1.0), len(rewards), opened_version)
+    for index, reward in enumerate(rewards):
+        length = tokens[index] if tokens else 3
+        rollout = make_rollout(index, tokens=length, prompt_tokens=prompt_tokens, versions=versions)
+        group.add(ScoredRollout(rollout, make_score(reward)))
+    return group

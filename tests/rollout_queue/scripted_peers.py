@@ -1,0 +1,179 @@
+"""A generator, a verifier and trainer leaders that follow a script, in one thread."""
+
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.types import (
+    GeneratorReady, Lease, NextBatch, Published, RankBatch, Rollout, RolloutDone, Score, ScoreDone,
+    ScoreRequest, Stop, VerifierReady, VersionSpan,
+)  # fmt: skip
+from megatron_rl.protocol.wire import Dealer
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for opened in sockets:
+        opened.bind(("127.0.0.1", 0))
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
+
+
+def write_config(folder: Path, train_prompts: int, held_out: int, **sections: dict) -> Config:
+    """A run folder with prompts and config.toml."""
+    lines = []
+    for number in range(train_prompts + held_out):
+        lines.append(json.dumps({
+            "task": "math", "messages": [{"role": "user", "content": f"question {number}"}],
+            "answer": str(number), "split": "train" if number < train_prompts else "held_out",
+        }))  # fmt: skip
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    prompts, verify, batches = free_ports(3)
+    config = Config.model_validate({
+        "run": {"dir": folder}, "prompts": [{"path": folder / "prompts.jsonl"}],
+        "ports": {"prompts": prompts, "verify": verify, "batches": batches}, **sections,
+    })  # fmt: skip
+    (folder / "config.toml").write_text(dump_toml(config))
+    return config
+
+
+def start_queue(config: Config, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "megatron_rl.rollout_queue.server", "--config",
+            str(config.run.dir / "config.toml"), *arguments,
+        ],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+class ScriptedPeers:
+    """Answers leases at once, in random order; half of the training completions are right."""
+
+    def __init__(
+        self, config: Config, *, dp_size: int = 1, hold: int = 0, trains: bool = True,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """hold: completions kept back until others follow, so that they straddle a publish.
+
+        on_step is called after each batch.
+        """
+        self.on_step = on_step
+        self.config, self.dp_size, self.trains = config, dp_size, trains
+        host = config.ports.host
+        self.generator = Dealer(f"{host}:{config.ports.prompts}", "generator-0")
+        self.verifier = Dealer(f"{host}:{config.ports.verify}", "verifier-0")
+        self.trainers = [
+            Dealer(f"{host}:{config.ports.batches}", f"trainer-{rank}") for rank in range(dp_size)
+        ]
+        self.version = -1 if trains else 0
+        self.step = 0
+        self.hold = hold
+        self.held: list[tuple[Lease, int, int]] = []
+        self.chance = random.Random(0)
+        self.batches: list[list[RankBatch]] = []
+        self.shares: dict[int, RankBatch] = {}
+        self.leases: list[tuple[int, Lease]] = []
+        """(version at the lease, lease)"""
+        self.stopped: set[str] = set()
+        self.ready_at = 0.0
+
+    def run(self, queue: subprocess.Popen, timeout_s: float) -> int:
+        """Serve until the queue exits; its exit code."""
+        poller = zmq.Poller()
+        for dealer in (self.generator, self.verifier, *self.trainers):
+            poller.register(dealer.socket, zmq.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        if self.trains:
+            self._publish(0)
+        while queue.poll() is None and time.monotonic() < deadline:
+            if time.monotonic() > self.ready_at:
+                self._announce()
+            if not poller.poll(50):
+                self._release(0)
+            while (message := self.generator.receive(0)) is not None:
+                self._on_generator(message)
+            while (message := self.verifier.receive(0)) is not None:
+                self._on_verifier(message)
+            for rank, trainer in enumerate(self.trainers):
+                while (message := trainer.receive(0)) is not None:
+                    self._on_trainer(rank, message)
+        return queue.wait(timeout=5)
+
+    def close(self) -> None:
+        for dealer in (self.generator, self.verifier, *self.trainers):
+            dealer.close()
+
+    def _announce(self) -> None:
+        self.generator.send(GeneratorReady(self.config.generator.max_running, self.version, 1))
+        self.verifier.send(VerifierReady(self.config.verifier.max_pending, 1))
+        self.ready_at = time.monotonic() + 0.5
+
+    def _publish(self, version: int) -> None:
+        self.version = version
+        self._announce()
+        # Every rank but 0 asks before rank 0 announces the version: the queue must cope.
+        for rank in reversed(range(self.dp_size)):
+            if rank == 0:
+                self.trainers[0].send(Published(version, version == self.config.train.steps))
+            self.trainers[rank].send(NextBatch(version, rank, self.dp_size))
+
+    def _on_generator(self, message: Lease | Stop) -> None:
+        if isinstance(message, Stop):
+            self.stopped.add("generator")
+            return
+        self.leases.append((self.version, message))
+        self.held += [(message, index, self.version) for index in message.indices]
+        self.chance.shuffle(self.held)
+        self._release(self.hold)
+
+    def _release(self, keep: int) -> None:
+        while len(self.held) > keep:
+            lease, index, began_at = self.held.pop()
+            self.generator.send(RolloutDone(self._rollout(lease, index, began_at)))
+
+    def _rollout(self, lease: Lease, index: int, began_at: int) -> Rollout:
+        tokens = self.chance.randint(2, 12)
+        spans = [VersionSpan(began_at, 0, tokens)]
+        if began_at != self.version:
+            spans = [VersionSpan(began_at, 0, 1), VersionSpan(self.version, 1, tokens)]
+        is_right = lease.sampling.temperature == 0 or self.chance.random() < 0.5
+        return Rollout(
+            lease.lease_id, index, np.arange(5, dtype=np.int32), np.arange(tokens, dtype=np.int32),
+            np.zeros(tokens, np.float32), spans, "stop", lease.prompt.answer if is_right else "no",
+        )
+
+    def _on_verifier(self, message: ScoreRequest | Stop) -> None:
+        if isinstance(message, Stop):
+            self.stopped.add("verifier")
+            return
+        is_right = message.text == message.answer
+        score = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct") if is_right else Score(
+            0.1, {"format": 0.1}, "wrong_answer"
+        )
+        self.verifier.send(ScoreDone(message.request_id, score))
+
+    def _on_trainer(self, rank: int, message: RankBatch | Stop) -> None:
+        if isinstance(message, Stop):
+            self.stopped.add(f"trainer-{rank}")
+            return
+        assert (message.step, message.dp_rank) == (self.step, rank)
+        self.shares[rank] = message
+        if len(self.shares) == self.dp_size:
+            self.batches.append([self.shares[r] for r in range(self.dp_size)])
+            self.shares = {}
+            self.step += 1
+            self.on_step(self.step)
+            self._publish(self.step)

@@ -1,0 +1,117 @@
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_rl.protocol.config import TrainConfig
+from megatron_rl.protocol.metrics import MetricSet
+from megatron_rl.protocol.types import VersionSpan
+from megatron_rl.rollout_queue.advantage import group_mean_advantages
+from megatron_rl.rollout_queue.batches import form_batch
+from megatron_rl.rollout_queue.groups import GroupBook, find_fault
+from tests.rollout_queue.makers import make_group, make_rollout
+
+
+def reduced(entries: dict) -> dict[str, float]:
+    metrics = MetricSet()
+    metrics.add_entries(entries)
+    return metrics.values()
+
+
+def test_flat_group_is_dropped_and_counted_and_frees_its_place() -> None:
+    book = GroupBook()
+    flat, useful = make_group(0, [0.1, 0.1]), make_group(1, [1.0, 0.1])
+    for group in (flat, useful):
+        book.open(group)
+    assert book.close(flat) and not book.close(useful)
+    assert book.untrained == book.complete == 1
+    groups, dropped = book.take([1])
+    assert (groups, dropped) == ([useful], [flat])
+    assert (book.untaken, book.untrained) == (0, 1)
+    book.finish_training()
+    assert book.untrained == 0
+
+
+def test_groups_left_at_the_end_are_returned_and_marked() -> None:
+    book = GroupBook()
+    book.open(make_group(0, [1.0, 0.1]))
+    assert [group.is_abandoned for group in book.abandon()] == [True]
+    assert book.untrained == 0
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_batch_holds_every_sequence_once_and_groups_stay_in_one_minibatch(dp_size: int) -> None:
+    chance = np.random.default_rng(0)
+    groups = [
+        make_group(
+            n, [1.0, 0.1, 0.1], tokens=chance.integers(1, 30, 3).tolist(), prompt_tokens=n + 1
+        )
+        for n in range(5)
+    ]
+    config = TrainConfig(minibatches=2, microbatch_tokens=40, groups_per_batch=5, group_size=3)
+    ranks = form_batch(
+        0, groups, flat_groups=[], config=config, advantage=group_mean_advantages, dp_size=dp_size
+    )
+    assert [share.dp_rank for share in ranks] == list(range(dp_size))
+    minibatch_of: dict[int, set[int]] = {}
+    sequences = 0
+    for share in ranks:
+        assert len(share.minibatches) == 2
+        for number, minibatch in enumerate(share.minibatches):
+            assert len(minibatch.microbatches) == len(ranks[0].minibatches[number].microbatches)
+            for sequence in (s for m in minibatch.microbatches for s in m):
+                sequences += 1
+                # The makers' prompt lengths tell groups apart.
+                minibatch_of.setdefault(sequence.prompt_length, set()).add(number)
+    assert sequences == 15 and sorted(minibatch_of) == [1, 2, 3, 4, 5]
+    assert all(len(numbers) == 1 for numbers in minibatch_of.values())
+
+
+def test_sequence_carries_prompt_completion_logprobs_and_versions() -> None:
+    group = make_group(0, [1.0, 0.1], tokens=[4, 2], versions=(3, 4), prompt_tokens=2)
+    config = TrainConfig(groups_per_batch=1, group_size=2, microbatch_tokens=100)
+    [share] = form_batch(
+        5, [group], flat_groups=[], config=config, advantage=group_mean_advantages, dp_size=1
+    )
+    longest = share.minibatches[0].microbatches[0][0]
+    assert longest.token_ids.tolist() == [0, 1, 100, 101, 102, 103]
+    assert longest.token_versions.tolist() == [3, 4, 4, 4]
+    assert longest.generator_logprobs.tolist() == [-0.5] * 4
+    assert longest.weight == pytest.approx(1 / 6) and longest.advantage == pytest.approx(1.0)
+
+
+def test_batch_metrics_match_hand_worked_numbers() -> None:
+    groups = [
+        make_group(0, [1.0, 0.0], tokens=[4, 2], versions=(3, 4)),
+        make_group(1, [1.0, 0.0], tokens=[6, 8], versions=(5,)),
+    ]
+    flat = make_group(2, [0.0, 0.0], tokens=[5, 5])
+    config = TrainConfig(groups_per_batch=2, group_size=2)
+    first, second = form_batch(
+        5, groups, flat_groups=[flat], config=config, advantage=group_mean_advantages, dp_size=2
+    )
+    assert second.metrics == {}
+    assert reduced(first.metrics) == pytest.approx(
+        {
+            "rollout/reward": 2 / 6,
+            "rollout/correct": 2 / 6,
+            "rollout/format": 1.0,
+            "rollout/length_tokens": 30 / 6,
+            "rollout/truncated": 0.0,
+            "queue/staleness_versions_mean": (2 + 2 + 0 + 0) / 4,
+            "queue/staleness_versions_max": 2,
+            "queue/rollouts_spanning_versions": 2,
+            "queue/rollouts_trained": 4,
+            "queue/groups_trained": 2,
+            "queue/groups_dropped_flat": 1,
+        }
+    )
+
+
+def test_rollout_that_contradicts_itself_is_found() -> None:
+    good = make_rollout(tokens=4, versions=(0, 2))
+    assert find_fault(good) == ""
+    replace = msgspec.structs.replace
+    assert "3 logprobs for 4" in find_fault(replace(good, logprobs=good.logprobs[:3]))
+    assert "do not cover" in find_fault(replace(good, spans=[VersionSpan(0, 0, 3)]))
+    assert "do not cover" in find_fault(replace(good, spans=[]))
+    assert "0 completion tokens" in find_fault(replace(good, token_ids=good.token_ids[:0]))

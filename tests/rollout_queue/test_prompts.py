@@ -1,0 +1,184 @@
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.protocol.config import PromptSource
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream, load_prompts
+from tests.rollout_queue.makers import make_prompt
+
+
+def line(question: str, split: str = "train", **more: object) -> str:
+    row = {
+        "task": "math", "messages": [{"role": "user", "content": question}], "answer": "1",
+        "split": split, **more,
+    }  # fmt: skip
+    return json.dumps(row)
+
+
+def write(folder: Path, *lines: str) -> PromptSource:
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return PromptSource(path=path)
+
+
+def own_source(source: PromptSource, seed: int) -> list[Prompt]:
+    return [make_prompt("own"), make_prompt("own held", split="held_out")]
+
+
+def test_jsonl_prompts_are_split_and_held_out_questions_leave_the_train_split(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    source = write(
+        tmp_path, line("a?"), line("What  is B?"), "", line("c\u2028?", id="mine"),
+        line("what is b?", "held_out"),
+    )  # fmt: skip
+    sets = load_prompts([source], seed=0)
+    assert [[p.id for p in prompts] for prompts in sets.train] == [["prompts:1", "mine"]]
+    assert [p.id for p in sets.held_out] == ["prompts:5"]
+    assert sets.duplicates_removed == 1
+    assert "1 train prompts removed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ('{"task": "math", "answer": "1"}', r"missing required field `messages`"),
+        ('{"task": "math", "messages": [], "answer": "1"}', r'"messages" is empty'),
+        (line("q", answer=3), r"Expected `str`, got `int` - at `\$.answer`"),
+        (line("q", "test"), r'"split" is \'test\'; expected "train" or "held_out"'),
+        (line("q", spilt="held_out"), r"unknown field `spilt`"),
+        ("{not json", r"JSON is malformed"),
+    ],
+)
+def test_malformed_line_names_file_line_and_fault(tmp_path: Path, bad: str, message: str) -> None:
+    with pytest.raises(InputError, match=rf"prompts\.jsonl:2: .*{message}"):
+        load_prompts([write(tmp_path, line("a?"), bad)], seed=0)
+
+
+def test_missing_file_and_missing_path_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read the prompts .*none.jsonl"):
+        load_prompts([PromptSource(path=tmp_path / "none.jsonl")], seed=0)
+    with pytest.raises(InputError, match="needs a path"):
+        load_prompts([PromptSource()], seed=0)
+    with pytest.raises(InputError, match=r"add a \[\[prompts\]\] section"):
+        load_prompts([], seed=0)
+
+
+def test_source_kind_may_be_a_function_and_unknown_kinds_are_named(tmp_path: Path) -> None:
+    kind = "tests.rollout_queue.test_prompts:own_source"
+    sets = load_prompts([PromptSource(kind=kind), PromptSource(kind=kind)], seed=0)
+    assert [p.id for prompts in sets.train for p in prompts] == ["own", "1:own"]
+    with pytest.raises(InputError, match="'jsonll' .* did you mean 'jsonl'"):
+        load_prompts([PromptSource(kind="jsonll")], seed=0)
+
+
+CHAIN_SUM = PromptSource(
+    kind="reasoning_gym", name="chain_sum", train_size=150, held_out_size=40,
+    options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    strip_prefix="State the final answer to the following arithmetic problem: ",
+    template="Compute {question} Put it in \\boxed{}.",
+)  # fmt: skip
+
+
+def test_reasoning_gym_prompts_are_distinct_and_held_out_ones_stay_out_of_training() -> None:
+    sets = load_prompts([CHAIN_SUM], seed=0)
+    questions = [p.messages[0].content for p in sets.train[0] + sets.held_out]
+    assert len(sets.train[0]) == 150 and len(sets.held_out) == 40
+    assert len(set(questions)) == 190
+    for prompt in sets.train[0] + sets.held_out:
+        text = prompt.messages[0].content
+        assert text.startswith("Compute ") and text.endswith("= Put it in \\boxed{}.")
+        sum_text = text.removeprefix("Compute ").split("=")[0]
+        assert prompt.task == "math" and prompt.entry == ""
+        # chain_sum's questions are plain sums of integers.
+        terms = sum_text.replace("- ", "-").replace("+ ", "+").split()
+        assert sum(map(int, terms)) == int(prompt.answer)
+
+
+def test_held_out_prompts_do_not_depend_on_the_seed_and_train_prompts_do() -> None:
+    first, second = load_prompts([CHAIN_SUM], seed=0), load_prompts([CHAIN_SUM], seed=1)
+    assert first.held_out == second.held_out
+    assert first.train != second.train
+    assert first.train == load_prompts([CHAIN_SUM], seed=0).train
+
+
+def test_dataset_with_other_answers_carries_the_entry_for_its_own_scorer() -> None:
+    source = PromptSource(kind="reasoning_gym", name="countdown", train_size=3, held_out_size=2)
+    prompt = load_prompts([source], seed=0).train[0][0]
+    entry = json.loads(prompt.entry)
+    assert prompt.task == "reasoning_gym" and entry["dataset"] == "countdown"
+    assert set(entry) == {"dataset", "question", "answer", "metadata"}
+    assert entry["question"].strip() == prompt.messages[0].content
+
+
+def test_prompts_keep_out_every_held_out_question_of_a_tiny_dataset() -> None:
+    source = PromptSource(
+        kind="reasoning_gym", name="chain_sum", train_size=5000, held_out_size=20,
+        options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    )  # fmt: skip
+    sets = load_prompts([source], seed=0)
+    assert len(sets.held_out) == 20
+    # Two one-digit terms, 1-9 or 0-9, with + or -: at most 200 questions in all.
+    assert 100 < len(sets.train[0]) <= 180
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "chain_summ"}, "'chain_summ' is no reasoning_gym dataset; did you mean .*sum"),
+        ({"options": {"max_term": 3}}, "chain_sum has no option 'max_term'; it has .*max_terms"),
+        ({"options": {"min_terms": 0}}, "does not accept .*min_terms must be positive"),
+        ({"options": {"min_terms": "x"}}, "does not accept"),
+        ({"template": "Compute"}, "does not contain {question}"),
+        ({"strip_prefix": "Hello"}, "no question of chain_sum starts with .*'Hello'"),
+        ({"train_size": 0, "held_out_size": 0}, "are both 0"),
+    ],
+)
+def test_wrong_reasoning_gym_source_is_a_clear_error(change: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_prompts([CHAIN_SUM.model_copy(update=change)], seed=0)
+
+
+def mixture() -> PromptSets:
+    many = [make_prompt(f"m{n}") for n in range(10)]
+    few = [make_prompt(f"f{n}") for n in range(3)]
+    return PromptSets([many, few], [3.0, 1.0], [], 0)
+
+
+def test_every_epoch_gives_each_prompt_once_in_another_order() -> None:
+    prompts = [make_prompt(str(n)) for n in range(20)]
+    stream = PromptStream(PromptSets([prompts], [1.0], [], 0), seed=4)
+    epochs = [[stream.next().id for _ in range(20)] for _ in range(3)]
+    assert all(sorted(epoch) == sorted(p.id for p in prompts) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_mixture_follows_the_weights() -> None:
+    stream = PromptStream(mixture(), seed=0)
+    drawn = Counter(stream.next().id[0] for _ in range(4000))
+    assert 0.72 < drawn["m"] / 4000 < 0.78
+
+
+def test_restored_stream_continues_exactly() -> None:
+    stream = PromptStream(mixture(), seed=7)
+    for _ in range(25):
+        stream.next()
+    saved = stream.state()
+    expected = [stream.next().id for _ in range(40)]
+    restored = PromptStream(mixture(), seed=7)
+    restored.restore(saved)
+    assert [restored.next().id for _ in range(40)] == expected
+
+
+def test_cursor_of_other_sources_and_missing_train_prompts_are_refused() -> None:
+    stream = PromptStream(mixture(), seed=0)
+    other = PromptStream(PromptSets([[make_prompt()]], [1.0], [], 0), seed=0)
+    with pytest.raises(InputError, match="is for 1 sources; this run has 2"):
+        stream.restore(other.state())
+    with pytest.raises(InputError, match="no train prompts"):
+        PromptStream(PromptSets([], [], [make_prompt()], 0), seed=0)

@@ -1,0 +1,180 @@
+"""The queue as a process, over real sockets, with peers that follow a script."""
+
+import collections
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.types import GeneratorReady, Published
+from tests.rollout_queue.scripted_peers import ScriptedPeers, start_queue, write_config
+
+TRAIN = {
+    "steps": 6, "groups_per_batch": 4, "group_size": 4, "minibatches": 2, "microbatch_tokens": 64,
+}  # fmt: skip
+
+
+def reduced(batch: list, name: str) -> float:
+    value, count, reduce = batch[0].metrics[name]
+    return value / count if reduce == "mean" else value
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_whole_run_trains_evaluates_records_and_stops(tmp_path: Path, max_staleness: int) -> None:
+    config = write_config(
+        tmp_path, 40, 10, train=TRAIN,
+        queue={"max_staleness": max_staleness, "strict_staleness": True},
+        eval={"prompts": 8, "samples": 2, "temperature": 0.0, "every_steps": 4},
+        generator={"max_running": 64},
+    )  # fmt: skip
+    queue = start_queue(config)
+    peers = ScriptedPeers(config, dp_size=2, hold=9)
+    try:
+        assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
+    finally:
+        queue.kill()
+        peers.close()
+    assert peers.stopped == {"generator", "verifier", "trainer-0", "trainer-1"}
+    assert len(peers.batches) == 6
+    check_batches(peers, max_staleness)
+    check_files(tmp_path, peers)
+
+
+def check_batches(peers: ScriptedPeers, max_staleness: int) -> None:
+    for step, batch in enumerate(peers.batches):
+        sequences = [
+            [s for m in minibatch.microbatches for s in m]
+            for minibatch in (batch[0].minibatches[n] for n in (0, 1))
+        ]
+        others = [
+            [s for m in minibatch.microbatches for s in m]
+            for minibatch in (batch[1].minibatches[n] for n in (0, 1))
+        ]
+        for one, two in zip(sequences, others, strict=True):
+            assert len(one) + len(two) == 8
+            weight = sum(s.weight * (len(s.token_ids) - s.prompt_length) for s in one + two)
+            assert weight == pytest.approx(1.0)
+            assert sum(s.advantage for s in one + two) == pytest.approx(0.0, abs=1e-9)
+        oldest = min(s.token_versions.min() for part in sequences + others for s in part)
+        assert 0 <= step - oldest <= max_staleness
+        assert reduced(batch, "queue/staleness_versions_max") == step - oldest
+        assert reduced(batch, "queue/rollouts_trained") == 16
+    spanning = sum(reduced(batch, "queue/rollouts_spanning_versions") for batch in peers.batches)
+    assert (spanning > 0) == (max_staleness > 0)
+
+
+def check_files(folder: Path, peers: ScriptedPeers) -> None:
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["source"] == "queue"]
+    labels = [(row["label"], row["step"]) for row in rows]
+    assert labels == [("before", 0), ("step_4", 4), ("after", 6)]
+    for row in rows:
+        assert row["eval/accuracy"] == 1.0 and row["eval/accuracy_se"] == 0.0 and row["eval/n"] == 8
+    records = read_jsonl(folder / "rollouts" / "eval_after.jsonl")
+    assert len(records) == 16 and all(record["versions"] == [6] for record in records)
+    trained: collections.Counter = collections.Counter()
+    for step in range(6):
+        records = read_jsonl(folder / "rollouts" / f"step_{step:06d}.jsonl")
+        assert len(records) == 16
+        trained.update((record["group"], record["index"]) for record in records)
+        assert set(records[0]) == {
+            "prompt_id", "group", "index", "text", "answer", "reward", "parts", "reason", "tokens",
+            "versions", "finish_reason",
+        }  # fmt: skip
+    assert max(trained.values()) == 1 and len(trained) == 96
+    # Nothing was generated in vain: each training group is trained on or flat.
+    opened = {lease.sampling.seed for _, lease in peers.leases if lease.sampling.temperature > 0}
+    flat = sum(reduced(batch, "queue/groups_dropped_flat") for batch in peers.batches)
+    assert len(opened) >= 24 + flat
+    greedy = [lease for _, lease in peers.leases if lease.sampling.temperature == 0]
+    assert {lease.prompt.split for lease in greedy} == {"held_out"}
+    assert min(version for version, _ in peers.leases) >= 0
+
+
+def test_evaluate_only_evaluates_once_and_stops(tmp_path: Path) -> None:
+    config = write_config(tmp_path, 0, 5, eval={"prompts": 5}, train=TRAIN)
+    queue = start_queue(config, "--evaluate-only", "control", "eval.samples=3")
+    peers = ScriptedPeers(config, trains=False)
+    try:
+        assert peers.run(queue, timeout_s=30) == 0, queue.stderr.read()
+    finally:
+        queue.kill()
+        peers.close()
+    [row] = read_jsonl(tmp_path / "metrics.jsonl")
+    assert (row["label"], row["eval/n"]) == ("control", 5)
+    assert len(read_jsonl(tmp_path / "rollouts" / "eval_control.jsonl")) == 15
+    assert peers.stopped == {"generator", "verifier"}
+
+
+def test_queue_that_waits_in_vain_exits_1_and_says_what_is_open(tmp_path: Path) -> None:
+    train = TRAIN | {"batch_timeout_s": 1.5}
+    config = write_config(tmp_path, 10, 0, train=train, eval={"prompts": 0})
+    queue = start_queue(config)
+    peers = ScriptedPeers(config)
+    try:
+        peers.trainers[0].send(Published(0))
+        peers.generator.send(GeneratorReady(64, 0, session=1))
+        assert queue.wait(timeout=30) == 1
+    finally:
+        queue.kill()
+        peers.close()
+    message = queue.stderr.read()
+    assert "nothing moved for" in message
+    assert "12 groups open, 0 complete of 4" in message
+    assert "48 completions in 12 leases" in message and "generator-0 (48/64 busy" in message
+    assert "no verifier" in message and "Traceback" not in message
+
+
+def test_port_in_use_and_too_few_held_out_prompts_exit_2(tmp_path: Path) -> None:
+    config = write_config(tmp_path, 10, 2, train=TRAIN, eval={"prompts": 0})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", config.ports.verify))
+        taken.listen()
+        queue = start_queue(config)
+        _, errors = queue.communicate(timeout=30)
+    assert queue.returncode == 2 and f"cannot listen on 127.0.0.1:{config.ports.verify}" in errors
+    queue = start_queue(config, "eval.prompts=3")
+    _, errors = queue.communicate(timeout=30)
+    assert queue.returncode == 2 and "only 2 held-out prompts" in errors
+
+
+def test_sigterm_ends_the_queue_at_once(tmp_path: Path) -> None:
+    config = write_config(tmp_path, 10, 0, train=TRAIN, eval={"prompts": 0})
+    queue = start_queue(config)
+    log = tmp_path / "logs" / "queue.log"
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (log.exists() and "serving on" in log.read_text()):
+        time.sleep(0.05)
+    started = time.monotonic()
+    queue.send_signal(signal.SIGTERM)
+    queue.communicate(timeout=10)
+    assert queue.returncode == 128 + signal.SIGTERM and time.monotonic() - started < 3
+
+
+def test_queue_spends_little_cpu_on_a_batch_of_256_rollouts(tmp_path: Path) -> None:
+    train = {"steps": 24, "groups_per_batch": 16, "group_size": 16, "microbatch_tokens": 1024}
+    config = write_config(
+        tmp_path, 200, 0, train=train, eval={"prompts": 0}, generator={"max_running": 256}
+    )
+    queue = start_queue(config)
+    used: dict[int, float] = {}
+    peers = ScriptedPeers(config, on_step=lambda step: used.update({step: cpu_seconds(queue.pid)}))
+    try:
+        assert peers.run(queue, timeout_s=60) == 0
+    finally:
+        queue.kill()
+        peers.close()
+    per_batch = (used[22] - used[2]) / 20
+    print(json.dumps({"queue_cpu_s_per_256_rollouts": round(per_batch, 4)}))
+    # 0.03 s on one of two cores that others shared.
+    assert per_batch < 0.15
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a running process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,150 @@
+"""Tiny Hugging Face folders, and the same model on gloo ranks; shared by tests of the trainer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.backend import Backend, select_backend
+from megatron_rl.model import build_model, packed
+from megatron_rl.protocol.config import Config, ModelConfig, ParallelConfig
+from megatron_rl.weights.load import load_weights
+from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
+
+VOCAB = 250
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.1,
+}
+
+
+def write_model(
+    folder: Path,
+    *,
+    family: str = "Llama",
+    is_tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> torch.nn.Module:
+    """Write a random model of `family` to `folder` and return it, a transformers model."""
+    import transformers
+
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{family}Config")(
+        **{**SIZES, "tie_word_embeddings": is_tied, **options}
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases that are 1 and 0 would hide that they are used.
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank has after the start of a trainer."""
+
+    backend: Backend
+    cfg: Config
+    shape: ModelShape
+    model: list[DistributedDataParallel]
+
+
+def load_on_rank(
+    folder: Path, parallel: ParallelConfig, dtype: str = "float32", *, recompute: bool = False
+) -> Loaded:
+    """Start Megatron on this rank and load `folder`; call inside run_ranks."""
+    cfg = Config(
+        model=ModelConfig(path=folder, dtype=dtype, recompute=recompute), parallel=parallel
+    )
+    shape = read_shape(folder)
+    check_parallel(shape, parallel)
+    backend = select_backend(cfg.model)
+    backend.init_distributed(parallel, seed=1, timeout_s=30)
+    model = build_model(backend, cfg, shape)
+    load_weights(model, shape, folder)
+    return Loaded(backend, cfg, shape, model)
+
+
+def full_logits(loaded: Loaded, ids: Tensor, lengths: Sequence[int] | None = None) -> Tensor | None:
+    """[batch, length, vocab] float32 on the last pipeline stage, None elsewhere.
+
+    With `lengths`, `ids` is [1, tokens]: packed sequences.
+    """
+    positions = torch.arange(ids.shape[1])[None].expand_as(ids)
+    extra = {}
+    if lengths is not None:
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        extra["packed_seq_params"] = packed(lengths)
+
+    def forward(data: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        output = chunk(ids, positions, None, **extra)
+        return output, lambda logits, non_loss_data: logits
+
+    with torch.no_grad():
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=None,
+            model=loaded.model,
+            num_microbatches=1,
+            seq_length=ids.shape[1],
+            micro_batch_size=ids.shape[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    if not parallel_state.is_pipeline_last_stage():
+        return None
+    gathered = tensor_parallel.gather_from_tensor_model_parallel_region(outputs[0].float())
+    return gathered[..., : loaded.shape.vocab]
+
+
+def accumulate_gradients(
+    loaded: Loaded, batches: Sequence[Tensor], scale: float = 1.0
+) -> float | None:
+    """Backward of `scale` * sum of next-token cross entropies over this rank's [1, tokens] batches.
+
+    Returns the rank's loss on the last pipeline stage, None elsewhere.
+    """
+
+    def forward(data: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        ids = next(data)
+        positions = torch.arange(ids.shape[1])[None]
+        output = chunk(ids, positions, None, packed_seq_params=packed([ids.shape[1]]))
+
+        def loss(logits: Tensor) -> tuple[Tensor, Tensor, float]:
+            full = tensor_parallel.gather_from_tensor_model_parallel_region(logits.float())
+            full = full[0, :-1, : loaded.shape.vocab]
+            value = scale * torch.nn.functional.cross_entropy(full, ids[0, 1:], reduction="sum")
+            return value, torch.tensor(ids.shape[1] - 1, dtype=torch.int), value.item()
+
+        return output, loss
+
+    for chunk in loaded.model:
+        chunk.zero_grad_buffer()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(batches),
+        model=loaded.model,
+        num_microbatches=len(batches),
+        seq_length=batches[0].shape[1],
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return sum(reports) if reports else None

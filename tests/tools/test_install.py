@@ -1,0 +1,118 @@
+"""tools/install.sh on a small project with components of its own: fresh, repeated, interrupted."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tools.stub_project import ROOT, Project, write_wheel
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(tmp_path_factory.mktemp("installed"))
+    done = project.install("cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "components of mode cpu" in done.stdout
+    return project
+
+
+def test_each_component_lands_where_it_belongs(installed: Project) -> None:
+    assert installed.modules() == {"torch", "stub_other", "stub_dev"}
+    assert installed.modules("sglang-only") == {"stub_vision"}
+
+
+def test_a_repeated_call_does_nothing_and_takes_less_than_5_seconds(installed: Project) -> None:
+    log = (installed.root / ".venv" / "install.log").read_text()
+    started = time.monotonic()
+    done = installed.install()
+    assert time.monotonic() - started < 5
+    assert done.returncode == 0
+    assert "components of mode cpu" in done.stdout
+    assert "nothing changed" in done.stdout
+    assert (installed.root / ".venv" / "install.log").read_text() == log
+
+
+def test_a_changed_requirement_is_added_to_the_environment(installed: Project) -> None:
+    write_wheel(installed.wheels, "stub_new", "1.0")
+    marker = installed.root / ".venv" / "kept"
+    marker.touch()
+    installed.write("requirements/dev.txt", "stub_dev==1.0\nstub_new==1.0\n")
+    assert installed.install().returncode == 0
+    assert "stub_new" in installed.modules()
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("damage", ["interrupted", "no interpreter"])
+def test_an_unusable_environment_is_replaced(tmp_path: Path, damage: str) -> None:
+    project = Project(tmp_path)
+    venv = project.root / ".venv"
+    (venv / "lib").mkdir(parents=True)
+    (venv / "lib" / "half_written.py").touch()
+    if damage == "interrupted":
+        (venv / ".installing").touch()
+    done = project.install()
+    assert done.returncode == 0, done.stderr
+    assert "replacing the unusable" in done.stdout
+    assert not list(venv.rglob("half_written.py"))
+    assert "nothing changed" in project.install().stdout
+
+
+def test_a_failed_installation_shows_the_log_and_leaves_no_stamp(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (project.wheels / "torch-2.13.0+cpu-py3-none-any.whl").unlink()
+    done = project.install()
+    assert done.returncode == 1
+    assert "No matching distribution found for torch==2.13.0+cpu" in done.stderr
+    assert "https://download.pytorch.org/whl/cpu" in done.stderr
+    assert not (project.root / ".venv" / ".installed").exists()
+
+
+def test_a_missing_compiler_is_named_before_anything_is_installed(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "cat", "cut", "dirname", "flock", "head", "id", "sha256sum"):
+        (tools / name).symlink_to(shutil.which(name))
+    done = project.install(PATH=str(tools))
+    assert done.returncode == 1
+    assert "apt-get install -y gcc g++" in done.stderr
+    assert not (project.root / ".venv").exists()
+
+
+def test_an_installation_waits_for_another_only_so_long(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    lock = project.root / ".venv.lock"
+    holder = subprocess.Popen(["flock", str(lock), "sleep", "30"])
+    try:
+        deadline = time.monotonic() + 10
+        while subprocess.run(["flock", "-n", str(lock), "true"]).returncode == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        done = project.install(MEGATRON_RL_LOCK_WAIT_S="1")
+    finally:
+        holder.kill()
+        holder.wait()
+    assert done.returncode == 1
+    assert "another installation holds" in done.stderr
+
+
+def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
+    done = Project(tmp_path).install("tpu")
+    assert done.returncode == 1
+    assert "usage: bash tools/install.sh [cpu|gpu]" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["tools/install.sh", "tools/test.sh", ".ci/run"])
+def test_scripts_parse_and_are_executable(script: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=10)
+    assert os.access(ROOT / script, os.X_OK)
+
+
+def test_every_requirement_is_an_exact_pin() -> None:
+    for path in (ROOT / "requirements").glob("*.txt"):
+        for line in path.read_text().splitlines():
+            assert not line or line.startswith("#") or line.count("==") == 1, f"{path}: {line}"

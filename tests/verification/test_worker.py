@@ -1,0 +1,170 @@
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.protocol.config import Config, PortsConfig, PromptSource, RunConfig, VerifierConfig
+from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.types import (
+    AnyMessage, ScoreDone, ScoreFailed, ScoreRequest, Stop, VerifierReady,
+)  # fmt: skip
+from megatron_rl.protocol.wire import Router
+from tests.verification.requests import boxed, make_request
+
+HANG = "tests.verification.hostile_tasks:hang"
+CAPACITY = 8
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _write_config(folder: Path, port: int, *, dataset: str = "chain_sum") -> Path:
+    config = Config(
+        run=RunConfig(dir=folder),
+        verifier=VerifierConfig(workers=1, timeout_s=1.0, max_pending=CAPACITY),
+        ports=PortsConfig(verify=port),
+        prompts=[PromptSource(kind="reasoning_gym", name=dataset)],
+    )
+    path = folder / "config.toml"
+    path.write_text(dump_toml(config))
+    return path
+
+
+@contextlib.contextmanager
+def _verifier(config: Path) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen([sys.executable, "-m", "verification.worker", "--config", config])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def _receive(router: Router, limit_s: float = 30.0) -> AnyMessage:
+    received = router.receive(limit_s)
+    assert received is not None, "the verifier is silent"
+    peer, message = received
+    assert peer == "verifier"
+    return message
+
+
+def _wait_for_ready(router: Router) -> VerifierReady:
+    message = _receive(router)
+    assert isinstance(message, VerifierReady)
+    return message
+
+
+def _score(router: Router, requests: list[ScoreRequest]) -> dict[int, ScoreDone | ScoreFailed]:
+    for request in requests:
+        assert router.send("verifier", request)
+    answers: dict[int, ScoreDone | ScoreFailed] = {}
+    deadline = time.monotonic() + 60
+    while len(answers) < len(requests):
+        assert time.monotonic() < deadline
+        message = _receive(router)
+        if isinstance(message, ScoreDone | ScoreFailed):
+            assert message.request_id not in answers
+            answers[message.request_id] = message
+    return answers
+
+
+def _requests() -> list[ScoreRequest]:
+    return [
+        make_request(boxed("7"), request_id=0),
+        make_request(boxed("8"), request_id=1),
+        make_request(boxed("\\frac{14}{2}"), request_id=2),
+        make_request(boxed("cat"), request_id=3, task="exact", answer="cat"),
+        make_request("7", request_id=4),
+        make_request(boxed("7"), request_id=5, task="no_such_task"),
+        make_request(boxed("7"), request_id=6, task=HANG),
+        make_request(boxed("6/2"), request_id=7, answer="3"),
+    ]
+
+
+def test_verifier_grades_over_sockets_and_stops_clean(tmp_path: Path) -> None:
+    port = _free_port()
+    with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)) as process:
+        ready = _wait_for_ready(router)
+        assert ready.capacity == CAPACITY
+        assert ready.session > 0
+        answers = _score(router, _requests())
+        reasons = {
+            number: a.score.reason for number, a in answers.items() if isinstance(a, ScoreDone)
+        }
+        assert reasons == {
+            0: "correct", 1: "wrong_answer", 2: "correct", 3: "correct", 4: "no_think_start",
+            6: "grading_timeout", 7: "correct",
+        }  # fmt: skip
+        assert "unknown task 'no_such_task'" in answers[5].reason
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 1
+        router.send("verifier", Stop("the test is over"))
+        assert process.wait(10) == 0
+        assert not any(child.is_running() for child in children)
+    assert "told to stop" in (tmp_path / "logs" / "verifier.log").read_text()
+
+
+def test_requests_beyond_the_capacity_wait_and_are_all_answered(tmp_path: Path) -> None:
+    port = _free_port()
+    with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)):
+        _wait_for_ready(router)
+        requests = [make_request(boxed("14/2"), request_id=i) for i in range(10 * CAPACITY)]
+        answers = _score(router, requests)
+        assert all(isinstance(a, ScoreDone) and a.score.is_correct for a in answers.values())
+
+
+def test_heartbeats_continue_and_a_new_queue_is_met_again(tmp_path: Path) -> None:
+    port = _free_port()
+    with _verifier(_write_config(tmp_path, port)):
+        with Router("127.0.0.1", port) as router:
+            first = _wait_for_ready(router)
+            start = time.monotonic()
+            assert _wait_for_ready(router) == first
+            assert 1.0 < time.monotonic() - start < 5.0
+        with Router("127.0.0.1", port) as router:
+            assert _wait_for_ready(router) == first
+            answers = _score(router, [make_request(boxed("7"))])
+            assert isinstance(answers[1], ScoreDone)
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_codes"), [(signal.SIGTERM, {143}), (signal.SIGKILL, {-9})]
+)
+def test_grading_processes_die_with_the_verifier(
+    tmp_path: Path, number: signal.Signals, exit_codes: set[int]
+) -> None:
+    port = _free_port()
+    with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)) as process:
+        _wait_for_ready(router)
+        _score(router, [make_request(boxed("14/2"))])
+        router.send("verifier", make_request(boxed("7"), request_id=2, task=HANG))
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 1
+        os.kill(process.pid, number)
+        assert process.wait(10) in exit_codes
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_refused_dataset_ends_the_verifier_at_once(tmp_path: Path) -> None:
+    config = _write_config(tmp_path, _free_port(), dataset="spiral_matrix")
+    result = subprocess.run(
+        [sys.executable, "-m", "verification.worker", "--config", config],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert "'spiral_matrix' is refused: its scorer evaluates" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,1 @@
+"""Benchmarks that put this project beside others; run by hand, never by a run."""

@@ -1,0 +1,147 @@
+"""What the benchmark computes from the steps of training loops. Pure functions.
+
+Used by tools.bench.end_to_end. A loop is a list of `StepMark`s, whichever trainer ran it.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WARMUP_STEPS = 3
+"""First steps that no rate counts: allocators, caches and the asynchronous pipeline fill up."""
+ACCURACY_WINDOW_STEPS = 3
+ACCURACY_GOAL = 0.7
+
+
+@dataclass(frozen=True)
+class StepMark:
+    """One optimizer step of a training loop."""
+
+    seconds: float
+    """Wall clock from the loop's start to the end of the step."""
+    generated: int
+    """Rollouts that the step consumed, those of dropped flat groups included."""
+    trained: int
+    """Rollouts that entered its loss."""
+    accuracy: float
+    """Share of the generated rollouts with the right answer."""
+
+
+def marks_from_metrics(rows: Sequence[dict[str, Any]], group_size: int) -> list[StepMark]:
+    """Steps of one of our runs from the rows of its metrics.jsonl.
+
+    The loop starts when version 0 is published: the trainer's row with `publish/s` before any
+    step. Raises ValueError when the rows hold no such row.
+    """
+    trainer = [row for row in rows if row.get("source") == "trainer"]
+    start_s = next(
+        (row["time"] for row in trainer if "publish/s" in row and "train/loss" not in row), None
+    )
+    if start_s is None:
+        raise ValueError("the metrics hold no publish of version 0")
+    return [_mark(row, start_s, group_size) for row in trainer if "train/loss" in row]
+
+
+def _mark(row: dict[str, Any], start_s: float, group_size: int) -> StepMark:
+    trained = int(row["queue/rollouts_trained"])
+    return StepMark(
+        seconds=row["time"] - start_s,
+        generated=trained + group_size * int(row["queue/groups_dropped_flat"]),
+        trained=trained,
+        accuracy=row["rollout/correct"],
+    )
+
+
+def marks_from_peer(rows: Sequence[dict[str, Any]]) -> list[StepMark]:
+    """Steps of a TRL run from the rows of its worker; it trains on all that it generates."""
+    return [
+        StepMark(row["seconds"], row["rollouts"], row["rollouts"], row["accuracy"]) for row in rows
+    ]
+
+
+def rollouts_per_s(
+    marks: Sequence[StepMark], *, only_trained: bool = False, skip: int = WARMUP_STEPS
+) -> float:
+    """Rollouts of the steps after the first `skip` ones, over the seconds from there to the end.
+
+    Raises ValueError when no step is left.
+    """
+    if len(marks) <= skip or skip < 1:
+        raise ValueError(f"{len(marks)} steps are too few to leave out the first {skip}")
+    counted = sum(mark.trained if only_trained else mark.generated for mark in marks[skip:])
+    return counted / (marks[-1].seconds - marks[skip - 1].seconds)
+
+
+def seconds_to_accuracy(
+    marks: Sequence[StepMark],
+    goal: float = ACCURACY_GOAL,
+    window: int = ACCURACY_WINDOW_STEPS,
+) -> float | None:
+    """End of the first step at which the last `window` steps' rollouts reach `goal`; else None."""
+    for end in range(window, len(marks) + 1):
+        recent = marks[end - window : end]
+        correct = sum(mark.accuracy * mark.generated for mark in recent)
+        if correct >= goal * sum(mark.generated for mark in recent):
+            return recent[-1].seconds
+    return None
+
+
+def median_seconds(times_s: Sequence[float | None]) -> float | None:
+    """Median where None is a goal never reached; None when that is the (upper) median."""
+    ordered = sorted(float("inf") if seconds is None else seconds for seconds in times_s)
+    middle = statistics.median(ordered)
+    return None if middle == float("inf") else middle
+
+
+def compare(loops: dict[str, list[list[StepMark]]]) -> dict[str, Any]:
+    """The benchmark's figures from the repeats of each variant: medians, and their ratios.
+
+    Needs the variants ours, ours_sync, trl_1thread and trl_2threads.
+    """
+    rates = {name: [rollouts_per_s(marks) for marks in runs] for name, runs in loops.items()}
+    trained = {
+        name: statistics.median(rollouts_per_s(marks, only_trained=True) for marks in runs)
+        for name, runs in loops.items()
+    }
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    faster_trl = max(median["trl_1thread"], median["trl_2threads"])
+    return {
+        "rollouts_per_s": _rounded(median),
+        "rollouts_per_s_repeats": {
+            name: [round(value, 1) for value in values] for name, values in rates.items()
+        },
+        "rollouts_trained_per_s": _rounded(trained),
+        "over_sync": round(median["ours"] / median["ours_sync"], 2),
+        "over_trl": round(median["ours"] / faster_trl, 2),
+        "over_trl_1thread": round(median["ours"] / median["trl_1thread"], 2),
+    }
+
+
+def learning(loops: dict[str, list[list[StepMark]]]) -> dict[str, Any]:
+    """How fast each variant learned: median seconds to the goal, and where its accuracy ended."""
+    return {
+        f"seconds_to_accuracy_{ACCURACY_GOAL}": {
+            name: median_seconds([_round(seconds_to_accuracy(marks)) for marks in runs])
+            for name, runs in loops.items()
+        },
+        "accuracy_first_last": {
+            name: [_window_accuracy(runs, first=True), _window_accuracy(runs, first=False)]
+            for name, runs in loops.items()
+        },
+    }
+
+
+def _window_accuracy(runs: list[list[StepMark]], *, first: bool) -> float:
+    size = ACCURACY_WINDOW_STEPS
+    marks = [mark for run in runs for mark in (run[:size] if first else run[-size:])]
+    correct = sum(mark.accuracy * mark.generated for mark in marks)
+    return round(correct / sum(mark.generated for mark in marks), 3)
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 1) for name, value in values.items()}
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 2)

@@ -1,0 +1,189 @@
+"""Trains with TRL's GRPOTrainer and writes one JSON row a step.
+
+Run in the benchmark's own virtual environment by tools.bench.variants:
+`python -m tools.bench.trl_worker JOB.json`, from the repository root. It reads the job and its
+prompts, and appends {"step", "seconds", "rollouts", "accuracy"} rows to the job's `rows` file.
+`seconds` is wall clock since training began. Of this project it imports the format gate alone, so
+that both sides grade alike.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from verification.format import check_format
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to train, and as what; the benchmark fills it from the configuration of our own run."""
+
+    model: str
+    """HF folder."""
+    prompts: str
+    """JSONL of {"text", "token_ids", "answer"}."""
+    rows: str
+    """Where the rows go."""
+    work_dir: str
+    threads: int
+    steps: int
+    prompts_per_step: int
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+    lr: float
+    warmup_steps: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_grad_norm: float
+    eps_low: float
+    eps_high: float
+    correct_reward: float
+    format_reward: float
+    seed: int
+
+
+class Grader:
+    """TRL's reward function: the same gate and exact comparison as our verifier's task "exact"."""
+
+    def __init__(self, tokenizer: Any, job: Job) -> None:
+        self.__name__ = "format_and_exact_answer"  # TRL names its metrics after the function
+        self._tokenizer = tokenizer
+        self._job = job
+        self.accuracy = 0.0
+        """Of the last call."""
+
+    def __call__(
+        self, completion_ids: list[list[int]], answer: list[str], **_: object
+    ) -> list[float]:
+        """Rewards of the completions."""
+        eos = self._tokenizer.eos_token_id
+        rewards = []
+        right = 0
+        for ids, reference in zip(completion_ids, answer, strict=True):
+            check = check_format(self._decode(ids[:-1] if ids and ids[-1] == eos else ids))
+            is_correct = check.is_passed and check.answer == reference.strip()
+            right += is_correct
+            rewards.append(
+                self._job.format_reward * check.is_passed + self._job.correct_reward * is_correct
+            )
+        self.accuracy = right / len(rewards)
+        return rewards
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+
+class StepRows(TrainerCallback):
+    """Writes a row at the end of each optimizer step."""
+
+    def __init__(self, grader: Grader, job: Job, file: TextIO) -> None:
+        self._grader = grader
+        self._rollouts = job.prompts_per_step * job.group_size
+        self._file = file
+        self._started_at = 0.0
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        """Start the clock."""
+        self._started_at = time.monotonic()
+
+    def on_step_end(self, args: object, state: Any, control: object, **_: object) -> None:
+        """Write the row."""
+        row = {
+            "step": state.global_step,
+            "seconds": round(time.monotonic() - self._started_at, 4),
+            "rollouts": self._rollouts,
+            "accuracy": self._grader.accuracy,
+        }
+        self._file.write(json.dumps(row) + "\n")
+
+
+def grpo_config(job: Job) -> GRPOConfig:
+    """TRL's settings for the same algorithm: one optimizer step a generation, no reference model.
+
+    What could slow TRL without changing the result is off: logging, progress bar, checkpoints,
+    activation recomputation.
+    """
+    return GRPOConfig(
+        output_dir=job.work_dir,
+        per_device_train_batch_size=job.prompts_per_step * job.group_size,
+        num_generations=job.group_size,
+        max_completion_length=job.max_new_tokens,
+        max_steps=job.steps,
+        learning_rate=job.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=job.warmup_steps,
+        adam_beta1=job.beta1,
+        adam_beta2=job.beta2,
+        adam_epsilon=job.eps,
+        weight_decay=job.weight_decay,
+        max_grad_norm=job.clip_grad_norm,
+        temperature=job.temperature,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        epsilon=job.eps_low,
+        epsilon_high=job.eps_high,
+        scale_rewards="batch",
+        loss_type="dapo",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=job.seed,
+    )
+
+
+def load_prompts(job: Job, tokenizer: Any) -> Dataset:
+    """The prompts as TRL's data set; SystemExit when TRL would see other token ids than we do."""
+    lines = [json.loads(line) for line in Path(job.prompts).read_text().split("\n") if line]
+    for line, ids in zip(
+        lines, tokenizer([line["text"] for line in lines])["input_ids"], strict=True
+    ):
+        if ids != line["token_ids"]:
+            sys.exit(f"TRL reads {line['text']!r} as {ids}, we as {line['token_ids']}")
+    return Dataset.from_dict(
+        {"prompt": [line["text"] for line in lines], "answer": [line["answer"] for line in lines]}
+    )
+
+
+def main() -> None:
+    """Command line."""
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    torch.set_num_threads(job.threads)
+    torch.set_num_interop_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        job.model, dtype=torch.float32, local_files_only=True
+    )
+    grader = Grader(tokenizer, job)
+    with Path(job.rows).open("w", buffering=1) as file:
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=grader,
+            args=grpo_config(job),
+            train_dataset=load_prompts(job, tokenizer),
+            processing_class=tokenizer,
+            callbacks=[StepRows(grader, job, file)],
+        )
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Runs one variant of the benchmark - our system or TRL's trainer - and returns its steps.
+
+Used by tools.bench.end_to_end. Each variant is a child process; nothing else of the benchmark runs
+beside it.
+"""
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.render import load_renderer
+from megatron_rl.rollout_queue.prompts import load_prompts
+from tools.bench.children import run_child
+from tools.bench.measures import StepMark, marks_from_metrics, marks_from_peer
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_TIMEOUT_S = 900.0
+
+TIMED_OVERRIDES = (
+    # The algorithm, the same on both sides.
+    "train.groups_per_batch=16",
+    "train.group_size=16",
+    "train.minibatches=1",
+    "sampling.max_new_tokens=12",
+    "sampling.temperature=1.0",
+    "sampling.top_p=1.0",
+    "optimizer.lr=4e-4",
+    "optimizer.warmup_steps=10",
+    "optimizer.decay=constant",
+    "optimizer.beta1=0.9",
+    "optimizer.beta2=0.95",
+    "optimizer.weight_decay=0.0",
+    "optimizer.clip_grad_norm=1.0",
+    "loss.name=clipped",
+    "loss.eps_low=0.2",
+    "loss.eps_high=0.28",
+    "verifier.correct_reward=0.9",
+    "verifier.format_reward=0.1",
+    "verifier.length_margin_tokens=0",
+    "model.dtype=float32",
+    # Two cores: one for the trainer's rank, one for the generator's engine.
+    "parallel.tensor=1",
+    "parallel.pipeline=1",
+    "parallel.data=1",
+    "generator.replicas=1",
+    "generator.tensor_parallel=1",
+    # Only the loop is timed.
+    "sft.steps=0",
+    "sft.control=false",
+    "eval.prompts=0",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every variant trains on."""
+
+    config_path: Path
+    """Our configuration file."""
+    overrides: tuple[str, ...]
+    """What all of our timed runs change in it."""
+    peer_prompts: Path
+    """The train prompts as the peer reads them."""
+
+    @property
+    def config(self) -> Config:
+        """The configuration that our timed runs share."""
+        return load_config(self.config_path, list(self.overrides))
+
+
+def run_ours(workload: Workload, *, max_staleness: int, run_dir: Path) -> list[StepMark]:
+    """Train with our system. Raises ChildFailed."""
+    overrides = [*workload.overrides, f"queue.max_staleness={max_staleness}"]
+    run_cli(workload.config_path, overrides, run_dir=run_dir)
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    return marks_from_metrics(rows, workload.config.train.group_size)
+
+
+def run_cli(config_path: Path, overrides: list[str], *, run_dir: Path) -> None:
+    """`megatron-rl run`. Raises ChildFailed."""
+    command = [sys.executable, "-m", "megatron_rl.cli", "run", "--config", config_path]
+    command += ["--run-dir", run_dir]
+    log = run_dir.with_suffix(".log")
+    run_child(
+        [*command, *overrides],
+        log=log,
+        timeout_s=RUN_TIMEOUT_S,
+        environment=environment(threads=1),
+        cwd=ROOT,
+    )
+
+
+def run_peer(workload: Workload, python: Path, *, threads: int, run_dir: Path) -> list[StepMark]:
+    """Train with TRL's GRPOTrainer in its own environment. Raises ChildFailed."""
+    run_dir.mkdir(parents=True)
+    job = peer_job(workload.config, workload.peer_prompts, threads=threads, run_dir=run_dir)
+    job_path = run_dir / "job.json"
+    job_path.write_text(json.dumps(job, indent=1))
+    run_child(
+        [python, "-m", "tools.bench.trl_worker", job_path],
+        log=run_dir.with_suffix(".log"),
+        timeout_s=RUN_TIMEOUT_S,
+        environment=environment(threads=threads),
+        cwd=ROOT,
+    )
+    return marks_from_peer(read_jsonl(Path(job["rows"])))
+
+
+def environment(*, threads: int) -> dict[str, str]:
+    """What every variant runs under: this many threads a process, no GPU, no hub."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def peer_job(config: Config, prompts: Path, *, threads: int, run_dir: Path) -> dict[str, object]:
+    """The job of tools.bench.trl_worker that trains as `config` says."""
+    return {
+        "model": str(config.model.path.resolve()),
+        "prompts": str(prompts.resolve()),
+        "rows": str(run_dir.resolve() / "rows.jsonl"),
+        "work_dir": str(run_dir.resolve() / "trl"),
+        "threads": threads,
+        "steps": config.train.steps,
+        "prompts_per_step": config.train.groups_per_batch,
+        "group_size": config.train.group_size,
+        "max_new_tokens": config.sampling.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "lr": config.optimizer.lr,
+        "warmup_steps": config.optimizer.warmup_steps,
+        "beta1": config.optimizer.beta1,
+        "beta2": config.optimizer.beta2,
+        "eps": config.optimizer.eps,
+        "weight_decay": config.optimizer.weight_decay,
+        "clip_grad_norm": config.optimizer.clip_grad_norm,
+        "eps_low": config.loss.eps_low,
+        "eps_high": config.loss.eps_high,
+        "correct_reward": config.verifier.correct_reward,
+        "format_reward": config.verifier.format_reward,
+        "seed": config.run.seed,
+    }
+
+
+def write_peer_prompts(config: Config, path: Path) -> int:
+    """Write the train prompts as text and token ids, rendered as for our generators; their count.
+
+    Raises InputError when the prompts or the tokenizer cannot be read, ValueError for a task that
+    the peer's exact comparison does not grade.
+    """
+    renderer = load_renderer(config.model.path, config.render)
+    prompts = [p for part in load_prompts(config.prompts, config.run.seed).train for p in part]
+    tasks = {prompt.task for prompt in prompts}
+    if tasks != {"exact"}:
+        raise ValueError(f"the peer grades the task 'exact' only; the prompts have {sorted(tasks)}")
+    with path.open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            ids = renderer.prompt_ids(prompt.messages)
+            row = {"text": renderer.decode(ids), "token_ids": ids, "answer": prompt.answer}
+            file.write(json.dumps(row) + "\n")
+    return len(prompts)
+
+
+def with_steps(workload: Workload, steps: int) -> Workload:
+    """The same workload, `steps` optimizer steps long."""
+    return dataclasses.replace(workload, overrides=(*workload.overrides, f"train.steps={steps}"))

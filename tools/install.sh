@@ -1,0 +1,239 @@
+#!/usr/bin/env bash
+# Makes .venv with every component:  bash tools/install.sh [cpu|gpu]
+#
+# Safe to repeat: when nothing changed it only prints the versions. A run that was interrupted is
+# started over. Parallel runs wait for each other. Environment:
+#   MEGATRON_RL_PYTHON       interpreter to use (default: the first Python >= 3.11 found)
+#   MEGATRON_RL_APT=0        never call apt-get; list what is missing instead
+#   MEGATRON_RL_LOCK_WAIT_S  seconds to wait for another installation (default 1800)
+set -euo pipefail
+
+MODE=${1:-cpu}
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=$ROOT/.venv
+LOG=$VENV/install.log
+STAMP=$VENV/.installed    # fingerprint, then the version table; written last
+BROKEN=$VENV/.installing  # present while packages are being changed
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+NEEDED_KB=$((5 * 1024 * 1024))
+STEP_TIMEOUT_S=1800
+CHILD=
+# Bytecode is left to the first import: compiling every file of every package takes a minute.
+PIP_INSTALL=("$VENV/bin/python" -m pip --disable-pip-version-check --no-input install
+    --no-compile --progress-bar off --retries 2 --timeout 30)
+
+say() { printf '[install] %s\n' "$*"; }
+
+fail() {
+    printf '[install] error: %s\n' "$1" >&2
+    shift
+    [ $# -eq 0 ] || printf '[install]   %s\n' "$@" >&2
+    exit 1
+}
+
+# A step leads a process group of its own, so that what it started ends with it.
+on_signal() {
+    [ -z "$CHILD" ] || kill -TERM -- "-$CHILD" 2>/dev/null || true
+    fail "interrupted; run the same command again"
+}
+
+# step LABEL COMMAND...: one line of output; the command's own output goes to the log.
+step() {
+    local label=$1 started=$SECONDS
+    shift
+    printf '=== %s: %s\n' "$label" "$*" >>"$LOG"
+    if ! attempt "$@"; then
+        show_log
+        fail "$label failed after $((SECONDS - started)) s; the whole log: $LOG"
+    fi
+    say "$label: $((SECONDS - started)) s"
+}
+
+attempt() {
+    # The child inherits the lock (descriptor 9): killing only this script frees nothing too early.
+    setsid timeout "$STEP_TIMEOUT_S" "$@" >>"$LOG" 2>&1 </dev/null &
+    CHILD=$!
+    local status=0
+    wait "$CHILD" || status=$?
+    CHILD=
+    return "$status"
+}
+
+show_log() {
+    say "last lines of $LOG:" >&2
+    grep -v "is neither a file nor a directory" "$LOG" | tail -n 25 >&2 || true
+}
+
+find_python() {
+    local candidate
+    for candidate in ${MEGATRON_RL_PYTHON:-python3.11 python3 python3.12 python3.13 python3.14}; do
+        # Running it matters: a version manager's stub may exist without the version behind it.
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return 0
+        fi
+    done
+    return 1
+}
+
+# Debian packages that are missing, one a line.
+missing_packages() {
+    local python
+    if python=$(find_python); then
+        "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+        "$python" -c 'import os, sysconfig
+raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || echo python3-dev
+    else
+        printf '%s\n' python3 python3-venv python3-dev
+    fi
+    command -v gcc >/dev/null || echo gcc
+    command -v g++ >/dev/null || echo g++
+}
+
+ensure_system() {
+    local missing
+    mapfile -t missing < <(missing_packages)
+    [ ${#missing[@]} -gt 0 ] || return 0
+    if [ "$(id -u)" = 0 ] && [ "${MEGATRON_RL_APT:-1}" != 0 ] && command -v apt-get >/dev/null; then
+        say "installing Debian packages: ${missing[*]}"
+        timeout 300 apt-get -qq update >/dev/null &&
+            DEBIAN_FRONTEND=noninteractive timeout 900 apt-get -qq install -y \
+                --no-install-recommends "${missing[@]}" >/dev/null || say "apt-get failed"
+        mapfile -t missing < <(missing_packages)
+        [ ${#missing[@]} -gt 0 ] || return 0
+    fi
+    fail "this needs Python >= 3.11 with venv and headers, and a C and a C++ compiler" \
+        "missing Debian packages: ${missing[*]}" \
+        "as root: apt-get install -y ${missing[*]}" \
+        "or name another interpreter: MEGATRON_RL_PYTHON=/path/to/python3.11 bash tools/install.sh"
+}
+
+check_disk() {
+    local free_kb
+    free_kb=$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')
+    [ -d "$VENV/sglang-only" ] || [ "$free_kb" -ge "$NEEDED_KB" ] ||
+        fail "$ROOT has $((free_kb / 1024)) MiB free; the installation needs $((NEEDED_KB / 1024))"
+}
+
+# Everything that decides what .venv holds, its place included: a virtual environment cannot move.
+fingerprint() {
+    {
+        echo "$MODE $ROOT"
+        "$1" -c 'import sys; print(sys.version, sys.base_prefix)'
+        cd "$ROOT"
+        cat "requirements/$MODE"*.txt requirements/dev.txt setup.py pyproject.toml \
+            tools/install.sh tools/versions.py
+    } | sha256sum | cut -d' ' -f1
+}
+
+is_current() {
+    [ -f "$STAMP" ] && [ ! -e "$BROKEN" ] && [ "$(head -n 1 "$STAMP")" = "$1" ] &&
+        "$VENV/bin/python" -c '' 2>/dev/null
+}
+
+finish_unchanged() {
+    tail -n +2 "$STAMP"
+    say "nothing changed; $VENV is ready"
+    exit 0
+}
+
+# Keeps a sound .venv and makes a new one in place of a broken or half-made one.
+make_venv() {
+    local want have
+    want=$("$1" -c 'import sys; print(sys.version_info[:3])')
+    have=$("$VENV/bin/python" -c 'import pip, sys; print(sys.version_info[:3])' 2>/dev/null || true)
+    if [ -e "$BROKEN" ] || [ "$have" != "$want" ]; then
+        [ ! -e "$VENV" ] || say "replacing the unusable $VENV"
+        rm -rf "$VENV"
+        mkdir "$VENV"
+    fi
+    : >"$BROKEN"
+    rm -f "$STAMP"
+    printf '\n=== %s, mode %s\n' "$(date -u +%FT%TZ)" "$MODE" >>"$LOG"
+    [ -x "$VENV/bin/pip" ] || step "virtual environment" "$1" -m venv "$VENV"
+}
+
+pip_step() {
+    local label=$1
+    shift
+    step "$label" "${PIP_INSTALL[@]}" "$@"
+}
+
+install_torch_cpu() {
+    local pin started=$SECONDS
+    pin=$(grep '^torch==' "$ROOT/requirements/cpu.txt")
+    printf '=== %s\n' "$pin" >>"$LOG"
+    if attempt "${PIP_INSTALL[@]}" --no-deps "$pin" ||
+        attempt "${PIP_INSTALL[@]}" --no-deps --index-url "$TORCH_CPU_INDEX" "$pin"; then
+        say "torch (CPU build): $((SECONDS - started)) s"
+        return 0
+    fi
+    show_log
+    fail "no source has the CPU build $pin for $("$VENV/bin/python" -V)" \
+        "tried pip's configured indexes and $TORCH_CPU_INDEX" \
+        "with the wheel in a folder: PIP_FIND_LINKS=/that/folder bash tools/install.sh cpu"
+}
+
+install_cpu() {
+    install_torch_cpu
+    # One call and --no-deps throughout: the files pin the whole closure, so nothing is resolved.
+    pip_step "components (about 200 packages)" --no-deps -r "$ROOT/requirements/cpu.txt" \
+        -r "$ROOT/requirements/cpu-nodeps.txt" -r "$ROOT/requirements/dev.txt"
+    install_sglang_only
+}
+
+install_sglang_only() {
+    local pins=$ROOT/requirements/cpu-sglang-only.txt folder=$VENV/sglang-only
+    ! cmp -s "$pins" "$folder/pins.txt" || return 0
+    rm -rf "$folder" "$folder.new"
+    pip_step "torchvision, for SGLang alone" --no-deps --target "$folder.new" -r "$pins"
+    cp "$pins" "$folder.new/pins.txt"
+    mv "$folder.new" "$folder"
+}
+
+install_gpu() {
+    local first
+    # TransformerEngine compiles against the torch that is already here, with these tools.
+    mapfile -t first < <(grep -E '^(torch|setuptools|pybind11|ninja)==' "$ROOT/requirements/gpu.txt")
+    pip_step "torch and build tools" "${first[@]}"
+    pip_step "components" --no-build-isolation -r "$ROOT/requirements/gpu.txt" \
+        -r "$ROOT/requirements/dev.txt"
+}
+
+finish() {
+    local table=$VENV/.versions
+    step "import of every component" \
+        env -C "$ROOT" "$VENV/bin/python" -m tools.versions "$MODE" --out "$table"
+    { echo "$1"; cat "$table"; } >"$STAMP.new"
+    mv "$STAMP.new" "$STAMP"
+    rm -f "$BROKEN" "$table"
+    tail -n +2 "$STAMP"
+    say "$VENV is ready after $SECONDS s"
+}
+
+main() {
+    case $MODE in
+        cpu | gpu) ;;
+        *) fail "unknown mode '$MODE'" "usage: bash tools/install.sh [cpu|gpu]" ;;
+    esac
+    local python want
+    trap on_signal INT TERM
+    if python=$(find_python) && want=$(fingerprint "$python") && is_current "$want"; then
+        finish_unchanged
+    fi
+    exec 9>"$ROOT/.venv.lock"
+    flock -w "${MEGATRON_RL_LOCK_WAIT_S:-1800}" 9 ||
+        fail "another installation holds $ROOT/.venv.lock; wait for it, or end it"
+    ensure_system
+    python=$(find_python)
+    want=$(fingerprint "$python")
+    ! is_current "$want" || finish_unchanged
+    check_disk
+    say "mode $MODE, $("$python" -V) at $python, into $VENV"
+    make_venv "$python"
+    "install_$MODE"
+    pip_step "megatron-rl itself" --no-deps --no-build-isolation --editable "$ROOT"
+    finish "$want"
+}
+
+main

@@ -1,0 +1,274 @@
+"""Makes prompts and cold-start traces of the example tasks.
+
+`python -m tools.make_tasks sort|chain_sum OUT_DIR [options]` writes OUT_DIR/prompts.jsonl (train
+and held-out lines) and OUT_DIR/traces.jsonl. Runs in no process of a run. No question is in two of
+train, held-out and traces. A given share of the traces is deliberately wrong, so that what
+reinforcement learning adds to its teacher can be seen.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.protocol.config import PromptSource
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.types import Message, Prompt
+from megatron_rl.rollout_queue.prompts import normalized_question
+from megatron_rl.rollout_queue.sources import load_reasoning_gym
+
+CHAIN_SUM_PREFIX = "State the final answer to the following arithmetic problem: "
+SORT_DIGITS = 5
+SORT_HELD_OUT_SEED = 777
+_TERM = re.compile(r"[-+]?\s*\d+")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many questions of each kind, and how many traces are wrong."""
+
+    train: int
+    held_out: int
+    traces: int
+    wrong_share: float
+    """Of the traces, in [0, 1]."""
+    seed: int
+    """Of train questions and traces; held-out questions are the same for every seed."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What a trace says: thoughts and the boxed answer."""
+
+    thoughts: str
+    answer: str
+
+
+Solve = Callable[[Prompt, random.Random | None], Solved]
+"""Solution of a prompt; with a random generator, a wrong one."""
+
+
+def write_tasks(
+    out: Path, prompts: list[Prompt], *, teaching: list[Prompt], solve: Solve, sizes: Sizes
+) -> None:
+    """Write prompts.jsonl, and traces.jsonl from the prompts `teaching`."""
+    out.mkdir(parents=True, exist_ok=True)
+    _write_lines(out / "prompts.jsonl", [_prompt_line(prompt) for prompt in prompts])
+    rng = random.Random(f"{sizes.seed}/mistakes")
+    wrong = set(rng.sample(range(len(teaching)), round(sizes.wrong_share * len(teaching))))
+    lines = []
+    for index, prompt in enumerate(teaching):
+        solved = solve(prompt, rng if index in wrong else None)
+        assert (solved.answer != prompt.answer) == (index in wrong), prompt
+        response = f"<think>{solved.thoughts}</think>\\boxed{{{solved.answer}}}"
+        messages = msgspec.to_builtins(prompt.messages)
+        lines.append({"id": f"trace/{index}", "messages": messages, "response": response})
+    _write_lines(out / "traces.jsonl", lines)
+
+
+def _prompt_line(prompt: Prompt) -> dict[str, object]:
+    line = msgspec.to_builtins(prompt)
+    return {key: value for key, value in line.items() if key != "entry" or value}
+
+
+def _write_lines(path: Path, lines: list[dict[str, object]]) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.replace(temporary, path)
+
+
+# --- sort: put five different digits in order -------------------------------------------------
+
+
+def make_sort(sizes: Sizes) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts of both splits, and those to teach. Raises InputError when there are not enough."""
+    held_out = _take(_digit_strings(random.Random(SORT_HELD_OUT_SEED)), sizes.held_out, set())
+    stream = _digit_strings(random.Random(sizes.seed))
+    train = _take(stream, sizes.train + sizes.traces, set(held_out))
+    prompts = [_sort_prompt(digits, "held_out") for digits in held_out]
+    prompts += [_sort_prompt(digits, "train") for digits in train[sizes.traces :]]
+    return prompts, [_sort_prompt(digits, "train") for digits in train[: sizes.traces]]
+
+
+def solve_sort(prompt: Prompt, mistake: random.Random | None) -> Solved:
+    """No thoughts; the teacher's mistake is the descending order."""
+    return Solved("", prompt.answer[::-1] if mistake else prompt.answer)
+
+
+def _digit_strings(rng: random.Random) -> Iterator[str]:
+    while True:
+        yield "".join(rng.sample("0123456789", SORT_DIGITS))
+
+
+def _take(stream: Iterator[str], count: int, taken: set[str]) -> list[str]:
+    """The next `count` strings that differ from each other and from `taken`."""
+    available = 10 * 9 * 8 * 7 * 6 - len(taken)
+    if count > available:
+        raise InputError(f"sort has {available} more questions, fewer than the {count} asked for")
+    found: dict[str, None] = {}
+    while len(found) < count:
+        digits = next(stream)
+        if digits not in taken:
+            found[digits] = None
+    return list(found)
+
+
+def _sort_prompt(digits: str, split: str) -> Prompt:
+    return Prompt(
+        id=f"sort/{digits}",
+        task="exact",
+        messages=[Message("user", f"sort {digits}=")],
+        answer="".join(sorted(digits)),
+        split=split,
+    )
+
+
+# --- chain_sum: reasoning_gym's sums and differences of a few numbers -------------------------
+
+
+def make_chain_sum(
+    sizes: Sizes, source: PromptSource, *, teaching_options: dict[str, int]
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts of both splits, and those to teach, whose sizes may differ. Raises InputError."""
+    wanted = sizes.train + sizes.traces
+    update = {"held_out_size": sizes.held_out, "train_size": wanted}
+    prompts = load_reasoning_gym(source.model_copy(update=update), sizes.seed)
+    taken = {normalized_question(prompt) for prompt in prompts if prompt.split == "held_out"}
+    if teaching_options == source.options:
+        # From the same draw: a second one would collide with it where questions are few.
+        teaching = [prompt for prompt in prompts if prompt.split == "train"][: sizes.traces]
+    else:
+        options = {"options": teaching_options, "held_out_size": 0, "train_size": wanted}
+        drawn = load_reasoning_gym(source.model_copy(update=options), sizes.seed)
+        teaching = [p for p in drawn if normalized_question(p) not in taken][: sizes.traces]
+    taught = {normalized_question(prompt) for prompt in teaching}
+    train = [p for p in prompts if p.split == "train" and normalized_question(p) not in taught]
+    if len(teaching) < sizes.traces or not train:
+        raise InputError(
+            f"chain_sum of these sizes has too few different questions for {sizes.held_out} "
+            f"held-out ones, {sizes.traces} traces and training: raise the terms or digits, or ask "
+            "for fewer"
+        )
+    held_out = [prompt for prompt in prompts if prompt.split == "held_out"]
+    return held_out + train[: sizes.train], teaching
+
+
+def chain_sum_solver(template: str, mistake_name: str) -> Solve:
+    """A solver that thinks in partial sums; wrong ones make the mistake of MISTAKES."""
+    before, after = template.split("{question}")
+    make_mistake = MISTAKES[mistake_name]
+
+    def solve(prompt: Prompt, mistake: random.Random | None) -> Solved:
+        content = prompt.messages[-1].content
+        question = content[len(before) : len(content) - len(after)]
+        terms = [int(term.replace(" ", "")) for term in _TERM.findall(question)]
+        assert sum(terms) == int(prompt.answer), prompt
+        errors = make_mistake(terms, mistake) if mistake else [0] * len(terms)
+        return partial_sums(terms, errors)
+
+    return solve
+
+
+def partial_sums(terms: list[int], errors: list[int]) -> Solved:
+    """One line a step, as in "12+7=19"; errors[i] is added to the result of taking in terms[i]."""
+    total, lines = terms[0], []
+    for term, error in zip(terms[1:], errors[1:], strict=True):
+        result = total + term + error
+        # No spaces: a space before a digit is a token of its own in many tokenizers.
+        lines.append(f"{total}{'-' if term < 0 else '+'}{abs(term)}={result}")
+        total = result
+    return Solved("\n".join(lines), str(total))
+
+
+def slip(terms: list[int], rng: random.Random) -> list[int]:
+    """One step is off by a little."""
+    errors = [0] * len(terms)
+    errors[rng.randrange(1, len(terms))] = rng.choice([-10, -2, -1, 1, 2, 10])
+    return errors
+
+
+def wrong_sign(terms: list[int], rng: random.Random) -> list[int]:
+    """One step adds what it should subtract, or the reverse."""
+    index = rng.choice([i for i in range(1, len(terms)) if terms[i]] or [0])
+    if index == 0:
+        return slip(terms, rng)
+    errors = [0] * len(terms)
+    errors[index] = -2 * terms[index]
+    return errors
+
+
+MISTAKES: dict[str, Callable[[list[int], random.Random], list[int]]] = {
+    "slip": slip,
+    "wrong_sign": wrong_sign,
+}
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="task", required=True)
+    sort = commands.add_parser("sort", help="five different digits in ascending order")
+    chain_sum = commands.add_parser("chain_sum", help="reasoning_gym's sums of a few numbers")
+    for command, sizes in ((sort, (8000, 1000, 500, 0.6)), (chain_sum, (4000, 500, 400, 0.0))):
+        command.add_argument("out", type=Path, help="folder for prompts.jsonl and traces.jsonl")
+        names = ("--train", "--held-out", "--traces")
+        for name, default in zip(names, sizes, strict=False):
+            command.add_argument(name, type=int, default=default, help="count (%(default)s)")
+        command.add_argument("--wrong-share", type=float, default=sizes[3], help="of the traces")
+        command.add_argument("--seed", type=int, default=0)
+    for name, default in (("terms", (2, 3)), ("digits", (1, 2))):
+        metavar = ("MIN", "MAX")
+        chain_sum.add_argument(f"--{name}", type=int, nargs=2, default=default, metavar=metavar)
+        chain_sum.add_argument(f"--trace-{name}", type=int, nargs=2, metavar=metavar)
+    chain_sum.add_argument("--template", default="Compute: {question}", help="user message")
+    chain_sum.add_argument("--mistake", choices=sorted(MISTAKES), default="slip")
+    return parser.parse_args()
+
+
+def _gym_options(terms: list[int], digits: list[int]) -> dict[str, int]:
+    keys = ("min_terms", "max_terms", "min_digits", "max_digits")
+    return dict(zip(keys, [*terms, *digits], strict=True))
+
+
+def main() -> None:
+    """Command line."""
+    args = _parse_arguments()
+    sizes = Sizes(args.train, args.held_out, args.traces, args.wrong_share, args.seed)
+    try:
+        if not 0 <= sizes.wrong_share <= 1:
+            raise InputError(f"--wrong-share {sizes.wrong_share} is not between 0 and 1")
+        if args.task == "sort":
+            prompts, teaching = make_sort(sizes)
+            solve = solve_sort
+        else:
+            options = _gym_options(args.terms, args.digits)
+            source = PromptSource(
+                kind="reasoning_gym",
+                name="chain_sum",
+                options=options,
+                template=args.template,
+                strip_prefix=CHAIN_SUM_PREFIX,
+            )
+            trace_options = _gym_options(
+                args.trace_terms or args.terms, args.trace_digits or args.digits
+            )
+            prompts, teaching = make_chain_sum(sizes, source, teaching_options=trace_options)
+            solve = chain_sum_solver(args.template, args.mistake)
+        write_tasks(args.out, prompts, teaching=teaching, solve=solve, sizes=sizes)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+    held_out = sum(prompt.split == "held_out" for prompt in prompts)
+    print(
+        f"{args.out}: {len(prompts) - held_out} train and {held_out} held-out prompts, "
+        f"{len(teaching)} traces ({sizes.wrong_share:.0%} wrong)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Makes a random Llama of 1.3M parameters with a character tokenizer, for quick runs and tests.
+
+`python -m tools.make_tiny_model OUT_DIR [--seed S]`. Runs in no process of a run. Tags and the box
+are one token each, so a short answer is about ten tokens. Heads, key-value heads, feed-forward
+width and vocabulary divide by 2, for tensor parallelism.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+VOCAB_SIZE = 64
+SPECIAL_TOKENS = ["<pad>", "<bos>", "<eos>", "<unk>"]
+TAGS = ["<think>", "</think>", "\\boxed{", "}"]
+CHARACTERS = "0123456789+-*=,;:()<> abcdefghijklmnopqrstuvwxyz"
+# Ids without a use still decode to a text of their own: an untrained model samples them.
+FILLERS = [chr(ord("α") + i) for i in range(VOCAB_SIZE)]
+VOCABULARY = [*SPECIAL_TOKENS, *TAGS, *CHARACTERS, *FILLERS][:VOCAB_SIZE]
+# The system message, if any, goes before the question; the model answers right after it.
+CHAT_TEMPLATE = "<bos>{% for message in messages %}{{ message['content'] }}{% endfor %}"
+CONTEXT_TOKENS = 256
+
+
+def write_tokenizer(out: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into the folder `out`."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token="<unk>"))
+    tags = "|".join(tag.replace("\\", "\\\\").replace("{", "\\{") for tag in TAGS)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{tags}|[\\s\\S]"), "isolated")
+    # Without a decoder WordLevel puts spaces between the tokens.
+    tokenizer.decoder = decoders.Fuse()
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "model_max_length": CONTEXT_TOKENS,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def write_model(out: Path, seed: int) -> int:
+    """Write config and random float32 weights into `out`; returns the parameter count."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        pad_token_id=VOCABULARY.index("<pad>"),
+        bos_token_id=VOCABULARY.index("<bos>"),
+        eos_token_id=VOCABULARY.index("<eos>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(out)
+    # safetensors 0.8.0 leaves the file readable by its owner alone.
+    (out / "model.safetensors").chmod(0o644)
+    return model.num_parameters()
+
+
+def make_folder(out: Path, seed: int) -> int:
+    """Make the HF folder `out`, whole or not at all; returns the parameter count.
+
+    Raises FileExistsError where `out` holds anything.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} exists: name another folder, or delete it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
+        folder = Path(temporary) / "model"
+        folder.mkdir()
+        count = write_model(folder, seed)
+        write_tokenizer(folder)
+        shutil.rmtree(out, ignore_errors=True)
+        folder.rename(out)
+    return count
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    arguments = parser.parse_args()
+    try:
+        count = make_folder(arguments.out.absolute(), arguments.seed)
+    except FileExistsError as error:
+        sys.exit(f"error: {error}")
+    print(f"a random Llama of {count / 1e6:.2f}M parameters is in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Runs the checks:  bash tools/test.sh [pytest arguments]
+#
+# Without arguments: installs if needed, lints, and runs every test that needs no GPU. Arguments go
+# to pytest (and skip the lint), e.g. `bash tools/test.sh tests/tools -k convert` or `-m gpu`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash tools/install.sh "${MEGATRON_RL_MODE:-cpu}"
+
+# Several processes share the cores: one thread each is faster than any other count.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Megatron-Core's fusions are torch.compile, which costs minutes on CPU.
+export TORCHDYNAMO_DISABLE=1
+# No test may reach for a hub.
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+export PYTHONUNBUFFERED=1
+
+lint=0
+if [ $# -eq 0 ]; then
+    .venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . || lint=$?
+    [ "$lint" -eq 0 ] || echo "[test] lint failed: run .venv/bin/ruff check --fix . and .venv/bin/ruff format ." >&2
+fi
+status=0
+.venv/bin/python -m pytest --durations=10 --durations-min=5 -ra "$@" || status=$?
+[ "$lint" -eq 0 ] || echo "[test] lint failed: see above" >&2
+[ "$status" -ne 0 ] || status=$lint
+exit "$status"

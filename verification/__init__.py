@@ -1,0 +1,1 @@
+"""The verifier: turns the text of a completion into a score."""

@@ -1,0 +1,19 @@
+"""The verdict on an answer, before it becomes a reward."""
+
+from typing import NamedTuple
+
+
+class Verdict(NamedTuple):
+    """Whether an answer is right, and why not."""
+
+    is_correct: bool
+    reason: str
+    """"correct", "wrong_answer", or why the answer could not be compared."""
+
+
+CORRECT = Verdict(True, "correct")
+WRONG = Verdict(False, "wrong_answer")
+
+
+class GradingError(RuntimeError):
+    """Our own failure to grade: a bad reference, an unknown task, a broken scorer."""

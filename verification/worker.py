@@ -1,0 +1,133 @@
+"""Entry of the verifier: `python -m verification.worker --config RUN_DIR/config.toml`.
+
+A DEALER "verifier" connected to the queue's verify endpoint. Sends VerifierReady at start and every
+2 s, receives ScoreRequest, answers ScoreDone or ScoreFailed, ends on Stop. One thread:
+
+| waits for | woken by | does |
+|---|---|---|
+| a request, if there is room | the socket | scores it where text decides, else pool.submit |
+| a grading process | the pool's descriptor | pool.collect, sends outcomes |
+| the earliest deadline | the poll's timeout | pool.collect kills what is late |
+| the next heartbeat | the poll's timeout | sends VerifierReady |
+
+When the pool is full the socket is left unread; a queue that restarts is met again by zmq.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+
+import zmq
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.types import AnyMessage, ScoreDone, ScoreFailed, ScoreRequest
+from megatron_rl.protocol.types import Stop, VerifierReady
+from megatron_rl.protocol.wire import Dealer, WireError
+from verification.pool import Pool
+from verification.score import RewardRules, score_quickly
+from verification.settings import check_sources, rules_of
+from verification.verdict import GradingError
+
+ROLE = "verifier"
+HEARTBEAT_S = 2.0
+log = logging.getLogger(__name__)
+
+
+class Verifier:
+    """Serves one queue until it says Stop."""
+
+    def __init__(self, dealer: Dealer, pool: Pool, *, rules: RewardRules, capacity: int) -> None:
+        self._dealer = dealer
+        self._pool = pool
+        self._rules = rules
+        self._ready = VerifierReady(capacity=capacity, session=time.time_ns())
+        self._next_heartbeat_s = 0.0
+        self._scored = 0
+
+    def run(self) -> None:
+        """Serve; returns after Stop."""
+        poller = zmq.Poller()
+        poller.register(self._pool.fileno(), zmq.POLLIN)
+        while True:
+            self._send_heartbeat_if_due()
+            poller.register(self._dealer.socket, zmq.POLLIN if self._room() > 0 else 0)
+            poller.poll(self._patience_ms())
+            stop = self._receive()
+            for outcome in self._pool.collect():
+                self._dealer.send(outcome)
+                self._scored += 1
+            if stop is not None:
+                log.info("told to stop (%s) after %d scores", stop.reason, self._scored)
+                return
+
+    def _room(self) -> int:
+        return self._ready.capacity - self._pool.pending
+
+    def _patience_ms(self) -> int:
+        wake_s = self._next_heartbeat_s
+        if self._pool.next_deadline_s is not None:
+            wake_s = min(wake_s, self._pool.next_deadline_s)
+        return max(0, int((wake_s - time.monotonic()) * 1000) + 1)
+
+    def _send_heartbeat_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_heartbeat_s:
+            self._dealer.send(self._ready)
+            self._next_heartbeat_s = now + HEARTBEAT_S
+
+    def _receive(self) -> Stop | None:
+        for _ in range(self._room()):
+            message = self._dealer.receive(0)
+            if message is None:
+                return None
+            if isinstance(message, Stop):
+                return message
+            self._take(message)
+        return None
+
+    def _take(self, message: AnyMessage) -> None:
+        if not isinstance(message, ScoreRequest):
+            raise WireError(f"the verifier received {type(message).__name__} from the queue")
+        try:
+            score = score_quickly(message, self._rules)
+        except GradingError as error:
+            self._dealer.send(ScoreFailed(message.request_id, str(error)))
+            return
+        if score is None:
+            self._pool.submit(message)
+        else:
+            self._dealer.send(ScoreDone(message.request_id, score))
+            self._scored += 1
+
+
+def serve(config: Config) -> None:
+    """Connect to the queue of a run and grade until told to stop."""
+    check_sources(config.prompts)
+    rules = rules_of(config)
+    address = f"{config.ports.host}:{config.ports.verify}"
+    with Dealer(address, ROLE) as dealer, Pool(config.verifier, rules) as pool:
+        log.info("verifier serves %s with %d grading processes", address, config.verifier.workers)
+        Verifier(dealer, pool, rules=rules, capacity=config.verifier.max_pending).run()
+
+
+def main() -> int:
+    """Entry of the process; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    arguments = parser.parse_args()
+    return run_main(ROLE, lambda: _main(arguments.config))
+
+
+def _main(path: Path) -> None:
+    set_up_logging(ROLE)
+    config = load_config(path)
+    set_up_logging(ROLE, config.run.dir / "logs")
+    serve(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
