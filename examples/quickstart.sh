@@ -55,9 +55,11 @@ if [ "$EXAMPLE" = tiny ]; then
 else
     # Padded by zero heads, because 2 tensor-parallel ranks do not divide 9 heads.
     MODEL=$PWD/.cache/smollm2-135m-instruct-tp2
-    "$PYTHON" -m tools.convert_smollm2 "$MODEL" --tensor-parallel 2
+    "$PYTHON" -m tools.convert_smollm2 "$PWD/.cache/smollm2-135m-instruct"
+    "$PYTHON" -m tools.pad_heads "$PWD/.cache/smollm2-135m-instruct" "$MODEL" --multiple 2
     "$PYTHON" -m tools.make_tasks chain_sum "$TASKS" --seed "$SEED" --terms 3 3 --digits 1 1 \
-        --template "{question}=" --train 1500 --held-out 400 --traces 320 --wrong-share 0.7
+        --template "{question}" --compact --train 1500 --held-out 512 --traces 320 \
+        --wrong-share 0.7 --mistake drop_last
 fi
 
 exec "$PYTHON" -m megatron_rl.cli run --config "examples/$EXAMPLE.toml" --run-dir "$RUN_DIR" \

@@ -158,7 +158,7 @@ class Supervisor:
         # Again after each round: a process may have forked between the look and the kill.
         while (alive := self.descendants()) and time.monotonic() < deadline:
             for process in alive:
-                log.warning("killing %s, pid %d: deaf to SIGTERM", _name(process), process.pid)
+                log.info("killing %s, pid %d: deaf to SIGTERM", _name(process), process.pid)
                 _kill(process)
             self._wait_for_none(POLL_S)
         if alive:

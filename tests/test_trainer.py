@@ -107,7 +107,6 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
         (2, 1, 1, 30, ["parallel.sequence=true"]),
         (1, 2, 1, 30, []),
         (1, 1, 2, 30, []),
-        (1, 1, 2, 1000, ["parallel.distributed_optimizer=true"]),
         (2, 2, 1, 25, []),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, list) else str(value),

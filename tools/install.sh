@@ -121,7 +121,7 @@ fingerprint() {
         echo "$MODE $ROOT"
         "$1" -c 'import sys; print(sys.version, sys.base_prefix)'
         cd "$ROOT"
-        cat "requirements/$MODE"*.txt requirements/dev.txt setup.py pyproject.toml \
+        cat "requirements/$MODE"*.txt requirements/dev.txt setup.py \
             tools/install.sh tools/versions.py
     } | sha256sum | cut -d' ' -f1
 }

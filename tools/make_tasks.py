@@ -2,7 +2,7 @@
 
 `python -m tools.make_tasks sort|chain_sum OUT_DIR [options]` writes OUT_DIR/prompts.jsonl (train
 and held-out lines) and OUT_DIR/traces.jsonl. Runs in no process of a run. No question is in two of
-train, held-out and traces. A given share of the traces is deliberately wrong, so that what
+train, held-out and traces. In a given share of the traces the teacher makes a mistake, so that what
 reinforcement learning adds to its teacher can be seen.
 """
 
@@ -38,7 +38,7 @@ class Sizes:
     held_out: int
     traces: int
     wrong_share: float
-    """Of the traces, in [0, 1]."""
+    """Share of the traces with the teacher's mistake, in [0, 1]."""
     seed: int
     """Of train questions and traces; held-out questions are the same for every seed."""
 
@@ -52,7 +52,7 @@ class Solved:
 
 
 Solve = Callable[[Prompt, random.Random | None], Solved]
-"""Solution of a prompt; with a random generator, a wrong one."""
+"""Solution of a prompt; with a random generator, one with the teacher's mistake."""
 
 
 def write_tasks(
@@ -66,7 +66,7 @@ def write_tasks(
     lines = []
     for index, prompt in enumerate(teaching):
         solved = solve(prompt, rng if index in wrong else None)
-        assert (solved.answer != prompt.answer) == (index in wrong), prompt
+        assert index in wrong or solved.answer == prompt.answer, prompt
         response = f"<think>{solved.thoughts}</think>\\boxed{{{solved.answer}}}"
         messages = msgspec.to_builtins(prompt.messages)
         lines.append({"id": f"trace/{index}", "messages": messages, "response": response})
@@ -160,6 +160,17 @@ def make_chain_sum(
     return held_out + train[: sizes.train], teaching
 
 
+def compact(prompts: list[Prompt]) -> list[Prompt]:
+    """Without spaces in the user message: in many tokenizers " 7" is two tokens and "7" one."""
+    return [
+        msgspec.structs.replace(
+            prompt,
+            messages=[Message(m.role, m.content.replace(" ", "")) for m in prompt.messages],
+        )
+        for prompt in prompts
+    ]
+
+
 def chain_sum_solver(template: str, mistake_name: str) -> Solve:
     """A solver that thinks in partial sums; wrong ones make the mistake of MISTAKES."""
     before, after = template.split("{question}")
@@ -170,8 +181,7 @@ def chain_sum_solver(template: str, mistake_name: str) -> Solve:
         question = content[len(before) : len(content) - len(after)]
         terms = [int(term.replace(" ", "")) for term in _TERM.findall(question)]
         assert sum(terms) == int(prompt.answer), prompt
-        errors = make_mistake(terms, mistake) if mistake else [0] * len(terms)
-        return partial_sums(terms, errors)
+        return make_mistake(terms, mistake) if mistake else partial_sums(terms, [0] * len(terms))
 
     return solve
 
@@ -187,26 +197,32 @@ def partial_sums(terms: list[int], errors: list[int]) -> Solved:
     return Solved("\n".join(lines), str(total))
 
 
-def slip(terms: list[int], rng: random.Random) -> list[int]:
+def slip(terms: list[int], rng: random.Random) -> Solved:
     """One step is off by a little."""
     errors = [0] * len(terms)
     errors[rng.randrange(1, len(terms))] = rng.choice([-10, -2, -1, 1, 2, 10])
-    return errors
+    return partial_sums(terms, errors)
 
 
-def wrong_sign(terms: list[int], rng: random.Random) -> list[int]:
+def wrong_sign(terms: list[int], rng: random.Random) -> Solved:
     """One step adds what it should subtract, or the reverse."""
     index = rng.choice([i for i in range(1, len(terms)) if terms[i]] or [0])
     if index == 0:
         return slip(terms, rng)
     errors = [0] * len(terms)
     errors[index] = -2 * terms[index]
-    return errors
+    return partial_sums(terms, errors)
 
 
-MISTAKES: dict[str, Callable[[list[int], random.Random], list[int]]] = {
+def drop_last(terms: list[int], rng: random.Random) -> Solved:
+    """The last term is left out; right all the same when that is 0."""
+    return partial_sums(terms[:-1], [0] * (len(terms) - 1))
+
+
+MISTAKES: dict[str, Callable[[list[int], random.Random], Solved]] = {
     "slip": slip,
     "wrong_sign": wrong_sign,
+    "drop_last": drop_last,
 }
 
 
@@ -227,6 +243,7 @@ def _parse_arguments() -> argparse.Namespace:
         chain_sum.add_argument(f"--{name}", type=int, nargs=2, default=default, metavar=metavar)
         chain_sum.add_argument(f"--trace-{name}", type=int, nargs=2, metavar=metavar)
     chain_sum.add_argument("--template", default="Compute: {question}", help="user message")
+    chain_sum.add_argument("--compact", action="store_true", help="no spaces in the question")
     chain_sum.add_argument("--mistake", choices=sorted(MISTAKES), default="slip")
     return parser.parse_args()
 
@@ -260,13 +277,15 @@ def main() -> None:
             )
             prompts, teaching = make_chain_sum(sizes, source, teaching_options=trace_options)
             solve = chain_sum_solver(args.template, args.mistake)
+            if args.compact:
+                prompts, teaching = compact(prompts), compact(teaching)
         write_tasks(args.out, prompts, teaching=teaching, solve=solve, sizes=sizes)
     except InputError as error:
         sys.exit(f"error: {error}")
     held_out = sum(prompt.split == "held_out" for prompt in prompts)
     print(
         f"{args.out}: {len(prompts) - held_out} train and {held_out} held-out prompts, "
-        f"{len(teaching)} traces ({sizes.wrong_share:.0%} wrong)"
+        f"{len(teaching)} traces ({sizes.wrong_share:.0%} with the teacher's mistake)"
     )
 
 

@@ -18,7 +18,7 @@ export PYTHONUNBUFFERED=1
 
 lint=0
 if [ $# -eq 0 ]; then
-    .venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . || lint=$?
+    .venv/bin/ruff check --quiet --output-format concise . && .venv/bin/ruff format --quiet --check . || lint=$?
     [ "$lint" -eq 0 ] || echo "[test] lint failed: run .venv/bin/ruff check --fix . and .venv/bin/ruff format ." >&2
 fi
 status=0

@@ -118,13 +118,14 @@ def main() -> int:
     """Entry of the process; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
-    arguments = parser.parse_args()
-    return run_main(ROLE, lambda: _main(arguments.config))
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    return run_main(ROLE, lambda: _main(arguments.config, arguments.overrides))
 
 
-def _main(path: Path) -> None:
+def _main(path: Path, overrides: list[str]) -> None:
     set_up_logging(ROLE)
-    config = load_config(path)
+    config = load_config(path, overrides)
     set_up_logging(ROLE, config.run.dir / "logs")
     serve(config)
 

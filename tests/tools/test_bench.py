@@ -1,6 +1,8 @@
 """The benchmark's arithmetic, on rows written by hand, and its child processes."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from megatron_rl.protocol.config import Config
 from tools.bench import trl_venv
 from tools.bench.children import ChildFailed, run_child
+from tools.bench.contention import busy_share
 from tools.bench.end_to_end import rotations
 from tools.bench.measures import (
     StepMark,
@@ -183,3 +186,15 @@ def test_a_child_that_hangs_is_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(ChildFailed, match="still ran after"):
         run_child(command, log=tmp_path / "log", timeout_s=0.5)
+
+
+def test_a_spinning_process_is_seen_as_a_busy_core() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    pin = f"import os; os.sched_setaffinity(0, {cores})"
+    spinning = subprocess.Popen([sys.executable, "-c", f"{pin}\nwhile True: pass"])
+    try:
+        # The interpreter starts within the first second.
+        assert busy_share(cores, 2.0) > 0.3
+    finally:
+        spinning.kill()
+        spinning.wait()

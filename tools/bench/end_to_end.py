@@ -25,6 +25,9 @@ out: the train prompts are new at each step, so that what is sampled for trainin
 included) is a sample of the policy's accuracy before it trained on them. Ours samples some of it
 from a policy up to max_staleness versions older, which delays it a little. null: never reached.
 
+busy_share_between_runs is what other processes took of the two cores in pauses of 2 s before each
+run: where it is not near 0, the figures say little.
+
 Progress goes to stderr; the last line on stdout is one JSON object with the medians of the repeats.
 """
 
@@ -32,6 +35,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -40,12 +44,15 @@ from pathlib import Path
 from megatron_rl.protocol.config_file import ConfigError
 from megatron_rl.protocol.process import InputError
 from tools.bench.children import ChildFailed
-from tools.bench.measures import StepMark, compare, learning
+from tools.bench.contention import busy_share
+from tools.bench.measures import WARMUP_STEPS, StepMark, compare, learning
 from tools.bench.trl_venv import make_trl_venv
 from tools.bench.variants import ROOT, Workload, run_ours, run_peer
 from tools.bench.workload import make_workload
 
 CORES = 2
+QUIET_SHARE = 0.1
+PAUSE_S = 2.0
 QUICK = {"steps": 12, "repeats": 1}
 FULL = {"steps": 60, "repeats": 3}
 
@@ -66,7 +73,13 @@ def main() -> int:
         _say(f"logs and metrics of all runs: {work_dir}")
         peer = make_trl_venv(options.peer_venv)
         workload = make_workload(work_dir, steps=steps)
-        loops = run_all(variants(workload, peer), repeats=repeats, work_dir=work_dir)
+        shares: list[float] = []
+        loops = run_all(
+            variants(workload, peer),
+            repeats=repeats,
+            work_dir=work_dir,
+            before_each=lambda: shares.append(busy_share(cores, PAUSE_S)),
+        )
     except (ChildFailed, ConfigError, InputError, FileExistsError) as error:
         _say(str(error))
         return 1
@@ -76,9 +89,15 @@ def main() -> int:
         "repeats": repeats,
         "cores": len(cores),
         "machine": platform.processor() or platform.machine(),
+        "busy_share_between_runs": round(statistics.fmean(shares), 3),
         **compare(loops),
         **({} if options.quick else learning(loops)),
     }
+    if max(shares) > QUIET_SHARE:
+        _say(
+            f"other processes took up to {max(shares):.0%} of the cores between the runs: these "
+            "figures say little; run this again on a quiet machine"
+        )
     print(json.dumps(result))
     return 0
 
@@ -95,12 +114,17 @@ def variants(workload: Workload, peer: Path) -> dict[str, Variant]:
 
 
 def run_all(
-    by_name: dict[str, Variant], *, repeats: int, work_dir: Path
+    by_name: dict[str, Variant],
+    *,
+    repeats: int,
+    work_dir: Path,
+    before_each: Callable[[], None],
 ) -> dict[str, list[list[StepMark]]]:
     """Steps by variant and repeat; the order rotates, so that drift of the machine hits all."""
     loops: dict[str, list[list[StepMark]]] = {name: [] for name in by_name}
     for repeat, order in enumerate(rotations(list(by_name), repeats)):
         for name in order:
+            before_each()
             started = time.monotonic()
             marks = by_name[name](work_dir / f"{name}-{repeat}")
             loops[name].append(marks)
@@ -131,7 +155,10 @@ def _parse() -> argparse.Namespace:
         "--work-dir", type=Path, help="new folder for all runs (default: in .cache/bench)"
     )
     parser.add_argument("--peer-venv", type=Path, default=ROOT / ".cache" / "bench-trl-venv")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps is not None and options.steps <= WARMUP_STEPS:
+        parser.error(f"--steps must exceed the first {WARMUP_STEPS}, which are left out")
+    return options
 
 
 if __name__ == "__main__":

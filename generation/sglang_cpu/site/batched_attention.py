@@ -7,6 +7,7 @@ scaled_dot_product_attention. The padding and masks are planned once a forward p
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -143,11 +144,12 @@ def _gather(cache: torch.Tensor, batch: PaddedBatch, dtype: torch.dtype) -> torc
     return picked.view(batch.sequences, -1, heads, size).transpose(1, 2).to(dtype)
 
 
-def install(backend: type) -> None:
-    """Replace the per-sequence loops of SGLang's TorchNativeAttnBackend.
+def install(module: ModuleType) -> None:
+    """Replace the loops of `sglang.srt.layers.attention.torch_native_backend`.
 
     Encoders, cross attention and sliding windows keep SGLang's own loops.
     """
+    backend = module.TorchNativeAttnBackend
     init_forward = backend.init_forward_metadata
     loop_decode = backend._run_sdpa_forward_decode
     loop_extend = backend._run_sdpa_forward_extend

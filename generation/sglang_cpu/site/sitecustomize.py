@@ -1,12 +1,13 @@
 """Start-up hook of SGLang's processes on hosts without CUDA; Python imports it by its name.
 
-Its scheduler and detokenizer are forked, not spawned: spawned they import everything again, which
-takes ten seconds of a core each. Two modules are prepared when SGLang imports them:
+SGLang's scheduler and detokenizer are forked, not spawned: spawned they import everything again,
+which takes ten seconds of a core each. Some modules are prepared when SGLang imports them:
 - torchvision: its CUDA-built wheel registers fakes for two C++ operators that are absent without
   CUDA, so they are defined first.
-- SGLang's torch_native attention: replaced by the batched one of `batched_attention.py`.
+- those in PATCHES: a module of this folder replaces what is slow in them.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import multiprocessing
@@ -14,7 +15,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-ATTENTION_MODULE = "sglang.srt.layers.attention.torch_native_backend"
+PATCHES = {
+    "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
+    "sglang.srt.layers.sampler": "inverse_sampling",
+}
+"""SGLang's module -> ours, whose `install` is called with it."""
 
 
 def define_torchvision_operators() -> None:
@@ -29,26 +34,25 @@ def define_torchvision_operators() -> None:
 
 
 class _PatchingLoader(importlib.abc.Loader):
-    """Loads a module as `inner` does, then installs the batched attention in it."""
+    """Loads a module as `inner` does, then lets `patch` change it."""
 
-    def __init__(self, inner: importlib.abc.Loader) -> None:
+    def __init__(self, inner: importlib.abc.Loader, patch: str) -> None:
         self._inner = inner
+        self._patch = patch
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
-        import batched_attention
-
-        batched_attention.install(module.TorchNativeAttnBackend)
+        importlib.import_module(self._patch).install(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Sees the two imports go by; leaves the search itself to Python's own finder."""
+    """Sees imports go by; leaves the search itself to Python's own finder."""
 
     def __init__(self) -> None:
-        self._awaited = {"torchvision", ATTENTION_MODULE}
+        self._awaited = {"torchvision", *PATCHES}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -61,7 +65,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader)
+            spec.loader = _PatchingLoader(spec.loader, PATCHES[name])
         return spec
 
 
