@@ -7,7 +7,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_rl.protocol.types import AnyMessage
-from megatron_rl.protocol.wire import HIGH_WATER_MESSAGES, Dealer, DeadlineExceeded, decode, encode
+from megatron_rl.protocol.wire import HIGH_WATER_MESSAGES, DeadlineExceeded, Dealer, decode, encode
 
 
 class AsyncDealer(Dealer):

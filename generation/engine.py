@@ -136,6 +136,7 @@ def load_engine(name: str) -> type[Engine]:
     module, separator, attribute = target.partition(":")
     if not separator:
         raise ValueError(
-            f"generator.engine={name!r} is neither one of {sorted(ENGINES)} nor package.module:Class"
+            f"generator.engine={name!r} is neither one of {sorted(ENGINES)} nor "
+            "package.module:Class"
         )
     return getattr(importlib.import_module(module), attribute)

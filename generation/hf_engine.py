@@ -1,18 +1,18 @@
 """transformers' continuous batching as an engine, inside the generator process.
 
-For tests and for machines without SGLang. The file imports `megatron_rl.weights.group`, which imports
-nothing but torch: both ends of the weight group need the same few lines.
+For tests and for machines without SGLang. The file imports `megatron_rl.weights.group`, which
+imports nothing but torch: both ends of the weight group need the same few lines.
 
 Concurrency:
 
-| task or thread         | waits for                            | woken by          | closed by       |
-|------------------------|--------------------------------------|-------------------|-----------------|
-| each `generate`        | `_is_serving`, its queue of results  | `resume`, a result| its caller      |
-| transformers' thread   | requests; the end of a pause         | `add_request`     | `close`         |
-| one worker thread      | a pause, a collective                | the weight methods| `close`         |
+| task or thread       | waits for                           | woken by           | closed by  |
+|----------------------|-------------------------------------|--------------------|------------|
+| each `generate`      | `_is_serving`, its queue of results | `resume`, a result | its caller |
+| transformers' thread | requests; the end of a pause        | `add_request`      | `close`    |
+| one worker thread    | a pause, a collective               | the weight methods | `close`    |
 
-Results reach the event loop in the order in which transformers' thread sampled them, so what is noted
-in `pause` comes after every result of the older weights.
+Results reach the event loop in the order in which transformers' thread sampled them, so what is
+noted in `pause` comes after every result of the older weights.
 """
 
 import asyncio
@@ -306,7 +306,9 @@ class HFEngine:
         await self.leave_group()
         if self._manager is not None:
             manager, self._manager = self._manager, None
-            await self._in_thread(lambda: manager.stop(timeout=CLOSE_S, hard_stop=True), CLOSE_S + 1)
+            await self._in_thread(
+                lambda: manager.stop(timeout=CLOSE_S, hard_stop=True), CLOSE_S + 1
+            )
         self._thread.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:

@@ -4,12 +4,12 @@ Used by the generator process; the only file that knows SGLang. SGLang is not im
 
 Concurrency, all on the caller's event loop:
 
-| task                  | waits for                        | woken by               | closed by        |
-|-----------------------|----------------------------------|------------------------|------------------|
-| each `generate`       | `_is_serving`, then its response | `resume`, the server   | its caller       |
-| the weight methods    | one HTTP answer, with a deadline | the server             | -                |
-| `failed`              | the child's exit                 | the child              | its caller       |
-| the server child      | requests                         | HTTP                   | `close`          |
+| task               | waits for                        | woken by             | closed by  |
+|--------------------|----------------------------------|----------------------|------------|
+| each `generate`    | `_is_serving`, then its response | `resume`, the server | its caller |
+| the weight methods | one HTTP answer, with a deadline | the server           | -          |
+| `failed`           | the child's exit                 | the child            | its caller |
+| the server child   | requests                         | HTTP                 | `close`    |
 """
 
 import asyncio

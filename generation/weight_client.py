@@ -36,9 +36,7 @@ HELLO_JOINED_S = 20.0
 class WeightClient:
     """The engine's side of publishing."""
 
-    def __init__(
-        self, dealer: AsyncDealer, engine: Engine, on_version: Callable[[], None]
-    ) -> None:
+    def __init__(self, dealer: AsyncDealer, engine: Engine, on_version: Callable[[], None]) -> None:
         """on_version is called after each change of the engine's version."""
         self._dealer = dealer
         self._engine = engine

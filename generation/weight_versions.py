@@ -40,10 +40,11 @@ def spans_from_arrivals(arrivals: list[tuple[int, int]], tokens: int) -> list[Ve
     return _checked(spans, tokens)
 
 
-def spans_from_cuts(
-    cuts: list[tuple[int, int]], version: int, tokens: int
-) -> list[VersionSpan]:
-    """Spans from (version replaced, tokens sampled by then) of each publish, and the last version."""
+def spans_from_cuts(cuts: list[tuple[int, int]], version: int, tokens: int) -> list[VersionSpan]:
+    """Spans from (version replaced, tokens sampled by then) of each publish.
+
+    version: that of the tokens after the last publish.
+    """
     return spans_from_arrivals([(end, old) for old, end in cuts] + [(tokens, version)], tokens)
 
 

@@ -6,18 +6,18 @@ weights endpoint (see `weight_client.py`). It never waits for the trainer.
 
 Concurrency, one event loop:
 
-| task           | waits for                         | produces                       | ends              |
-|----------------|-----------------------------------|--------------------------------|-------------------|
-| `_receive`     | the queue's next message          | a `_serve` task for each lease | at Stop           |
-| `_serve` (n)   | the engine's next completion      | RolloutDone, RolloutFailed     | with its lease    |
-| `_report`      | a clock                           | GeneratorReady, metrics        | never             |
-| weight client  | the publisher's next message      | Ack, Failed; new versions      | never             |
-| engine watch   | the death of the engine           | EngineError                    | then              |
-| `interrupted`  | SIGTERM, SIGINT                   | the signal's number            | then              |
+| task          | waits for                    | produces                       | ends           |
+|---------------|------------------------------|--------------------------------|----------------|
+| `_receive`    | the queue's next message     | a `_serve` task for each lease | at Stop        |
+| `_serve` (n)  | the engine's next completion | RolloutDone, RolloutFailed     | with its lease |
+| `_report`     | a clock                      | GeneratorReady, metrics        | never          |
+| weight client | the publisher's next message | Ack, Failed; new versions      | never          |
+| engine watch  | the death of the engine      | EngineError                    | then           |
+| `interrupted` | SIGTERM, SIGINT              | the signal's number            | then           |
 
-The first of these but `_serve` to end ends the process: the others are cancelled, the sockets and then
-the engine closed. `_serve` tasks belong to `_receive`; they are at most as many as the queue leases,
-which is bounded by the capacity that GeneratorReady states.
+The first of these but `_serve` to end ends the process: the others are cancelled, the sockets and
+then the engine closed. `_serve` tasks belong to `_receive`; they are at most as many as the queue
+leases, which is bounded by the capacity that GeneratorReady states.
 """
 
 import argparse
@@ -37,12 +37,12 @@ import numpy as np
 from generation.activity import Activity
 from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
-from generation.render import Renderer, RenderError
 from generation.weight_client import WeightClient
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
 from megatron_rl.protocol.process import EXIT_FAILED, Interrupted, run_main, set_up_logging
+from megatron_rl.protocol.render import Renderer, RenderError
 from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,
@@ -63,7 +63,9 @@ RECEIVE_S = 60.0
 class GeneratorWorker:
     """Serves leases with one engine."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, queue: AsyncDealer, capacity: int) -> None:
+    def __init__(
+        self, engine: Engine, renderer: Renderer, queue: AsyncDealer, capacity: int
+    ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._queue = queue
@@ -191,8 +193,8 @@ async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
     try:
         started = time.monotonic()
         await engine.start()
-        log.info("%s %s is ready after %.0f s", engine.name, engine.engine_version,
-                 time.monotonic() - started)
+        elapsed_s = time.monotonic() - started
+        log.info("%s %s is ready after %.0f s", engine.name, engine.engine_version, elapsed_s)
         metrics = JsonlWriter(config.run.dir / "metrics.jsonl", identity)
         with (
             contextlib.closing(metrics),
@@ -205,9 +207,9 @@ async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
         await engine.close()
 
 
-def main(config_path: Path, index: int) -> None:
+def main(config_path: Path, overrides: list[str], index: int) -> None:
     """Serve until the queue says Stop or a signal arrives."""
-    config = load_config(config_path)
+    config = load_config(config_path, overrides)
     set_up_logging(f"generator-{index}", config.run.dir / "logs")
     renderer = Renderer(config.render, config.model.path, config.generator.context_tokens)
     try:
@@ -222,13 +224,22 @@ def main(config_path: Path, index: int) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Command line of a generator."""
     parser = argparse.ArgumentParser(description="Generator: completions from one engine.")
-    parser.add_argument("--config", type=Path, required=True, help="resolved config.toml of the run")
+    parser.add_argument(
+        "--config", type=Path, required=True, help="resolved config.toml of the run"
+    )
     parser.add_argument("--index", type=int, default=0, help="which generator of the run this is")
-    return parser.parse_args()
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    return parser.parse_intermixed_args()
+
+
+def start() -> int:
+    """Entry of the process."""
+    options = parse_arguments()
+    return run_main(
+        f"generator-{options.index}",
+        lambda: main(options.config, options.overrides, options.index),
+    )
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments()
-    sys.exit(
-        run_main(f"generator-{arguments.index}", lambda: main(arguments.config, arguments.index))
-    )
+    sys.exit(start())

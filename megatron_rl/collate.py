@@ -15,7 +15,7 @@ from megatron_rl.protocol.types import TrainSequence
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences laid end to end; `positions` are all, `rows` those that predict a completion token."""
+    """Sequences laid end to end; `rows` are the positions that predict a completion token."""
 
     tokens: Tensor  # [1, positions] int64
     position_ids: Tensor  # [1, positions] int64, from 0 in each sequence
@@ -65,8 +65,12 @@ def collate(sequences: list[TrainSequence], *, multiple: int = 1) -> MicroBatch:
         sequence_starts=_tensor(starts, torch.int32),
         longest=max(lengths),
         rows=_tensor(np.concatenate(rows), torch.int64),
-        targets=_tensor(np.concatenate([s.token_ids[s.prompt_length :] for s in sequences]), torch.int64),
-        generator_logprobs=_tensor(np.concatenate([s.generator_logprobs for s in sequences]), torch.float32),
+        targets=_tensor(
+            np.concatenate([s.token_ids[s.prompt_length :] for s in sequences]), torch.int64
+        ),
+        generator_logprobs=_tensor(
+            np.concatenate([s.generator_logprobs for s in sequences]), torch.float32
+        ),
         advantages=_tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
         weights=_tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
         versions=_tensor(np.concatenate([s.token_versions for s in sequences]), torch.int64),

@@ -23,14 +23,21 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, *, vocab_size: int, group: dist.ProcessGroup, temperature: float
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    temperature: float,
 ) -> TokenLogprobs:
     """Logprob of targets[i] and entropy of row i under softmax(logits / temperature).
 
     logits: [tokens, padded vocabulary / ranks of group], this rank's columns; targets: [tokens]
     int64, global ids below vocab_size. Columns from vocab_size on are padding and count as -inf.
     """
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, vocab_size, group, temperature)
+    logprobs, entropy = _VocabParallelLogprobs.apply(
+        logits, targets, vocab_size, group, temperature
+    )
     return TokenLogprobs(logprobs, entropy)
 
 

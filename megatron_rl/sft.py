@@ -23,7 +23,7 @@ from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import InputError, run_main, set_up_logging
-from megatron_rl.protocol.render import load_renderer
+from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.step_metrics import StepMetrics
 from megatron_rl.traces import minibatches, read_traces, tokenize
@@ -46,7 +46,7 @@ def main(cfg: Config, is_control: bool) -> None:
     """Set up this rank, tune, export."""
     if cfg.sft.traces is None:
         raise InputError("sft.traces names no file: supervised fine-tuning needs one")
-    renderer = load_renderer(cfg.model.path, cfg.render)
+    renderer = Renderer(cfg.render, cfg.model.path, cfg.generator.context_tokens)
     sequences = tokenize(read_traces(cfg.sft.traces), renderer)
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
     name, source = ("control", "control") if is_control else ("cold_start", "sft")

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from megatron_rl.protocol.metrics import JsonlWriter, Metric, MetricSet
 
 log = logging.getLogger(__name__)
-_SHOWN = ("rollout/reward", "rollout/correct", "train/loss", "train/grad_norm", "wait/batch_s", "train/update_s")
+_SHOWN = (
+    "rollout/reward",
+    "rollout/correct",
+    "train/loss",
+    "train/grad_norm",
+    "wait/batch_s",
+    "train/update_s",
+)
 
 
 class StepMetrics:

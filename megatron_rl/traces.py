@@ -35,7 +35,8 @@ def read_traces(path: Path) -> list[Trace]:
             traces.append(msgspec.json.decode(line, type=Trace))
         except msgspec.MsgspecError as error:
             raise InputError(
-                f'{path}:{number}: not a trace: {error}; expected {{"messages": [...], "response": "..."}}'
+                f"{path}:{number}: not a trace: {error}; expected "
+                '{"messages": [...], "response": "..."}'
             ) from error
     if not traces:
         raise InputError(f"{path} has no traces")
@@ -46,8 +47,8 @@ def tokenize(traces: list[Trace], renderer: Renderer) -> list[TrainSequence]:
     """Traces as sequences; weights are set when they are put into a batch."""
     sequences = []
     for trace in traces:
-        prompt = renderer.prompt_ids(trace.messages)
-        response = renderer.response_ids(trace.response)
+        response = renderer.render_response(trace.response)
+        prompt = renderer.render(trace.messages, len(response))
         sequences.append(
             TrainSequence(
                 token_ids=np.array(prompt + response, np.int32),

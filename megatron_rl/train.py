@@ -22,7 +22,6 @@ from megatron_rl.policy import Policy, open_policy
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.lookup import find_function
-from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
 from megatron_rl.step_metrics import StepMetrics
@@ -32,7 +31,11 @@ from megatron_rl.weights.publisher import GeneratorLink, WeightPublisher
 
 
 def train(
-    trainer: Trainer, batches: BatchClient, weights: WeightPublisher, metrics: StepMetrics, steps: int
+    trainer: Trainer,
+    batches: BatchClient,
+    weights: WeightPublisher,
+    metrics: StepMetrics,
+    steps: int,
 ) -> None:
     """Train until the queue has no more batches; version k is the policy after k batches."""
     step = 0

@@ -67,7 +67,11 @@ class Trainer:
         result = step_if_finite(self._optimizer, lr=lr)
         self._steps_done += 1
         seconds = time.monotonic() - started
-        return [*_metrics(sums, result), Metric("train/lr", lr), *_speed(sums["positions"], seconds)]
+        return [
+            *_metrics(sums, result),
+            Metric("train/lr", lr),
+            *_speed(sums["positions"], seconds),
+        ]
 
     def accumulate(self, minibatch: MinibatchShare, *, version: int) -> dict[str, float]:
         """Gradient of a minibatch, left in the gradient buffers; returns sums over all ranks."""
@@ -117,7 +121,9 @@ class Trainer:
         finally:
             hook.remove()
 
-    def _loss(self, batch: MicroBatch, version: int, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(
+        self, batch: MicroBatch, version: int, output: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = output[0][batch.rows] if self.policy.has_sequence_parallelism else output[0]
         values = token_logprobs(
             logits,

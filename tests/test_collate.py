@@ -6,7 +6,9 @@ from megatron_rl.collate import collate
 from megatron_rl.protocol.types import TrainSequence
 
 
-def make_sequence(tokens: list[int], prompt_length: int, advantage: float, weight: float) -> TrainSequence:
+def make_sequence(
+    tokens: list[int], prompt_length: int, advantage: float, weight: float
+) -> TrainSequence:
     n = len(tokens) - prompt_length
     return TrainSequence(
         token_ids=np.array(tokens, np.int32),
@@ -26,7 +28,7 @@ def test_each_row_predicts_the_token_after_it() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert batch.sequence_starts.tolist() == [0, 4, 7]
     assert batch.longest == 4
-    # Position 1 (token 11) predicts 12, 2 predicts 13; position 4 (token 20) predicts 21, 5 predicts 22.
+    # Positions 1 and 2 (tokens 11, 12) predict 12 and 13; 4 and 5 (20, 21) predict 21 and 22.
     assert batch.rows.tolist() == [1, 2, 4, 5]
     assert batch.targets.tolist() == [12, 13, 21, 22]
     assert batch.advantages.tolist() == [0.5, 0.5, -1.0, -1.0]

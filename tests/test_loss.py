@@ -24,7 +24,8 @@ def make_inputs(
 
 def test_clipped_loss_matches_hand_worked_numbers() -> None:
     # Ratios 1, 2, 0.5, 2, 0.5 with advantages +1, +1, +1, -1, -1:
-    # min(1, 1) = 1; min(2, 1.3) = 1.3; min(0.5, 0.8) = 0.5; min(-2, -1.3) = -2; min(-0.5, -0.8) = -0.8
+    # min(1, 1) = 1; min(2, 1.3) = 1.3; min(0.5, 0.8) = 0.5; min(-2, -1.3) = -2;
+    # min(-0.5, -0.8) = -0.8
     log2 = math.log(2.0)
     inputs = make_inputs(
         [-1, -1 + log2, -1 - log2, -1 + log2, -1 - log2],
@@ -66,7 +67,11 @@ def test_clipped_loss_equals_obvious_version_on_random_tokens() -> None:
     inputs = LossInputs(trainer, generator, advantages, weights.abs())
     expected = 0.0
     for new, old, advantage, weight in zip(
-        trainer.tolist(), generator.tolist(), advantages.tolist(), weights.abs().tolist(), strict=True
+        trainer.tolist(),
+        generator.tolist(),
+        advantages.tolist(),
+        weights.abs().tolist(),
+        strict=True,
     ):
         ratio = math.exp(new - old)
         bounded = min(max(ratio, 0.8), 1.3)

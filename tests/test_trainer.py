@@ -76,7 +76,9 @@ def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             for parameter in policy.chunks[0].parameters():
                 parameter.copy_(parameter.main_grad)
-        gradient = {name: tensor.clone() for name, tensor in export_tensors(policy.chunks, policy.shape)}
+        gradient = {
+            name: tensor.clone() for name, tensor in export_tensors(policy.chunks, policy.shape)
+        }
         return {**gradient, "loss": torch.tensor(sums["loss"])}
 
 

@@ -18,7 +18,15 @@ import msgspec
 
 from megatron_rl.protocol.types import Score
 from verification.frames import (
-    Grade, GradeFailed, Graded, Loaded, Reply, Retiring, grade_decoder, pack, unpack,
+    Grade,
+    Graded,
+    GradeFailed,
+    Loaded,
+    Reply,
+    Retiring,
+    grade_decoder,
+    pack,
+    unpack,
 )  # fmt: skip
 from verification.score import RewardRules, Task, load_task, score_unverified
 from verification.verdict import GradingError

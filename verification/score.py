@@ -151,8 +151,6 @@ def _graded(request: ScoreRequest, rules: RewardRules, verdict: Verdict) -> Scor
     parts = {
         "format": rules.format_reward,
         "correct": rules.correct_reward if verdict.is_correct else 0.0,
-        "length": length_penalty(
-            request.completion_tokens, rules.max_tokens, rules.margin_tokens
-        ),
+        "length": length_penalty(request.completion_tokens, rules.max_tokens, rules.margin_tokens),
     }
     return Score(reward=sum(parts.values()), parts=parts, reason=verdict.reason)

@@ -24,8 +24,14 @@ import zmq
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.process import run_main, set_up_logging
-from megatron_rl.protocol.types import AnyMessage, ScoreDone, ScoreFailed, ScoreRequest
-from megatron_rl.protocol.types import Stop, VerifierReady
+from megatron_rl.protocol.types import (
+    AnyMessage,
+    ScoreDone,
+    ScoreFailed,
+    ScoreRequest,
+    Stop,
+    VerifierReady,
+)
 from megatron_rl.protocol.wire import Dealer, WireError
 from verification.pool import Pool
 from verification.score import RewardRules, score_quickly

@@ -130,7 +130,7 @@ class SftConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """Learning rate and schedule of the cold start."""
     control: bool = False
-    """After RL, continue the cold start on the same traces for RL's training compute and evaluate."""
+    """After RL, continue the cold start on the same traces for RL's compute, and evaluate."""
 
 
 class PromptSource(Section):
@@ -232,7 +232,7 @@ class VerifierConfig(Section):
     format_reward: float = Field(default=0.1, ge=0)
     """For passing the format gate."""
     length_margin_tokens: int = Field(default=0, ge=0)
-    """Paper's l_cache: the length penalty grows over this many tokens below max_new_tokens; 0: none."""
+    """Paper's l_cache: the length penalty grows over the last tokens before the limit; 0: none."""
 
 
 class EvalConfig(Section):

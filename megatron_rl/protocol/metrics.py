@@ -43,7 +43,9 @@ class MetricSet:
 
     def add_entries(self, entries: dict[str, tuple[float, float, str]]) -> None:
         """Fold in the entries of another process' set."""
-        self.add(Metric(name, value, reduce, count) for name, (value, count, reduce) in entries.items())
+        self.add(
+            Metric(name, value, reduce, count) for name, (value, count, reduce) in entries.items()
+        )
 
     def entries(self) -> dict[str, tuple[float, float, str]]:
         """name -> (value, count, reduce), for the wire."""

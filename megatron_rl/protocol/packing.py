@@ -1,7 +1,7 @@
 """Packs sequences into microbatches and deals these to data-parallel ranks. Pure.
 
-Used by the rollout queue and by supervised fine-tuning. Works on lengths (prompt + completion tokens) and
-returns indices, so that it serves any kind of sequence.
+Used by the rollout queue and by supervised fine-tuning. Works on lengths (prompt + completion
+tokens) and returns indices, so that it serves any kind of sequence.
 """
 
 Microbatch = list[int]

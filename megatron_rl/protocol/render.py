@@ -1,65 +1,92 @@
-"""Messages <-> token ids: what generators and supervised fine-tuning must agree on.
+"""Messages and answers to token ids, and back to text.
 
-Used by generators and by supervised fine-tuning. transformers is imported when a Renderer is
-loaded, so that importing this module stays light.
+Used by generators and by supervised fine-tuning, which must agree on it. Reads only local files. transformers is imported
+when a Renderer is made, so that importing this module stays light.
 """
 
+import json
 from pathlib import Path
-from typing import Any
+
+import jinja2
 
 from megatron_rl.protocol.config import RenderConfig
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import Message
 
 
+class RenderError(ValueError):
+    """A prompt that cannot be rendered; the text says why and what to do."""
+
+
 class Renderer:
-    """A tokenizer with the run's system prompt and chat template."""
+    """The tokenizer and chat template of a model folder."""
 
-    def __init__(self, tokenizer: Any, cfg: RenderConfig) -> None:
-        """tokenizer: a transformers tokenizer."""
-        self._tokenizer = tokenizer
-        self._cfg = cfg
-        if cfg.chat_template:
-            tokenizer.chat_template = cfg.chat_template
-        if not tokenizer.chat_template:
+    def __init__(self, config: RenderConfig, model: Path, context_tokens: int) -> None:
+        """Raises InputError when the folder has no tokenizer, or there is no chat template."""
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise InputError(f"model.path={model}: cannot load its tokenizer: {error}") from error
+        if config.chat_template:
+            self._tokenizer.chat_template = config.chat_template
+        if not self._tokenizer.chat_template:
             raise InputError(
-                f"the tokenizer in {tokenizer.name_or_path} has no chat template: set render.chat_template"
+                f"model.path={model}: its tokenizer has no chat template; set render.chat_template"
             )
-        if tokenizer.eos_token_id is None:
-            raise InputError(f"the tokenizer in {tokenizer.name_or_path} names no eos_token")
+        if self._tokenizer.eos_token_id is None:
+            raise InputError(f"model.path={model}: its tokenizer names no eos_token")
+        self._system_prompt = config.system_prompt
+        self._context_tokens = context_tokens
+        self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
+        """Token ids that end a sequence."""
 
-    @property
-    def eos_id(self) -> int:
-        """Id of the token that ends a completion."""
-        return self._tokenizer.eos_token_id
+    def render(self, messages: list[Message], max_new_tokens: int) -> list[int]:
+        """Prompt token ids, up to where the completion starts.
 
-    def prompt_ids(self, messages: list[Message]) -> list[int]:
-        """Token ids of a conversation up to where the assistant begins to answer."""
-        turns = [{"role": m.role, "content": m.content} for m in messages]
-        if self._cfg.system_prompt:
-            turns.insert(0, {"role": "system", "content": self._cfg.system_prompt})
-        text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        Raises RenderError for a template that fails and for a prompt that leaves no room for
+        max_new_tokens in the context.
+        """
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        if self._system_prompt:
+            turns.insert(0, {"role": "system", "content": self._system_prompt})
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                turns, tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise RenderError(
+                f"the chat template failed ({type(error).__name__}: {error}) on roles "
+                f"{[turn['role'] for turn in turns]}: mend the messages or render.chat_template"
+            ) from error
+        room = self._context_tokens - max_new_tokens
+        if not 0 < len(ids) <= room:
+            raise RenderError(
+                f"the prompt has {len(ids)} tokens; allowed are 1 to {room} = "
+                f"generator.context_tokens {self._context_tokens} - max_new_tokens {max_new_tokens}"
+            )
+        return list(ids)
 
-    def response_ids(self, text: str) -> list[int]:
-        """Token ids of an answer with the end of sequence after it."""
-        return [*self._tokenizer.encode(text, add_special_tokens=False), self.eos_id]
+    def render_response(self, text: str) -> list[int]:
+        """Token ids of an answer, the end of sequence included."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return [*ids, self._tokenizer.eos_token_id]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without the end of sequence at its end."""
-        if token_ids and token_ids[-1] == self.eos_id:
+        """Text of a completion, without the token that ended it; other special tokens stay."""
+        if token_ids and token_ids[-1] in self.stop_ids:
             token_ids = token_ids[:-1]
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
 
-def load_renderer(model_path: Path, cfg: RenderConfig) -> Renderer:
-    """Renderer of a HF folder; InputError when it has no usable tokenizer."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise InputError(f"no usable tokenizer in {model_path}: {error}") from error
-    return Renderer(tokenizer, cfg)
+def stop_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """End-of-sequence ids of the tokenizer, config.json and generation_config.json together."""
+    found = {tokenizer_eos} if tokenizer_eos is not None else set()
+    for name in ("config.json", "generation_config.json"):
+        path = model / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        found.update(value if isinstance(value, list) else [value] if value is not None else [])
+    return tuple(sorted(found))

@@ -302,7 +302,24 @@ class Failed(msgspec.Struct, frozen=True, tag="Failed"):
 
 
 AnyMessage = (
-    RankBatch | GeneratorReady | Lease | RolloutDone | RolloutFailed | VerifierReady | ScoreRequest
-    | ScoreDone | ScoreFailed | NextBatch | Published | Stop | Hello | JoinGroup | Pause
-    | Bucket | Resume | LeaveGroup | Ack | Failed
+    RankBatch
+    | GeneratorReady
+    | Lease
+    | RolloutDone
+    | RolloutFailed
+    | VerifierReady
+    | ScoreRequest
+    | ScoreDone
+    | ScoreFailed
+    | NextBatch
+    | Published
+    | Stop
+    | Hello
+    | JoinGroup
+    | Pause
+    | Bucket
+    | Resume
+    | LeaveGroup
+    | Ack
+    | Failed
 )

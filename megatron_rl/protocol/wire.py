@@ -59,7 +59,9 @@ def decode(frame: bytes, kind: Any = AnyMessage) -> Any:
     try:
         return _decoder(kind).decode(frame)
     except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
-        raise WireError(f"received a frame of {len(frame)} bytes that is no message: {error}") from error
+        raise WireError(
+            f"received a frame of {len(frame)} bytes that is no message: {error}"
+        ) from error
 
 
 def check_loopback(host: str) -> None:
@@ -121,7 +123,10 @@ class Router:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -176,6 +181,9 @@ class Dealer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

@@ -41,9 +41,7 @@ def may_open_group(untrained: int, *, max_staleness: int, groups_per_batch: int)
     return untrained < (max_staleness + 1) * groups_per_batch
 
 
-def is_group_needed(
-    waiting: int, *, next_step: int, steps: int, groups_per_batch: int
-) -> bool:
+def is_group_needed(waiting: int, *, next_step: int, steps: int, groups_per_batch: int) -> bool:
     """Whether the batches from `next_step` on can use more than the `waiting` untaken groups."""
     return waiting < (steps - next_step) * groups_per_batch
 

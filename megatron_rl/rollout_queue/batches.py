@@ -8,14 +8,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megatron_rl.protocol.config import TrainConfig
+from megatron_rl.protocol.lookup import find_function
 from megatron_rl.protocol.metrics import Metric, MetricSet
+from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import (
-    MinibatchShare, RankBatch, Rollout, ScoredRollout, TrainSequence,
+    MinibatchShare,
+    RankBatch,
+    Rollout,
+    ScoredRollout,
+    TrainSequence,
 )  # fmt: skip
 from megatron_rl.rollout_queue.advantage import ADVANTAGES, normalize_over_minibatch, token_weight
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.protocol.lookup import find_function
-from megatron_rl.protocol.packing import deal
 
 AdvantageFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -41,7 +45,8 @@ def form_batch(
         sequences = minibatch_sequences(groups[number :: config.minibatches], advantage)
         dealt = deal(
             [len(sequence.token_ids) for sequence in sequences],
-            budget_tokens=config.microbatch_tokens, dp_size=dp_size,
+            budget_tokens=config.microbatch_tokens,
+            dp_size=dp_size,
         )
         for rank, microbatches in enumerate(dealt):
             ranks[rank].append(

@@ -13,8 +13,17 @@ from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import (
-    AnyMessage, GeneratorReady, NextBatch, Published, RolloutDone, RolloutFailed, Sampling,
-    ScoreDone, ScoreFailed, Stop, VerifierReady,
+    AnyMessage,
+    GeneratorReady,
+    NextBatch,
+    Published,
+    RolloutDone,
+    RolloutFailed,
+    Sampling,
+    ScoreDone,
+    ScoreFailed,
+    Stop,
+    VerifierReady,
 )  # fmt: skip
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from megatron_rl.rollout_queue import admission
@@ -46,8 +55,14 @@ class Coordinator:
     """The state of the run as the queue sees it."""
 
     def __init__(
-        self, config: Config, prompts: PromptSets, *, recorder: Recorder, metrics: JsonlWriter,
-        evaluate_only: str = "", now: float,
+        self,
+        config: Config,
+        prompts: PromptSets,
+        *,
+        recorder: Recorder,
+        metrics: JsonlWriter,
+        evaluate_only: str = "",
+        now: float,
     ) -> None:
         """evaluate_only: label of the one evaluation to run; empty for training."""
         self._config = config
@@ -131,7 +146,8 @@ class Coordinator:
         if self._config.eval.prompts and not self._evaluate_only:
             self._labels.extend(
                 label_at(
-                    published.version, is_final=published.is_final,
+                    published.version,
+                    is_final=published.is_final,
                     every_steps=self._config.eval.every_steps,
                 )
             )
@@ -142,7 +158,8 @@ class Coordinator:
             completions = sum(group.size for group in groups)
             log.warning(
                 "%d groups (%d completions) were not needed: abandoned at end",
-                len(groups), completions,
+                len(groups),
+                completions,
             )
             self._metrics.write(self._published, {"queue/groups_abandoned": len(groups)})
 
@@ -184,8 +201,12 @@ class Coordinator:
             label = self._labels.popleft()
             log.info("evaluation %r of version %d starts", label, self._published)
             self._evaluation = Evaluation(
-                label, self._held_out, config=self._config.eval, sampling=self._config.sampling,
-                version=max(self._published, 0), now=now,
+                label,
+                self._held_out,
+                config=self._config.eval,
+                sampling=self._config.sampling,
+                version=max(self._published, 0),
+                now=now,
             )
 
     def _finish_evaluation(self, evaluation: Evaluation, now: float) -> None:
@@ -194,8 +215,11 @@ class Coordinator:
         self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
         log.info(
             "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts, %.1f s",
-            evaluation.label, results["eval/accuracy"], results["eval/accuracy_se"],
-            results["eval/n"], results["eval/seconds"],
+            evaluation.label,
+            results["eval/accuracy"],
+            results["eval/accuracy_se"],
+            results["eval/n"],
+            results["eval/seconds"],
         )
 
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
@@ -215,21 +239,32 @@ class Coordinator:
         step, dp_size = asked
         train, queue = self._config.train, self._config.queue
         numbers = admission.choose_batch(
-            self._groups.candidates(), step=step, groups_per_batch=train.groups_per_batch,
-            max_staleness=queue.max_staleness, is_strict=queue.strict_staleness,
+            self._groups.candidates(),
+            step=step,
+            groups_per_batch=train.groups_per_batch,
+            max_staleness=queue.max_staleness,
+            is_strict=queue.strict_staleness,
         )
         if numbers is None:
             return None
         groups, flat_groups = self._groups.take(numbers)
         self._desk.put(
             form_batch(
-                step, groups, flat_groups=flat_groups, config=train, advantage=self._advantage,
+                step,
+                groups,
+                flat_groups=flat_groups,
+                config=train,
+                advantage=self._advantage,
                 dp_size=dp_size,
             )
         )
         log.info(
             "batch of step %d: %d groups, %d flat ones dropped, %d open, %d late rollouts so far",
-            step, len(groups), len(flat_groups), self._groups.untaken, self._leases.late_rollouts,
+            step,
+            len(groups),
+            len(flat_groups),
+            self._groups.untaken,
+            self._leases.late_rollouts,
         )
         return step, groups
 
@@ -245,7 +280,8 @@ class Coordinator:
     def _min_version(self) -> int:
         queue = self._config.queue
         return admission.oldest_leasable_version(
-            self._published, max_staleness=queue.max_staleness,
+            self._published,
+            max_staleness=queue.max_staleness,
             # An evaluation measures the published version and no older one.
             is_strict=queue.strict_staleness or self._evaluation is not None,
         )
@@ -272,11 +308,14 @@ class Coordinator:
             return False
         train = self._config.train
         return admission.may_open_group(
-            self._groups.untrained, max_staleness=self._config.queue.max_staleness,
+            self._groups.untrained,
+            max_staleness=self._config.queue.max_staleness,
             groups_per_batch=train.groups_per_batch,
         ) and admission.is_group_needed(
-            self._groups.untaken, next_step=max(self._desk.formed_steps, self._published),
-            steps=train.steps, groups_per_batch=train.groups_per_batch,
+            self._groups.untaken,
+            next_step=max(self._desk.formed_steps, self._published),
+            steps=train.steps,
+            groups_per_batch=train.groups_per_batch,
         )
 
     def _open_training_group(self) -> Group:
@@ -286,7 +325,9 @@ class Coordinator:
             self._group_count,
             self._stream.next(),
             Sampling(
-                sampling.max_new_tokens, sampling.temperature, sampling.top_p,
+                sampling.max_new_tokens,
+                sampling.temperature,
+                sampling.top_p,
                 seed=_group_seed(self._config.run.seed, self._group_count),
             ),
             self._config.train.group_size,
@@ -315,7 +356,8 @@ class Coordinator:
         if is_asked or self._desk.waiting_ranks:
             return config.train.batch_timeout_s
         return (
-            config.train.batch_timeout_s + config.generator.start_timeout_s
+            config.train.batch_timeout_s
+            + config.generator.start_timeout_s
             + config.weights.join_timeout_s
         )
 

@@ -38,8 +38,14 @@ class Evaluation:
     """A running evaluation: groups to lease, and those complete."""
 
     def __init__(
-        self, label: str, prompts: list[Prompt], *, config: EvalConfig, sampling: SamplingConfig,
-        version: int, now: float,
+        self,
+        label: str,
+        prompts: list[Prompt],
+        *,
+        config: EvalConfig,
+        sampling: SamplingConfig,
+        version: int,
+        now: float,
     ) -> None:
         self.label = label
         self.version = version
@@ -72,7 +78,11 @@ class Evaluation:
             max_new_tokens=self._max_new_tokens, temperature=self._config.temperature, seed=number
         )
         return Group(
-            number, self._unopened.pop(), sampling, self._config.samples, self.version,
+            number,
+            self._unopened.pop(),
+            sampling,
+            self._config.samples,
+            self.version,
             evaluation=self.label,
         )
 

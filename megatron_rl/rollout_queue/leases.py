@@ -114,7 +114,8 @@ class Leases:
         silent = self._generators.drop_silent(now, config.heartbeat_timeout_s)
         self._lose(silent, "its generator fell silent")
         stuck = [
-            lease_id for lease_id, lease in self._open.items()
+            lease_id
+            for lease_id, lease in self._open.items()
             if now - lease.active_at > config.lease_timeout_s
         ]
         for lease_id in stuck:

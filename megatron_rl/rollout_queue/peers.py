@@ -45,7 +45,9 @@ class Peers:
         if known is not None and known.session != session:
             log.warning(
                 "%s %s restarted; %d pieces of its work are lost",
-                self._kind, name, len(known.work),
+                self._kind,
+                name,
+                len(known.work),
             )
             lost = list(known.work)
             known = None
@@ -72,7 +74,10 @@ class Peers:
             if now - peer.heard_at > timeout_s:
                 log.warning(
                     "%s %s was silent for %.1f s; %d pieces of its work go to others",
-                    self._kind, name, now - peer.heard_at, len(peer.work),
+                    self._kind,
+                    name,
+                    now - peer.heard_at,
+                    len(peer.work),
                 )
                 lost += self.drop(name)
         return lost

@@ -10,9 +10,9 @@ import random
 import msgspec
 
 from megatron_rl.protocol.config import PromptSource
+from megatron_rl.protocol.lookup import find_function
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import Prompt
-from megatron_rl.protocol.lookup import find_function
 from megatron_rl.rollout_queue.sources import SOURCES
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,10 @@ def load_prompts(sources: list[PromptSource], seed: int) -> PromptSets:
         train.append(kept)
     log.info(
         "prompts: %s for training, %d held out; %d train prompts removed because their question "
-        "is held out", " + ".join(str(len(prompts)) for prompts in train), len(held_out), removed,
+        "is held out",
+        " + ".join(str(len(prompts)) for prompts in train),
+        len(held_out),
+        removed,
     )
     used = [i for i, prompts in enumerate(train) if prompts]
     return PromptSets(
@@ -107,7 +110,7 @@ class PromptStream:
     def __init__(self, sets: PromptSets, seed: int) -> None:
         if not sets.train:
             raise InputError(
-                "there are no train prompts: lines need \"split\": \"train\", and a question that "
+                'there are no train prompts: lines need "split": "train", and a question that '
                 "is not held out"
             )
         self._sets = sets

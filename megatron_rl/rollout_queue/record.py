@@ -51,9 +51,14 @@ class Recorder:
 def _records(group: Group) -> list[RolloutRecord]:
     return [
         RolloutRecord(
-            prompt_id=group.prompt.id, group=group.number, index=scored.rollout.index,
-            text=scored.rollout.text, answer=group.prompt.answer, reward=scored.score.reward,
-            parts=scored.score.parts, reason=scored.score.reason,
+            prompt_id=group.prompt.id,
+            group=group.number,
+            index=scored.rollout.index,
+            text=scored.rollout.text,
+            answer=group.prompt.answer,
+            reward=scored.score.reward,
+            parts=scored.score.parts,
+            reason=scored.score.reason,
             tokens=len(scored.rollout.token_ids),
             versions=[span.version for span in scored.rollout.spans],
             finish_reason=scored.rollout.finish_reason,

@@ -9,7 +9,12 @@ import logging
 
 from megatron_rl.protocol.config import QueueConfig
 from megatron_rl.protocol.types import (
-    Rollout, ScoreDone, ScoredRollout, ScoreFailed, ScoreRequest, VerifierReady,
+    Rollout,
+    ScoreDone,
+    ScoredRollout,
+    ScoreFailed,
+    ScoreRequest,
+    VerifierReady,
 )
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import AttemptsExhausted
@@ -55,8 +60,12 @@ class Scoring:
         """Queue a rollout for grading."""
         prompt = group.prompt
         request = ScoreRequest(
-            request_id=self._next_id, task=prompt.task, answer=prompt.answer, entry=prompt.entry,
-            text=rollout.text, completion_tokens=len(rollout.token_ids),
+            request_id=self._next_id,
+            task=prompt.task,
+            answer=prompt.answer,
+            entry=prompt.entry,
+            text=rollout.text,
+            completion_tokens=len(rollout.token_ids),
             is_finished=rollout.finish_reason != "length",
         )
         self._next_id += 1

@@ -74,11 +74,16 @@ def main(config: Config, evaluate_only: str) -> None:
         metrics = JsonlWriter(config.run.dir / "metrics.jsonl", "queue")
         stack.enter_context(closing(metrics))
         coordinator = Coordinator(
-            config, prompts, recorder=Recorder(config.run.dir), metrics=metrics,
-            evaluate_only=evaluate_only, now=time.monotonic(),
+            config,
+            prompts,
+            recorder=Recorder(config.run.dir),
+            metrics=metrics,
+            evaluate_only=evaluate_only,
+            now=time.monotonic(),
         )
         ports = {
-            PROMPTS: config.ports.prompts, VERIFY: config.ports.verify,
+            PROMPTS: config.ports.prompts,
+            VERIFY: config.ports.verify,
             BATCHES: config.ports.batches,
         }
         routers = {

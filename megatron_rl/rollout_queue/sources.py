@@ -70,8 +70,12 @@ def _parse_line(text: str, place: str, default_id: str) -> Prompt:
     if not line.messages:
         raise InputError(f'{place}: "messages" is empty; expected at least a user message')
     return Prompt(
-        id=line.id or default_id, task=line.task, messages=line.messages, answer=line.answer,
-        split=line.split, entry=line.entry,
+        id=line.id or default_id,
+        task=line.task,
+        messages=line.messages,
+        answer=line.answer,
+        split=line.split,
+        entry=line.entry,
     )
 
 
@@ -119,7 +123,10 @@ def _distinct_entries(
     if len(entries) < size:
         log.warning(
             "%s has only %d distinct questions among %d entries (wanted %d)",
-            source.name, len(entries), size * _SCAN_FACTOR, size,
+            source.name,
+            len(entries),
+            size * _SCAN_FACTOR,
+            size,
         )
     return entries
 
@@ -161,7 +168,9 @@ def _to_prompt(
 ) -> Prompt:
     question = entry["question"].removeprefix(source.strip_prefix).strip()
     record = {
-        "dataset": source.name, "question": entry["question"], "answer": entry["answer"],
+        "dataset": source.name,
+        "question": entry["question"],
+        "answer": entry["answer"],
         "metadata": entry["metadata"],
     }
     try:

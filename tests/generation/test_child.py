@@ -26,7 +26,7 @@ asyncio.run(main())
 def test_how_it_ended_comes_with_the_end_of_its_log(tmp_path: Path) -> None:
     async def run() -> str:
         child = ServerChild(tmp_path / "logs" / "server.log")
-        code = "import os; [print('line', i) for i in range(99)]; raise SystemExit(int(os.environ['X']))"
+        code = "import os; [print('line', i) for i in range(99)]; exit(int(os.environ['X']))"
         await child.start([sys.executable, "-c", code], {"X": "7"})
         reason = await asyncio.wait_for(child.exited(), 20)
         await child.close()

@@ -188,9 +188,7 @@ def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
     version = driver.engine.version
 
     async def publish_amid() -> list[Completion]:
-        running = asyncio.create_task(
-            driver.collect(PROMPT, Sampling(400, 1.0), list(range(24)))
-        )
+        running = asyncio.create_task(driver.collect(PROMPT, Sampling(400, 1.0), list(range(24))))
         await asyncio.sleep(0.15)
         await old_weights.publish(new_model, version + 1)
         return await running

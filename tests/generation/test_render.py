@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from generation.render import Renderer, RenderError
 from megatron_rl.protocol.config import RenderConfig
 from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.render import Renderer, RenderError
 from megatron_rl.protocol.types import Message
 from tests.generation.tiny_model import CHARACTERS, EOS_ID
 

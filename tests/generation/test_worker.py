@@ -23,8 +23,8 @@ from megatron_rl.protocol.types import (
     AnyMessage,
     GeneratorReady,
     Hello,
-    LeaveGroup,
     Lease,
+    LeaveGroup,
     Message,
     Pause,
     Prompt,
@@ -196,7 +196,10 @@ def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
     models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM
 ) -> None:
     config = make_config(models_dir, tmp_path / "run", engine="hf", wait_for_publish=False)
-    with Router(config.ports.host, config.ports.prompts) as queue, worker_process(config) as process:
+    with (
+        Router(config.ports.host, config.ports.prompts) as queue,
+        worker_process(config) as process,
+    ):
         ready = await_kind(queue, GeneratorReady, START_S)
         assert ready.version == 0
         queue.send("generator-0", lease(1, 2, content="x" * 300))
@@ -239,9 +242,7 @@ def test_a_server_that_fails_to_start_shows_its_log(models_dir: Path, tmp_path: 
         (folder / file.name).write_bytes(file.read_bytes())
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("LlamaForCausalLM", "NoSuchArchitecture"))
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"path": folder})}
-    )
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
     with worker_process(config) as process:
         _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1

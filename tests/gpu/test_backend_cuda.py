@@ -94,7 +94,7 @@ def test_fp8_learns_near_bf16(model_folder: Path) -> None:
 
 
 def adam_difference() -> float:
-    """Largest difference of parameters after 5 steps: the chosen fused Adam beside torch's AdamW."""
+    """Largest difference of parameters after 5 steps of the chosen Adam and torch's AdamW."""
     from megatron.core import optimizer as megatron_optimizer
 
     from megatron_rl.backend import select_backend

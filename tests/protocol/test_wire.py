@@ -8,10 +8,24 @@ import pytest
 
 from megatron_rl.protocol import types
 from megatron_rl.protocol.types import (
-    AnyMessage, Lease, Message, MinibatchShare, NextBatch, Prompt, Published, RankBatch, Rollout,
-    RolloutDone, Sampling, Score, ScoreDone, Stop, TrainSequence, VersionSpan,
+    AnyMessage,
+    Lease,
+    Message,
+    MinibatchShare,
+    NextBatch,
+    Prompt,
+    Published,
+    RankBatch,
+    Rollout,
+    RolloutDone,
+    Sampling,
+    Score,
+    ScoreDone,
+    Stop,
+    TrainSequence,
+    VersionSpan,
 )  # fmt: skip
-from megatron_rl.protocol.wire import Dealer, DeadlineExceeded, Router, WireError, decode, encode
+from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError, decode, encode
 
 
 def same(one: Any, two: Any) -> bool:

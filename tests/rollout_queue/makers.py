@@ -3,7 +3,13 @@
 import numpy as np
 
 from megatron_rl.protocol.types import (
-    Message, Prompt, Rollout, Sampling, Score, ScoredRollout, VersionSpan,
+    Message,
+    Prompt,
+    Rollout,
+    Sampling,
+    Score,
+    ScoredRollout,
+    VersionSpan,
 )  # fmt: skip
 from megatron_rl.rollout_queue.groups import Group
 
@@ -13,16 +19,27 @@ def make_prompt(name: str = "p", *, answer: str = "1", split: str = "train") -> 
 
 
 def make_rollout(
-    index: int = 0, *, lease_id: int = 0, tokens: int = 3, prompt_tokens: int = 2,
-    versions: tuple[int, ...] = (0,), text: str = "text", finish_reason: str = "stop",
+    index: int = 0,
+    *,
+    lease_id: int = 0,
+    tokens: int = 3,
+    prompt_tokens: int = 2,
+    versions: tuple[int, ...] = (0,),
+    text: str = "text",
+    finish_reason: str = "stop",
 ) -> Rollout:
     """The first versions have one token each, the last one the rest."""
     edges = [*range(len(versions)), tokens]
     spans = [VersionSpan(v, edges[i], edges[i + 1]) for i, v in enumerate(versions)]
     return Rollout(
-        lease_id, index, np.arange(prompt_tokens, dtype=np.int32),
+        lease_id,
+        index,
+        np.arange(prompt_tokens, dtype=np.int32),
         np.arange(100, 100 + tokens, dtype=np.int32),
-        np.full(tokens, -0.5, dtype=np.float32), spans, finish_reason, text,
+        np.full(tokens, -0.5, dtype=np.float32),
+        spans,
+        finish_reason,
+        text,
     )
 
 
@@ -32,8 +49,13 @@ def make_score(reward: float) -> Score:
 
 
 def make_group(
-    number: int, rewards: list[float], *, tokens: list[int] | None = None, opened_version: int = 0,
-    versions: tuple[int, ...] = (0,), prompt_tokens: int = 2,
+    number: int,
+    rewards: list[float],
+    *,
+    tokens: list[int] | None = None,
+    opened_version: int = 0,
+    versions: tuple[int, ...] = (0,),
+    prompt_tokens: int = 2,
 ) -> Group:
     """A complete group."""
     group = Group(number, make_prompt(f"p{number}"), Sampling(8, 1.0), len(rewards), opened_version)

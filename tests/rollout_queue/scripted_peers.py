@@ -15,8 +15,19 @@ import zmq
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import dump_toml
 from megatron_rl.protocol.types import (
-    GeneratorReady, Lease, NextBatch, Published, RankBatch, Rollout, RolloutDone, Score, ScoreDone,
-    ScoreRequest, Stop, VerifierReady, VersionSpan,
+    GeneratorReady,
+    Lease,
+    NextBatch,
+    Published,
+    RankBatch,
+    Rollout,
+    RolloutDone,
+    Score,
+    ScoreDone,
+    ScoreRequest,
+    Stop,
+    VerifierReady,
+    VersionSpan,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Dealer
 
@@ -63,7 +74,12 @@ class ScriptedPeers:
     """Answers leases at once, in random order; half of the training completions are right."""
 
     def __init__(
-        self, config: Config, *, dp_size: int = 1, hold: int = 0, trains: bool = True,
+        self,
+        config: Config,
+        *,
+        dp_size: int = 1,
+        hold: int = 0,
+        trains: bool = True,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         """hold: completions kept back until others follow, so that they straddle a publish.
@@ -151,8 +167,14 @@ class ScriptedPeers:
             spans = [VersionSpan(began_at, 0, 1), VersionSpan(self.version, 1, tokens)]
         is_right = lease.sampling.temperature == 0 or self.chance.random() < 0.5
         return Rollout(
-            lease.lease_id, index, np.arange(5, dtype=np.int32), np.arange(tokens, dtype=np.int32),
-            np.zeros(tokens, np.float32), spans, "stop", lease.prompt.answer if is_right else "no",
+            lease.lease_id,
+            index,
+            np.arange(5, dtype=np.int32),
+            np.arange(tokens, dtype=np.int32),
+            np.zeros(tokens, np.float32),
+            spans,
+            "stop",
+            lease.prompt.answer if is_right else "no",
         )
 
     def _on_verifier(self, message: ScoreRequest | Stop) -> None:
@@ -160,8 +182,10 @@ class ScriptedPeers:
             self.stopped.add("verifier")
             return
         is_right = message.text == message.answer
-        score = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct") if is_right else Score(
-            0.1, {"format": 0.1}, "wrong_answer"
+        score = (
+            Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
+            if is_right
+            else Score(0.1, {"format": 0.1}, "wrong_answer")
         )
         self.verifier.send(ScoreDone(message.request_id, score))
 

@@ -3,7 +3,11 @@ import random
 import pytest
 
 from megatron_rl.rollout_queue.admission import (
-    UntrainedGroup, choose_batch, is_group_needed, may_open_group, oldest_leasable_version,
+    UntrainedGroup,
+    choose_batch,
+    is_group_needed,
+    may_open_group,
+    oldest_leasable_version,
 )  # fmt: skip
 
 
@@ -80,7 +84,10 @@ def simulate(seed: int, *, is_strict: bool) -> tuple[int, int]:
             in_training, published = [], published + 1
         elif formed == published:
             chosen = choose_batch(
-                untaken.values(), step=formed, groups_per_batch=per_batch, max_staleness=staleness,
+                untaken.values(),
+                step=formed,
+                groups_per_batch=per_batch,
+                max_staleness=staleness,
                 is_strict=is_strict,
             )
             if chosen is not None:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_rl.rollout_queue.advantage import (
-    group_mean_advantages, normalize_over_minibatch, token_weight,
+    group_mean_advantages,
+    normalize_over_minibatch,
+    token_weight,
 )  # fmt: skip
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from tests.rollout_queue.makers import make_group

@@ -2,16 +2,19 @@ import pytest
 
 from megatron_rl.protocol.config import QueueConfig
 from megatron_rl.protocol.types import (
-    GeneratorReady, RolloutFailed, Sampling, ScoreDone, ScoreFailed, VerifierReady,
+    GeneratorReady,
+    RolloutFailed,
+    Sampling,
+    ScoreDone,
+    ScoreFailed,
+    VerifierReady,
 )  # fmt: skip
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import AttemptsExhausted, Leases
 from megatron_rl.rollout_queue.scoring import Scoring
 from tests.rollout_queue.makers import make_prompt, make_rollout, make_score
 
-CONFIG = QueueConfig(
-    heartbeat_timeout_s=10, lease_timeout_s=40, score_timeout_s=15, max_attempts=2
-)
+CONFIG = QueueConfig(heartbeat_timeout_s=10, lease_timeout_s=40, score_timeout_s=15, max_attempts=2)
 
 
 def new_group(size: int = 4, number: int = 0) -> Group:

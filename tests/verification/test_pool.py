@@ -46,9 +46,7 @@ def _collect(pool: Pool, limit_s: float) -> dict[int, Outcome]:
 
 
 def _hostile(name: str, request_id: int, entry: str = "") -> ScoreRequest:
-    return make_request(
-        boxed("7"), task=f"{HOSTILE}:{name}", request_id=request_id, entry=entry
-    )
+    return make_request(boxed("7"), task=f"{HOSTILE}:{name}", request_id=request_id, entry=entry)
 
 
 def _assert_graded(outcomes: dict[int, Outcome], request_ids: range) -> None:

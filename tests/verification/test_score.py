@@ -5,7 +5,12 @@ import pytest
 
 from tests.verification.requests import RULES, boxed, make_request
 from verification.score import (
-    length_penalty, load_task, score_exact, score_math, score_quickly, score_unverified,
+    length_penalty,
+    load_task,
+    score_exact,
+    score_math,
+    score_quickly,
+    score_unverified,
 )  # fmt: skip
 from verification.verdict import GradingError
 

@@ -14,7 +14,12 @@ import pytest
 from megatron_rl.protocol.config import Config, PortsConfig, PromptSource, RunConfig, VerifierConfig
 from megatron_rl.protocol.config_file import dump_toml
 from megatron_rl.protocol.types import (
-    AnyMessage, ScoreDone, ScoreFailed, ScoreRequest, Stop, VerifierReady,
+    AnyMessage,
+    ScoreDone,
+    ScoreFailed,
+    ScoreRequest,
+    Stop,
+    VerifierReady,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Router
 from tests.verification.requests import boxed, make_request

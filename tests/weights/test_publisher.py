@@ -18,7 +18,7 @@ from megatron_rl.protocol.types import (
     Pause,
     Resume,
 )
-from megatron_rl.protocol.wire import Dealer, DeadlineExceeded, Router
+from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
 from megatron_rl.weights.group import bucket_bytes, open_group, split_bucket
 from megatron_rl.weights.publisher import GeneratorLink, PublishError, WeightPublisher
 from tests.distributed import run_ranks

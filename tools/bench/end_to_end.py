@@ -34,7 +34,6 @@ Progress goes to stderr; the last line on stdout is one JSON object with the med
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -83,22 +82,19 @@ def main() -> int:
     except (ChildFailed, ConfigError, InputError, FileExistsError) as error:
         _say(str(error))
         return 1
-    result = {
+    conditions = {
         "mode": "quick" if options.quick else "full",
         "steps": steps,
         "repeats": repeats,
         "cores": len(cores),
-        "machine": platform.processor() or platform.machine(),
         "busy_share_between_runs": round(statistics.fmean(shares), 3),
-        **compare(loops),
-        **({} if options.quick else learning(loops)),
     }
     if max(shares) > QUIET_SHARE:
         _say(
             f"other processes took up to {max(shares):.0%} of the cores between the runs: these "
             "figures say little; run this again on a quiet machine"
         )
-    print(json.dumps(result))
+    print(json.dumps(conditions | compare(loops) | ({} if options.quick else learning(loops))))
     return 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.render import load_renderer
+from megatron_rl.protocol.render import Renderer
 from megatron_rl.rollout_queue.prompts import load_prompts
 from tools.bench.children import run_child
 from tools.bench.measures import StepMark, marks_from_metrics, marks_from_peer
@@ -156,14 +156,14 @@ def write_peer_prompts(config: Config, path: Path) -> int:
     Raises InputError when the prompts or the tokenizer cannot be read, ValueError for a task that
     the peer's exact comparison does not grade.
     """
-    renderer = load_renderer(config.model.path, config.render)
+    renderer = Renderer(config.render, config.model.path, config.generator.context_tokens)
     prompts = [p for part in load_prompts(config.prompts, config.run.seed).train for p in part]
     tasks = {prompt.task for prompt in prompts}
     if tasks != {"exact"}:
         raise ValueError(f"the peer grades the task 'exact' only; the prompts have {sorted(tasks)}")
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
-            ids = renderer.prompt_ids(prompt.messages)
+            ids = renderer.render(prompt.messages, config.sampling.max_new_tokens)
             row = {"text": renderer.decode(ids), "token_ids": ids, "answer": prompt.answer}
             file.write(json.dumps(row) + "\n")
     return len(prompts)

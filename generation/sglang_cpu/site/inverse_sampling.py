@@ -10,9 +10,10 @@ import torch
 
 
 def sample(probs: torch.Tensor) -> torch.Tensor:
-    """[rows] int64 index drawn from each row of probs, [rows, vocabulary], not necessarily normalised.
+    """[rows] int64 index drawn from each row of probs, [rows, vocabulary].
 
-    The threshold lies in (0, total], so an index of probability 0 is never drawn.
+    The rows need not be normalised. The threshold lies in (0, total], so an index of probability 0
+    is never drawn.
     """
     cumulative = probs.cumsum(-1)
     uniform = 1.0 - torch.rand(probs.shape[0], 1, dtype=probs.dtype, device=probs.device)
