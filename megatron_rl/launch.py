@@ -173,6 +173,11 @@ def evaluate(config: Config, label: str, console: Console) -> None:
         raise InputError("eval.prompts is 0: say how many held-out prompts to evaluate on")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
         raise InputError(f"--label {label!r}: it names files; use letters, digits, - and _")
+    no_training = {
+        "sft": config.sft.model_copy(update={"steps": 0, "control": False}),
+        "train": config.train.model_copy(update={"steps": 0}),
+    }
+    config = config.model_copy(update=no_training)
     preflight.check(config)
     config = _prepare_run_folder(config)
     with _Session(config, console) as session, session.phase("evaluation", f"evaluation {label}"):

@@ -15,6 +15,7 @@ from megatron_rl.protocol.process import InputError
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.rollout_queue.prompts import load_prompts
 from megatron_rl.traces import read_traces
+from verification.settings import check_sources
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -139,6 +140,7 @@ def check_traces(sft: SftConfig) -> None:
 
 def check_prompts(config: Config) -> None:
     """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
+    check_sources(config.prompts)
     sets = load_prompts(config.prompts, config.run.seed)
     if config.train.steps and not sets.train:
         raise InputError(

@@ -26,11 +26,14 @@ class Trace(msgspec.Struct, frozen=True):
 def read_traces(path: Path) -> list[Trace]:
     """All traces of a file; InputError names the file and line of the first bad one."""
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise InputError(f"cannot read the traces {path}: {error.strerror}") from error
+        # Not splitlines(), which also splits at U+2028 inside JSON strings.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the traces {path}: {error}") from error
     traces = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             traces.append(msgspec.json.decode(line, type=Trace))
         except msgspec.MsgspecError as error:

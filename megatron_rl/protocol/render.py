@@ -1,7 +1,7 @@
 """Messages and answers to token ids, and back to text.
 
-Used by generators and by supervised fine-tuning, which must agree on it. Reads only local files. transformers is imported
-when a Renderer is made, so that importing this module stays light.
+Used by generators and by supervised fine-tuning, which must agree on it. Reads only local files.
+transformers is imported when a Renderer is made, so that importing this module stays light.
 """
 
 import json

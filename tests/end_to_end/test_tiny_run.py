@@ -1,0 +1,133 @@
+"""The whole system: `quickstart.sh --tiny` on this machine, and a run that is stopped midway."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.protocol.metrics import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SUMMARY_KEYS = {
+    "engine", "engine_version", "megatron_core_version", "trainer_world_size", "tp", "pp", "dp",
+    "model_parameters", "steps", "rollouts_trained", "groups_dropped_flat", "eval_n",
+    "accuracy_before", "accuracy_after", "accuracy_se_before", "accuracy_se_after",
+    "reward_first10", "reward_last10", "rollouts_spanning_versions", "staleness_mean",
+    "staleness_max", "logprob_gap_mean", "publish_s_median", "generator_idle_fraction",
+    "trainer_idle_fraction", "wall_s", "hf_export",
+}  # fmt: skip
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Processes whose command line, or that of an ancestor, names the run folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(run_dir) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    run_dir = tmp_path_factory.mktemp("tiny") / "run"
+    command = ["bash", "examples/quickstart.sh", "--tiny", "--run-dir", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return run_dir, json.loads((run_dir / "summary.json").read_text())
+
+
+def test_sampled_accuracy_rises(finished: tuple[Path, dict[str, Any]]) -> None:
+    _, summary = finished
+    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.3
+    assert summary["accuracy_after"] >= 0.6
+
+
+def test_summary_is_whole_and_true_to_the_run(finished: tuple[Path, dict[str, Any]]) -> None:
+    run_dir, summary = finished
+    assert SUMMARY_KEYS <= summary.keys()
+    assert (summary["engine"], summary["tp"], summary["trainer_world_size"]) == ("sglang", 2, 2)
+    assert summary["rollouts_spanning_versions"] > 0
+    assert summary["staleness_max"] <= summary["max_staleness"]
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    trained = sum(row.get("queue/rollouts_trained", 0) for row in rows)
+    assert summary["rollouts_trained"] == trained == summary["steps"] * 256
+    assert sum(row.get("train/skipped_steps", 0) for row in rows) == 0
+    steps = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    assert len(steps) == summary["steps"]
+    assert len(steps[0].read_text().splitlines()) == 256
+
+
+def test_generators_and_trainer_agree_on_logprobs(finished: tuple[Path, dict[str, Any]]) -> None:
+    # Where no completion spans versions the caches are fresh, and only rounding is left.
+    run_dir, _ = finished
+    gaps = [
+        row["train/logprob_gap"]
+        for row in read_jsonl(run_dir / "metrics.jsonl")
+        if row.get("train/logprob_gap_tokens") and not row["queue/rollouts_spanning_versions"]
+    ]
+    assert gaps and max(gaps) < 1e-4
+
+
+def test_exported_model_loads_in_transformers(finished: tuple[Path, dict[str, Any]]) -> None:
+    _, summary = finished
+    model = AutoModelForCausalLM.from_pretrained(summary["hf_export"], dtype=torch.float32)
+    assert sum(p.numel() for p in model.parameters()) == summary["model_parameters"]
+
+
+def test_finished_run_leaves_no_process(finished: tuple[Path, dict[str, Any]]) -> None:
+    run_dir, _ = finished
+    assert processes_of(run_dir) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_run_leaves_no_process_within_ten_seconds(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, number: signal.Signals
+) -> None:
+    tasks = finished[0] / "tasks"
+    run_dir = tmp_path / "stopped"
+    command = [
+        ROOT / ".venv/bin/python", "-m", "megatron_rl.cli", "run", "--config", "examples/tiny.toml",
+        "--run-dir", str(run_dir), f"model.path={finished[0] / 'start_model'}",
+        f"prompts.0.path={tasks / 'prompts.jsonl'}", f"sft.traces={tasks / 'traces.jsonl'}",
+        "sft.steps=2", "train.steps=10000", "eval.prompts=0",
+    ]  # fmt: skip
+    run = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 150
+    while not any("train/loss" in row for row in training_rows(run_dir)):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.5)
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) >= 6  # queue, generator, SGLang's own, verifier, torchrun, two ranks
+    run.send_signal(number)
+    started = time.monotonic()
+    run.wait(30)
+    seconds = time.monotonic() - started
+    assert seconds < 12
+    assert run.returncode == 128 + number
+    assert not any(child.is_running() and not is_zombie(child) for child in children)
+
+
+def training_rows(run_dir: Path) -> list[dict[str, Any]]:
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    return [row for row in rows if row["source"] == "trainer"]
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,156 @@
+"""Checks a finished run with transformers alone: does hf/final say what the run reported?
+
+`python -m tools.check_run RUN_DIR`. Loads RUN_DIR/hf/final in transformers and
+- compares its logits with those of the trainer's model code on one rank, in the training dtype;
+  the measure of rounding is how far each of them is from transformers in float32;
+- answers the held-out prompts greedily and compares the accuracy with the reported one, where the
+  run evaluated greedily.
+The last line is one JSON object; the exit status is 1 when a check fails.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.evaluation import select_held_out
+from megatron_rl.rollout_queue.prompts import load_prompts
+
+PROBE_PROMPTS = 32
+BATCH = 64
+ROUNDING_FACTOR = 2.0
+_ANSWER = re.compile(r"<think>((?!</?think>).)*</think>((?!</?think>).)*\\boxed\{([^{}]*)\}", re.S)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    run_dir = parser.parse_args().run_dir
+    folder = run_dir / "hf" / "final"
+    cfg = load_config(
+        run_dir / "config.toml",
+        [f"model.path={folder}", "parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1"],
+    )
+    renderer = Renderer(cfg.render, folder, cfg.generator.context_tokens)
+    prompts = select_held_out(load_prompts(cfg.prompts, cfg.run.seed).held_out, cfg.eval)
+    findings = compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])
+    if cfg.eval.temperature == 0:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        findings |= compare_accuracy(cfg, renderer, prompts, summary)
+    findings["ok"] = all(value for key, value in findings.items() if key.startswith("is_"))
+    print(json.dumps(findings))
+    return 0 if findings["ok"] else 1
+
+
+def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
+    """Distances of trainer's and transformers' logits from float32 ones, on the prompts' tokens."""
+    sequences = [
+        renderer.render(p.messages, cfg.sampling.max_new_tokens)
+        + renderer.render_response(f"<think></think>\\boxed{{{p.answer}}}")
+        for p in prompts
+    ]
+    trainer = trainer_logits(cfg, sequences)
+    reference, own = (hf_logits(cfg.model.path, sequences, d) for d in ("float32", cfg.model.dtype))
+    trainer_error = float((trainer - reference).abs().mean())
+    own_error = float((own - reference).abs().mean())
+    floor = 1e-5 * float(reference.abs().mean())
+    return {
+        "logit_error_trainer": trainer_error,
+        "logit_error_transformers": own_error,
+        "logit_max_difference": float((trainer - own).abs().max()),
+        "is_logits_within_rounding": trainer_error <= ROUNDING_FACTOR * own_error + floor,
+    }
+
+
+@torch.no_grad()
+def hf_logits(folder: Path, sequences: list[list[int]], dtype: str) -> torch.Tensor:
+    """[tokens of all sequences, vocabulary] float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return torch.cat([model(torch.tensor([ids])).logits[0].float() for ids in sequences])
+
+
+@torch.no_grad()
+def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
+    """The same by the trainer's model on one rank, packed."""
+    # Imported here: the backend patches torch for the whole process.
+    from megatron_rl.model import packed
+    from megatron_rl.policy import open_policy
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    tokens = torch.tensor([[token for ids in sequences for token in ids]])
+    positions = torch.cat([torch.arange(len(ids)) for ids in sequences])[None]
+    with open_policy(cfg) as policy:
+        device = policy.device
+        lengths = packed([len(ids) for ids in sequences], device)
+        chunk = policy.chunks[0].eval()
+        logits = chunk(tokens.to(device), positions.to(device), None, packed_seq_params=lengths)
+        return logits[0, :, : policy.shape.vocab].float().cpu()
+
+
+def compare_accuracy(
+    cfg: Config, renderer: Renderer, prompts: list[Prompt], summary: dict
+) -> dict[str, object]:
+    """transformers' greedy accuracy beside the reported one."""
+    accuracy = hf_accuracy(cfg, renderer, prompts)
+    reported = summary["accuracy_after"]
+    error = math.sqrt(max(accuracy * (1 - accuracy), 1e-4) / len(prompts))
+    return {
+        "accuracy_transformers": accuracy,
+        "accuracy_reported": reported,
+        "is_accuracy_confirmed": abs(accuracy - reported) <= 2 * error,
+    }
+
+
+@torch.no_grad()
+def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float:
+    """Share of prompts whose last boxed answer, well formed, is the reference text."""
+    model = AutoModelForCausalLM.from_pretrained(
+        cfg.model.path, dtype=getattr(torch, cfg.model.dtype)
+    ).eval()
+    correct = 0
+    for start in range(0, len(prompts), BATCH):
+        batch = prompts[start : start + BATCH]
+        ids = [renderer.render(p.messages, cfg.sampling.max_new_tokens) for p in batch]
+        width = max(map(len, ids))
+        pad = renderer.stop_ids[0]
+        tokens = torch.tensor([[pad] * (width - len(i)) + i for i in ids])
+        mask = torch.tensor([[0] * (width - len(i)) + [1] * len(i) for i in ids])
+        output = model.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=cfg.sampling.max_new_tokens,
+            do_sample=False,
+            pad_token_id=pad,
+            eos_token_id=list(renderer.stop_ids),
+        )
+        for prompt, row in zip(batch, output[:, width:].tolist(), strict=True):
+            correct += answer_of(row, renderer) == prompt.answer
+    return correct / len(prompts)
+
+
+def answer_of(token_ids: list[int], renderer: Renderer) -> str | None:
+    """Boxed answer of a completion that is well formed."""
+    ends = [i for i, token in enumerate(token_ids) if token in renderer.stop_ids]
+    text = renderer.decode(token_ids[: ends[0]] if ends else token_ids)
+    found = _ANSWER.match(text)
+    return found.group(3).strip() if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
