@@ -46,6 +46,8 @@ fi
 bash tools/install.sh cpu
 PYTHON=.venv/bin/python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# A dependency compiles with a SyntaxWarning at its first import.
+export PYTHONWARNINGS=ignore::SyntaxWarning
 
 TASKS=$RUN_DIR/tasks
 if [ "$EXAMPLE" = tiny ]; then

@@ -24,12 +24,14 @@ class ServerChild:
         self._log_path = log_path
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self, command: list[str], environment: dict[str, str]) -> None:
+    async def start(
+        self, command: list[str], environment: dict[str, str], *, nice: int = 0
+    ) -> None:
         """Start the command in a session of its own; its output is appended to the log."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, __file__, str(os.getpid()), *command),
+                *(sys.executable, __file__, str(os.getpid()), str(nice), *command),
                 env={**os.environ, **environment},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -66,11 +68,15 @@ class ServerChild:
 
 
 def launch(arguments: list[str]) -> NoReturn:
-    """Become the command `arguments[1:]`, to be killed when process `arguments[0]` dies."""
+    """Become the command `arguments[2:]`, to be killed when process `arguments[0]` dies.
+
+    arguments[1] is added to its niceness.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(arguments[0]):
         raise SystemExit("the parent died before its server started")
-    os.execv(arguments[1], arguments[1:])
+    os.nice(int(arguments[1]))
+    os.execv(arguments[2], arguments[2:])
 
 
 if __name__ == "__main__":

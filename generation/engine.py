@@ -35,6 +35,7 @@ class EngineSetup:
     max_running: int
     kv_tokens: int
     context_tokens: int
+    nice: int
     start_timeout_s: float
     request_timeout_s: float
     weights_timeout_s: float
@@ -119,6 +120,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         max_running=generator.max_running,
         kv_tokens=generator.kv_tokens,
         context_tokens=generator.context_tokens,
+        nice=generator.nice,
         start_timeout_s=generator.start_timeout_s,
         request_timeout_s=generator.request_timeout_s,
         weights_timeout_s=config.weights.timeout_s,

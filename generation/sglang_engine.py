@@ -65,7 +65,7 @@ class SGLangEngine:
         self._http = aiohttp.ClientSession(
             f"http://{setup.host}:{setup.port}", connector=aiohttp.TCPConnector(limit=0)
         )
-        await self._child.start(server_command(setup), server_environment(setup))
+        await self._child.start(server_command(setup), server_environment(setup), nice=setup.nice)
         deadline = time.monotonic() + setup.start_timeout_s
         while not await self._answers():
             if self._child.has_exited:

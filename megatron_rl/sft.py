@@ -79,9 +79,14 @@ def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
 
     Tokens that went through the trainer count whole, generated ones a third (forward only).
     """
-    rows = read_jsonl(cfg.run.dir / "metrics.jsonl")
-    trained = sum(row.get("train/positions", 0.0) for row in rows if row["source"] == "trainer")
-    generated = sum(row.get("generator/tokens", 0.0) for row in rows)
+    rows = [row for row in read_jsonl(cfg.run.dir / "metrics.jsonl") if row["source"] == "trainer"]
+    trained = sum(row.get("train/positions", 0.0) for row in rows)
+    groups = ("queue/groups_trained", "queue/groups_dropped_flat")
+    generated = sum(
+        sum(row[name] for name in groups) * cfg.train.group_size * row["rollout/length_tokens"]
+        for row in rows
+        if "rollout/length_tokens" in row
+    )
     if not trained:
         raise InputError(
             f"{cfg.run.dir}/metrics.jsonl has no training step: there is no compute to match"

@@ -208,6 +208,8 @@ class GeneratorConfig(Section):
     """Tokens that the KV cache holds (all completions in flight)."""
     context_tokens: PositiveInt = 2048
     """Longest prompt plus completion."""
+    nice: int = Field(default=0, ge=0, le=19)
+    """CPU priority given up by the engine, where it shares cores with the trainer."""
     start_timeout_s: PositiveFloat = 180.0
     """An engine that is not ready by then has failed."""
     request_timeout_s: PositiveFloat = 300.0

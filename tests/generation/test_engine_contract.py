@@ -31,6 +31,7 @@ def make_setup(models_dir: Path, log_path: Path, **changes: Any) -> EngineSetup:
         "max_running": 48,
         "kv_tokens": 16_384,
         "context_tokens": 512,
+        "nice": 0,
         "start_timeout_s": 140.0,
         "request_timeout_s": 60.0,
         "weights_timeout_s": 30.0,

@@ -76,7 +76,7 @@ def test_releases_compare_as_numbers() -> None:
 def test_the_server_is_started_with_what_exact_versions_need() -> None:
     setup = EngineSetup(
         model=Path("/m"), dtype="bfloat16", stop_ids=(), tensor_parallel=2, max_running=8,
-        kv_tokens=1024, context_tokens=256, start_timeout_s=1, request_timeout_s=1,
+        kv_tokens=1024, context_tokens=256, nice=0, start_timeout_s=1, request_timeout_s=1,
         weights_timeout_s=1, host="127.0.0.1", port=1234, seed=5, version=-1, log_path=Path("/l"),
     )  # fmt: skip
     command = server_command(setup)
