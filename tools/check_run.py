@@ -45,10 +45,12 @@ def main() -> int:
     )
     renderer = Renderer(cfg.render, folder, cfg.generator.context_tokens)
     prompts = select_held_out(load_prompts(cfg.prompts, cfg.run.seed).held_out, cfg.eval)
-    findings = compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])
+    findings: dict[str, object] = {}
     if cfg.eval.temperature == 0:
         summary = json.loads((run_dir / "summary.json").read_text())
         findings |= compare_accuracy(cfg, renderer, prompts, summary)
+    # Last: the trainer's backend patches torch, and transformers then loads models wrongly.
+    findings |= compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])
     findings["ok"] = all(value for key, value in findings.items() if key.startswith("is_"))
     print(json.dumps(findings))
     return 0 if findings["ok"] else 1
@@ -61,8 +63,9 @@ def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> di
         + renderer.render_response(f"<think></think>\\boxed{{{p.answer}}}")
         for p in prompts
     ]
+    reference = hf_logits(cfg.model.path, sequences, "float32")
+    own = hf_logits(cfg.model.path, sequences, cfg.model.dtype)
     trainer = trainer_logits(cfg, sequences)
-    reference, own = (hf_logits(cfg.model.path, sequences, d) for d in ("float32", cfg.model.dtype))
     trainer_error = float((trainer - reference).abs().mean())
     own_error = float((own - reference).abs().mean())
     floor = 1e-5 * float(reference.abs().mean())
@@ -81,10 +84,9 @@ def hf_logits(folder: Path, sequences: list[list[int]], dtype: str) -> torch.Ten
     return torch.cat([model(torch.tensor([ids])).logits[0].float() for ids in sequences])
 
 
-@torch.no_grad()
 def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
     """The same by the trainer's model on one rank, packed."""
-    # Imported here: the backend patches torch for the whole process.
+    # Imported here, as the backend patches torch for the whole process.
     from megatron_rl.model import packed
     from megatron_rl.policy import open_policy
 
@@ -99,7 +101,8 @@ def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
         device = policy.device
         lengths = packed([len(ids) for ids in sequences], device)
         chunk = policy.chunks[0].eval()
-        logits = chunk(tokens.to(device), positions.to(device), None, packed_seq_params=lengths)
+        with torch.no_grad():
+            logits = chunk(tokens.to(device), positions.to(device), None, packed_seq_params=lengths)
         return logits[0, :, : policy.shape.vocab].float().cpu()
 
 
