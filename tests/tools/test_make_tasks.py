@@ -134,8 +134,21 @@ def test_partial_sums_by_hand() -> None:
 @pytest.mark.parametrize("name", sorted(make_tasks.MISTAKES))
 def test_every_mistake_changes_the_answer(name: str) -> None:
     rng = random.Random(0)
-    for terms in ([4, -9], [0, 5, -7], [3, 0, 0], [50, -20, 1]):
-        assert sum(make_tasks.MISTAKES[name](terms, rng)) != 0
+    for terms in ([4, -9], [0, 5, -7], [3, 0, 4], [50, -20, 1]):
+        assert make_tasks.MISTAKES[name](terms, rng).answer != str(sum(terms))
+
+
+def test_dropping_the_last_term_leaves_the_steps_before_it() -> None:
+    solved = make_tasks.drop_last([6, 5, -4], random.Random(0))
+    assert (solved.thoughts, solved.answer) == ("6+5=11", "11")
+
+
+def test_compact_questions_have_no_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--train", 20, "--held-out", 20, "--traces", 10, "--terms", 3, 3, "--digits", 1, 1]
+    options = ["--template", "{question}", "--compact", "--mistake", "drop_last"]
+    run(monkeypatch, "chain_sum", tmp_path, *sizes, *options)
+    for questions in questions_by_use(tmp_path):
+        assert questions and all(re.fullmatch(r"\d([+-]\d){2}=", text) for text in questions)
 
 
 def test_traces_of_other_sizes_leave_the_held_out_questions_alone(
