@@ -136,6 +136,8 @@ def _write_folder(folder: Path, tensors: Iterable[NamedTensor], source: Path) ->
         file = f"model-{number:05d}.safetensors"
         held = {name: tensor.cpu().contiguous() for name, tensor in bucket}
         save_file(held, staging / file, metadata={"format": "pt"})
+        # safetensors 0.8 leaves it readable by its owner alone.
+        (staging / file).chmod(0o644)
         weight_map.update(dict.fromkeys(held, file))
         total_bytes += sum(tensor.nbytes for tensor in held.values())
         dtype = bucket[0][1].dtype

@@ -94,31 +94,44 @@ def test_finished_run_leaves_no_process(finished: tuple[Path, dict[str, Any]]) -
 def test_stopped_run_leaves_no_process_within_ten_seconds(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path, number: signal.Signals
 ) -> None:
-    tasks = finished[0] / "tasks"
-    run_dir = tmp_path / "stopped"
-    command = [
-        ROOT / ".venv/bin/python", "-m", "megatron_rl.cli", "run", "--config", "examples/tiny.toml",
-        "--run-dir", str(run_dir), f"model.path={finished[0] / 'start_model'}",
-        f"prompts.0.path={tasks / 'prompts.jsonl'}", f"sft.traces={tasks / 'traces.jsonl'}",
-        "sft.steps=2", "train.steps=10000", "eval.prompts=0",
-    ]  # fmt: skip
+    command = run_command(finished[0], tmp_path / "stopped")
     run = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    try:
+        wait_for_a_step(tmp_path / "stopped", run)
+        children = psutil.Process(run.pid).children(recursive=True)
+        assert len(children) >= 6  # queue, generator, SGLang's own, verifier, torchrun, two ranks
+        run.send_signal(number)
+        started = time.monotonic()
+        run.wait(30)
+        assert time.monotonic() - started < 12
+        assert run.returncode == 128 + number
+        assert not any(child.is_running() and not is_zombie(child) for child in children)
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            run.wait(30)
+
+
+def run_command(finished: Path, run_dir: Path) -> list[str]:
+    """A run without end, from the finished run's cold start."""
+    tasks = finished / "tasks"
+    return [
+        str(ROOT / ".venv/bin/python"), "-m", "megatron_rl.cli", "run",
+        "--config", "examples/tiny.toml", "--run-dir", str(run_dir),
+        f"model.path={finished / 'hf' / 'cold_start'}",
+        f"prompts.0.path={tasks / 'prompts.jsonl'}",
+        "sft.steps=0", "train.steps=10000", "eval.prompts=0",
+    ]  # fmt: skip
+
+
+def wait_for_a_step(run_dir: Path, run: subprocess.Popen) -> None:
     deadline = time.monotonic() + 150
     while not any("train/loss" in row for row in training_rows(run_dir)):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.5)
-    children = psutil.Process(run.pid).children(recursive=True)
-    assert len(children) >= 6  # queue, generator, SGLang's own, verifier, torchrun, two ranks
-    run.send_signal(number)
-    started = time.monotonic()
-    run.wait(30)
-    seconds = time.monotonic() - started
-    assert seconds < 12
-    assert run.returncode == 128 + number
-    assert not any(child.is_running() and not is_zombie(child) for child in children)
 
 
 def training_rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -246,3 +246,15 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_processes_of_a_big_parent_do_not_retire_for_its_memory(pool: Pool) -> None:
+    # Linux counts what the parent held before exec in the child's ru_maxrss.
+    ballast = bytearray(b"x" * 1_200_000_000)
+    _submit_neighbours(pool, range(0, 8))
+    _assert_graded(_collect(pool, 30), range(8))
+    first = pool.pids
+    _submit_neighbours(pool, range(8, 16))
+    _assert_graded(_collect(pool, 30), range(8, 16))
+    assert pool.pids == first != []
+    del ballast
