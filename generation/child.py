@@ -67,6 +67,15 @@ class ServerChild:
         await asyncio.wait_for(self._process.wait(), _END_S)
 
 
+def give_way(nice: int) -> None:
+    """Lower this session's CPU priority, by as much as `nice` does for a process."""
+    os.nice(nice)
+    # Where Linux groups processes by session, niceness counts inside the session only.
+    autogroup = Path("/proc/self/autogroup")
+    if nice and autogroup.exists():
+        autogroup.write_text(str(nice))
+
+
 def launch(arguments: list[str]) -> NoReturn:
     """Become the command `arguments[2:]`, to be killed when process `arguments[0]` dies.
 
@@ -75,7 +84,7 @@ def launch(arguments: list[str]) -> NoReturn:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(arguments[0]):
         raise SystemExit("the parent died before its server started")
-    os.nice(int(arguments[1]))
+    give_way(int(arguments[1]))
     os.execv(arguments[2], arguments[2:])
 
 
