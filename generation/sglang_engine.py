@@ -38,6 +38,10 @@ REGENERATE_LIMIT = 3
 REPORTS_SPANS_SINCE = (0, 5, 20)
 NEEDS_BEGIN_SINCE = (0, 5, 21)
 NEVER_STREAM_TOKENS = 1_000_000
+# We close idle connections, the server never does first: a request that is sent over one which
+# the server is about to close (by default after 5 s) is lost with "connection reset".
+CLIENT_KEEP_ALIVE_S = 15
+SERVER_KEEP_ALIVE_S = 3600
 
 
 class SGLangEngine:
@@ -63,7 +67,8 @@ class SGLangEngine:
         """Start the server and wait until it answers."""
         setup = self._setup
         self._http = aiohttp.ClientSession(
-            f"http://{setup.host}:{setup.port}", connector=aiohttp.TCPConnector(limit=0)
+            f"http://{setup.host}:{setup.port}",
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
         )
         await self._child.start(server_command(setup), server_environment(setup), nice=setup.nice)
         deadline = time.monotonic() + setup.start_timeout_s
@@ -294,7 +299,8 @@ def server_command(setup: EngineSetup) -> list[str]:
 
 def server_environment(setup: EngineSetup) -> dict[str, str]:
     """Variables added to the server's environment."""
-    return sglang_cpu.server_environment(setup.tensor_parallel) if sglang_cpu.is_needed() else {}
+    shims = sglang_cpu.server_environment(setup.tensor_parallel) if sglang_cpu.is_needed() else {}
+    return shims | {"SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S)}
 
 
 def _reports_spans() -> bool:

@@ -114,6 +114,16 @@ def test_logprobs_equal_transformers(driver: Driver, old_model: LlamaForCausalLM
         )
 
 
+def test_server_does_not_close_an_idle_connection_first(driver: Driver) -> None:
+    # A request over a connection that the server is closing would be lost. Uvicorn's default is 5 s.
+    if driver.engine.name != "sglang":
+        pytest.skip("only SGLang is asked over connections")
+    driver.run(driver.collect(PROMPT, Sampling(4, 1.0), [0]))
+    driver.run(asyncio.sleep(7))
+    states = {c.status for c in psutil.Process().net_connections("tcp") if c.raddr}
+    assert psutil.CONN_ESTABLISHED in states and psutil.CONN_CLOSE_WAIT not in states
+
+
 def test_prompts_of_all_lengths_at_once_keep_their_logprobs(
     driver: Driver, old_model: LlamaForCausalLM
 ) -> None:
