@@ -115,7 +115,7 @@ def test_logprobs_equal_transformers(driver: Driver, old_model: LlamaForCausalLM
 
 
 def test_server_does_not_close_an_idle_connection_first(driver: Driver) -> None:
-    # A request over a connection that the server is closing would be lost. Uvicorn's default is 5 s.
+    # A request over a connection that the server is closing would be lost; its default is 5 s.
     if driver.engine.name != "sglang":
         pytest.skip("only SGLang is asked over connections")
     driver.run(driver.collect(PROMPT, Sampling(4, 1.0), [0]))
