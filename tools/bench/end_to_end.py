@@ -34,6 +34,7 @@ Progress goes to stderr; the last line on stdout is one JSON object with the med
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -63,6 +64,8 @@ def main() -> int:
     options = _parse()
     steps = options.steps or (QUICK if options.quick else FULL)["steps"]
     repeats = options.repeats or (QUICK if options.quick else FULL)["repeats"]
+    # As an exception, so that the run of the moment is ended too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     # Children inherit it: no variant gets a core that another one has not.
     os.sched_setaffinity(0, cores)
