@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | eval | report | doctor`, also `python -m megatron_rl.cli`.
+"""The command line: `megatron-rl run | eval | verify | report | doctor`.
 
 Imports nothing heavy; the processes that `run` starts do.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl import doctor, launch
+from megatron_rl import doctor, launch, verify_command
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import read_jsonl
@@ -33,6 +33,12 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="evaluate a model folder on the held-out prompts")
     _add_run_arguments(evaluate, _evaluate)
     evaluate.add_argument("--label", default="model", help="name of the evaluation in the metrics")
+    verify = commands.add_parser("verify", help="grade a file of completions, and say why")
+    verify.add_argument("file", type=Path, help="rollouts of a run, or JSONL of {text, answer}")
+    verify.add_argument("--config", type=Path, help="TOML file; default: that of the file's run")
+    verify.add_argument("--disagree", action="store_true", help="where math parsers differ")
+    verify.add_argument("overrides", nargs="*", metavar="section.key=value")
+    verify.set_defaults(handler=_verify)
     report = commands.add_parser("report", help="print the summary of a run again")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(handler=_report)
@@ -94,6 +100,12 @@ def _until_death(work: Callable[[], None]) -> int:
         logging.getLogger(PROGRAM).error("%s", death)
         return death.launcher_exit_code
     return 0
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    return verify_command.verify(
+        options.file, options.config, options.overrides, disagree=options.disagree, console=console
+    )
 
 
 def _report(options: argparse.Namespace, console: Console) -> int:

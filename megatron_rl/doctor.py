@@ -14,6 +14,8 @@ from megatron_rl.ports import is_free, resolve_ports
 from megatron_rl.preflight import find_compiler
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.process import InputError
+from verification.code.setup import CodeLimits, resolve
+from verification.verdict import GradingError
 
 _PACKAGES = (
     "torch",
@@ -33,7 +35,7 @@ _LOW_DISK_BYTES = 5 << 30
 
 def examine(console: Console) -> int:
     """Print a table of checks and return how many found something that a run needs missing."""
-    checks = [*_check_packages(), *_check_machine(), *_check_loopback()]
+    checks = [*_check_packages(), *_check_machine(), *_check_sandbox(), *_check_loopback()]
     table = Table("", "what", "found")
     for is_good, what, found in checks:
         table.add_row("ok" if is_good else "!!", what, found)
@@ -71,6 +73,15 @@ def _check_machine() -> list[tuple[bool, str, str]]:
         (memory >= _LOW_MEMORY_BYTES, "free memory", f"{memory / 2**30:.1f} GiB (6 are enough)"),
         (disk >= _LOW_DISK_BYTES, "free disk here", f"{disk / 2**30:.1f} GiB (5 are enough)"),
     ]
+
+
+def _check_sandbox() -> list[tuple[bool, str, str]]:
+    try:
+        found = resolve(CodeLimits())
+    except GradingError as error:
+        return [(False, "sandbox for programs", str(error))]
+    is_full = found.isolation == "bubblewrap"
+    return [(is_full, "sandbox for programs", found.isolation + ("" if is_full else ": degraded"))]
 
 
 def _check_loopback() -> list[tuple[bool, str, str]]:

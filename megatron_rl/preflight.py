@@ -12,10 +12,11 @@ from typing import Any
 from megatron_rl.ports import check_ports
 from megatron_rl.protocol.config import Config, GeneratorConfig, ParallelConfig, SftConfig
 from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.reward_config import CODE
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.rollout_queue.prompts import load_prompts
 from megatron_rl.traces import read_traces
-from verification.settings import check_sources
+from verification import settings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -140,8 +141,14 @@ def check_traces(sft: SftConfig) -> None:
 
 def check_prompts(config: Config) -> None:
     """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
-    check_sources(config.prompts)
+    settings.check_sources(config.prompts)
+    settings.check_functions(config.reward)
     sets = load_prompts(config.prompts, config.run.seed)
+    for part in (*sets.train, sets.held_out):
+        settings.check_prompts(part, config.reward)
+    tasks = {prompt.task for part in (*sets.train, sets.held_out) for prompt in part}
+    if any(config.reward.all_tasks[task].compare == CODE for task in tasks):
+        settings.check_sandbox(config.reward)
     if config.train.steps and not sets.train:
         raise InputError(
             'there are no train prompts: lines need "split": "train", and a question that is not '

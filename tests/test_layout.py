@@ -22,6 +22,7 @@ SUPERVISORS = {
     "preflight",
     "summary",
     "supervisor",
+    "verify_command",
 }
 OUR_TOP_LEVELS = {"megatron_rl", "generation", "verification", "tools", "tests", "examples"}
 

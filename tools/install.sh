@@ -83,6 +83,8 @@ missing_packages() {
         "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
         "$python" -c 'import os, sysconfig
 raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || echo python3-dev
+        # Filters of system calls, for the sandbox of programs.
+        "$python" -c 'import ctypes; ctypes.CDLL("libseccomp.so.2")' 2>/dev/null || echo libseccomp2
     else
         printf '%s\n' python3 python3-venv python3-dev
     fi
@@ -102,7 +104,7 @@ ensure_system() {
         mapfile -t missing < <(missing_packages)
         [ ${#missing[@]} -gt 0 ] || return 0
     fi
-    fail "this needs Python >= 3.11 with venv and headers, and a C and a C++ compiler" \
+    fail "this needs Python >= 3.11 with venv and headers, a C and a C++ compiler, libseccomp" \
         "missing Debian packages: ${missing[*]}" \
         "as root: apt-get install -y ${missing[*]}" \
         "or name another interpreter: MEGATRON_RL_PYTHON=/path/to/python3.11 bash tools/install.sh"

@@ -5,6 +5,7 @@ whatever the text is.
 """
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 THINK_START = "<think>"
@@ -12,9 +13,27 @@ THINK_END = "</think>"
 BOX_START = "\\boxed{"
 # An escaped character is consumed as a pair, so that \{ and \} are not counted as braces.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+# A line that can open or close a fenced block. Possessive: a failed line is not tried again.
+_FENCE_LINE = re.compile(r"^( {0,3})(`{3,}+|~{3,}+)([^\n]*+)$", re.MULTILINE)
 
-CUT_OFF_REFUSALS = frozenset({"no_think_end", "no_boxed", "box_before_think_end", "unclosed_box"})
-"""Refusals that a longer completion might have avoided."""
+CUT_OFF_REFUSALS = frozenset(
+    {
+        "no_think_end",
+        "no_boxed",
+        "box_before_think_end",
+        "unclosed_box",
+        "empty_box",
+        "no_code_block",
+        "code_before_think_end",
+        "no_language_tag",
+        "unclosed_code_block",
+    }
+)
+"""Refusals that a longer completion might have avoided.
+
+An empty box can be followed by a full one, since the last counts; an empty code block cannot be
+mended, since the first with a tag counts.
+"""
 
 
 class FormatCheck(NamedTuple):
@@ -31,6 +50,35 @@ class FormatCheck(NamedTuple):
         return not self.refusal
 
 
+class CodeFormatCheck(NamedTuple):
+    """Outcome of the gate for code: either a program or the reason of the refusal."""
+
+    source: str
+    """Content of the block that counts, with its line ends as \\n; empty when refused."""
+    tag: str
+    """First word after the opening fence, in lower case, else as written; empty when refused."""
+    refusal: str
+    """Empty when the gate is passed."""
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the response has the shape asked for."""
+        return not self.refusal
+
+
+class FencedBlock(NamedTuple):
+    """One fenced code block of a text."""
+
+    tag: str
+    """First word of the info string, as written; empty when there is none."""
+    source: str
+    is_closed: bool
+    start: int
+    """Offset of the opening fence's line."""
+    end: int
+    """Offset behind the closing fence's line; the end of the text when the block is open."""
+
+
 def check_format(text: str) -> FormatCheck:
     """The boxed answer of a response, or why the format gate refuses it.
 
@@ -39,13 +87,10 @@ def check_format(text: str) -> FormatCheck:
     no_boxed, box_before_think_end, unclosed_box, empty_box.
     Source: Magistral (arXiv 2506.10910), section 2.2.1.
     """
-    if not text.startswith(THINK_START):
-        return FormatCheck("", "no_think_start")
-    if text.count(THINK_START) > 1 or text.count(THINK_END) > 1:
-        return FormatCheck("", "several_think_tags")
-    thoughts, tag, final = text.partition(THINK_END)
-    if not tag:
-        return FormatCheck("", "no_think_end")
+    refusal = _check_think_tags(text)
+    if refusal:
+        return FormatCheck("", refusal)
+    thoughts, final = split_response(text)
     if BOX_START not in final:
         return FormatCheck("", "box_before_think_end" if BOX_START in thoughts else "no_boxed")
     answer = last_box(final)
@@ -54,6 +99,52 @@ def check_format(text: str) -> FormatCheck:
     if not answer.strip():
         return FormatCheck("", "empty_box")
     return FormatCheck(answer.strip(), "")
+
+
+def check_code_format(text: str) -> CodeFormatCheck:
+    """The program of a response, or why the format gate refuses it.
+
+    The think tags are those of `check_format`. After them the first fenced block that bears a
+    language tag counts: the paper asks for "at least one" such block, so a block without a tag
+    before it (an example's input, a sketch) neither passes nor spoils the gate. Refusals, beside
+    those of the think tags: no_code_block, code_before_think_end, no_language_tag,
+    unclosed_code_block, empty_code_block.
+    Source: Magistral (arXiv 2506.10910), section 2.2.1.
+    """
+    refusal = _check_think_tags(text)
+    if refusal:
+        return CodeFormatCheck("", "", refusal)
+    thoughts, final = split_response(text)
+    check = first_tagged_block(final)
+    if check.refusal == "no_code_block" and any(True for _ in fenced_blocks(thoughts)):
+        return CodeFormatCheck("", "", "code_before_think_end")
+    return check
+
+
+def first_tagged_block(text: str) -> CodeFormatCheck:
+    """The first fenced block with a language tag, wherever it is; refusals as above."""
+    refusal = "no_code_block"
+    for block in fenced_blocks(text):
+        if not block.is_closed:
+            return CodeFormatCheck("", "", "unclosed_code_block")
+        if block.tag and not block.source.strip():
+            return CodeFormatCheck("", "", "empty_code_block")
+        if block.tag:
+            return CodeFormatCheck(block.source, block.tag.lower(), "")
+        refusal = "no_language_tag"
+    return CodeFormatCheck("", "", refusal)
+
+
+def split_response(text: str) -> tuple[str, str]:
+    """Thoughts and final answer of a response; never raises.
+
+    Thoughts end at the first `</think>`. Without that tag all is thoughts when the text starts
+    with `<think>`, and all is answer when it does not.
+    """
+    thoughts, tag, final = text.partition(THINK_END)
+    if not tag and not text.startswith(THINK_START):
+        return "", text
+    return thoughts.removeprefix(THINK_START), final
 
 
 def last_box(text: str) -> str | None:
@@ -71,3 +162,51 @@ def last_box(text: str) -> str | None:
             if depth == 0:
                 return text[start : match.start()]
     return None
+
+
+def fenced_blocks(text: str) -> Iterator[FencedBlock]:
+    """The fenced code blocks of a text in order, by the rules of CommonMark.
+
+    A fence is 3 or more backticks or tildes after at most 3 spaces. The closing fence has the
+    same character, is at least as long, and has nothing behind it. The info string of a backtick
+    fence holds no backtick. The opening fence's indentation is taken off the content. Deeper
+    indentation, as in a list, and block quotes open no block. Offsets count the text after its
+    line ends have become \\n.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    opening: re.Match[str] | None = None
+    for line in _FENCE_LINE.finditer(text):
+        if opening is None:
+            opening = line if _opens(line) else None
+        elif _closes(line, opening):
+            yield _block(text, opening, line)
+            opening = None
+    if opening is not None:
+        yield _block(text, opening, None)
+
+
+def _check_think_tags(text: str) -> str:
+    """Why the think tags are refused; empty when they are as asked for."""
+    if not text.startswith(THINK_START):
+        return "no_think_start"
+    if text.count(THINK_START) > 1 or text.count(THINK_END) > 1:
+        return "several_think_tags"
+    return "" if THINK_END in text else "no_think_end"
+
+
+def _opens(line: re.Match[str]) -> bool:
+    return line[2][0] == "~" or "`" not in line[3]
+
+
+def _closes(line: re.Match[str], opening: re.Match[str]) -> bool:
+    is_same_kind = line[2][0] == opening[2][0] and len(line[2]) >= len(opening[2])
+    return is_same_kind and not line[3].strip(" \t")
+
+
+def _block(text: str, opening: re.Match[str], closing: re.Match[str] | None) -> FencedBlock:
+    source = text[opening.end() + 1 : closing.start() if closing else len(text)]
+    if opening[1]:
+        source = re.sub(rf"^ {{1,{len(opening[1])}}}", "", source, flags=re.MULTILINE)
+    tag, *_ = opening[3].split(maxsplit=1) or [""]
+    end = closing.end() if closing else len(text)
+    return FencedBlock(tag, source, closing is not None, opening.start(), end)

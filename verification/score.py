@@ -1,156 +1,149 @@
-"""From a completion to its score: format gate -> correctness -> length.
+"""From a completion to its score: gate -> correctness -> length -> language -> extra rewards.
 
-Runs in the verifier (`score_quickly`) and in its grading processes (`TASKS`). Pure functions of
-the request and the reward rules, apart from the libraries that the slow tasks load.
+`score_quickly` runs in the verifier, `score` in its grading processes. Functions of the request
+and the rules, apart from the libraries that the judges load.
 """
 
-import importlib
-from collections.abc import Callable
+import math
+from functools import cache
 
-import msgspec
-
+from megatron_rl.protocol.reward_config import CUSTOM, LANGUAGE, ExtraReward
 from megatron_rl.protocol.types import Score, ScoreRequest
-from verification import gym_answer, math_answer
-from verification.format import CUT_OFF_REFUSALS, FormatCheck, check_format
-from verification.verdict import CORRECT, WRONG, GradingError, Verdict
-
-MAX_LENGTH_PENALTY = 0.1
-
-
-class RewardRules(msgspec.Struct, frozen=True):
-    """What a score depends on besides the completion."""
-
-    correct_reward: float
-    format_reward: float
-    max_tokens: int
-    """Limit of a completion, the paper's l_max."""
-    margin_tokens: int
-    """The paper's l_cache; 0 for no length penalty."""
+from verification import language
+from verification.comparisons import find_comparison, load_function
+from verification.gates import CUT_OFF_REFUSALS, GATES, Gated
+from verification.rules import RewardRules
+from verification.verdict import GradingError, Verdict
 
 
-Task = Callable[[ScoreRequest, RewardRules], Score]
+def length_penalty(
+    n_tokens: int, max_tokens: int, margin_tokens: int, *, largest: float = 0.1
+) -> float:
+    """Soft penalty in [-largest, 0] near the length limit.
 
-
-def length_penalty(n_tokens: int, max_tokens: int, margin_tokens: int) -> float:
-    """Soft penalty in [-0.1, 0] near the length limit.
-
-    0 up to max_tokens - margin_tokens, then linear, -0.1 beyond max_tokens. A margin of 0 turns
+    0 up to max_tokens - margin_tokens, then linear, -largest beyond max_tokens. A margin of 0 turns
     the penalty off.
     Source: Magistral (arXiv 2506.10910), eq. 1.
     """
     if margin_tokens == 0:
         return 0.0
     excess = n_tokens - (max_tokens - margin_tokens)
-    return -MAX_LENGTH_PENALTY * min(max(excess / margin_tokens, 0.0), 1.0)
+    return -largest * min(max(excess / margin_tokens, 0.0), 1.0)
 
 
-def score_math(request: ScoreRequest, rules: RewardRules) -> Score:
-    """Score of a boxed answer against a mathematical reference."""
-    return _score_boxed(request, rules, lambda box: math_answer.compare(box, request.answer))
+def score(request: ScoreRequest, rules: RewardRules) -> Score:
+    """The score of a completion. GradingError for our own failure.
 
-
-def compare_exactly(box: str, reference: str) -> Verdict:
-    """Correct when both texts are equal apart from surrounding space."""
-    return CORRECT if box.strip() == reference.strip() else WRONG
-
-
-def score_exact(request: ScoreRequest, rules: RewardRules) -> Score:
-    """Score of a boxed answer that must equal the reference character by character."""
-    return _score_boxed(request, rules, lambda box: compare_exactly(box, request.answer))
-
-
-def score_reasoning_gym(request: ScoreRequest, rules: RewardRules) -> Score:
-    """Score of a boxed answer by the scorer of its reasoning_gym dataset."""
-    return _score_boxed(request, rules, lambda box: gym_answer.compare(box, request.entry))
-
-
-TASKS: dict[str, Task] = {
-    "math": score_math,
-    "exact": score_exact,
-    "reasoning_gym": score_reasoning_gym,
-}
-
-# Comparisons that need no library: they decide in the verifier itself, or leave it open (None).
-_QUICK: dict[str, Callable[[str, str], Verdict | None]] = {
-    "math": math_answer.compare_quickly,
-    "exact": compare_exactly,
-    "reasoning_gym": gym_answer.compare_quickly,
-}
-
-_PREPARE: dict[str, Callable[[], None]] = {
-    "math": math_answer.prepare,
-    "reasoning_gym": gym_answer.prepare,
-}
+    Unbounded in time and memory: call it only in a grading process.
+    """
+    gated = _gate(request, rules)
+    if gated.refusal:
+        return _refused(request, gated)
+    comparison = find_comparison(rules.task(request.task).compare)
+    verdict = comparison.quick(gated, request, rules) or comparison.judge(gated, request, rules)
+    parts = _basic_parts(request, rules, verdict)
+    if rules.is_language_judged:
+        parts["language"] = rules.reward.language * _is_in_one_language(gated, request, rules)
+    for extra in _extras_of(request, rules):
+        parts[extra.name] = extra.weight * _extra(extra, gated, request)
+    return Score(sum(parts.values()), parts, verdict.reason)
 
 
 def score_quickly(request: ScoreRequest, rules: RewardRules) -> Score | None:
-    """Score of a completion where plain text decides; None when a grading process must.
+    """The score where plain text decides all of it; None when a grading process must.
 
-    Raises GradingError for an unknown task. Never loads the code of a plugged-in task.
+    GradingError for an unknown task. Never loads functions of the user's own.
     """
-    if request.task not in TASKS:
-        _check_task_name(request.task)
+    gated = _gate(request, rules)
+    if gated.refusal:
+        return _refused(request, gated)
+    verdict = _quick_verdict(gated, request, rules)
+    if verdict is None or rules.is_language_judged or _extras_of(request, rules):
         return None
-    check = check_format(request.text)
-    if not check.is_passed:
-        return _refused(request, check)
-    verdict = _QUICK[request.task](check.answer, request.answer)
-    return None if verdict is None else _graded(request, rules, verdict)
+    parts = _basic_parts(request, rules, verdict)
+    return Score(sum(parts.values()), parts, verdict.reason)
+
+
+def lane_of(request: ScoreRequest, rules: RewardRules) -> str:
+    """The lane of grading processes that has to score a request that `score_quickly` left open."""
+    if _extras_of(request, rules):
+        return CUSTOM
+    if _quick_verdict(_gate(request, rules), request, rules) is not None:
+        return LANGUAGE
+    return rules.task(request.task).lane
 
 
 def score_unverified(request: ScoreRequest, rules: RewardRules, reason: str) -> Score:
-    """Score of a completion whose grading exceeded a limit: format and length count alone."""
-    check = check_format(request.text)
-    if not check.is_passed:
-        return _refused(request, check)
-    return _graded(request, rules, Verdict(False, reason))
+    """The score of a completion whose grading exceeds a limit: gate and length count alone."""
+    gated = _gate(request, rules)
+    if gated.refusal:
+        return _refused(request, gated)
+    parts = _basic_parts(request, rules, Verdict(False, reason))
+    return Score(sum(parts.values()), parts, reason)
 
 
-def load_task(name: str) -> Task:
-    """The scoring function of a task with its libraries loaded; GradingError when there is none.
-
-    A name `package.module:function` loads a function of the same form as those in TASKS.
-    """
-    if name in TASKS:
-        if name in _PREPARE:
-            _PREPARE[name]()
-        return TASKS[name]
-    _check_task_name(name)
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise GradingError(f"cannot load task {name!r}: {error}") from error
+def prepare(task: str, rules: RewardRules) -> None:
+    """Load what scoring a task needs, so that no completion pays for it. GradingError."""
+    comparison = find_comparison(rules.task(task).compare)
+    if comparison.prepare is not None:
+        comparison.prepare()
+    if rules.is_language_judged:
+        language.prepare()
 
 
-def _check_task_name(name: str) -> None:
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise GradingError(
-            f"unknown task {name!r}: known are {', '.join(TASKS)}, or package.module:function"
-        )
+def _gate(request: ScoreRequest, rules: RewardRules) -> Gated:
+    return GATES[rules.task(request.task).gate](request.text)
 
 
-def _score_boxed(
-    request: ScoreRequest, rules: RewardRules, compare: Callable[[str], Verdict]
-) -> Score:
-    check = check_format(request.text)
-    if not check.is_passed:
-        return _refused(request, check)
-    return _graded(request, rules, compare(check.answer))
+def _quick_verdict(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
+    name = rules.task(request.task).compare
+    # A function of the user's own is not loaded here.
+    return None if ":" in name else find_comparison(name).quick(gated, request, rules)
 
 
-def _refused(request: ScoreRequest, check: FormatCheck) -> Score:
-    reason = check.refusal
+def _refused(request: ScoreRequest, gated: Gated) -> Score:
+    reason = gated.refusal
     if not request.is_finished and reason in CUT_OFF_REFUSALS:
         reason = "unfinished"
     return Score(reward=0.0, parts={"format": 0.0, "correct": 0.0, "length": 0.0}, reason=reason)
 
 
-def _graded(request: ScoreRequest, rules: RewardRules, verdict: Verdict) -> Score:
-    parts = {
-        "format": rules.format_reward,
-        "correct": rules.correct_reward if verdict.is_correct else 0.0,
-        "length": length_penalty(request.completion_tokens, rules.max_tokens, rules.margin_tokens),
+def _basic_parts(request: ScoreRequest, rules: RewardRules, verdict: Verdict) -> dict[str, float]:
+    reward = rules.reward
+    return {
+        "format": reward.format,
+        "correct": reward.correct if verdict.is_correct else 0.0,
+        "length": length_penalty(
+            request.completion_tokens,
+            rules.max_tokens,
+            reward.length_margin_tokens,
+            largest=reward.length,
+        ),
     }
-    return Score(reward=sum(parts.values()), parts=parts, reason=verdict.reason)
+
+
+def _is_in_one_language(gated: Gated, request: ScoreRequest, rules: RewardRules) -> bool:
+    return language.check_language(
+        problem=request.problem,
+        thoughts=gated.thoughts,
+        answer=gated.final,
+        target=request.language,
+        rules=_language_rules(rules.reward.language_confidence),
+    ).is_consistent
+
+
+@cache
+def _language_rules(confidence: float) -> language.LanguageRules:
+    return language.LanguageRules(min_confidence=confidence)
+
+
+def _extras_of(request: ScoreRequest, rules: RewardRules) -> list[ExtraReward]:
+    return [e for e in rules.reward.extra if not e.tasks or request.task in e.tasks]
+
+
+def _extra(extra: ExtraReward, gated: Gated, request: ScoreRequest) -> float:
+    function = load_function(extra.function, key=f"reward.extra {extra.name!r}: function")
+    value = function(gated.answer, request)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise GradingError(f"{extra.function!r} returned {value!r:.80}, expected a finite number")
+    return float(value)

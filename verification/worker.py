@@ -5,12 +5,13 @@ A DEALER "verifier" connected to the queue's verify endpoint. Sends VerifierRead
 
 | waits for | woken by | does |
 |---|---|---|
-| a request, if there is room | the socket | scores it where text decides, else pool.submit |
+| a request | the socket | scores it where text decides, else pool.submit |
 | a grading process | the pool's descriptor | pool.collect, sends outcomes |
 | the earliest deadline | the poll's timeout | pool.collect kills what is late |
 | the next heartbeat | the poll's timeout | sends VerifierReady |
 
-When the pool is full the socket is left unread; a queue that restarts is met again by zmq.
+The queue keeps to the room of each lane, so the socket is always read: no lane waits behind
+another. A queue that restarts, is met again by zmq, and asks beyond that room is refused.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import zmq
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.reward_config import LANES
 from megatron_rl.protocol.types import (
     AnyMessage,
     ScoreDone,
@@ -33,20 +35,27 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )
 from megatron_rl.protocol.wire import Dealer, WireError
-from verification.pool import Pool
-from verification.score import RewardRules, score_quickly
-from verification.settings import check_sources, rules_of
+from verification.pool.pool import Pool
+from verification.rules import RewardRules
+from verification.score import score_quickly
+from verification.settings import check_sources
 from verification.verdict import GradingError
 
 ROLE = "verifier"
 HEARTBEAT_S = 2.0
+BURST_MESSAGES = 64
+"""Requests taken before the pool gets its turn."""
+MAX_OVERBOOKING = 2
+"""A queue that restarted does not know what its predecessor asked for."""
 log = logging.getLogger(__name__)
 
 
 class Verifier:
     """Serves one queue until it says Stop."""
 
-    def __init__(self, dealer: Dealer, pool: Pool, *, rules: RewardRules, capacity: int) -> None:
+    def __init__(
+        self, dealer: Dealer, pool: Pool, *, rules: RewardRules, capacity: dict[str, int]
+    ) -> None:
         self._dealer = dealer
         self._pool = pool
         self._rules = rules
@@ -58,9 +67,9 @@ class Verifier:
         """Serve; returns after Stop."""
         poller = zmq.Poller()
         poller.register(self._pool.fileno(), zmq.POLLIN)
+        poller.register(self._dealer.socket, zmq.POLLIN)
         while True:
             self._send_heartbeat_if_due()
-            poller.register(self._dealer.socket, zmq.POLLIN if self._room() > 0 else 0)
             poller.poll(self._patience_ms())
             stop = self._receive()
             for outcome in self._pool.collect():
@@ -69,9 +78,6 @@ class Verifier:
             if stop is not None:
                 log.info("told to stop (%s) after %d scores", stop.reason, self._scored)
                 return
-
-    def _room(self) -> int:
-        return self._ready.capacity - self._pool.pending
 
     def _patience_ms(self) -> int:
         wake_s = self._next_heartbeat_s
@@ -86,7 +92,7 @@ class Verifier:
             self._next_heartbeat_s = now + HEARTBEAT_S
 
     def _receive(self) -> Stop | None:
-        for _ in range(self._room()):
+        for _ in range(BURST_MESSAGES):
             message = self._dealer.receive(0)
             if message is None:
                 return None
@@ -100,24 +106,32 @@ class Verifier:
             raise WireError(f"the verifier received {type(message).__name__} from the queue")
         try:
             score = score_quickly(message, self._rules)
+            if score is None:
+                self._submit(message)
+                return
         except GradingError as error:
             self._dealer.send(ScoreFailed(message.request_id, str(error)))
             return
-        if score is None:
-            self._pool.submit(message)
-        else:
-            self._dealer.send(ScoreDone(message.request_id, score))
-            self._scored += 1
+        self._dealer.send(ScoreDone(message.request_id, score))
+        self._scored += 1
+
+    def _submit(self, request: ScoreRequest) -> None:
+        lane = self._rules.task(request.task).lane
+        pending = self._pool.lanes[lane].pending
+        if pending >= MAX_OVERBOOKING * self._ready.capacity[lane]:
+            raise GradingError(f"{pending} requests are pending: no room in lane {lane!r}")
+        self._pool.submit(request)
 
 
 def serve(config: Config) -> None:
     """Connect to the queue of a run and grade until told to stop."""
     check_sources(config.prompts)
-    rules = rules_of(config)
+    rules = RewardRules.of(config)
     address = f"{config.ports.host}:{config.ports.verify}"
     with Dealer(address, ROLE) as dealer, Pool(config.verifier, rules) as pool:
-        log.info("verifier serves %s with %d grading processes", address, config.verifier.workers)
-        Verifier(dealer, pool, rules=rules, capacity=config.verifier.max_pending).run()
+        capacity = {name: config.verifier.lane(name).max_pending for name in LANES}
+        log.info("verifier serves %s, room by lane: %s", address, capacity)
+        Verifier(dealer, pool, rules=rules, capacity=capacity).run()
 
 
 def main() -> int:

@@ -7,16 +7,10 @@ overrides; the resolved tree is saved in the run folder as `config.toml`, which 
 from pathlib import Path
 from typing import Literal, Self
 
-import pydantic
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-
-class Section(pydantic.BaseModel):
-    """Base of all sections: frozen, and strict about unknown keys."""
-
-    model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
-    )
+from megatron_rl.protocol.reward_config import RewardConfig, VerifierConfig
+from megatron_rl.protocol.section import Section
 
 
 class RunConfig(Section):
@@ -187,8 +181,9 @@ class QueueConfig(Section):
     """A generator or verifier that is silent this long is dead; its work is issued again."""
     lease_timeout_s: PositiveFloat = 300.0
     """A lease that returned nothing for this long is issued again."""
-    score_timeout_s: PositiveFloat = 60.0
-    """A score request unanswered for this long is issued again."""
+    score_timeout_s: PositiveFloat = 900.0
+    """A score request unanswered for this long is issued again; above verifier.*.timeout_s and
+    the wait behind others. Verifiers that die are noticed by their heartbeats."""
     max_attempts: PositiveInt = 3
     """Times a completion or a score is tried before the run stops with an error."""
 
@@ -216,25 +211,6 @@ class GeneratorConfig(Section):
     """A completion that takes longer has failed."""
     wait_for_publish: bool = True
     """Serve only after the trainer's first publish; false serves the folder's own weights."""
-
-
-class VerifierConfig(Section):
-    """Grading processes."""
-
-    workers: PositiveInt = 1
-    """Processes of the pool."""
-    timeout_s: PositiveFloat = 3.0
-    """Grading of one completion; the process is killed beyond."""
-    memory_bytes: PositiveInt = 2 << 30
-    """Address space of one process."""
-    max_pending: PositiveInt = 1024
-    """Requests one verifier accepts at once."""
-    correct_reward: PositiveFloat = 0.9
-    """For a right answer."""
-    format_reward: float = Field(default=0.1, ge=0)
-    """For passing the format gate."""
-    length_margin_tokens: int = Field(default=0, ge=0)
-    """Paper's l_cache: the length penalty grows over the last tokens before the limit; 0: none."""
 
 
 class EvalConfig(Section):
@@ -297,6 +273,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     queue: QueueConfig = QueueConfig()
     generator: GeneratorConfig = GeneratorConfig()
+    reward: RewardConfig = RewardConfig()
     verifier: VerifierConfig = VerifierConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -310,9 +287,9 @@ class Config(Section):
                 f"train.groups_per_batch={self.train.groups_per_batch}: groups never split across "
                 "minibatches; lower the former"
             )
-        if self.verifier.length_margin_tokens > self.sampling.max_new_tokens:
+        if self.reward.length_margin_tokens > self.sampling.max_new_tokens:
             raise ValueError(
-                f"verifier.length_margin_tokens={self.verifier.length_margin_tokens} exceeds "
+                f"reward.length_margin_tokens={self.reward.length_margin_tokens} exceeds "
                 f"sampling.max_new_tokens={self.sampling.max_new_tokens}"
             )
         if self.generator.context_tokens <= self.sampling.max_new_tokens:

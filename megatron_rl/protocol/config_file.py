@@ -129,5 +129,7 @@ def _dump_section(name: str, section: dict[str, Any], lines: list[str]) -> None:
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
     # A JSON string, number or boolean is also TOML's, but TOML wants DEL escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -21,13 +21,20 @@ class Prompt(msgspec.Struct, frozen=True):
 
     id: str
     task: str
-    """Name in the verifier's TASKS table: "math", "exact", "reasoning_gym"."""
+    """How it is judged: "math", "exact", "reasoning_gym", "code", or one of reward.tasks."""
     messages: list[Message]
     answer: str
     split: str = "train"
     """"train" or "held_out"; never both for the same question."""
     entry: str = ""
-    """JSON of the reasoning_gym entry, needed by that task's own scorer; else empty."""
+    """JSON that the task's judge needs: the reasoning_gym entry, the tests of a program."""
+    language: str = ""
+    """Language that the response must be in, as "fr"; empty: that of the question."""
+
+    @property
+    def question(self) -> str:
+        """What the user wrote last."""
+        return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -83,9 +90,9 @@ class Score(msgspec.Struct, frozen=True):
 
     reward: float
     parts: dict[str, float]
-    """Addends of the reward by name: "format", "correct", "length"."""
+    """Addends of the reward: "format", "correct", "length", "language", extra rewards' names."""
     reason: str
-    """"correct", "wrong_answer", or why grading stopped: "no_think_start", "timeout", ..."""
+    """"correct", "wrong_answer", or why grading stopped: "no_think_start", "wrong_output", ..."""
 
     @property
     def is_correct(self) -> bool:
@@ -185,8 +192,8 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
 class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
     """State of a verifier, sent at start and as heartbeat."""
 
-    capacity: int
-    """Requests it accepts at once."""
+    capacity: dict[str, int]
+    """Lane of grading -> requests it accepts at once."""
     session: int
     """Differs after a restart: requests of the earlier session are lost."""
 
@@ -202,6 +209,12 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     completion_tokens: int
     is_finished: bool
     """False when the completion was cut at the length limit."""
+    problem: str = ""
+    """The question, for its language."""
+    language: str = ""
+    """The prompt's `language`."""
+    seed: int = 0
+    """The same for all completions of a group: what is drawn for grading is drawn by it."""
 
 
 class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):

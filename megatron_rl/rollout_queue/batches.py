@@ -3,6 +3,7 @@
 Used by the rollout queue.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -118,7 +119,14 @@ def _rollout_metrics(generated: list[ScoredRollout]) -> list[Metric]:
     def mean(name: str, values: list[float]) -> Metric:
         return Metric(name, float(sum(values)), "mean", len(values))
 
+    parts = sorted({part for scored in generated for part in scored.score.parts})
+    reasons = collections.Counter(scored.score.reason for scored in generated)
     return [
+        *(
+            mean(f"reward/{part}", [s.score.parts.get(part, 0.0) for s in generated])
+            for part in parts
+        ),
+        *(Metric(f"reason/{reason}", count, "sum", count) for reason, count in reasons.items()),
         mean("rollout/reward", [scored.score.reward for scored in generated]),
         mean("rollout/correct", [scored.score.is_correct for scored in generated]),
         mean("rollout/format", [scored.score.is_well_formed for scored in generated]),

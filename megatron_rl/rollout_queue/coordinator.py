@@ -78,7 +78,7 @@ class Coordinator:
         self._advantage = find_advantage(config.train)
         self._groups = GroupBook()
         self._leases = Leases(config.queue)
-        self._scoring = Scoring(config.queue)
+        self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
         self._evaluation: Evaluation | None = None
         self._labels = collections.deque([evaluate_only] if evaluate_only else [])

@@ -109,6 +109,11 @@ class Peers:
             del peer.work[work_id]
 
     @property
+    def outstanding(self) -> int:
+        """Items handed out to all peers and not returned."""
+        return sum(peer.outstanding for peer in self._peers.values())
+
+    @property
     def names(self) -> list[str]:
         """Names of the live peers."""
         return list(self._peers)

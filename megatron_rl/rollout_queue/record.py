@@ -16,6 +16,10 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     prompt_id: str
     group: int
     index: int
+    task: str
+    problem: str
+    """The question."""
+    language: str
     text: str
     answer: str
     reward: float
@@ -26,6 +30,8 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     versions: list[int]
     """Policy versions of the tokens, in order."""
     finish_reason: str
+    seed: int
+    """The group's, by which tests were drawn."""
 
 
 class Recorder:
@@ -54,6 +60,9 @@ def _records(group: Group) -> list[RolloutRecord]:
             prompt_id=group.prompt.id,
             group=group.number,
             index=scored.rollout.index,
+            task=group.prompt.task,
+            problem=group.prompt.question,
+            language=group.prompt.language,
             text=scored.rollout.text,
             answer=group.prompt.answer,
             reward=scored.score.reward,
@@ -62,6 +71,7 @@ def _records(group: Group) -> list[RolloutRecord]:
             tokens=len(scored.rollout.token_ids),
             versions=[span.version for span in scored.rollout.spans],
             finish_reason=scored.rollout.finish_reason,
+            seed=group.sampling.seed,
         )
         for scored in group.ordered
     ]

@@ -37,6 +37,7 @@ class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
     id: str = ""
     split: str = "train"
     entry: str = ""
+    language: str = ""
 
 
 def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
@@ -63,7 +64,7 @@ def _parse_line(text: str, place: str, default_id: str) -> Prompt:
         raise InputError(
             f"{place}: {error}; expected one JSON object a line: "
             '{"task": "math", "messages": [{"role": "user", "content": "..."}], "answer": "...", '
-            '"split": "train" or "held_out"} with optional "id" and "entry"'
+            '"split": "train" or "held_out"} with optional "id", "entry", "language"'
         ) from error
     if line.split not in SPLITS:
         raise InputError(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
@@ -76,6 +77,7 @@ def _parse_line(text: str, place: str, default_id: str) -> Prompt:
         answer=line.answer,
         split=line.split,
         entry=line.entry,
+        language=line.language,
     )
 
 

@@ -14,8 +14,10 @@ from megatron_rl.protocol.types import (
 from megatron_rl.rollout_queue.groups import Group
 
 
-def make_prompt(name: str = "p", *, answer: str = "1", split: str = "train") -> Prompt:
-    return Prompt(name, "math", [Message("user", f"question {name}")], answer, split)
+def make_prompt(
+    name: str = "p", *, task: str = "math", answer: str = "1", split: str = "train"
+) -> Prompt:
+    return Prompt(name, task, [Message("user", f"question {name}")], answer, split)
 
 
 def make_rollout(

@@ -134,7 +134,7 @@ class ScriptedPeers:
 
     def _announce(self) -> None:
         self.generator.send(GeneratorReady(self.config.generator.max_running, self.version, 1))
-        self.verifier.send(VerifierReady(self.config.verifier.max_pending, 1))
+        self.verifier.send(VerifierReady({"answers": 1024, "code": 256, "custom": 256}, 1))
         self.ready_at = time.monotonic() + 0.5
 
     def _publish(self, version: int) -> None:

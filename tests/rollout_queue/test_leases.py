@@ -1,20 +1,12 @@
 import pytest
 
 from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.types import (
-    GeneratorReady,
-    RolloutFailed,
-    Sampling,
-    ScoreDone,
-    ScoreFailed,
-    VerifierReady,
-)  # fmt: skip
+from megatron_rl.protocol.types import GeneratorReady, RolloutFailed, Sampling
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import AttemptsExhausted, Leases
-from megatron_rl.rollout_queue.scoring import Scoring
-from tests.rollout_queue.makers import make_prompt, make_rollout, make_score
+from tests.rollout_queue.makers import make_prompt, make_rollout
 
-CONFIG = QueueConfig(heartbeat_timeout_s=10, lease_timeout_s=40, score_timeout_s=15, max_attempts=2)
+CONFIG = QueueConfig(heartbeat_timeout_s=10, lease_timeout_s=40, max_attempts=2)
 
 
 def new_group(size: int = 4, number: int = 0) -> Group:
@@ -112,54 +104,3 @@ def test_failed_and_faulty_completions_are_tried_again_up_to_the_limit() -> None
     faulty = make_rollout(0, lease_id=issued[1].lease_id, tokens=0)
     with pytest.raises(AttemptsExhausted, match="tried 2 times .* 0 completion tokens"):
         leases.take_rollout("g", faulty, 2.0)
-
-
-def scoring_with(*verifiers: str, capacity: int = 4) -> Scoring:
-    scoring = Scoring(CONFIG)
-    for name in verifiers:
-        scoring.announce(name, VerifierReady(capacity, session=1), 0.0)
-    return scoring
-
-
-def test_verifier_is_asked_for_no_more_than_its_capacity() -> None:
-    scoring, group = scoring_with("v", capacity=2), new_group()
-    for index in range(3):
-        scoring.submit(group, make_rollout(index))
-    first, second = scoring.next_request(0.0), scoring.next_request(0.0)
-    assert first and second and scoring.next_request(0.0) is None
-    found = scoring.take_score("v", ScoreDone(second[1].request_id, make_score(1.0)), 1.0)
-    assert found is not None and found[1].rollout.index == 1 and found[0] is group
-    assert scoring.next_request(1.0) is not None and scoring.outstanding == 2
-
-
-def test_truncated_completion_is_asked_about_as_unfinished() -> None:
-    scoring = scoring_with("v")
-    scoring.submit(new_group(), make_rollout(0, finish_reason="length"))
-    asked = scoring.next_request(0.0)
-    assert asked is not None and not asked[1].is_finished and asked[1].completion_tokens == 3
-
-
-@pytest.mark.parametrize("how", ["restart", "silence", "failure", "timeout", "unreachable"])
-def test_lost_score_is_asked_for_again_and_its_late_answer_ignored(how: str) -> None:
-    scoring = scoring_with("v")
-    scoring.submit(new_group(), make_rollout(0))
-    asked = scoring.next_request(0.0)
-    assert asked is not None
-    request_id = asked[1].request_id
-    if how == "restart":
-        scoring.announce("v", VerifierReady(4, session=2), 1.0)
-    elif how == "failure":
-        scoring.take_failure("v", ScoreFailed(request_id, "pool died"), 1.0)
-    elif how == "unreachable":
-        scoring.drop_verifier("v")
-    else:
-        if how == "timeout":
-            scoring.announce("v", VerifierReady(4, session=1), 14.0)
-        scoring.expire(16.0)
-    assert scoring.take_score("v", ScoreDone(request_id, make_score(1.0)), 17.0) is None
-    assert scoring.late_scores == 1
-    scoring.announce("w", VerifierReady(4, session=1), 17.0)
-    again = scoring.next_request(17.0)
-    assert again is not None and again[1].request_id == request_id
-    with pytest.raises(AttemptsExhausted, match="grading .* tried 2 times"):
-        scoring.take_failure(again[0], ScoreFailed(request_id, "pool died"), 18.0)

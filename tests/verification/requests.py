@@ -1,9 +1,18 @@
-"""Score requests for tests."""
+"""Rules and score requests for tests."""
 
+from typing import Any
+
+from megatron_rl.protocol.reward_config import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest
-from verification.score import RewardRules
+from verification.rules import RewardRules
 
-RULES = RewardRules(correct_reward=0.9, format_reward=0.1, max_tokens=100, margin_tokens=0)
+
+def make_rules(**reward: Any) -> RewardRules:
+    """Rules with a limit of 100 tokens and these keys of the reward section."""
+    return RewardRules(reward=RewardConfig(**reward), max_tokens=100)
+
+
+RULES = make_rules()
 
 
 def boxed(answer: str) -> str:
@@ -20,6 +29,9 @@ def make_request(
     request_id: int = 1,
     completion_tokens: int = 10,
     is_finished: bool = True,
+    problem: str = "",
+    language: str = "",
+    seed: int = 0,
 ) -> ScoreRequest:
     """A request with the usual values."""
     return ScoreRequest(
@@ -30,4 +42,7 @@ def make_request(
         text=text,
         completion_tokens=completion_tokens,
         is_finished=is_finished,
+        problem=problem,
+        language=language,
+        seed=seed,
     )

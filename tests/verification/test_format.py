@@ -1,8 +1,27 @@
+import json
 import time
+from pathlib import Path
 
 import pytest
 
-from verification.format import check_format, last_box
+from verification.format import (
+    CUT_OFF_REFUSALS,
+    check_code_format,
+    check_format,
+    fenced_blocks,
+    last_box,
+    split_response,
+)  # fmt: skip
+
+GOLDEN = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "golden" / "format.jsonl").read_text().splitlines()
+]
+BOX_CASES = [case for case in GOLDEN if case["kind"] == "box"]
+CODE_CASES = [case for case in GOLDEN if case["kind"] == "code"]
+BOX_ENDS = ["\\boxed{1}", "</think>\\boxed{1}"]
+PROGRAM = "\n```python\n1\n```"
+CODE_ENDS = [*(f"{end}{PROGRAM}" for end in ("", "</think>", "\n````", "\n~~~")), "\n````\n~~~"]
 
 PASSED = [
     ("<think>a</think>\\boxed{7}", "7"),
@@ -58,6 +77,77 @@ def test_malformed_response_is_refused_with_its_reason(text: str, refusal: str) 
     assert (check.answer, check.refusal) == ("", refusal)
 
 
+def note(case: dict[str, str]) -> str:
+    """Name of a golden case."""
+    return case["note"]
+
+
+def test_golden_set_is_large_and_names_every_refusal() -> None:
+    assert len(BOX_CASES) >= 50
+    assert len(CODE_CASES) >= 50
+    assert {case["refusal"] for case in BOX_CASES} == {
+        "", "no_think_start", "several_think_tags", "no_think_end", "no_boxed",
+        "box_before_think_end", "unclosed_box", "empty_box",
+    }  # fmt: skip
+    assert {case["refusal"] for case in CODE_CASES} == {
+        "", "no_think_start", "several_think_tags", "no_think_end", "no_code_block",
+        "code_before_think_end", "no_language_tag", "unclosed_code_block", "empty_code_block",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BOX_CASES, ids=note)
+def test_golden_box_gets_its_verdict(case: dict[str, str]) -> None:
+    check = check_format(case["text"])
+    assert (check.answer, check.refusal) == (case["answer"], case["refusal"])
+    assert check.is_passed is (case["refusal"] == "")
+
+
+@pytest.mark.parametrize("case", CODE_CASES, ids=note)
+def test_golden_code_gets_its_verdict(case: dict[str, str]) -> None:
+    check = check_code_format(case["text"])
+    assert (check.source, check.tag, check.refusal) == (
+        case["source"], case["tag"], case["refusal"],
+    )  # fmt: skip
+    assert check.is_passed is (case["refusal"] == "")
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN if case["refusal"]], ids=note)
+def test_refusals_of_cut_off_text_are_those_that_more_text_can_mend(case: dict[str, str]) -> None:
+    if case["kind"] == "box":
+        checks = [check_format(case["text"] + end) for end in BOX_ENDS]
+    else:
+        checks = [check_code_format(case["text"] + end) for end in CODE_ENDS]
+    if not case["text"]:
+        return  # An empty text can become anything, but no tag is missing yet.
+    assert any(check.is_passed for check in checks) is (case["refusal"] in CUT_OFF_REFUSALS)
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "answer"),
+    [
+        ("<think>a</think>b", "a", "b"),
+        ("<think>a</think>b</think>c", "a", "b</think>c"),
+        ("<think>a", "a", ""),
+        ("a</think>b", "a", "b"),
+        ("b", "", "b"),
+        ("", "", ""),
+    ],
+)
+def test_response_is_split_at_the_end_of_its_thoughts(
+    text: str, thoughts: str, answer: str
+) -> None:
+    assert split_response(text) == (thoughts, answer)
+
+
+def test_blocks_know_where_they_stand() -> None:
+    text = "a\n```py\nb\n```\nc\n~~~\nd"
+    first, second = fenced_blocks(text)
+    assert (first.tag, first.source, first.is_closed) == ("py", "b\n", True)
+    assert text[first.start : first.end] == "```py\nb\n```"
+    assert (second.tag, second.source, second.is_closed) == ("", "d", False)
+    assert text[second.start : second.end] == "~~~\nd"
+
+
 def test_double_backslash_does_not_hide_a_brace() -> None:
     assert last_box("\\boxed{a \\\\} b") == "a \\\\"
 
@@ -83,3 +173,32 @@ def test_hostile_text_takes_linear_time(text: str) -> None:
     check_format(text)
     # About 0.1 s for 0.5 MB; quadratic time would be many minutes.
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "`" * 1_000_000,
+        "~" * 1_000_000,
+        "`" * 500_000 + "x" + "`" * 500_000,
+        "```\n" * 250_000,
+        "```x\n" * 200_000,
+        "``` `\n" * 160_000,
+        "~~~\n```\n" * 120_000,
+        "   ```\n" * 140_000,
+        "   ```py\n" + " \n" * 500_000 + "```",
+        "\n".join("`" * length for length in range(3, 1400)),
+        "```" + "x" * 1_000_000,
+        "```py" + " " * 1_000_000 + "\nx",
+        "\n" * 1_000_000,
+        "\r" * 1_000_000,
+        " " * 1_000_000,
+    ],
+    ids=range(15),
+)
+def test_hostile_fences_take_linear_time(body: str) -> None:
+    start = time.process_time()
+    check_code_format("<think></think>" + body)
+    check_code_format("<think>" + body + "</think>")
+    # Below 0.5 s for 2 MB; quadratic time would be many minutes.
+    assert time.process_time() - start < 10

@@ -1,18 +1,20 @@
 import math
 
-import msgspec
 import pytest
 
-from tests.verification.requests import RULES, boxed, make_request
+from megatron_rl.protocol.reward_config import ExtraReward, TaskConfig
+from tests.verification.requests import RULES, boxed, make_request, make_rules
 from verification.score import (
+    lane_of,
     length_penalty,
-    load_task,
-    score_exact,
-    score_math,
+    prepare,
+    score,
     score_quickly,
     score_unverified,
 )  # fmt: skip
 from verification.verdict import GradingError
+
+PLUG_INS = "tests.verification.pool.hostile_tasks"
 
 
 @pytest.mark.parametrize(
@@ -30,34 +32,34 @@ def test_length_penalty_without_margin_is_nothing() -> None:
 
 
 def test_right_answer_gets_both_rewards() -> None:
-    score = score_math(make_request(boxed("\\frac{14}{2}")), RULES)
-    assert score.parts == {"format": 0.1, "correct": 0.9, "length": 0.0}
-    assert math.isclose(score.reward, 1.0)
-    assert score.is_correct
-    assert score.is_well_formed
+    found = score(make_request(boxed("\\frac{14}{2}")), RULES)
+    assert found.parts == {"format": 0.1, "correct": 0.9, "length": 0.0}
+    assert math.isclose(found.reward, 1.0)
+    assert found.is_correct
+    assert found.is_well_formed
 
 
 def test_wrong_answer_keeps_the_format_reward() -> None:
-    score = score_math(make_request(boxed("8")), RULES)
-    assert score.parts == {"format": 0.1, "correct": 0.0, "length": 0.0}
-    assert score.reward == 0.1
-    assert score.reason == "wrong_answer"
-    assert not score.is_correct
+    found = score(make_request(boxed("8")), RULES)
+    assert found.parts == {"format": 0.1, "correct": 0.0, "length": 0.0}
+    assert found.reward == 0.1
+    assert found.reason == "wrong_answer"
+    assert not found.is_correct
 
 
 def test_refused_format_gets_nothing_and_is_not_graded() -> None:
-    rules = msgspec.structs.replace(RULES, margin_tokens=50)
-    score = score_math(make_request("The answer is \\boxed{7}", completion_tokens=100), rules)
-    assert score.reward == 0.0
-    assert score.parts == {"format": 0.0, "correct": 0.0, "length": 0.0}
-    assert score.reason == "no_think_start"
-    assert not score.is_well_formed
+    rules = make_rules(length_margin_tokens=50)
+    found = score(make_request("The answer is \\boxed{7}", completion_tokens=100), rules)
+    assert found.reward == 0.0
+    assert found.parts == {"format": 0.0, "correct": 0.0, "length": 0.0}
+    assert found.reason == "no_think_start"
+    assert not found.is_well_formed
 
 
 def test_length_is_taken_from_right_and_wrong_answers() -> None:
-    rules = msgspec.structs.replace(RULES, margin_tokens=40)
-    right = score_math(make_request(boxed("7"), completion_tokens=80), rules)
-    wrong = score_math(make_request(boxed("8"), completion_tokens=100), rules)
+    rules = make_rules(length_margin_tokens=40)
+    right = score(make_request(boxed("7"), completion_tokens=80), rules)
+    wrong = score(make_request(boxed("8"), completion_tokens=100), rules)
     assert math.isclose(right.reward, 0.95)
     assert math.isclose(wrong.reward, 0.0, abs_tol=1e-12)
     assert wrong.is_well_formed
@@ -75,11 +77,11 @@ def test_length_is_taken_from_right_and_wrong_answers() -> None:
     ],
 )
 def test_completion_cut_at_the_limit_is_unfinished(text: str, reason: str) -> None:
-    assert score_math(make_request(text, is_finished=False), RULES).reason == reason
+    assert score(make_request(text, is_finished=False), RULES).reason == reason
 
 
 def test_answer_before_the_cut_counts() -> None:
-    assert score_math(make_request(boxed("7") + " And", is_finished=False), RULES).is_correct
+    assert score(make_request(boxed("7") + " And", is_finished=False), RULES).is_correct
 
 
 @pytest.mark.parametrize(
@@ -88,34 +90,103 @@ def test_answer_before_the_cut_counts() -> None:
 )
 def test_exact_compares_characters(box: str, answer: str, is_correct: bool) -> None:
     request = make_request(boxed(box), task="exact", answer=answer)
-    assert score_exact(request, RULES).is_correct is is_correct
-    assert score_quickly(request, RULES) == score_exact(request, RULES)
+    assert score(request, RULES).is_correct is is_correct
+    assert score_quickly(request, RULES) == score(request, RULES)
 
 
 def test_quick_score_leaves_open_what_needs_a_library() -> None:
-    assert score_quickly(make_request(boxed("7")), RULES) == score_math(
-        make_request(boxed("7")), RULES
-    )
-    assert score_quickly(make_request(boxed("14/2")), RULES) is None
-    assert score_quickly(make_request("anything", task="some.module:function"), RULES) is None
+    request = make_request(boxed("7"))
+    assert score_quickly(request, RULES) == score(request, RULES)
+    product = make_request(boxed("(x+1)(x-1)"), answer="x^2-1")
+    assert score_quickly(product, RULES) is None
+    assert lane_of(product, RULES) == "answers"
+    assert score(product, RULES).is_correct
 
 
 def test_unverified_answer_keeps_the_format_reward() -> None:
-    score = score_unverified(make_request(boxed("7")), RULES, "grading_timeout")
-    assert (score.reward, score.reason) == (0.1, "grading_timeout")
+    found = score_unverified(make_request(boxed("7")), RULES, "grading_timeout")
+    assert (found.reward, found.reason) == (0.1, "grading_timeout")
     refused = score_unverified(make_request("7"), RULES, "grading_timeout")
     assert (refused.reward, refused.reason) == (0.0, "no_think_start")
 
 
-@pytest.mark.parametrize("name", ["maths", "", ":f", "module:"])
+@pytest.mark.parametrize("name", ["maths", "", "tests.verification.pool.hostile_tasks:obey"])
 def test_unknown_task_names_the_known_ones(name: str) -> None:
-    with pytest.raises(GradingError, match="known are math, exact, reasoning_gym"):
-        score_quickly(make_request("", task=name), RULES)
-    with pytest.raises(GradingError, match="known are"):
-        load_task(name)
+    for judge in (score, score_quickly, lane_of):
+        with pytest.raises(GradingError, match="known are math, exact, reasoning_gym, code"):
+            judge(make_request("", task=name), RULES)
 
 
-@pytest.mark.parametrize("name", ["no.such.module:f", "math:no_such_function"])
-def test_task_that_cannot_be_loaded_is_an_error(name: str) -> None:
-    with pytest.raises(GradingError, match="cannot load task"):
-        load_task(name)
+@pytest.mark.parametrize("function", ["no.such.module:f", f"{PLUG_INS}:no_such_function"])
+def test_function_that_cannot_be_loaded_is_our_failure(function: str) -> None:
+    rules = make_rules(tasks={"mine": TaskConfig(compare=function)})
+    request = make_request(boxed("7"), task="mine")
+    assert score_quickly(request, rules) is None
+    with pytest.raises(GradingError, match="no_such|no.such"):
+        score(request, rules)
+    with pytest.raises(GradingError, match="no_such|no.such"):
+        prepare("mine", rules)
+
+
+def test_task_of_the_user_has_its_gate_and_comparison() -> None:
+    rules = make_rules(
+        tasks={
+            "mine": TaskConfig(gate="box", compare=f"{PLUG_INS}:obey"),
+            "any_text": TaskConfig(gate="none", compare="exact"),
+        }
+    )
+    assert score(make_request("so \\boxed{7}", task="mine"), rules).is_correct
+    assert not score(make_request("so \\boxed{8}", task="mine"), rules).is_correct
+    assert score(make_request("so 7", task="mine"), rules).reason == "no_boxed"
+    assert lane_of(make_request("so \\boxed{7}", task="mine"), rules) == "custom"
+    assert score(make_request(" 7\n", task="any_text"), rules).is_correct
+    assert score(make_request(" \n", task="any_text"), rules).reason == "empty_response"
+
+
+def test_extra_rewards_are_added_by_weight_and_recorded_by_name() -> None:
+    half = ExtraReward(name="half", function=f"{PLUG_INS}:half", weight=0.2)
+    other = ExtraReward(name="other", function=f"{PLUG_INS}:half", weight=5, tasks=["exact"])
+    rules = make_rules(extra=[half, other])
+    request = make_request(boxed("7"))
+    # "7" has one of two characters: 0.1 + 0.9 + 0.2 / 2.
+    found = score(request, rules)
+    assert math.isclose(found.reward, 1.1)
+    assert found.parts == {"format": 0.1, "correct": 0.9, "length": 0.0, "half": 0.1}
+    assert score_quickly(request, rules) is None
+    assert lane_of(request, rules) == "custom"
+    assert "half" not in score(make_request("7"), rules).parts
+
+
+def test_extra_reward_that_is_no_number_is_our_failure() -> None:
+    rules = make_rules(extra=[ExtraReward(name="bad", function=f"{PLUG_INS}:not_a_number")])
+    with pytest.raises(GradingError, match="returned nan, expected a finite number"):
+        score(make_request(boxed("7")), rules)
+
+
+FRENCH = "Combien font la somme de trois et de quatre, et pourquoi cette somme est-elle impaire ?"
+THOUGHTS = {
+    "fr": "Je commence par ajouter trois et quatre, puis je vérifie que le résultat est impair.",
+    "en": "First we add three and four, and then we check that the result is an odd number.",
+}
+
+
+@pytest.mark.parametrize(("thoughts", "target", "earned"), [
+    ("fr", "", 0.1), ("en", "", 0.0), ("en", "en", 0.1), ("fr", "en", 0.0),
+])  # fmt: skip
+def test_language_is_that_of_the_problem_or_the_target(
+    thoughts: str, target: str, earned: float
+) -> None:
+    rules = make_rules(language=0.1)
+    text = f"<think>{THOUGHTS[thoughts]}</think>\\boxed{{7}}"
+    request = make_request(text, problem=FRENCH, language=target)
+    assert score_quickly(request, rules) is None
+    assert lane_of(request, rules) == "language"
+    found = score(request, rules)
+    assert found.parts["language"] == earned
+    assert math.isclose(found.reward, 1.0 + earned)
+
+
+def test_wrong_answer_in_the_right_language_earns_the_language_part() -> None:
+    text = f"<think>{THOUGHTS['fr']}</think>\\boxed{{8}}"
+    found = score(make_request(text, problem=FRENCH), make_rules(language=0.1))
+    assert math.isclose(found.reward, 0.2) and not found.is_correct

@@ -1,21 +1,64 @@
+import json
+
 import pytest
 
-from megatron_rl.protocol.config import Config, PromptSource, SamplingConfig, VerifierConfig
+from megatron_rl.protocol.config import Config, PromptSource, SamplingConfig
 from megatron_rl.protocol.process import InputError
-from verification.settings import check_sources, rules_of
+from megatron_rl.protocol.reward_config import ExtraReward, RewardConfig, TaskConfig
+from megatron_rl.protocol.types import Message, Prompt
+from verification.rules import RewardRules
+from verification.settings import check_functions, check_prompts, check_sources
+
+ANSWER = {"compare": "tests.verification.pool.hostile_tasks:obey"}
+
+
+def _prompt(task: str, entry: str = "") -> Prompt:
+    return Prompt("p/1", task, [Message("user", "?")], "7", entry=entry)
 
 
 def test_rules_come_from_the_configuration() -> None:
     config = Config(
-        verifier=VerifierConfig(length_margin_tokens=8, correct_reward=2.0, format_reward=0.5),
+        reward=RewardConfig(length_margin_tokens=8, correct=2.0, format=0.5),
         sampling=SamplingConfig(max_new_tokens=64),
     )
-    rules = rules_of(config)
-    assert (rules.correct_reward, rules.format_reward) == (2.0, 0.5)
-    assert (rules.max_tokens, rules.margin_tokens) == (64, 8)
+    rules = RewardRules.of(config)
+    assert (rules.reward.correct, rules.reward.format) == (2.0, 0.5)
+    assert (rules.max_tokens, rules.reward.length_margin_tokens) == (64, 8)
+    assert RewardRules.model_validate(json.loads(rules.model_dump_json())) == rules
 
 
 def test_untrustworthy_dataset_is_refused_at_start() -> None:
     check_sources([PromptSource(kind="reasoning_gym", name="chain_sum"), PromptSource()])
     with pytest.raises(InputError, match="'n_queens' is refused: its scorer evaluates"):
         check_sources([PromptSource(kind="reasoning_gym", name="n_queens")])
+
+
+def test_unknown_task_is_refused_at_start_with_the_nearest_name() -> None:
+    check_prompts([_prompt("math"), _prompt("exact")], RewardConfig())
+    with pytest.raises(InputError, match="'p/1' has the unknown task 'maths'.*mean 'math'"):
+        check_prompts([_prompt("maths")], RewardConfig())
+    check_prompts([_prompt("maths")], RewardConfig(tasks={"maths": TaskConfig(compare="math")}))
+
+
+def test_code_prompt_needs_usable_tests() -> None:
+    tests = json.dumps({"cases": [{"stdin": "1", "stdout": "2"}]})
+    check_prompts([_prompt("code", tests)], RewardConfig())
+    for entry in ("", "{}", '{"cases": [1]}'):
+        with pytest.raises(InputError, match="prompt 'p/1': .* code prompt"):
+            check_prompts([_prompt("code", entry)], RewardConfig())
+
+
+def test_function_that_cannot_be_loaded_is_refused_at_start() -> None:
+    check_functions(RewardConfig(tasks={"mine": TaskConfig(**ANSWER)}))
+    with pytest.raises(InputError, match="reward.tasks.mine.compare='no.module:f'"):
+        check_functions(RewardConfig(tasks={"mine": TaskConfig(compare="no.module:f")}))
+    extra = ExtraReward(name="bonus", function="tests.verification.pool.hostile_tasks:nothing")
+    with pytest.raises(InputError, match="reward.extra 'bonus'"):
+        check_functions(RewardConfig(extra=[extra]))
+
+
+def test_extra_rewards_have_names_of_their_own_and_known_tasks() -> None:
+    with pytest.raises(ValueError, match="the name 'length' is taken"):
+        RewardConfig(extra=[ExtraReward(name="length", function="a:b")])
+    with pytest.raises(ValueError, match="names unknown tasks \\['maths'\\]"):
+        RewardConfig(extra=[ExtraReward(name="bonus", function="a:b", tasks=["maths"])])

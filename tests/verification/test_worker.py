@@ -11,8 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.protocol.config import Config, PortsConfig, PromptSource, RunConfig, VerifierConfig
+from megatron_rl.protocol.config import Config, PortsConfig, PromptSource, RunConfig
 from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.reward_config import (
+    LaneConfig,
+    RewardConfig,
+    TaskConfig,
+    VerifierConfig,
+)  # fmt: skip
 from megatron_rl.protocol.types import (
     AnyMessage,
     ScoreDone,
@@ -24,7 +30,7 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import Router
 from tests.verification.requests import boxed, make_request
 
-HANG = "tests.verification.hostile_tasks:hang"
+HANG = "tests.verification.pool.hostile_tasks:hang"
 CAPACITY = 8
 
 
@@ -37,7 +43,11 @@ def _free_port() -> int:
 def _write_config(folder: Path, port: int, *, dataset: str = "chain_sum") -> Path:
     config = Config(
         run=RunConfig(dir=folder),
-        verifier=VerifierConfig(workers=1, timeout_s=1.0, max_pending=CAPACITY),
+        reward=RewardConfig(tasks={"hang": TaskConfig(compare=HANG)}),
+        verifier=VerifierConfig(
+            answers=LaneConfig(timeout_s=1.0, max_pending=CAPACITY),
+            custom=LaneConfig(timeout_s=1.0, max_pending=CAPACITY),
+        ),
         ports=PortsConfig(verify=port),
         prompts=[PromptSource(kind="reasoning_gym", name=dataset)],
     )
@@ -84,6 +94,14 @@ def _score(router: Router, requests: list[ScoreRequest]) -> dict[int, ScoreDone 
     return answers
 
 
+def _wait_for_children(pid: int, number: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 10
+    while len(children := psutil.Process(pid).children(recursive=True)) != number:
+        assert time.monotonic() < deadline, children
+        time.sleep(0.05)
+    return children
+
+
 def _requests() -> list[ScoreRequest]:
     return [
         make_request(boxed("7"), request_id=0),
@@ -92,8 +110,8 @@ def _requests() -> list[ScoreRequest]:
         make_request(boxed("cat"), request_id=3, task="exact", answer="cat"),
         make_request("7", request_id=4),
         make_request(boxed("7"), request_id=5, task="no_such_task"),
-        make_request(boxed("7"), request_id=6, task=HANG),
-        make_request(boxed("6/2"), request_id=7, answer="3"),
+        make_request(boxed("7"), request_id=6, task="hang"),
+        make_request(boxed("(x+1)(x-1)"), request_id=7, answer="x^2-1"),
     ]
 
 
@@ -101,7 +119,7 @@ def test_verifier_grades_over_sockets_and_stops_clean(tmp_path: Path) -> None:
     port = _free_port()
     with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)) as process:
         ready = _wait_for_ready(router)
-        assert ready.capacity == CAPACITY
+        assert ready.capacity["answers"] == CAPACITY
         assert ready.session > 0
         answers = _score(router, _requests())
         reasons = {
@@ -112,21 +130,40 @@ def test_verifier_grades_over_sockets_and_stops_clean(tmp_path: Path) -> None:
             6: "grading_timeout", 7: "correct",
         }  # fmt: skip
         assert "unknown task 'no_such_task'" in answers[5].reason
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 1
+        # The zygote, the process that graded the product, its spare; the one that hung is killed.
+        children = _wait_for_children(process.pid, 3)
         router.send("verifier", Stop("the test is over"))
         assert process.wait(10) == 0
         assert not any(child.is_running() for child in children)
     assert "told to stop" in (tmp_path / "logs" / "verifier.log").read_text()
 
 
-def test_requests_beyond_the_capacity_wait_and_are_all_answered(tmp_path: Path) -> None:
+def test_requests_beyond_the_room_of_their_lane_are_refused_and_other_lanes_go_on(
+    tmp_path: Path,
+) -> None:
     port = _free_port()
     with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)):
         _wait_for_ready(router)
-        requests = [make_request(boxed("14/2"), request_id=i) for i in range(10 * CAPACITY)]
-        answers = _score(router, requests)
-        assert all(isinstance(a, ScoreDone) and a.score.is_correct for a in answers.values())
+        hanging = [make_request(boxed("7"), request_id=i, task="hang") for i in range(30)]
+        for request in hanging:
+            router.send("verifier", request)
+        product = boxed("(x+1)(x-1)")
+        others = [make_request(product, request_id=100 + i, answer="x^2-1") for i in range(8)]
+        for request in others:
+            router.send("verifier", request)
+        refused, done = set(), set()
+        deadline = time.monotonic() + 30
+        while len(done) < len(others):
+            assert time.monotonic() < deadline
+            message = _receive(router)
+            if isinstance(message, ScoreFailed):
+                assert "no room in lane 'custom'" in message.reason
+                refused.add(message.request_id)
+            elif isinstance(message, ScoreDone) and message.request_id >= 100:
+                assert message.score.is_correct
+                done.add(message.request_id)
+        # Twice the room, for what a queue asked for before it restarted.
+        assert refused == set(range(2 * CAPACITY, 30))
 
 
 def test_heartbeats_continue_and_a_new_queue_is_met_again(tmp_path: Path) -> None:
@@ -152,10 +189,9 @@ def test_grading_processes_die_with_the_verifier(
     port = _free_port()
     with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)) as process:
         _wait_for_ready(router)
-        _score(router, [make_request(boxed("14/2"))])
-        router.send("verifier", make_request(boxed("7"), request_id=2, task=HANG))
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 1
+        _score(router, [make_request(boxed("(x+1)(x-1)"), answer="x^2-1")])
+        router.send("verifier", make_request(boxed("7"), request_id=2, task="hang"))
+        children = _wait_for_children(process.pid, 4)
         os.kill(process.pid, number)
         assert process.wait(10) in exit_codes
         _, alive = psutil.wait_procs(children, timeout=5)

@@ -39,9 +39,9 @@ TIMED_OVERRIDES = (
     "loss.name=clipped",
     "loss.eps_low=0.2",
     "loss.eps_high=0.28",
-    "verifier.correct_reward=0.9",
-    "verifier.format_reward=0.1",
-    "verifier.length_margin_tokens=0",
+    "reward.correct=0.9",
+    "reward.format=0.1",
+    "reward.length_margin_tokens=0",
     "model.dtype=float32",
     # Two cores: one for the trainer's rank, one for the generator's engine.
     "parallel.tensor=1",
@@ -144,8 +144,8 @@ def peer_job(config: Config, prompts: Path, *, threads: int, run_dir: Path) -> d
         "clip_grad_norm": config.optimizer.clip_grad_norm,
         "eps_low": config.loss.eps_low,
         "eps_high": config.loss.eps_high,
-        "correct_reward": config.verifier.correct_reward,
-        "format_reward": config.verifier.format_reward,
+        "correct_reward": config.reward.correct,
+        "format_reward": config.reward.format,
         "seed": config.run.seed,
     }
 

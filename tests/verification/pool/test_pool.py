@@ -8,13 +8,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.protocol.config import VerifierConfig
+from megatron_rl.protocol.reward_config import LaneConfig, TaskConfig, VerifierConfig
 from megatron_rl.protocol.types import ScoreDone, ScoreFailed, ScoreRequest
-from tests.verification.requests import RULES, boxed, make_request
-from verification.pool import Outcome, Pool
+from tests.verification.requests import boxed, make_request, make_rules
+from verification.pool.lane import Outcome
+from verification.pool.nursery import ZygoteDied
+from verification.pool.pool import Pool
 
 TIMEOUT_S = 1.0
-HOSTILE = "tests.verification.hostile_tasks"
+HOSTILE = "tests.verification.pool.hostile_tasks"
+MISDEEDS = (
+    "obey", "hang", "exit_at_once", "kill_itself", "segfault", "die_once", "raise_error",
+    "eat_memory", "return_nothing", "no_such_task", "leave_grandchild", "list_open_files",
+    "recurse",
+)  # fmt: skip
+RULES = make_rules(tasks={name: TaskConfig(compare=f"{HOSTILE}:{name}") for name in MISDEEDS})
 # Towers, factorials, sums and nests that made bare math-verify run out of time or memory.
 BOMBS = [
     "9^{9^{9^{9}}}", "9**9**9**9", "10^{10^{10}}", "(((9^9)^9)^9)^9", "1000000!", "((3!)!)!",
@@ -27,10 +35,14 @@ BOMBS = [
 ]  # fmt: skip
 
 
+def _limits(workers: int = 1, timeout_s: float = TIMEOUT_S) -> VerifierConfig:
+    lane = LaneConfig(workers=workers, timeout_s=timeout_s)
+    return VerifierConfig(answers=lane, language=lane, custom=lane)
+
+
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    cfg = VerifierConfig(workers=1, timeout_s=TIMEOUT_S)
-    with Pool(cfg, RULES) as pool:
+    with Pool(_limits(), RULES) as pool:
         yield pool
 
 
@@ -46,7 +58,7 @@ def _collect(pool: Pool, limit_s: float) -> dict[int, Outcome]:
 
 
 def _hostile(name: str, request_id: int, entry: str = "") -> ScoreRequest:
-    return make_request(boxed("7"), task=f"{HOSTILE}:{name}", request_id=request_id, entry=entry)
+    return make_request(boxed("7"), task=name, request_id=request_id, entry=entry)
 
 
 def _assert_graded(outcomes: dict[int, Outcome], request_ids: range) -> None:
@@ -57,10 +69,11 @@ def _assert_graded(outcomes: dict[int, Outcome], request_ids: range) -> None:
 
 
 def _submit_neighbours(pool: Pool, request_ids: range) -> None:
-    """Ordinary math answers: right for even ids."""
+    """Ordinary answers that need a computation: right for even ids."""
     for request_id in request_ids:
-        box = "\\frac{14}{2}" if request_id % 2 == 0 else "\\frac{15}{2}"
-        pool.submit(make_request(boxed(box), request_id=request_id))
+        box = f"(x+{request_id})(x-1)" if request_id % 2 == 0 else f"(x+{request_id})(x-2)"
+        answer = f"x^2+({request_id}-1)x-{request_id}"
+        pool.submit(make_request(boxed(box), answer=answer, request_id=request_id))
 
 
 def test_hung_task_is_killed_at_its_deadline_and_keeps_the_format_reward(pool: Pool) -> None:
@@ -74,8 +87,9 @@ def test_hung_task_is_killed_at_its_deadline_and_keeps_the_format_reward(pool: P
     hung = outcomes[100]
     assert isinstance(hung, ScoreDone)
     assert (hung.score.reward, hung.score.reason) == (0.1, "grading_timeout")
-    assert pool.kills == 1
-    assert elapsed_s < TIMEOUT_S + 15
+    # Tried again by a fresh process before it counts.
+    assert pool.kills == 2
+    assert elapsed_s < 2 * TIMEOUT_S + 15
 
 
 def test_deadline_is_kept_when_processes_are_warm(pool: Pool) -> None:
@@ -87,15 +101,13 @@ def test_deadline_is_kept_when_processes_are_warm(pool: Pool) -> None:
     pool.submit(_hostile("hang", 4))
     start = time.monotonic()
     _collect(pool, 30)
-    # A fraction of a second to load the plugged-in task, then the deadline.
-    assert TIMEOUT_S * 0.9 < time.monotonic() - start < TIMEOUT_S + 3
+    # Two deadlines, and a fraction of a second to load the plugged-in function.
+    assert 2 * TIMEOUT_S * 0.9 < time.monotonic() - start < 2 * TIMEOUT_S + 3
 
 
-def test_task_that_kills_its_process_fails_alone_and_is_never_a_reward(pool: Pool) -> None:
+def test_process_that_exits_is_our_own_failure_and_never_a_reward(pool: Pool) -> None:
     deadly = {
         100: ("exit_at_once", "exit code 7"),
-        101: ("kill_itself", "exit code -9"),
-        102: ("segfault", "exit code -11"),
         103: ("raise_error", "a bug in the user's reward"),
     }
     for request_id, (name, _) in deadly.items():
@@ -109,6 +121,27 @@ def test_task_that_kills_its_process_fails_alone_and_is_never_a_reward(pool: Poo
         assert isinstance(neighbour, ScoreDone)
         assert neighbour.score.reward == 1.0
     assert pool.deaths == 2 * len(deadly)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("kill_itself", "grading_crash"),
+        ("segfault", "grading_crash"),
+        ("eat_memory", "grading_memory"),
+        ("recurse", "grading_depth"),
+    ],
+)
+def test_poison_counts_as_the_completions_fault_when_it_fails_twice_alike(
+    pool: Pool, name: str, reason: str
+) -> None:
+    pool.submit(_hostile(name, 100))
+    _submit_neighbours(pool, range(0, 4))
+    outcomes = _collect(pool, 60)
+    poisoned = outcomes[100]
+    assert isinstance(poisoned, ScoreDone)
+    assert (poisoned.score.reward, poisoned.score.reason) == (0.1, reason)
+    _assert_graded(outcomes, range(4))
 
 
 def test_death_that_does_not_repeat_costs_nothing(pool: Pool, tmp_path: Path) -> None:
@@ -139,49 +172,56 @@ def test_process_killed_from_outside_at_work_loses_no_item(pool: Pool) -> None:
     _assert_graded(outcomes, range(60))
 
 
-def test_memory_beyond_the_limit_is_the_models_fault(pool: Pool) -> None:
-    pool.submit(_hostile("eat_memory", 100))
-    _submit_neighbours(pool, range(0, 4))
-    outcomes = _collect(pool, 30)
-    assert isinstance(outcomes[100], ScoreDone)
-    assert outcomes[100].score.reason == "grading_memory"
-    assert outcomes[100].score.reward == 0.1
-    _assert_graded(outcomes, range(4))
-    assert pool.deaths == 0
-
-
 def test_broken_or_unknown_plug_in_fails_with_its_name(pool: Pool) -> None:
     pool.submit(_hostile("return_nothing", 1))
     pool.submit(_hostile("no_such_task", 2))
     outcomes = _collect(pool, 30)
     assert isinstance(outcomes[1], ScoreFailed)
-    assert "returned NoneType, expected a Score" in outcomes[1].reason
+    assert "returned NoneType, expected a bool" in outcomes[1].reason
     assert isinstance(outcomes[2], ScoreFailed)
     assert "no_such_task" in outcomes[2].reason
 
 
-def test_second_process_works_on_while_the_first_hangs() -> None:
-    with Pool(VerifierConfig(workers=2, timeout_s=6.0), RULES) as pool:
+def test_other_lanes_and_processes_work_on_while_one_hangs() -> None:
+    with Pool(_limits(workers=2, timeout_s=6.0), RULES) as pool:
         _submit_neighbours(pool, range(0, 2))
         _collect(pool, 30)
         pool.submit(_hostile("hang", 100))
         pool.collect()
-        # The first process is busy: these start the second one.
         _submit_neighbours(pool, range(2, 4))
+        pool.submit(_hostile("obey", 4))
         done: set[int] = set()
-        while len(done) < 2:
+        while len(done) < 3:
             select.select([pool], [], [], 0.05)
             done |= {outcome.request_id for outcome in pool.collect()}
-        assert done == {2, 3}
-        assert len(pool.pids) == 2
+        assert done == {2, 3, 4}
         assert pool.pending == 1
+
+
+def test_slow_answer_leaves_its_worker_and_holds_up_nobody() -> None:
+    with Pool(_limits(timeout_s=10.0), RULES) as pool:
+        _submit_neighbours(pool, range(0, 2))
+        _collect(pool, 30)
+        # About a second of computing: long, but within its limit.
+        box = "\\sum_{n=1}^{3000} \\frac{1}{n^2}"
+        pool.submit(make_request(boxed(box), answer="\\frac{1}{7}+x", request_id=9))
+        pool.collect()
+        _submit_neighbours(pool, range(10, 30))
+        order: list[int] = []
+        deadline = time.monotonic() + 60
+        while pool.pending:
+            assert time.monotonic() < deadline
+            select.select([pool], [], [], 0.01)
+            order += [outcome.request_id for outcome in pool.collect()]
+        assert order[-1] == 9 and len(order) == 21
+        assert (pool.kills, pool.deaths) == (0, 0)
 
 
 def test_large_completions_pass_through(pool: Pool) -> None:
     thoughts = "é" * 1_000_000
     for request_id in range(6):
-        text = f"<think>{thoughts}</think>\\boxed{{\\frac{{14}}{{2}}}}"
-        pool.submit(make_request(text, request_id=request_id))
+        text = f"<think>{thoughts}</think>\\boxed{{(x+1)(x-1)}}"
+        pool.submit(make_request(text, answer="x^2-1", request_id=request_id))
     outcomes = _collect(pool, 30)
     assert all(isinstance(o, ScoreDone) and o.score.is_correct for o in outcomes.values())
     assert len(outcomes) == 6
@@ -199,8 +239,8 @@ def test_bombs_are_contained_and_ordinary_items_stay_right(pool: Pool) -> None:
         assert isinstance(outcome, ScoreDone), (bomb, outcome)
         assert not outcome.score.is_correct, bomb
         assert outcome.score.reward <= 0.1
-    # Each costs at most its deadline and a new process.
-    assert time.monotonic() - start < len(BOMBS) * (TIMEOUT_S + 2)
+    # Each costs at most two deadlines and two new processes.
+    assert time.monotonic() - start < len(BOMBS) * 2 * (TIMEOUT_S + 1)
 
 
 def test_short_answers_are_graded_fast(pool: Pool) -> None:
@@ -214,29 +254,34 @@ def test_short_answers_are_graded_fast(pool: Pool) -> None:
 
 
 def test_grading_process_inherits_nothing_but_its_socket(pool: Pool, tmp_path: Path) -> None:
+    report = tmp_path / "report"
     with (tmp_path / "secret").open("w") as file:
         os.set_inheritable(file.fileno(), True)
-        pool.submit(_hostile("list_open_files", 1))
-        outcome = _collect(pool, 30)[1]
-    assert isinstance(outcome, ScoreDone)
-    opened = outcome.score.reason.split()
+        pool.submit(_hostile("list_open_files", 1, entry=str(report)))
+        _collect(pool, 30)
+    opened = report.read_text().split()
     assert opened.count("socket") == 1
-    assert "secret" not in outcome.score.reason
+    assert "secret" not in report.read_text()
     assert "pipe" not in opened
+    assert not [target for target in opened if "eventpoll" in target or "pidfd" in target]
 
 
 def test_no_process_outlives_the_pool_and_none_is_a_zombie(tmp_path: Path) -> None:
     marker = tmp_path / "pid"
     # The test session may have helper processes of its own (resource trackers of other tests).
     before = set(psutil.Process().children(recursive=True))
-    with Pool(VerifierConfig(workers=2, timeout_s=TIMEOUT_S), RULES) as pool:
+    with Pool(_limits(workers=2), RULES) as pool:
         pool.submit(_hostile("leave_grandchild", 1, entry=str(marker)))
         pool.submit(_hostile("exit_at_once", 2))
         pool.submit(_hostile("obey", 3))
         _collect(pool, 30)
         assert pool.pids
-        started = set(psutil.Process().children()) - before
-        assert {process.pid for process in started} == set(pool.pids)
+        deadline = time.monotonic() + 5
+        # The zygote and its live children: those that were killed are reaped within moments.
+        while len(set(psutil.Process().children(recursive=True)) - before) > 1 + len(pool.pids):
+            assert time.monotonic() < deadline, "a killed process is left"
+            select.select([pool], [], [], 0.05)
+            pool.collect()
     assert set(psutil.Process().children(recursive=True)) <= before
     deadline = time.monotonic() + 5
     while _is_alive(int(marker.read_text())):
@@ -261,3 +306,25 @@ def test_processes_of_a_big_parent_do_not_retire_for_its_memory(pool: Pool) -> N
     _assert_graded(_collect(pool, 30), range(8, 16))
     assert pool.pids == first != []
     del ballast
+
+
+def test_death_of_the_zygote_loses_no_item_and_blames_none(pool: Pool) -> None:
+    _submit_neighbours(pool, range(0, 60))
+    outcomes: dict[int, Outcome] = {}
+    while not outcomes:
+        select.select([pool], [], [], 0.05)
+        outcomes |= {outcome.request_id: outcome for outcome in pool.collect()}
+    os.kill(psutil.Process(pool.pids[0]).ppid(), signal.SIGKILL)
+    outcomes |= _collect(pool, 60)
+    assert len(outcomes) == 60
+    _assert_graded(outcomes, range(60))
+    assert pool.deaths == 0
+
+
+def test_zygote_that_keeps_dying_is_given_up(pool: Pool) -> None:
+    with pytest.raises(ZygoteDied, match="died 3 times, now with exit code -9"):
+        for start in range(0, 40, 10):
+            _submit_neighbours(pool, range(start, start + 2))
+            _collect(pool, 60)
+            os.kill(psutil.Process(pool.pids[0]).ppid(), signal.SIGKILL)
+            time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What the verifier and its grading processes say to each other over a socket pair.
+"""What the verifier, its zygote and its grading processes say to each other over socket pairs.
 
 Length-prefixed msgpack: typed, and nothing is pickled, because a grading process that hostile
 text took over must not be able to run code in the verifier.
@@ -17,6 +17,9 @@ _LENGTH = struct.Struct("<I")
 
 class FrameError(RuntimeError):
     """The other side sent something that is no frame."""
+
+
+# --- verifier <-> grading process: a stream of frames -------------------------------------------
 
 
 class Grade(msgspec.Struct, frozen=True, tag="Grade"):
@@ -46,11 +49,19 @@ class GradeFailed(msgspec.Struct, frozen=True, tag="GradeFailed"):
     reason: str
 
 
+class Aborted(msgspec.Struct, frozen=True, tag="Aborted"):
+    """Grading process -> verifier: grading exceeded a limit of mine."""
+
+    item_id: int
+    fault: str
+    """"grading_memory", "grading_depth"."""
+
+
 class Retiring(msgspec.Struct, frozen=True, tag="Retiring"):
     """Grading process -> verifier: I end in good order; unanswered items are nobody's fault."""
 
 
-Reply = Loaded | Graded | GradeFailed | Retiring
+Reply = Loaded | Graded | GradeFailed | Aborted | Retiring
 _encoder = msgspec.msgpack.Encoder()
 grade_decoder = msgspec.msgpack.Decoder(Grade)
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -80,3 +91,41 @@ def unpack(buffer: bytearray, decoder: msgspec.msgpack.Decoder[Any]) -> list[Any
         start = end
     del buffer[:start]
     return messages
+
+
+# --- verifier <-> zygote: datagrams, with file descriptors beside them --------------------------
+
+
+class Fork(msgspec.Struct, frozen=True, tag="Fork"):
+    """Verifier -> zygote, with a socket and a file for stderr: fork a grading process."""
+
+    number: int
+    lane: str
+    task: str
+    """Task whose libraries are loaded first."""
+
+
+class Born(msgspec.Struct, frozen=True, tag="Born"):
+    """Zygote -> verifier, with a pidfd: the grading process runs."""
+
+    number: int
+    pid: int
+
+
+class Died(msgspec.Struct, frozen=True, tag="Died"):
+    """Zygote -> verifier: the process and all it started are gone."""
+
+    number: int
+    exit_code: int
+    """Minus the signal's number when a signal ended it."""
+
+
+News = Born | Died
+fork_decoder = msgspec.msgpack.Decoder(Fork)
+news_decoder: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
+MAX_DATAGRAM_BYTES = 1 << 16
+
+
+def encode(message: Fork | News) -> bytes:
+    """Datagram of a message."""
+    return _encoder.encode(message)

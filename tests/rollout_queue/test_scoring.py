@@ -1,0 +1,84 @@
+import pytest
+
+from megatron_rl.protocol.config import QueueConfig
+from megatron_rl.protocol.reward_config import RewardConfig
+from megatron_rl.protocol.types import Sampling, ScoreDone, ScoreFailed, VerifierReady
+from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.leases import AttemptsExhausted
+from megatron_rl.rollout_queue.scoring import Scoring
+from tests.rollout_queue.makers import make_prompt, make_rollout, make_score
+
+CONFIG = QueueConfig(heartbeat_timeout_s=10, score_timeout_s=15, max_attempts=2)
+
+
+def new_group(task: str = "math") -> Group:
+    return Group(0, make_prompt(task=task), Sampling(8, 1.0), 4, 0)
+
+
+def scoring_with(*verifiers: str, capacity: int = 4) -> Scoring:
+    scoring = Scoring(CONFIG, RewardConfig())
+    for name in verifiers:
+        scoring.announce(name, VerifierReady({"answers": capacity}, session=1), 0.0)
+    return scoring
+
+
+def test_verifier_is_asked_for_no_more_than_its_capacity() -> None:
+    scoring, group = scoring_with("v", capacity=2), new_group()
+    for index in range(3):
+        scoring.submit(group, make_rollout(index))
+    first, second = scoring.next_request(0.0), scoring.next_request(0.0)
+    assert first and second and scoring.next_request(0.0) is None
+    found = scoring.take_score("v", ScoreDone(second[1].request_id, make_score(1.0)), 1.0)
+    assert found is not None and found[1].rollout.index == 1 and found[0] is group
+    assert scoring.next_request(1.0) is not None and scoring.outstanding == 2
+
+
+def test_truncated_completion_is_asked_about_as_unfinished() -> None:
+    scoring = scoring_with("v")
+    scoring.submit(new_group(), make_rollout(0, finish_reason="length"))
+    asked = scoring.next_request(0.0)
+    assert asked is not None and not asked[1].is_finished and asked[1].completion_tokens == 3
+
+
+def test_full_lane_of_programs_does_not_hold_up_answers() -> None:
+    scoring = Scoring(CONFIG, RewardConfig())
+    scoring.announce("v", VerifierReady({"answers": 2, "code": 1}, session=1), 0.0)
+    for index in range(3):
+        scoring.submit(new_group("code"), make_rollout(index))
+    for index in range(2):
+        scoring.submit(new_group("math"), make_rollout(index))
+    asked = []
+    while (request := scoring.next_request(0.0)) is not None:
+        asked.append(request[1])
+    assert sorted(request.task for request in asked) == ["code", "math", "math"]
+    [program] = [request for request in asked if request.task == "code"]
+    assert scoring.take_score("v", ScoreDone(program.request_id, make_score(1.0)), 1.0) is not None
+    following = scoring.next_request(1.0)
+    assert following is not None and following[1].task == "code"
+    assert scoring.next_request(1.0) is None
+
+
+@pytest.mark.parametrize("how", ["restart", "silence", "failure", "timeout", "unreachable"])
+def test_lost_score_is_asked_for_again_and_its_late_answer_ignored(how: str) -> None:
+    scoring = scoring_with("v")
+    scoring.submit(new_group(), make_rollout(0))
+    asked = scoring.next_request(0.0)
+    assert asked is not None
+    request_id = asked[1].request_id
+    if how == "restart":
+        scoring.announce("v", VerifierReady({"answers": 4}, session=2), 1.0)
+    elif how == "failure":
+        scoring.take_failure("v", ScoreFailed(request_id, "pool died"), 1.0)
+    elif how == "unreachable":
+        scoring.drop_verifier("v")
+    else:
+        if how == "timeout":
+            scoring.announce("v", VerifierReady({"answers": 4}, session=1), 14.0)
+        scoring.expire(16.0)
+    assert scoring.take_score("v", ScoreDone(request_id, make_score(1.0)), 17.0) is None
+    assert scoring.late_scores == 1
+    scoring.announce("w", VerifierReady({"answers": 4}, session=1), 17.0)
+    again = scoring.next_request(17.0)
+    assert again is not None and again[1].request_id == request_id
+    with pytest.raises(AttemptsExhausted, match="grading .* tried 2 times"):
+        scoring.take_failure(again[0], ScoreFailed(request_id, "pool died"), 18.0)

@@ -1,0 +1,140 @@
+"""The modules behind math_answer, each against values known independently."""
+
+from fractions import Fraction
+
+import pytest
+
+from verification.math.expression import parse_expression
+from verification.math.library import same_by_library
+from verification.math.numbers import parse_number
+from verification.math.readings import Collection, read
+from verification.math.regions import parse_region, same_region
+from verification.math.split import enclosed, split_at
+from verification.math.text import normalise
+from verification.math.units import split_unit
+from verification.math.values import is_constant_ratio, real_value, same_value
+
+
+@pytest.mark.parametrize(
+    ("text", "spelling"),
+    [
+        ("$\\dfrac12$", "\\frac{1}{2}"), ("\\left( 1,\\,2 \\right)", "(1, 2)"), ("10⁻³", "10^{-3}"),
+        ("x^{2}", "x^2"), ("2 1/2", "2 1/2"), ("−５", "-5"), ("1{,}000", "1,000"), ("3{,}5", "3.5"),
+        ("\\mathbb R", "\\reals"), ("No solution.", "\\emptyset"), ("30^{\\circ}", "30\\deg"),
+    ],
+)  # fmt: skip
+def test_texts_get_one_spelling(text: str, spelling: str) -> None:
+    assert normalise(text) == spelling
+    assert normalise(spelling) == spelling
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("-007", Fraction(-7)), ("1,234.5", Fraction(2469, 2)), ("-3 1/2", Fraction(-7, 2)),
+        ("1.5e-3", Fraction(3, 2000)), ("2*10^3", Fraction(2000)),
+        ("0.1\\overline{6}", Fraction(1, 6)),
+        ("101_2", Fraction(5)), ("1A_{16}", Fraction(26)), ("\\frac{3}{-4}", Fraction(-3, 4)),
+        ("1e9999", None), ("12,34", None), ("102_2", None), ("\\frac{1}{0}", None), ("1 2", None),
+        ("A_{12}", None),
+    ],
+)  # fmt: skip
+def test_numbers_are_exact(text: str, value: Fraction | None) -> None:
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "dimension", "factor"),
+    [
+        ("5\\text{cm}^2", "5", "m^2", Fraction(1, 10_000)),
+        ("60\\text{km/h}", "60", "m^1*s^-1", Fraction(5, 18)),
+        ("60 miles per hour", "60", "m^1*s^-1", Fraction(44704, 100_000)),
+        ("50%", "50", "", Fraction(1, 100)),
+        ("\\$5", "5", "dollar^1", Fraction(1)),
+        ("5 m", "5", "m^1", Fraction(1)),
+    ],
+)
+def test_units_are_split_off(text: str, rest: str, dimension: str, factor: Fraction) -> None:
+    left, unit = split_unit(text)
+    assert (left, unit) == (rest, (dimension, factor))
+
+
+@pytest.mark.parametrize("text", ["5m", "2x", "5\\text{or}6", "x+1", "\\sin30\\deg", "\\text{cm}"])
+def test_factors_and_words_are_no_units(text: str) -> None:
+    assert split_unit(text) == (text, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "digits"),
+    [
+        ("\\sqrt2", "1.4142135623730950488"), ("\\ln2", "0.6931471805599453094"),
+        ("\\sin\\frac{\\pi}{6}", "0.5"), ("-2^2", "-4"), ("2^{3!}", "64"),
+        ("1/2\\pi", "1.570796326794896"),
+        ("\\log_2 8", "3"), ("\\binom{5}{2}", "10"), ("|3-5|", "2"), ("2\\frac{1}{2}", "2.5"),
+        ("\\tan^{-1}1", "0.785398163397448"), ("\\sin^2 2", "0.826821810431806"),
+        ("(-8)^{1/3}", "-2"),
+    ],
+)  # fmt: skip
+def test_expressions_have_their_values(text: str, digits: str) -> None:
+    tree = parse_expression(text)
+    assert tree is not None
+    value = real_value(tree)
+    assert value is not None
+    assert abs(float(value) - float(digits)) < 1e-14
+
+
+@pytest.mark.parametrize(
+    "text", ["1 2", "1+", "f(x)", "\\int x", "(1", "x|", "", "\\frac{1}", "a;b"]
+)
+def test_text_outside_the_grammar_is_no_expression(text: str) -> None:
+    assert parse_expression(text) is None
+
+
+def test_values_beyond_bounds_are_left_open() -> None:
+    tower, seven = parse_expression("9^{9^{9^9}}"), parse_expression("7")
+    assert tower is not None
+    assert seven is not None
+    assert same_value(tower, seven) is None
+    assert same_value(seven, tower) is None
+
+
+def test_equations_are_equal_up_to_a_factor() -> None:
+    first, second, third = map(parse_expression, ("2x+4y-6", "x+2y-3", "x+2y-4"))
+    assert first is not None and second is not None and third is not None
+    assert is_constant_ratio(first, second) is True
+    assert is_constant_ratio(first, third) is False
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [
+        ("[0,3]", "[0,2]\\cup(1,3]", True), ("[0,3]", "[0,1)\\cup(1,3]", False),
+        ("x\\ne2", "\\reals\\setminus\\{2\\}", True), ("(0,2)\\cap(1,3)", "1<x<2", True),
+        ("0<x<1", "0<y<1", False), ("(0,a)", "(0,a)", None),
+    ],
+)  # fmt: skip
+def test_regions_are_compared_by_membership(first: str, second: str, is_same: bool | None) -> None:
+    region, other = parse_region(first), parse_region(second)
+    assert region is not None
+    assert other is not None
+    assert same_region(region, other) is is_same
+    assert same_region(other, region) is is_same
+
+
+def test_a_pair_is_read_as_tuple_and_as_interval() -> None:
+    kinds = {type(reading).__name__ for reading in read("(1,2)")}
+    assert kinds == {"Region", "Collection"}
+    assert read("(2,1)") == (Collection("tuple", ("2", "1")),)
+
+
+def test_splitting_respects_brackets() -> None:
+    assert split_at("(1,2),3,\\{4,5\\}", ",") == ["(1,2)", "3", "\\{4,5\\}"]
+    assert enclosed("(1)+(2)") is None
+    assert enclosed("((1)+(2))") == "(1)+(2)"
+
+
+def test_library_is_asked_both_ways_round_with_exact_decimals() -> None:
+    assert same_by_library("\\int_0^1 x dx", "0.5") is True
+    assert same_by_library("\\frac{1}{3}", "0.333333") is False
+    assert same_by_library("X+1", "x+1") is False
+    assert same_by_library("))", "7") is None

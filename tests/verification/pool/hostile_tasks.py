@@ -1,0 +1,95 @@
+"""Comparisons that misbehave, named as `tests.verification.pool.hostile_tasks:<function>`."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_rl.protocol.types import ScoreRequest
+
+
+def obey(answer: str, request: ScoreRequest) -> bool:
+    """A well-behaved comparison of a user."""
+    return answer == request.answer
+
+
+def hang(answer: str, request: ScoreRequest) -> bool:
+    """Never returns, and ignores polite signals."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        pass
+
+
+def exit_at_once(answer: str, request: ScoreRequest) -> bool:
+    """Leaves without a word."""
+    os._exit(7)
+
+
+def kill_itself(answer: str, request: ScoreRequest) -> bool:
+    """Dies as by the kernel's memory killer."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def segfault(answer: str, request: ScoreRequest) -> bool:
+    """Crashes in C."""
+    ctypes.string_at(0)
+    raise AssertionError("unreachable")
+
+
+def die_once(answer: str, request: ScoreRequest) -> bool:
+    """Dies the first time; request.entry names the file that remembers it."""
+    marker = Path(request.entry)
+    if marker.exists():
+        return obey(answer, request)
+    marker.touch()
+    os._exit(1)
+
+
+def raise_error(answer: str, request: ScoreRequest) -> bool:
+    """Has a bug."""
+    raise KeyError("a bug in the user's reward")
+
+
+def eat_memory(answer: str, request: ScoreRequest) -> bool:
+    """Asks for more memory than the limit."""
+    return len(bytearray(64 << 30)) > 0
+
+
+def return_nothing(answer: str, request: ScoreRequest) -> None:
+    """Breaks the contract of tasks."""
+
+
+def leave_grandchild(answer: str, request: ScoreRequest) -> bool:
+    """Starts a process that outlives it, writes its pid to request.entry, then hangs."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(request.entry).write_text(str(child.pid))
+    return hang(answer, request)
+
+
+def list_open_files(answer: str, request: ScoreRequest) -> bool:
+    """Writes what the grading process has open into the file request.entry."""
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if os.path.lexists(path):
+            targets.append(os.readlink(path).split(":")[0])
+    Path(request.entry).write_text(" ".join(sorted(targets)))
+    return True
+
+
+def recurse(answer: str, request: ScoreRequest) -> bool:
+    """Uses up Python's stack."""
+    return recurse(answer, request)
+
+
+def half(answer: str, request: ScoreRequest) -> float:
+    """An extra reward of a user: how much of the limit of two characters is used."""
+    return len(answer) / 2
+
+
+def not_a_number(answer: str, request: ScoreRequest) -> float:
+    """An extra reward that breaks its contract."""
+    return float("nan")

@@ -1,0 +1,115 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.types import Message, Prompt, Score, ScoreFailed
+from tests.verification.requests import boxed
+from verification.audit import (
+    Disagreement,
+    Record,
+    changes,
+    disagreements,
+    read_records,
+    reason_rows,
+)
+from verification.library import Sample
+
+
+def _write(path: Path, *lines: dict) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def _score(reason: str, **parts: float) -> Score:
+    return Score(sum(parts.values()), parts, reason)
+
+
+def test_records_of_a_run_find_their_tests_by_prompt(tmp_path: Path) -> None:
+    prompt = Prompt("code:3", "code", [Message("user", "?")], "", entry='{"cases": []}')
+    record = {
+        "prompt_id": "code:3", "group": 4, "index": 0, "task": "code", "problem": "?",
+        "language": "", "text": "x", "answer": "", "reward": 0.0, "parts": {}, "tokens": 9,
+        "reason": "unfinished", "versions": [0], "finish_reason": "length", "seed": 5,
+    }  # fmt: skip
+    (found,) = read_records(_write(tmp_path / "r.jsonl", record), {prompt.id: prompt})
+    assert found == Record(
+        Sample(
+            text="x", task="code", entry=prompt.entry, problem="?", tokens=9, is_finished=False,
+            seed=5,
+        ),
+        "unfinished",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ['{"answer": "7"}', "[]", '{"text": 7}', "no json"])
+def test_bad_line_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"text": "a"}\n\n' + text + "\n")
+    with pytest.raises(InputError, match=r"r\.jsonl:3: .*expected"):
+        read_records(path, {})
+
+
+def test_reasons_are_counted_most_frequent_first() -> None:
+    records = [Record(Sample(text=f"t{i}", answer=f"a{i}"), "") for i in range(4)]
+    scores = [
+        _score("wrong_answer", format=0.1),
+        _score("correct", format=0.1, correct=0.9, says_text=-1.0),
+        ScoreFailed(2, "the pool broke"),
+        _score("correct", format=0.1, correct=0.9, length=-0.1),
+    ]
+    rows = reason_rows(records, scores)
+    assert [(row.reason, row.count, row.answer) for row in rows] == [
+        ("correct", 2, "t1"), ("wrong_answer", 1, "t0"), ("grading failed", 1, "the pool broke"),
+    ]  # fmt: skip
+    # Opinions of parsers are no reward: (1.0 + 0.9) / 2.
+    assert rows[0].reward == pytest.approx(0.95)
+
+
+def test_changed_verdicts_are_counted() -> None:
+    recorded = ["correct", "wrong_answer", "wrong_answer", ""]
+    records = [Record(Sample(text="t"), reason) for reason in recorded]
+    scores = [_score("correct"), _score("correct"), _score("correct"), _score("no_boxed")]
+    assert changes(records, scores) == {("wrong_answer", "correct"): 2}
+
+
+def test_parsers_disagree_where_one_says_right_and_one_wrong() -> None:
+    records = [Record(Sample(text="t", answer="a"), "")] * 2 + [Record(Sample(text="u"), "")]
+    says = {"says_text": -1.0, "says_number": -1.0, "says_structure": 1.0}
+    scores = [
+        _score("correct", **says, says_math_verify=0.0),
+        _score("correct", **says, says_math_verify=0.0),
+        _score("correct", **says, says_math_verify=1.0),
+    ]
+    said = {"text": None, "number": None, "structure": True, "math_verify": False}
+    assert disagreements(records, scores) == [Disagreement("t", "a", said, "correct")]
+
+
+def test_command_prints_reasons_changes_and_disagreements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    path = _write(
+        tmp_path / "answers.jsonl",
+        {"text": boxed("[0,1)"), "answer": "0 \\le x < 1", "reason": "wrong_answer"},
+        {"text": boxed("8"), "answer": "7", "reason": "wrong_answer"},
+        {"text": "7", "answer": "7"},
+    )
+    assert main(["verify", str(path), "--disagree"]) == 0
+    printed = capsys.readouterr().out
+    for reason in ("correct", "wrong_answer", "no_think_start"):
+        assert reason in printed
+    # math-verify takes an interval and an inequality for different things.
+    row = next(line for line in printed.splitlines() if "[0,1)" in line and "wrong" in line)
+    assert row.split().count("right") == 1 and row.split().count("wrong") == 1
+
+
+def test_command_fails_when_grading_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    path = _write(tmp_path / "answers.jsonl", {"text": boxed("7"), "task": "no_such_task"})
+    assert main(["verify", str(path)]) == 1
+    assert "grading failed" in capsys.readouterr().out

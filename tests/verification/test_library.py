@@ -1,0 +1,62 @@
+import json
+
+from megatron_rl.protocol.reward_config import LaneConfig, RewardConfig, TaskConfig, VerifierConfig
+from megatron_rl.protocol.types import Score, ScoreFailed
+from tests.verification.requests import boxed
+from verification.library import MAX_PENDING, Grading, Sample
+
+CASES = [{"stdin": "1\n", "stdout": "2\n"}, {"stdin": "5\n", "stdout": "6\n"}]
+ENTRY = json.dumps({"cases": CASES})
+
+
+def _program(source: str) -> str:
+    return f"<think>Add one.</think>\n```python\n{source}\n```"
+
+
+def test_samples_of_all_kinds_are_scored_in_order() -> None:
+    samples = [
+        Sample(text=boxed("7"), answer="7"),
+        Sample(text=boxed("(x+1)(x-1)"), answer="x^2-1"),
+        Sample(text=_program("print(int(input()) + 1)"), task="code", entry=ENTRY),
+        Sample(text=boxed("(x+1)(x-2)"), answer="x^2-1"),
+        Sample(text=_program("print(2)"), task="code", entry=ENTRY),
+        Sample(text="7", answer="7"),
+        Sample(text=boxed("7"), answer="7", task="no_such_task"),
+    ]
+    with Grading() as grading:
+        scores = grading.score(samples)
+    assert [score.reason for score in scores[:6]] == [
+        "correct", "correct", "correct", "wrong_answer", "wrong_output", "no_think_start",
+    ]  # fmt: skip
+    assert isinstance(scores[6], ScoreFailed) and "unknown task" in scores[6].reason
+
+
+def test_more_samples_than_the_pool_takes_at_once_all_come_back() -> None:
+    count = MAX_PENDING + 200
+    samples = (
+        Sample(text=boxed(f"(x+{i})(x-1)"), answer=f"x^2+({i}-1)x-{i + i % 2}")
+        for i in range(count)
+    )
+    with Grading() as grading:
+        scores = grading.score(samples)
+    # Every second reference is off by one.
+    assert [isinstance(s, Score) and s.is_correct for s in scores] == [True, False] * (count // 2)
+
+
+def test_length_penalty_and_settings_apply() -> None:
+    reward = RewardConfig(
+        length_margin_tokens=40,
+        accept_missing_unit=False,
+        tasks={"short": TaskConfig(gate="none", compare="exact")},
+    )
+    verifier = VerifierConfig(answers=LaneConfig(workers=2))
+    samples = [
+        Sample(text=boxed("7"), answer="7", tokens=80),
+        Sample(text=boxed("5"), answer="5\\text{ cm}"),
+        Sample(text="7", answer="7", task="short"),
+    ]
+    with Grading(reward, verifier, max_tokens=100) as grading:
+        first, second, third = grading.score(samples)
+    assert first.parts["length"] == -0.05
+    assert not second.is_correct
+    assert third.is_correct

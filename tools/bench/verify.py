@@ -1,0 +1,301 @@
+"""`python -m tools.bench.verify [--quick] [--soak N]`: what safe grading costs.
+
+| figure | ours | beside it, in the same run |
+|---|---|---|
+| math_per_s_per_core, math_over_bare | all of grading, on one core | math-verify in one process |
+| code_problems_per_s, sandbox_cost_ratio | 20 tests in the sandbox | the same, rlimits alone |
+| p99_ms, p99_ratio | ordinary answers, 5 % of the stream are bombs | the same without bombs |
+| worker_rss_mb_max | largest grading process of the stream | |
+
+--soak N instead: N mixed items through one pool; memory at start and end, what is left behind.
+The last line is one JSON object.
+"""
+
+import argparse
+import json
+import logging
+import os
+import resource
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.protocol.reward_config import LaneConfig, VerifierConfig
+from megatron_rl.protocol.types import ScoreDone
+from tools.bench import verify_work as work
+from verification.code.languages import LANGUAGES, compile_command
+from verification.code.setup import CodeLimits, header_folder, prepare
+from verification.format import check_code_format, check_format
+from verification.library import Grading, Sample
+from verification.sandbox.cgroup import remove_stale_groups
+
+RATE_PER_S = 40.0
+"""Arrivals of the stream: two fifths of what one core can compute."""
+BOMB_SHARE = 0.05
+DRAIN_LIMIT_S = 400.0
+
+
+def measure_math(items: int, repeats: int) -> dict[str, float]:
+    """Items per second on one core, and the ratio to bare math-verify (medians)."""
+    samples = work.make_answers(items)
+    core = min(os.sched_getaffinity(0))
+    all_cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        with Grading() as grading:
+            grading.score(work.make_expressions(20, seed=1))
+            ours, bare = [], []
+            _bare_math(work.make_expressions(20, seed=1))
+            for _ in range(repeats):
+                bare.append(items / _timed(partial(_bare_math, samples)))
+                ours.append(items / _timed(partial(grading.score, samples)))
+    finally:
+        os.sched_setaffinity(0, all_cores)
+    ratios = [o / b for o, b in zip(ours, bare, strict=True)]
+    return {
+        "math_per_s_per_core": statistics.median(ours),
+        "bare_math_per_s": statistics.median(bare),
+        "math_over_bare": statistics.median(ratios),
+    }
+
+
+def _bare_math(samples: Sequence[Sample]) -> None:
+    """What most trainers do: math-verify on the last box, with its own time limit."""
+    from math_verify import parse, verify
+
+    for sample in samples:
+        answer = check_format(sample.text).answer
+        verify(parse(f"\\boxed{{{sample.answer}}}"), parse(f"\\boxed{{{answer}}}"))
+
+
+def measure_code(problems: int, repeats: int) -> dict[str, float]:
+    """Problems per second in the sandbox, and the ratio of times to rlimits alone (medians)."""
+    found: dict[str, float] = {}
+    with Grading() as grading:
+        for language in ("python", "cpp"):
+            samples = [work.make_program(language, seed) for seed in range(problems)]
+            _score_all_right(grading, samples[:1])
+            ours, bare = [], []
+            for _ in range(repeats):
+                bare.append(_timed(partial(_bare_programs, samples)))
+                ours.append(_timed(partial(_score_all_right, grading, samples)))
+            ratios = [o / b for o, b in zip(ours, bare, strict=True)]
+            found[f"{language}_problems_per_s"] = problems / statistics.median(ours)
+            found[f"{language}_cost_ratio"] = statistics.median(ratios)
+    found["code_problems_per_s"] = min(found["python_problems_per_s"], found["cpp_problems_per_s"])
+    found["sandbox_cost_ratio"] = max(found["python_cost_ratio"], found["cpp_cost_ratio"])
+    return found
+
+
+def _score_all_right(grading: Grading, samples: Sequence[Sample]) -> None:
+    reasons = {score.reason for score in grading.score(samples)}
+    assert reasons == {"correct"}, reasons
+
+
+def _bare_programs(samples: Sequence[Sample]) -> None:
+    """The same programs and tests in plain processes under rlimits: no isolation at all."""
+    for sample in samples:
+        check = check_code_format(sample.text)
+        with tempfile.TemporaryDirectory() as folder:
+            command = _build(check.source, check.tag, Path(folder))
+            for case in json.loads(sample.entry)["cases"]:
+                done = subprocess.run(
+                    command,
+                    input=case["stdin"],
+                    capture_output=True,
+                    text=True,
+                    timeout=20,
+                    preexec_fn=_limit,
+                )
+                assert done.stdout == case["stdout"], done
+
+
+def _build(source: str, tag: str, folder: Path) -> list[str]:
+    language = LANGUAGES[tag]
+    if not language.compiler:
+        (folder / "solution.py").write_text(source)
+        return [sys.executable, "-I", "-S", str(folder / "solution.py")]
+    (folder / language.source_name).write_text(source)
+    headers = header_folder(tag, prepare(CodeLimits()).cache_folder)
+    subprocess.run(compile_command(language, headers), cwd=folder, check=True, timeout=60)
+    return [str(folder / language.program)]
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))
+    resource.setrlimit(resource.RLIMIT_CPU, (4, 4))
+
+
+def measure_latency(seconds: float) -> dict[str, float]:
+    """p99 latency of ordinary answers in an open stream, without and with bombs."""
+    with Grading(verifier=_two_workers()) as grading:
+        grading.score(work.make_expressions(40, seed=1))
+        calm, _ = _stream(grading, seconds, bomb_share=0.0)
+        stormy, rss_mb = _stream(grading, seconds, bomb_share=BOMB_SHARE)
+    return {
+        "p99_ms_without_bombs": 1e3 * _p99(calm),
+        "p99_ms": 1e3 * _p99(stormy),
+        "p99_ratio": _p99(stormy) / _p99(calm),
+        "p50_ms_without_bombs": 1e3 * statistics.median(calm),
+        "p50_ms": 1e3 * statistics.median(stormy),
+        "worker_rss_mb_max": rss_mb,
+    }
+
+
+def _two_workers() -> VerifierConfig:
+    return VerifierConfig(answers=LaneConfig(workers=2))
+
+
+def _stream(grading: Grading, seconds: float, *, bomb_share: float) -> tuple[list[float], float]:
+    """Latencies of ordinary answers, from when each was due; largest resident size in MB."""
+    count = int(seconds * RATE_PER_S)
+    ordinary = work.make_expressions(count, seed=2)
+    every = int(1 / bomb_share) if bomb_share else 0
+    bombs = work.make_bombs(count // every if every else 0)
+    arrivals = [(i / RATE_PER_S, i, sample) for i, sample in enumerate(ordinary)]
+    arrivals += [(i * every / RATE_PER_S, count + i, sample) for i, sample in enumerate(bombs)]
+    arrivals.sort(key=lambda arrival: arrival[0])
+    pool = grading.pool
+    started = time.monotonic()
+    due: dict[int, float] = {}
+    latencies: list[float] = []
+    rss_mb, next_look = 0.0, 0.0
+    while arrivals or pool.pending:
+        now = time.monotonic() - started
+        assert now < seconds + DRAIN_LIMIT_S, f"{pool.pending} items are late"
+        while arrivals and arrivals[0][0] <= now:
+            at, number, sample = arrivals.pop(0)
+            due[number] = at
+            pool.submit(work.to_request(number, sample))
+        for outcome in pool.collect():
+            assert isinstance(outcome, ScoreDone), outcome
+            if outcome.request_id < count:
+                latencies.append(time.monotonic() - started - due[outcome.request_id])
+            else:
+                assert not outcome.score.is_correct
+        if now >= next_look:
+            rss_mb, next_look = max(rss_mb, _rss_mb(pool.pids)), now + 0.25
+        patience = 0.05 if not arrivals else max(0.0, min(0.05, arrivals[0][0] - now))
+        select.select([pool], [], [], patience)
+    assert len(latencies) == count
+    return latencies, rss_mb
+
+
+def _p99(latencies: list[float]) -> float:
+    return statistics.quantiles(latencies, n=100)[98]
+
+
+def _rss_mb(pids: Sequence[int]) -> float:
+    sizes = [0.0]
+    for pid in pids:
+        try:
+            sizes.append(psutil.Process(pid).memory_info().rss / 1e6)
+        except psutil.NoSuchProcess:
+            continue
+    return max(sizes)
+
+
+def soak(items: int) -> dict[str, float]:
+    """Mixed items through one pool: memory at both ends, what is left, whether counts balance."""
+    sizes: list[float] = []
+    counts: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        # What other programs leave in the usual folder is none of ours.
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        prepare(CodeLimits())
+        before = _traces_left()
+        with Grading(verifier=_two_workers()) as grading:
+            for done, (_, score) in enumerate(grading.stream(_mixed(items))):
+                counts[score.reason] = counts.get(score.reason, 0) + 1
+                if done % max(1, items // 400) == 0:
+                    sizes.append(_total_mb(grading.pool.pids))
+        after = _traces_left()
+    tenth = max(1, len(sizes) // 10)
+    # The most at once: processes that grade bombs and programs come and go.
+    first, last = max(sizes[:tenth]), max(sizes[-tenth:])
+    return {
+        "items": items,
+        "graded": sum(counts.values()),
+        "memory_mb_first_tenth": first,
+        "memory_mb_last_tenth": last,
+        "memory_ratio": last / first,
+        **{f"left_{name}": after[name] - before[name] for name in before},
+        "reasons": counts,
+    }
+
+
+def _mixed(items: int) -> Iterator[Sample]:
+    makers: list[Callable[[int], Sample]] = [
+        lambda i: work.make_answers(1, seed=i)[0],
+        lambda i: work.make_expressions(1, seed=i)[0],
+    ]
+    for i in range(items):
+        if i % 5000 == 2500:
+            yield work.make_bombs(1)[0]
+        elif i % 500 == 250:
+            yield work.make_program(("python", "cpp")[i // 500 % 2], i)
+        else:
+            yield makers[i % 2](i)
+
+
+def _total_mb(pids: Sequence[int]) -> float:
+    """Memory of this process, and of the grading processes what they share with none."""
+    total = psutil.Process().memory_info().rss
+    for pid in pids:
+        try:
+            total += psutil.Process(pid).memory_full_info().uss
+        except psutil.NoSuchProcess:
+            continue
+    return total / 1e6
+
+
+def _traces_left() -> dict[str, int]:
+    return {
+        "processes": len(psutil.Process().children(recursive=True)),
+        "files": psutil.Process().num_fds(),
+        "temporary": len(os.listdir(tempfile.gettempdir())),
+        "cgroups": 0 if remove_stale_groups() else 1,
+    }
+
+
+def _timed(work_to_do: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work_to_do()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Entry."""
+    parser = argparse.ArgumentParser(description="what safe grading costs")
+    parser.add_argument("--quick", action="store_true", help="fewer items: a minute")
+    parser.add_argument("--soak", type=int, metavar="N", help="N mixed items through one pool")
+    options = parser.parse_args()
+    # A line for each bomb would hide the figures.
+    logging.getLogger("verification").setLevel(logging.ERROR)
+    if options.soak:
+        print(json.dumps(soak(options.soak)))
+        return
+    found: dict[str, float] = {}
+    quick = options.quick
+    found |= _show(measure_math(300 if quick else 2000, 3 if quick else 5))
+    found |= _show(measure_code(4 if quick else 10, 3 if quick else 5))
+    found |= _show(measure_latency(10.0 if quick else 60.0))
+    print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+
+
+def _show(found: dict[str, float]) -> dict[str, float]:
+    for name, value in found.items():
+        print(f"{name:24} {value:10.2f}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What `tools.bench.verify` grades: answers, bombs and programs, drawn by a fixed seed."""
+
+import json
+import random
+
+from megatron_rl.protocol.types import ScoreRequest
+from verification.library import Sample
+
+# Answers that no screen refuses and that cost more than any limit of time or memory.
+BOMBS = (
+    "\\binom{10000000}{5000000}",
+    "\\sum_{n=1}^{9999} \\frac{1}{n^3+n+1}",
+    "\\prod_{n=1}^{9999} (1+\\frac{1}{n^2})",
+    "\\int \\sqrt{\\tan(x)} \\log(x) e^{x^2} dx",
+)
+THOUGHT = "First we simplify, then we compare both sides and look for mistakes. "
+TESTS = 20
+
+
+def boxed(answer: str) -> str:
+    """A well-formed response of ordinary length."""
+    return f"<think>{THOUGHT * 20}</think>The answer is $\\boxed{{{answer}}}$."
+
+
+def make_answers(count: int, seed: int = 0) -> list[Sample]:
+    """Answers as training meets them: numbers mostly, right and wrong, some expressions."""
+    draw = random.Random(seed)
+    makers = (_integer, _integer, _integer, _fraction, _decimal, _surd, _interval, _pair, _product)
+    pairs = [draw.choice(makers)(draw) for _ in range(count)]
+    return [Sample(text=boxed(answer), answer=reference) for answer, reference in pairs]
+
+
+def make_expressions(count: int, seed: int = 0) -> list[Sample]:
+    """Only answers that need a computation, so that a grading process sees each of them."""
+    draw = random.Random(seed)
+    pairs = [draw.choice((_surd, _product, _interval))(draw) for _ in range(count)]
+    return [Sample(text=boxed(answer), answer=reference) for answer, reference in pairs]
+
+
+def make_bombs(count: int) -> list[Sample]:
+    """Bombs in turn."""
+    return [Sample(text=boxed(BOMBS[i % len(BOMBS)]), answer="\\sqrt{2}+x") for i in range(count)]
+
+
+def _integer(draw: random.Random) -> tuple[str, str]:
+    number = draw.randint(-999, 9999)
+    return str(number + draw.choice((0, 0, 1))), str(number)
+
+
+def _fraction(draw: random.Random) -> tuple[str, str]:
+    top, bottom, factor = draw.randint(1, 40), draw.randint(2, 40), draw.randint(1, 3)
+    return f"\\frac{{{top * factor}}}{{{bottom * factor}}}", f"\\frac{{{top}}}{{{bottom}}}"
+
+
+def _decimal(draw: random.Random) -> tuple[str, str]:
+    hundredths = draw.randint(1, 9999)
+    return f"{hundredths / 100:.2f}", f"\\frac{{{hundredths}}}{{100}}"
+
+
+def _surd(draw: random.Random) -> tuple[str, str]:
+    square, rest = draw.randint(2, 9), draw.choice((2, 3, 5, 6, 7))
+    wrong = draw.choice((0, 1))
+    return f"\\sqrt{{{square * square * rest}}}", f"{square + wrong}\\sqrt{{{rest}}}"
+
+
+def _interval(draw: random.Random) -> tuple[str, str]:
+    low = draw.randint(-9, 0)
+    high = low + draw.randint(1, 9)
+    return f"[{low},{high})", f"{low} \\le x < {high}"
+
+
+def _pair(draw: random.Random) -> tuple[str, str]:
+    first, second = draw.randint(-9, 9), draw.randint(-9, 9)
+    return f"({first}, {second})", f"\\left({first},{second + draw.choice((0, 1))}\\right)"
+
+
+def _product(draw: random.Random) -> tuple[str, str]:
+    first, second = draw.randint(1, 9), draw.randint(10, 19)
+    wrong = draw.choice((0, 1))
+    return f"(x+{first})(x+{second})", f"x^2+{first + second}x+{first * second + wrong}"
+
+
+_PYTHON = """<think>{thought}</think>
+```python
+import sys
+numbers = list(map(int, sys.stdin.read().split()))[1:]
+best = current = numbers[0]
+for number in numbers[1:]:
+    current = max(number, current + number)
+    best = max(best, current)
+print(best)
+```"""
+_CPP = """<think>{thought}</think>
+```cpp
+#include <bits/stdc++.h>
+using namespace std;
+int main() {{
+    int n; cin >> n; vector<long long> a(n); for (auto& x : a) cin >> x;
+    long long best = a[0], current = a[0];
+    for (int i = 1; i < n; i++) {{
+        current = max(a[i], current + a[i]);
+        best = max(best, current);
+    }}
+    cout << best << endl;
+}}
+```"""
+
+
+def make_program(language: str, seed: int) -> Sample:
+    """A right program for the largest sum of a stretch, with its tests."""
+    draw = random.Random(seed)
+    cases = []
+    for _ in range(TESTS):
+        numbers = [draw.randint(-50, 50) for _ in range(40)]
+        best = max(sum(numbers[i:j]) for i in range(40) for j in range(i + 1, 41))
+        cases.append({"stdin": f"40\n{' '.join(map(str, numbers))}\n", "stdout": f"{best}\n"})
+    text = {"python": _PYTHON, "cpp": _CPP}[language].format(thought=THOUGHT)
+    return Sample(text=text, task="code", entry=json.dumps({"cases": cases}), seed=seed)
+
+
+def to_request(number: int, sample: Sample) -> ScoreRequest:
+    """The sample as a verifier receives it."""
+    return ScoreRequest(
+        number, sample.task, sample.answer, sample.entry, sample.text, sample.tokens, True
+    )

@@ -1,0 +1,207 @@
+"""Grades a file of completions again and tells what was found: behind `megatron-rl verify`.
+
+A line is a rollout record of a run, or {"text", "answer"} with optional "task", "entry",
+"problem", "language", "tokens", "is_finished", "seed", "reason".
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.reward_config import ExtraReward, RewardConfig
+from megatron_rl.protocol.types import Prompt, Score, ScoreFailed, ScoreRequest
+from verification.library import Sample
+from verification.math import answer as math_answer
+
+PARSERS = ("text", "number", "structure", "math_verify")
+FAILED = "grading failed"
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What is read of a line; other keys do not matter here."""
+
+    text: str
+    answer: str = ""
+    task: str = "math"
+    entry: str = ""
+    problem: str = ""
+    language: str = ""
+    tokens: int = 0
+    is_finished: bool = True
+    finish_reason: str = ""
+    seed: int = 0
+    prompt_id: str = ""
+    reason: str = ""
+
+
+class Record(NamedTuple):
+    """A sample with the verdict that the file holds."""
+
+    sample: Sample
+    recorded_reason: str
+    """Empty where the file holds none."""
+
+
+class ReasonRow(NamedTuple):
+    """How often a reason was found, with one example."""
+
+    reason: str
+    count: int
+    reward: float
+    """Mean reward."""
+    answer: str
+    reference: str
+
+
+class Disagreement(NamedTuple):
+    """A pair on which parsers differ."""
+
+    answer: str
+    reference: str
+    said: dict[str, bool | None]
+    verdict: str
+
+
+def read_records(path: Path, prompts: Mapping[str, Prompt]) -> list[Record]:
+    """All lines of a file; InputError names the first bad one.
+
+    prompts: by id; tests and reasoning_gym entries, which records leave out, come from there.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    records = []
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = msgspec.json.decode(text, type=_Line)
+        except msgspec.MsgspecError as error:
+            raise InputError(
+                f'{path}:{number}: {error}; expected {{"text": ..., "answer": ...}} with optional '
+                '"task", "entry", "problem", "language", "tokens", "seed"'
+            ) from error
+        records.append(Record(_sample(line, prompts), line.reason))
+    if not records:
+        raise InputError(f"{path} holds no completions")
+    return records
+
+
+def _sample(line: _Line, prompts: Mapping[str, Prompt]) -> Sample:
+    prompt = prompts.get(line.prompt_id)
+    return Sample(
+        text=line.text,
+        answer=line.answer,
+        task=line.task,
+        entry=line.entry or (prompt.entry if prompt else ""),
+        problem=line.problem,
+        language=line.language,
+        tokens=line.tokens,
+        is_finished=line.is_finished and line.finish_reason != "length",
+        seed=line.seed,
+    )
+
+
+def reason_rows(
+    records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
+) -> list[ReasonRow]:
+    """One row a reason, most frequent first."""
+    by_reason: dict[str, list[tuple[Record, Score | ScoreFailed]]] = {}
+    for record, score in zip(records, scores, strict=True):
+        reason = FAILED if isinstance(score, ScoreFailed) else score.reason
+        by_reason.setdefault(reason, []).append((record, score))
+    rows = []
+    for reason, found in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+        rewards = [_reward(score) for _, score in found]
+        sample, first = found[0][0].sample, found[0][1]
+        example = first.reason if isinstance(first, ScoreFailed) else sample.text
+        rows.append(
+            ReasonRow(reason, len(found), sum(rewards) / len(found), example, sample.answer)
+        )
+    return rows
+
+
+def _reward(score: Score | ScoreFailed) -> float:
+    """The reward without the opinions of parsers."""
+    if isinstance(score, ScoreFailed):
+        return 0.0
+    return sum(part for name, part in score.parts.items() if not name.startswith("says_"))
+
+
+def changes(
+    records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
+) -> dict[tuple[str, str], int]:
+    """(recorded reason, reason now) -> count, where the file holds reasons that differ."""
+    counts: dict[tuple[str, str], int] = {}
+    for record, score in zip(records, scores, strict=True):
+        now = FAILED if isinstance(score, ScoreFailed) else score.reason
+        if record.recorded_reason and record.recorded_reason != now:
+            key = (record.recorded_reason, now)
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def with_opinions(reward: RewardConfig) -> RewardConfig:
+    """The same rewards, and what each math parser says as a part of the score.
+
+    Parsers are asked in grading processes, since they may hang like any comparison.
+    """
+    tasks = [name for name, task in reward.all_tasks.items() if task.compare == "math"]
+    extra = [
+        ExtraReward(name=f"says_{name}", function=f"{__name__}:says_{name}", tasks=tasks)
+        for name in PARSERS
+    ]
+    return reward.model_copy(update={"extra": [*reward.extra, *extra]})
+
+
+def disagreements(
+    records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
+) -> list[Disagreement]:
+    """Pairs on which some parser says right and another says wrong; each pair once."""
+    found: dict[tuple[str, str], Disagreement] = {}
+    for record, score in zip(records, scores, strict=True):
+        if isinstance(score, ScoreFailed) or f"says_{PARSERS[0]}" not in score.parts:
+            continue
+        said = {name: _TO_OPINION[score.parts[f"says_{name}"]] for name in PARSERS}
+        if {True, False} <= set(said.values()):
+            text, reference = record.sample.text, record.sample.answer
+            found[text, reference] = Disagreement(text, reference, said, score.reason)
+    return list(found.values())
+
+
+_TO_NUMBER = {True: 1.0, False: 0.0, None: -1.0}
+_TO_OPINION = {number: opinion for opinion, number in _TO_NUMBER.items()}
+
+
+def says_text(answer: str, request: ScoreRequest) -> float:
+    """1 if equal after normalisation, -1 if not: other texts may mean the same."""
+    return 1.0 if _opinions(answer, request.answer)["text"] else -1.0
+
+
+def says_number(answer: str, request: ScoreRequest) -> float:
+    """1 or 0 by plain readings, -1 if they cannot tell."""
+    return _says("number", answer, request.answer)
+
+
+def says_structure(answer: str, request: ScoreRequest) -> float:
+    """1 or 0 by our grammar, -1 if it cannot tell."""
+    return _says("structure", answer, request.answer)
+
+
+def says_math_verify(answer: str, request: ScoreRequest) -> float:
+    """1 or 0 by math-verify, -1 if it cannot tell."""
+    return _says("math_verify", answer, request.answer)
+
+
+def _says(parser: str, answer: str, reference: str) -> float:
+    return _TO_NUMBER[_opinions(answer, reference)[parser]]
+
+
+@functools.lru_cache(maxsize=16)
+def _opinions(answer: str, reference: str) -> dict[str, bool | None]:
+    return math_answer.opinions(answer, reference)

@@ -1,0 +1,1 @@
+"""Whether a program passes its tests."""

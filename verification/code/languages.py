@@ -1,0 +1,128 @@
+"""The languages that code is graded in, by the tag of the fence, and their compilers.
+
+Runs in a grading process. To add a language, add a line to LANGUAGES; its compiler must lie in one
+of the folders that `isolation.py` shows to the sandbox.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from verification.verdict import GradingError
+
+HEADER_TIMEOUT_S = 300.0
+_HEADER_FLAGS = ("-pipe",)
+
+
+class Language(NamedTuple):
+    """How programs of a language are made and run; paths are relative to the build folder."""
+
+    tags: tuple[str, ...]
+    """Tags of a code fence, in lower case."""
+    source_name: str = ""
+    compiler: tuple[str, ...] = ()
+    """Command; empty for Python, which the sandbox's own interpreter runs."""
+    program: str = ""
+    """What the compiler makes."""
+    header: str = ""
+    """Header to compile once and for all; empty for none."""
+
+
+_GCC = ("g++", "-std=c++20", "-O2", "-pipe", "-o", "solution", "solution.cpp")
+
+LANGUAGES: dict[str, Language] = {
+    "python": Language(tags=("python", "py", "python3")),
+    "cpp": Language(
+        ("cpp", "c++", "cc", "cxx", "cpp20", "c++20"),
+        "solution.cpp", _GCC, "solution", header="bits/stdc++.h",
+    ),
+}  # fmt: skip
+
+
+def find_language(tag: str) -> str | None:
+    """Name of the language that a fence's tag means; None for an unknown one."""
+    tag = tag.strip().lower()
+    return next((name for name, language in LANGUAGES.items() if tag in language.tags), None)
+
+
+def compile_command(language: Language, header_folder: str) -> list[str]:
+    """Command line of a language's compiler; GradingError when it is not installed."""
+    compiler = find_compiler(language)
+    include = ["-I", header_folder] if header_folder else []
+    return [compiler, *include, *language.compiler[1:]]
+
+
+def find_compiler(language: Language) -> str:
+    """Path of a language's compiler; GradingError when it is not installed."""
+    name = language.compiler[0]
+    path = shutil.which(name)
+    if path is None:
+        raise GradingError(
+            f"no {name} to compile {language.source_name} with: install it (Debian: apt-get "
+            "install g++), or train without prompts of this language"
+        )
+    return path
+
+
+def make_header_folder(language: Language, cache_folder: Path) -> str:
+    """Folder with the language's precompiled header, made unless it is there; "" for no header.
+
+    Safe to call from several processes at once. GradingError when the compiler fails.
+    """
+    if not language.header:
+        return ""
+    compiler = find_compiler(language)
+    flags = [flag for flag in language.compiler[1:] if flag.startswith(("-std", "-O"))]
+    # A precompiled header is good for one build of the compiler.
+    version = _run([compiler, "-v"], "ask the version").stderr
+    key = hashlib.sha256(repr((version, compiler, flags, language.header)).encode()).hexdigest()
+    folder = cache_folder / key[:16]
+    if not folder.is_dir():
+        _make_private(cache_folder)
+        _compile_header(compiler, flags, language.header, folder=folder)
+    return str(folder)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that all may read and only we write; GradingError if it is another user's."""
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise GradingError(
+            f"{folder} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}: a "
+            "folder for precompiled headers must be ours, and nobody else may write to it"
+        )
+
+
+def _compile_header(compiler: str, flags: list[str], header: str, *, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making_") as unfinished:
+        wrapper = Path(unfinished, "made", header)
+        wrapper.parent.mkdir(parents=True)
+        # Where the precompiled form does not fit the program, the wrapper leads to the original.
+        wrapper.write_text(f"#include_next <{header}>\n")
+        command = [compiler, *flags, *_HEADER_FLAGS, "-x", "c++-header", str(wrapper)]
+        _run([*command, "-o", f"{wrapper}.gch"], f"precompile {header}")
+        for path in Path(unfinished, "made").rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        Path(unfinished, "made").chmod(0o755)
+        # Another process may have been faster; its result is the same.
+        with contextlib.suppress(OSError):
+            Path(unfinished, "made").rename(folder)
+
+
+def _run(command: list[str], what: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=HEADER_TIMEOUT_S, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GradingError(f"cannot {what} with {command[0]}: {error}") from error
+    if done.returncode:
+        raise GradingError(f"cannot {what}: {command} failed: {done.stderr[-1000:]}")
+    return done

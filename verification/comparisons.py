@@ -1,0 +1,115 @@
+"""Whether an answer is right: the table COMPARISONS, and functions of the user's own.
+
+`quick` halves are string code and run in the verifier itself; `judge` runs in a grading process.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_rl.protocol.lookup import find_function
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.reward_config import RewardConfig
+from megatron_rl.protocol.types import ScoreRequest
+from verification import gym_answer
+from verification.code import grading
+from verification.gates import Gated
+from verification.math import answer as math_answer
+from verification.rules import RewardRules
+from verification.verdict import CORRECT, WRONG, GradingError, Verdict
+
+Judge = Callable[[Gated, ScoreRequest, RewardRules], Verdict]
+QuickJudge = Callable[[Gated, ScoreRequest, RewardRules], Verdict | None]
+
+
+def _undecided(gated: Gated, request: ScoreRequest, rules: RewardRules) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One way to judge an answer."""
+
+    judge: Judge
+    quick: QuickJudge = _undecided
+    """Verdict where plain text decides, else None."""
+    prepare: Callable[[], None] | None = None
+    """Loads what `judge` needs, so that no completion pays for it."""
+
+
+def exact_text(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+    """Right when both texts are equal apart from surrounding space."""
+    return CORRECT if gated.answer.strip() == request.answer.strip() else WRONG
+
+
+def _math(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+    return math_answer.compare(
+        gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
+    )
+
+
+def _math_quickly(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
+    return math_answer.compare_quickly(
+        gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
+    )
+
+
+def _gym(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+    return gym_answer.compare(gated.answer, request.entry)
+
+
+def _gym_quickly(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
+    return gym_answer.compare_quickly(gated.answer, request.answer)
+
+
+def _code(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+    return grading.grade(
+        gated.answer,
+        gated.tag,
+        grading.parse_tests(request.entry),
+        seed=request.seed,
+        limits=code_limits(rules.reward),
+    )
+
+
+def code_limits(reward: RewardConfig) -> grading.CodeLimits:
+    """What grading one program may use."""
+    return grading.CodeLimits(
+        cases=reward.tests_per_problem,
+        test_s=reward.test_s,
+        test_memory_bytes=reward.test_memory_bytes,
+        compile_s=reward.compile_s,
+        isolation=reward.isolation,
+    )
+
+
+COMPARISONS: dict[str, Comparison] = {
+    "math": Comparison(_math, _math_quickly, math_answer.prepare),
+    "exact": Comparison(exact_text, exact_text),
+    "reasoning_gym": Comparison(_gym, _gym_quickly, gym_answer.prepare),
+    "code": Comparison(_code),
+}
+
+
+@cache
+def find_comparison(name: str) -> Comparison:
+    """The comparison of a name or `package.module:function`; GradingError when there is none."""
+    if name in COMPARISONS:
+        return COMPARISONS[name]
+    function = load_function(name, key="reward.tasks.*.compare")
+
+    def judge(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+        is_right = function(gated.answer, request)
+        if not isinstance(is_right, bool):
+            raise GradingError(f"{name!r} returned {type(is_right).__name__}, expected a bool")
+        return CORRECT if is_right else WRONG
+
+    return Comparison(judge)
+
+
+def load_function(name: str, *, key: str) -> Callable[..., object]:
+    """The function `package.module:function`; GradingError when it cannot be loaded."""
+    try:
+        return find_function({}, name, key=key)
+    except InputError as error:
+        raise GradingError(str(error)) from error

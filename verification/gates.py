@@ -1,0 +1,74 @@
+"""The table GATES: forms of response that earn anything. Pure string code in linear time.
+
+Runs in the verifier and in its grading processes.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from verification.format import (
+    CUT_OFF_REFUSALS,
+    check_code_format,
+    check_format,
+    first_tagged_block,
+    last_box,
+    split_response,
+)
+
+__all__ = ["CUT_OFF_REFUSALS", "GATES", "Gated"]
+
+
+class Gated(NamedTuple):
+    """What a gate found in a response."""
+
+    refusal: str = ""
+    """Why the response earns nothing; empty when it passed."""
+    answer: str = ""
+    """Content of the box, source of the code block, or the whole text."""
+    tag: str = ""
+    """Language tag of the code block."""
+    thoughts: str = ""
+    final: str = ""
+    """What follows the thoughts; without thoughts the whole text."""
+
+
+def think_box(text: str) -> Gated:
+    """One <think>...</think>, then an answer in \\boxed{}."""
+    check = check_format(text)
+    thoughts, final = split_response(text)
+    return Gated(check.refusal, check.answer, "", thoughts, final)
+
+
+def think_code(text: str) -> Gated:
+    """One <think>...</think>, then a fenced code block with a language tag."""
+    check = check_code_format(text)
+    thoughts, final = split_response(text)
+    return Gated(check.refusal, check.source, check.tag, thoughts, final)
+
+
+def box(text: str) -> Gated:
+    """An answer in \\boxed{}, wherever it is."""
+    answer = last_box(text)
+    if answer is None:
+        return Gated("no_boxed" if "\\boxed{" not in text else "unclosed_box")
+    return Gated("" if answer.strip() else "empty_box", answer.strip(), final=text)
+
+
+def code(text: str) -> Gated:
+    """A fenced code block with a language tag, wherever it is."""
+    check = first_tagged_block(text)
+    return Gated(check.refusal, check.source, check.tag, final=text)
+
+
+def anything(text: str) -> Gated:
+    """Any text that is not blank; all of it is the answer."""
+    return Gated("" if text.strip() else "empty_response", text, final=text)
+
+
+GATES: dict[str, Callable[[str], Gated]] = {
+    "think_box": think_box,
+    "think_code": think_code,
+    "box": box,
+    "code": code,
+    "none": anything,
+}

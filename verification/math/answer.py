@@ -1,0 +1,119 @@
+"""Whether a boxed answer equals a mathematical reference.
+
+`compare_quickly` is pure string and number code and runs in the verifier; `compare` computes and
+calls math-verify, which may hang or eat memory on hostile text, and runs only in a grading process.
+
+The rules: answers are equal when they mean the same mathematics, whichever is the reference.
+Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per cent is a factor, so
+50% is 0.5. Different units are wrong unless they convert (100 cm is 1 m); a missing unit, or a
+missing per cent sign, is accepted unless `accept_missing_unit` is off.
+"""
+
+from verification.math.plain import compare_plain
+from verification.math.text import MAX_CHARS, is_explosive, normalise, refusal, without_marks
+from verification.math.units import is_unit_mismatch, split_unit
+from verification.verdict import CORRECT, WRONG, Verdict
+
+
+def compare_quickly(
+    answer: str, reference: str, *, accept_missing_unit: bool = True
+) -> Verdict | None:
+    """Verdict where plain text decides: equal text, numbers, units, words; else None.
+
+    Time linear in the texts, and no exception on any text. Reasons of refusal: answer_too_long,
+    too_many_digits, answer_too_deep, explosive_answer, and reference_too_long.
+    """
+    answer, reference = _trim(answer), _trim(reference)
+    if answer == reference:
+        return CORRECT
+    if len(answer) > MAX_CHARS:
+        return Verdict(False, "answer_too_long")
+    if len(reference) > MAX_CHARS:
+        return Verdict(False, "reference_too_long")
+    first, second = normalise(answer), normalise(reference)
+    if not first or not second:
+        return WRONG
+    if first == second or without_marks(first) == without_marks(second):
+        return CORRECT
+    # Both sides are checked, so that a swapped pair is refused too.
+    reason = refusal(first) or refusal(second)
+    if reason:
+        return Verdict(False, reason)
+    if is_explosive(first) != is_explosive(second):
+        return Verdict(False, "explosive_answer")
+    return compare_plain(first, second, accept_missing_unit=accept_missing_unit)
+
+
+def compare(answer: str, reference: str, *, accept_missing_unit: bool = True) -> Verdict:
+    """Verdict of the first parser that can tell: text, number, structure, math-verify.
+
+    Unbounded in time and memory: call it only in a grading process.
+    """
+    quick = compare_quickly(answer, reference, accept_missing_unit=accept_missing_unit)
+    if quick is not None:
+        return quick
+    first, second = normalise(_trim(answer)), normalise(_trim(reference))
+    # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
+    from verification.math.structure import same_structure
+
+    is_same = same_structure(first, second, accept_missing_unit=accept_missing_unit)
+    if is_same is None:
+        is_same = _ask_library(first, second)
+    return CORRECT if is_same else WRONG
+
+
+def opinions(answer: str, reference: str) -> dict[str, bool | None]:
+    """What each parser says by itself; None where it cannot tell. For audits of disagreement.
+
+    "text" is equality after normalisation, "number" plain readings, "structure" our grammar,
+    "math_verify" the library. Refused pairs get no opinion but of the text. As unbounded as
+    `compare`.
+    """
+    if max(len(answer), len(reference)) > MAX_CHARS:
+        return {"text": answer == reference, "number": None, "structure": None, "math_verify": None}
+    first, second = normalise(_trim(answer)), normalise(_trim(reference))
+    said: dict[str, bool | None] = {
+        "text": bool(first) and without_marks(first) == without_marks(second)
+    }
+    said |= dict.fromkeys(("number", "structure", "math_verify"))
+    is_refused = refusal(first) or refusal(second) or is_explosive(first) != is_explosive(second)
+    if is_refused or not first or not second:
+        return said
+    plain = compare_plain(first, second, accept_missing_unit=True)
+    said["number"] = None if plain is None else plain.is_correct
+    from verification.math.library import same_by_library
+    from verification.math.structure import same_structure
+
+    said["structure"] = same_structure(first, second)
+    said["math_verify"] = same_by_library(first, second)
+    return said
+
+
+def prepare() -> None:
+    """Load what comparisons need, so that no completion pays for it."""
+    from verification.math import library
+
+    library.prepare()
+    compare("\\sqrt{2}+x", "x+\\frac{2}{\\sqrt{2}}")
+
+
+def _ask_library(first: str, second: str) -> bool | None:
+    """math-verify's opinion where it can be trusted: it drops units and takes tuples for sets."""
+    (first, unit), (second, other_unit) = split_unit(first), split_unit(second)
+    if is_unit_mismatch(unit, other_unit):
+        return False
+    is_set, is_other_set = first.startswith("\\{"), second.startswith("\\{")
+    is_tuple, is_other_tuple = first.startswith("("), second.startswith("(")
+    if (is_set and is_other_tuple) or (is_tuple and is_other_set):
+        return False
+    from verification.math.library import same_by_library
+
+    return same_by_library(first, second)
+
+
+def _trim(text: str) -> str:
+    """Text without math delimiters, surrounding space and a final full stop."""
+    text = text.strip()
+    if text.startswith("$") and text.endswith("$") and text.count("$") == 2:
+        text = text[1:-1].strip()
+    return text.removesuffix(".").rstrip()

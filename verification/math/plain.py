@@ -1,0 +1,162 @@
+"""Answers that plain text decides: numbers with units, times, ratios, choices, words.
+
+Pure string code; runs in the verifier and its grading processes. What two readings mean to each
+other is written symmetrically: swapping answer and reference never changes a verdict.
+"""
+
+import functools
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from verification.math.numbers import ClockTime, Ratio, parse_colon, parse_number, same_time
+from verification.math.text import normalise
+from verification.math.units import Unit, is_unit_mismatch, same_quantity, split_unit
+from verification.verdict import CORRECT, WRONG, Verdict
+
+WRONG_UNIT = Verdict(False, "wrong_unit")
+EMPTY_SET = "\\emptyset"
+_MARKED_CHOICE = re.compile(
+    r"(?:\\text\{ ?)?(?:(?i:option|choice|answer)(?:\\?[: }]| is)*)?\(([A-J])\)\}?[.:]? ?(.*)",
+    re.DOTALL,
+)
+_NAMED_CHOICE = re.compile(r"(?:\\text\{ ?)?(?i:option|choice|answer)[: }]{1,3}([A-J])\}?")
+_LISTED_CHOICE = re.compile(r"([A-J])(?:\)|\.(?![0-9])|:) ?(.+)", re.DOTALL)
+_LONE_CHOICE = re.compile(r"\(([a-j])\)|([A-J])")
+_CHOICE_TEXT = re.compile(r"-?[0-9.]|\\(?!le|ge|ne|in|cup|cap|pm|mp|to|set)[A-Za-z$]|[A-Za-z(\[{]")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+_SHORT_WORDS = frozenset(
+    "yes no true false even odd east west up down left both red blue mon tue wed thu fri sat sun "
+    "one two six ten zero four five nine prime dog cat".split()
+)
+_CONNECTIVES = frozenset({"and", "or"})
+MIN_BARE_WORD_CHARS = 5
+
+
+class Number(NamedTuple):
+    """An exact number and its unit."""
+
+    value: Fraction
+    unit: Unit | None
+
+
+class Choice(NamedTuple):
+    """A lettered choice, with the text that follows the letter."""
+
+    letter: str
+    text: str
+
+
+class Words(NamedTuple):
+    """An answer in words, in lower case."""
+
+    text: str
+
+
+Plain = Number | ClockTime | Ratio | Choice | Words
+
+
+@functools.lru_cache(maxsize=1024)
+def read_plain(text: str) -> Plain | None:
+    """What a normalised text plainly is; None when it needs a parser."""
+    if not text:
+        return None
+    if text == EMPTY_SET:
+        return Words(EMPTY_SET)
+    rest, unit = split_unit(text)
+    value = parse_number(rest)
+    if value is not None:
+        return Number(value, unit)
+    return parse_colon(text) or _read_choice(text) or _read_words(text)
+
+
+def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verdict | None:
+    """Verdict on two normalised texts when plain readings of both decide; else None."""
+    pair = settle_choices(first, second)
+    if isinstance(pair, Verdict):
+        return pair
+    if pair != (first, second):
+        first, second = (normalise(text) for text in pair)
+        if first == second:
+            return CORRECT
+    plain, other = read_plain(first), read_plain(second)
+    if plain is None or other is None:
+        return None
+    if isinstance(plain, Number) and isinstance(other, Number):
+        if same_quantity(plain, other, accept_missing_unit=accept_missing_unit):
+            return CORRECT
+        is_mismatch = plain.value == other.value and is_unit_mismatch(plain.unit, other.unit)
+        return WRONG_UNIT if is_mismatch else WRONG
+    if isinstance(plain, ClockTime) and isinstance(other, ClockTime):
+        is_same = same_time(plain, other, accept_missing_unit=accept_missing_unit)
+        return CORRECT if is_same else WRONG
+    if isinstance(plain, Words) and isinstance(other, Words):
+        return CORRECT if plain == other else WRONG
+    ratio, other_ratio = _as_ratio(plain, other), _as_ratio(other, plain)
+    return CORRECT if ratio is not None and ratio == other_ratio else WRONG
+
+
+def settle_choices(first: str, second: str) -> Verdict | tuple[str, str]:
+    """Verdict by the letters of lettered choices, or the two texts that are left to compare.
+
+    `(B) 7` equals `B` by its letter and `7` by its text; where both have letter and text, both
+    must agree.
+    """
+    choice, other = read_plain(first), read_plain(second)
+    if isinstance(choice, Choice) and isinstance(other, Choice):
+        if choice.letter != other.letter:
+            return WRONG
+        return (choice.text, other.text) if choice.text and other.text else CORRECT
+    if isinstance(choice, Choice) and choice.text:
+        return choice.text, second
+    if isinstance(other, Choice) and other.text:
+        return first, other.text
+    return first, second
+
+
+def words_of(text: str) -> str:
+    """The words of a normalised text in lower case; empty when it holds more than words."""
+    bare = text.replace("\\text{", " ").replace("}", " ")
+    words = " ".join(bare.replace("-", " ").replace(".", " ").split())
+    return words.lower() if _WORDS.fullmatch(words) else ""
+
+
+def _as_ratio(plain: Plain, other: Plain) -> Fraction | None:
+    """Value in a comparison of a ratio with something else; None when they do not compare."""
+    if isinstance(plain, Ratio):
+        return plain.value
+    if isinstance(plain, Number) and isinstance(other, Ratio) and plain.unit is None:
+        return plain.value
+    # 10:20 is a time unless it meets 1:2, which is none.
+    is_bare_time = isinstance(plain, ClockTime) and not plain.half and not plain.seconds
+    if is_bare_time and isinstance(other, Ratio) and plain.minutes:
+        return Fraction(plain.hours, plain.minutes)
+    return None
+
+
+def _read_choice(text: str) -> Choice | None:
+    match = _LONE_CHOICE.fullmatch(text)
+    if match:
+        return Choice((match[1] or match[2]).upper(), "")
+    match = _NAMED_CHOICE.fullmatch(text)
+    if match:
+        return Choice(match[1], "")
+    match = _MARKED_CHOICE.fullmatch(text) or _LISTED_CHOICE.fullmatch(text)
+    if not match:
+        return None
+    rest = match[2].strip()
+    if text.startswith("\\text{(") and rest.endswith("}"):
+        rest = f"\\text{{{rest}"
+    return Choice(match[1], rest) if not rest or _CHOICE_TEXT.match(rest) else None
+
+
+def _read_words(text: str) -> Words | None:
+    words = words_of(text)
+    if not words or _CONNECTIVES & set(words.split()):
+        return None
+    is_marked = (
+        ("\\text{" in text and len(words) > 1)
+        or len(words) >= MIN_BARE_WORD_CHARS
+        or words in _SHORT_WORDS
+    )
+    return Words(words) if is_marked else None

@@ -1,0 +1,68 @@
+"""Splitting a text at its outermost level.
+
+Pure string code in time linear in the text.
+"""
+
+import re
+
+_BRACKETS = re.compile(r"\\[{}]|\\text\{[^{}]*\}|[()\[\]{}]")
+_OPENING = {"(", "[", "{", "\\{"}
+
+
+def enclosed(text: str, opening: str = "(", closing: str = ")") -> str | None:
+    """What stands between a pair of brackets around the whole text; None without such a pair."""
+    if not text.startswith(opening) or not text.endswith(closing):
+        return None
+    inner = text[len(opening) : len(text) - len(closing)]
+    if len(text) < len(opening) + len(closing):
+        return None
+    return inner if all(depth >= 0 for _, depth in _depths(inner)) else None
+
+
+def split_at(text: str, *marks: str) -> list[str]:
+    """Pieces between marks that stand outside all brackets; the whole text without a mark."""
+    if not any(mark in text for mark in marks):
+        return [text]
+    pattern = re.compile("|".join(map(re.escape, marks)))
+    return _pieces(text, pattern)
+
+
+def split_words(text: str, word: str, mark: str) -> list[str]:
+    """Pieces between a word, bare or in `\\text{}`, or a mark, outside all brackets."""
+    if word not in text and mark not in text:
+        return [text]
+    pattern = re.compile(
+        rf"\\text\{{ ?,? ?{word} ?\}}|(?<![A-Za-z\\]){word}(?![A-Za-z])|{re.escape(mark)}(?![a-z])"
+    )
+    return _pieces(text, pattern)
+
+
+def _pieces(text: str, pattern: re.Pattern[str]) -> list[str]:
+    spans = [(match.start(), match.end()) for match in pattern.finditer(text)]
+    if not spans:
+        return [text]
+    levels = _depths(text)
+    pieces = []
+    start = place = depth = 0
+    for begin, end in spans:
+        while place < len(levels) and levels[place][0] <= begin:
+            depth = levels[place][1]
+            place += 1
+        if depth == 0 and begin >= start:
+            pieces.append(text[start:begin])
+            start = end
+    pieces.append(text[start:])
+    return pieces
+
+
+def _depths(text: str) -> list[tuple[int, int]]:
+    """Bracket depth from each position on; half-open intervals count like other brackets."""
+    levels = []
+    depth = 0
+    for match in _BRACKETS.finditer(text):
+        token = match.group()
+        if token.startswith("\\text"):
+            continue
+        depth += 1 if token in _OPENING else -1
+        levels.append((match.start(), depth))
+    return levels

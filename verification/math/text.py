@@ -1,0 +1,302 @@
+"""One spelling for every mathematical answer, and refusals of hopeless text.
+
+Pure string code; runs in the verifier and its grading processes on hostile text. Every pattern
+reads a text from left to right without backtracking over more than a bounded stretch, and texts
+longer than MAX_CHARS are refused before any pattern sees them.
+"""
+
+import functools
+import re
+
+MAX_CHARS = 1000
+MAX_DEPTH = 30
+MAX_DIGITS = 400
+_LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_DIGITS},}}")
+# Towers, exponents of five digits or more, and factorials that SymPy would write out in full. An
+# exponent such as 3^2 in 2^{3^2} is at most 9^4 and has four digits itself.
+_SMALL_TOWER = re.compile(r"\^\{[2-9]\^[2-4]\}(?![ })]{0,9}[\^!])")
+_EXPLOSIVE = re.compile(
+    r"(?:\^|\*\*)[ {(]{0,9}-?[0-9]{5,}"
+    r"|(?:\^|\*\*)[ {(]{0,9}-?[0-9.]{1,9}[ })]{0,9}(?:\^|\*\*)"
+    r"|[0-9][eE][+-]?[0-9]{5,}"
+    r"|[0-9]{4,}[ })]{0,9}!"
+    r"|! ?!|! ?\){1,9} ?!"
+)
+
+_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
+_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_GREEK = dict(
+    zip(
+        "αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
+        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
+        "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega".split(),
+        strict=True,
+    )
+)
+_SYMBOLS = {
+    "×": "*", "⋅": "*", "·": "*", "∙": "*", "•": "*", "∗": "*", "÷": "/", "∕": "/", "⁄": "/",
+    "π": "\\pi ", "√": "\\sqrt ", "∞": "\\infty ", "≤": "\\le ", "⩽": "\\le ", "≥": "\\ge ",
+    "⩾": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ",
+    "∈": "\\in ", "∅": "\\emptyset ", "ℝ": "\\reals ", "ℤ": "\\integers ", "°": "\\deg ",
+    "º": "\\deg ", "≈": "\\approx ", "∣": "|", "∨": "\\text{or}", "∧": "\\text{and}", "′": "'",
+    "‘": "'", "’": "'", "“": '"', "”": '"', "⟨": "\\langle ", "⟩": "\\rangle ", "∖": "\\setminus ",
+    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
+    "⅔": "\\frac{2}{3}", "⅛": "\\frac{1}{8}", "→": "\\to ", "∆": "\\Delta ",
+}  # fmt: skip
+_CHARS = str.maketrans(
+    {char: f"\\{name} " for char, name in _GREEK.items()}
+    | _SYMBOLS
+    | dict.fromkeys("−–—‐‑﹣", "-")
+    | dict.fromkeys("\t\n\r\x0b\x0c\u00a0\u2002\u2003\u2004\u2005\u2009\u200a\u202f\u3000~", " ")
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f")
+    # The full-width forms of printable ASCII.
+    | {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}
+)
+
+_SPACES = {"\\,", "\\;", "\\:", "\\>", "\\ ", "\\quad", "\\qquad", "\\enspace", "\\thinspace"}
+_DROPPED = {
+    "\\!", "\\left", "\\right", "\\big", "\\Big", "\\bigg", "\\Bigg", "\\bigl", "\\bigr", "\\Bigl",
+    "\\Bigr", "\\displaystyle", "\\textstyle", "\\limits", "\\nolimits", "\\rm", "\\bf", "\\it",
+    "\\middle", "\\strut", "\\mathstrut", "\\normalsize", "\\large", "\\Large", "\\bm",
+    "\\boldsymbol", "\\negthinspace", "\\biggl", "\\biggr", "\\mathord", "\\ensuremath",
+}  # fmt: skip
+_COMMANDS = (
+    dict.fromkeys(_SPACES, " ")
+    | dict.fromkeys(_DROPPED, "")
+    | dict.fromkeys(["\\dfrac", "\\tfrac", "\\cfrac"], "\\frac")
+    | dict.fromkeys(["\\dbinom", "\\tbinom"], "\\binom")
+    | dict.fromkeys(["\\leq", "\\leqslant", "\\leqq"], "\\le")
+    | dict.fromkeys(["\\geq", "\\geqslant", "\\geqq"], "\\ge")
+    | dict.fromkeys(["\\varnothing", "\\O"], "\\emptyset")
+    | dict.fromkeys(["\\lvert", "\\rvert", "\\vert", "\\mid"], "|")
+    | dict.fromkeys(["\\degree", "\\textdegree", "\\degrees"], "\\deg ")
+    | dict.fromkeys(["\\times", "\\cdot", "\\ast", "\\bullet"], "*")
+    | dict.fromkeys(["\\lor", "\\vee"], "\\text{or}")
+    | dict.fromkeys(["\\land", "\\wedge"], "\\text{and}")
+    | dict.fromkeys(["\\ldots", "\\dots", "\\cdots", "\\dotsc"], "...")
+    | dict.fromkeys(
+        [
+            "\\textrm",
+            "\\textbf",
+            "\\textit",
+            "\\textnormal",
+            "\\textup",
+            "\\textsf",
+            "\\texttt",
+            "\\textsc",
+            "\\mbox",
+            "\\hbox",
+            "\\mathrm",
+            "\\mathbf",
+            "\\mathit",
+            "\\mathsf",
+            "\\mathtt",
+            "\\operatorname",
+            "\\emph",
+            "\\operatorname*",
+        ],
+        "\\text",
+    )  # fmt: skip
+    | {
+        "\\lbrace": "\\{",
+        "\\rbrace": "\\}",
+        "\\lbrack": "[",
+        "\\rbrack": "]",
+        "\\neq": "\\ne",
+        "\\lt": "<",
+        "\\gt": ">",
+        "\\div": "/",
+        "\\colon": ":",
+        "\\%": "%",
+        "\\&": "and",
+        "\\#": "",
+        "\\_": "_",
+        "\\R": "\\reals ",
+        "\\Z": "\\integers ",
+        "\\N": "\\naturals ",
+        "\\Q": "\\rationals ",
+        "\\C": "\\complexes ",
+        "\\backslash": "\\setminus",
+        "\\tg": "\\tan",
+        "\\ctg": "\\cot",
+        "\\arctg": "\\arctan",
+        "\\bigcup": "\\cup",
+    }  # fmt: skip
+)
+_CHOOSE = re.compile(
+    r"(?:\\left ?)?[{(]([^{}()\\]{1,40})\\choose ?([^{}()\\]{1,40})(?:\\right ?)?[})]"
+)
+_ORDINAL = re.compile(
+    r"(?<=[0-9])(?:\^ ?\{? ?)?(?:\\text\{ ?(?:st|nd|rd|th) ?\}|st|nd|rd|th)\}?(?![a-z])"
+)
+_COMMAND = re.compile(r"\\(?:[A-Za-z]+\*?|.)|\*\*", re.DOTALL)
+_SETS = {"R": "reals", "Z": "integers", "N": "naturals", "Q": "rationals", "C": "complexes"}
+_BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb|mathds) ?(?:\{ ?([RZNQC]) ?\}|([RZNQC]))")
+_EMPTY_DELIMITER = re.compile(r"\\(?:left|right) ?\.")
+_SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_SUBSCRIPT = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+_ROOT_SIGN = re.compile(r"√ ?([0-9.]+|[A-Za-zπ])")
+_DEGREE = re.compile(r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|\\circ|\\deg)(?![A-Za-z]) ?")
+_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
+# Letters that no lettered choice bears; in text they are more likely units than variables.
+_LETTER_UNITS = frozenset("mgshlLNWV")
+# 1, 234 are two numbers and 1,234 may be one.
+_IDLE_READING = re.compile(r" (?![0-9.])|(?<![0-9.,]) |(?<=,) (?![0-9]{3}(?![0-9]))")
+_QUANTITY = re.compile(r"(-?[0-9][0-9.,/]{0,40}) ?([A-Za-z][A-Za-z/. ]{1,40})")
+_FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan log ln exp".split()
+)
+_BRACED_CHAR = re.compile(r"([_^]) ?\{ ?([0-9A-Za-z]) ?\}")
+_FRAC_DIGITS = re.compile(r"\\frac ?([0-9A-Za-z]) ?([0-9A-Za-z])")
+_FRAC_FIRST = re.compile(r"\\frac ?([0-9A-Za-z]) ?(?=[{\\])")
+_FRAC_SECOND = re.compile(r"\\frac ?(\{[^{}]*\}) ?([0-9A-Za-z])")
+_COMMA_GROUP = re.compile(r"((?<![0-9])0)?\{ ?, ?\}([0-9]*)")
+_BLANKS = re.compile(r" {2,}")
+# A space parts digits (2 1/2), a command from a letter (\sin x), items and words; no more.
+_IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z.,;]) | (?![0-9A-Za-z.])")
+_ALIASES = (
+    dict.fromkeys(
+        [
+            "no solution", "no solutions", "no real solution", "no real solutions", "empty set",
+            "the empty set", "none", "no real roots", "no integer solutions", "no values",
+            "there is no solution", "there are no solutions", "no such x", "no value", "\\{\\",
+            "no solution exists", "no solutions exist", "there are no real solutions",
+        ],
+        "\\emptyset",
+    )
+    | dict.fromkeys(
+        ["all real numbers", "all reals", "the real numbers", "real numbers", "all real x",
+         "all real values", "all real"],
+        "\\reals",
+    )
+    | dict.fromkeys(["infinity", "+\\infty", "inf", "positive infinity"], "\\infty")
+    | dict.fromkeys(["negative infinity", "-infinity", "minus infinity"], "-\\infty")
+    | dict.fromkeys(["dne", "does not exist", "d.n.e"], "\\text{does not exist}")
+)  # fmt: skip
+_WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("{", "}"))
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def refusal(text: str) -> str:
+    """Why a text must not reach a parser, or "": too_many_digits, answer_too_deep."""
+    if _LONG_NUMBER.search(text):
+        return "too_many_digits"
+    return "answer_too_deep" if _depth(text) > MAX_DEPTH else ""
+
+
+def is_explosive(text: str) -> bool:
+    """Whether writing out the value of a text could take unbounded time and memory."""
+    return _EXPLOSIVE.search(_SMALL_TOWER.sub("", text)) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def normalise(text: str) -> str:
+    """The text in one spelling: ASCII and LaTeX, single spaces only where they part tokens.
+
+    Meaning is kept: `2 1/2` and `21/2` stay different, `\\text{}` keeps words apart from products.
+    For texts of at most MAX_CHARS.
+    """
+    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text)
+    if "\\choose" in text:
+        text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _SUPERSCRIPT.sub(lambda m: f"^{{{''.join(map(_SUPERSCRIPTS.get, m[0]))}}}", text)
+    text = _SUBSCRIPT.sub(lambda m: f"_{{{''.join(map(_SUBSCRIPTS.get, m[0]))}}}", text)
+    text = unwrap(text.translate(_CHARS).strip())
+    text = _EMPTY_DELIMITER.sub("", _BLACKBOARD.sub(_name_of_set, text))
+    if "$" in text:
+        text = _without_math_delimiters(text)
+    text = _DEGREE.sub(r"\\deg ", _COMMAND.sub(_spell_command, text))
+    text = _COMMA_GROUP.sub(_spell_comma, text.replace("{:}", ":"))
+    if "\\text" in text:
+        text = _TEXT.sub(_spell_text, text)
+    text = _ORDINAL.sub("", text)
+    if "\\frac" in text:
+        text = _FRAC_DIGITS.sub(r"\\frac{\1}{\2}", text)
+        text = _FRAC_SECOND.sub(r"\\frac\1{\2}", _FRAC_FIRST.sub(r"\\frac{\1}", text))
+    text = _BRACED_CHAR.sub(r"\1\2", text)
+    text = _IDLE_SPACE.sub("", _BLANKS.sub(" ", text))
+    text = unwrap(text.strip(' "').rstrip(".,; ").strip(' "').removesuffix("\\\\"))
+    return _ALIASES.get(_bare_words(text), text)
+
+
+def unwrap(text: str) -> str:
+    """The text without math delimiters, boxes or braces around the whole of it."""
+    for _ in range(4):
+        for opening, closing in _WRAPPERS:
+            if not text.startswith(opening) or not text.endswith(closing):
+                continue
+            inner = text[len(opening) : len(text) - len(closing)]
+            if len(text) > len(opening) and _is_balanced(inner, closing):
+                text = inner.strip()
+                break
+        else:
+            return text
+    return text
+
+
+def _bare_words(text: str) -> str:
+    return text.replace("\\text{", " ").replace("}", " ").strip(" .").lower()
+
+
+def _is_balanced(inner: str, closing: str) -> bool:
+    """Whether the delimiters taken away around a text belonged together."""
+    if closing != "}":
+        return closing not in inner
+    depth = 0
+    for match in _BRACE.finditer(inner):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _without_math_delimiters(text: str) -> str:
+    """Text whose bare dollar signs are gone if they pair up, else read as the currency."""
+    bare = text.replace("\\$", "")
+    if bare.count("$") % 2 == 0:
+        return text.replace("\\$", "\0").replace("$", "").replace("\0", "\\$")
+    return text.replace("\\$", "$").replace("$", "\\$")
+
+
+def _name_of_set(match: re.Match[str]) -> str:
+    return f"\\{_SETS[match[1] or match[2]]} "
+
+
+def _spell_command(match: re.Match[str]) -> str:
+    command = match.group()
+    return "^" if command == "**" else _COMMANDS.get(command, command)
+
+
+def _spell_comma(match: re.Match[str]) -> str:
+    """`1{,}000` groups thousands; `3{,}5` and `0{,}125` hold a decimal comma."""
+    is_group = match[1] is None and len(match[2]) == 3
+    return (match[1] or "") + ("," if is_group else ".") + match[2]
+
+
+def _spell_text(match: re.Match[str]) -> str:
+    """Words stay marked as text; function names, single letters and numbers need no mark."""
+    words = match[1].strip()
+    if words in _FUNCTIONS:
+        return f"\\{words} "
+    quantity = _QUANTITY.fullmatch(words)
+    if quantity:
+        return f"{quantity[1]} \\text{{{quantity[2]}}}"
+    longest = max(map(len, re.findall("[A-Za-z]+", words)), default=0)
+    is_marked = longest > 1 or words in _LETTER_UNITS
+    return f"\\text{{{words}}}" if is_marked else f" {words} "
+
+
+def without_marks(text: str) -> str:
+    """A normalised text as it is read aloud: no text marks, no idle spaces."""
+    return _IDLE_READING.sub("", _TEXT.sub(r"\1", text))
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for char in text:
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth -= 1
+    return deepest

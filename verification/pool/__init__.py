@@ -1,0 +1,1 @@
+"""Killable grading processes, and which of them grades what."""

@@ -1,0 +1,129 @@
+"""A grading process: answers `Grade` frames of one socket, in order, in its only thread.
+
+Forked by `zygote.py`, killed by `pool.py`. It has no other open file than that socket and its
+stderr, dies with the zygote, and lives under limits of memory, CPU time, file size and open files.
+An exception that no judge foresaw ends it: the pool then gives the completion to another process.
+"""
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+
+from megatron_rl.protocol.reward_config import CODE, LaneConfig
+from verification.pool.frames import (
+    Aborted,
+    Grade,
+    Graded,
+    GradeFailed,
+    Loaded,
+    Reply,
+    Retiring,
+    grade_decoder,
+    pack,
+    unpack,
+)  # fmt: skip
+from verification.rules import RewardRules
+from verification.score import prepare, score
+from verification.verdict import GradingError
+
+RETIRE_AFTER_ITEMS = 50_000
+RETIRE_AT_MEMORY_SHARE = 0.5
+MAX_FILE_BYTES = 1 << 20
+MAX_OPEN_FILES = 64
+RECEIVE_BYTES = 1 << 18
+CPU_GRACE_S = 2
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies; exit if it already has."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(0)
+
+
+def limit_resources(lane: str, memory_bytes: int) -> None:
+    """Cap address space, written files, open files; no core dumps.
+
+    What is written in the code lane is capped by the sandbox: a compiler writes more.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if lane != CODE:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let the kernel end this process after that many more CPU seconds, if the pool is stuck."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(usage.ru_utime + usage.ru_stime + seconds) + CPU_GRACE_S
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
+
+
+def peak_memory_bytes() -> int:
+    """Most memory that this process has held."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+class Grader:
+    """Answers the frames of one socket until it closes or the process is used up."""
+
+    def __init__(
+        self, connection: socket.socket, lane: str, *, rules: RewardRules, limits: LaneConfig
+    ) -> None:
+        self._connection = connection
+        self._lane = lane
+        self._rules = rules
+        self._limits = limits
+        self._loaded: set[str] = set()
+        self._items = 0
+        self._is_spoilt = False
+
+    def run(self) -> None:
+        """Serve until the verifier closes the socket, or until retirement."""
+        buffer = bytearray()
+        while received := self._connection.recv(RECEIVE_BYTES):
+            buffer += received
+            for message in unpack(buffer, grade_decoder):
+                self._answer(message)
+                if self._is_used_up():
+                    self._send(Retiring())
+                    return
+
+    def _answer(self, message: Grade) -> None:
+        request = message.request
+        try:
+            self._load(request.task)
+            if self._lane != CODE:
+                limit_cpu(self._limits.timeout_s)
+            reply: Reply = Graded(message.item_id, score(request, self._rules))
+        except GradingError as error:
+            reply = GradeFailed(message.item_id, str(error))
+        except MemoryError:
+            self._is_spoilt = True
+            reply = Aborted(message.item_id, "grading_memory")
+        except RecursionError:
+            reply = Aborted(message.item_id, "grading_depth")
+        self._send(reply)
+        self._items += 1
+
+    def _load(self, task: str) -> None:
+        if task not in self._loaded:
+            prepare(task, self._rules)
+            self._loaded.add(task)
+            self._send(Loaded(task))
+
+    def _is_used_up(self) -> bool:
+        # Near the limit a later, innocent completion would be the one to fail.
+        is_heavy = peak_memory_bytes() > RETIRE_AT_MEMORY_SHARE * self._limits.memory_bytes
+        return self._is_spoilt or is_heavy or self._items >= RETIRE_AFTER_ITEMS
+
+    def _send(self, reply: Reply) -> None:
+        self._connection.sendall(pack(reply))

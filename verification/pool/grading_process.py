@@ -1,0 +1,168 @@
+"""The verifier's end of one grading process: give items, read replies, kill.
+
+Runs in the verifier. Made by `nursery.py`, scheduled by `lane.py`.
+"""
+
+import os
+import signal
+import socket
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from megatron_rl.protocol.types import ScoreRequest
+from verification.pool.frames import Grade, Reply, pack, reply_decoder, unpack
+
+RECEIVE_BYTES = 1 << 18
+LAST_WORDS_BYTES = 2000
+LOWEST_PRIORITY = 19
+
+
+class Item(msgspec.Struct):
+    """A completion on its way through the pool."""
+
+    item_id: int
+    request: ScoreRequest
+    faults: list[str] = []
+    """How earlier attempts ended: "grading_timeout", "grading_crash", ..."""
+
+
+class GradingProcess:
+    """A child of the zygote with the items it was given, oldest first; it works on the first."""
+
+    def __init__(self, number: int, connection: socket.socket, last_words: IO[bytes]) -> None:
+        self.number = number
+        self.connection = connection
+        self.items: deque[Item] = deque()
+        self.loaded: set[str] = set()
+        self.first_since_s = 0.0
+        """Monotonic time since when it works on the first item."""
+        self.check_at_s: float | None = None
+        """Monotonic time at which its limits are to be looked at."""
+        self.pid: int | None = None
+        """None until the zygote has forked it."""
+        self.exit_code: int | None = None
+        """Minus the signal's number when a signal ended it; None until the zygote reaped it."""
+        self.is_closed = False
+        """It hung up: it died or retired."""
+        self.is_retiring = False
+        self._pidfd: int | None = None
+        self._is_doomed = False
+        self.has_given_way = False
+        """It runs at the lowest priority."""
+        self._must_give_way = False
+        self._cpu_at_first_s = 0.0
+        self._unsent = bytearray()
+        self._received = bytearray()
+        self._last_words = last_words
+        connection.setblocking(False)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes wait for room in the socket."""
+        return bool(self._unsent)
+
+    def give(self, item: Item, now: float) -> None:
+        """Queue an item for the child."""
+        self.items.append(item)
+        if len(self.items) == 1:
+            self.note_first(now)
+        self._unsent += pack(Grade(item.item_id, item.request))
+        self.flush()
+
+    def note_first(self, now: float) -> None:
+        """The child starts on its first item now."""
+        self.first_since_s = now
+        self._cpu_at_first_s = self._cpu_s()
+
+    @property
+    def cpu_on_first_s(self) -> float:
+        """CPU time spent on the first item."""
+        return self._cpu_s() - self._cpu_at_first_s
+
+    def _cpu_s(self) -> float:
+        """CPU time of the child's only thread; 0 before it lives and after it died."""
+        if self.pid is None or self.exit_code is not None:
+            return 0.0
+        try:
+            return int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[0]) / 1e9
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+
+    def flush(self) -> None:
+        """Send what the socket has room for."""
+        while self._unsent:
+            try:
+                sent = self.connection.send(self._unsent)
+            except BlockingIOError:
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                # The replies sent before the child hung up are still to be read.
+                self._unsent.clear()
+                return
+            del self._unsent[:sent]
+
+    def receive(self) -> list[Reply]:
+        """Replies that have arrived; notes when the child hung up. FrameError for nonsense."""
+        while not self.is_closed:
+            try:
+                received = self.connection.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                received = b""
+            self.is_closed = not received
+            self._received += received
+        return unpack(self._received, reply_decoder)
+
+    def give_way(self) -> None:
+        """Run at the lowest CPU priority from now on."""
+        self._must_give_way = True
+        if self.pid is None or self.exit_code is not None:
+            return
+        try:
+            os.setpriority(os.PRIO_PROCESS, self.pid, LOWEST_PRIORITY)
+            # Where Linux groups processes by session, niceness counts inside the session only.
+            autogroup = Path(f"/proc/{self.pid}/autogroup")
+            if autogroup.exists():
+                autogroup.write_text(str(LOWEST_PRIORITY))
+            self.has_given_way = True
+        except BlockingIOError:
+            pass  # Users other than root may do so ten times a second: try again later.
+        except (ProcessLookupError, FileNotFoundError):
+            pass  # It ended meanwhile, which the zygote reports.
+
+    def kill(self) -> None:
+        """Kill the child, at its birth if it is not yet born; the zygote reports its death."""
+        self._is_doomed = True
+        if self._pidfd is not None and self.exit_code is None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def on_birth(self, pid: int, pidfd: int) -> None:
+        """The zygote has forked it."""
+        self.pid, self._pidfd = pid, pidfd
+        if self._is_doomed:
+            self.kill()
+        elif self._must_give_way:
+            self.give_way()
+
+    def on_death(self, exit_code: int) -> None:
+        """The zygote has reaped it."""
+        self.exit_code = exit_code
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def last_words(self) -> str:
+        """Last line that the child wrote to stderr."""
+        file = self._last_words
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def close(self) -> None:
+        """Close this end's files."""
+        self.connection.close()
+        self._last_words.close()

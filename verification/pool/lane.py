@@ -1,0 +1,259 @@
+"""One lane of grading: which process gets which item, and what a fault of a process means.
+
+Runs in the verifier; used by `pool.py`. Each item starts with a *worker*. In lanes limited by CPU
+time, an item that takes long makes its worker a *suspect*, a process at the lowest priority, and a
+*spare* takes its place at once, so that nothing waits behind it. An item that failed is tried once
+more by a fresh suspect; when it fails the same way it is the completion's fault.
+
+| event | first time | second time |
+|---|---|---|
+| the item exceeds timeout_s | tried again | Score with reason "grading_timeout" |
+| memory or stack runs out | tried again | Score with "grading_memory", "grading_depth" |
+| a signal ends the process | tried again | Score with reason "grading_crash" |
+| the process exits by itself | tried again | ScoreFailed: our own failure, never a reward |
+| it retires, or dies idle or with its zygote | nobody is blamed | nobody is blamed |
+
+Why not pebble 5.2.3: a worker that dies while idle breaks its whole pool, its workers share one
+pipe and lock, it pickles, and a worker that hangs holds up what waits behind it.
+"""
+
+import logging
+import time
+from collections import deque
+
+from megatron_rl.protocol.reward_config import ANSWERS, CODE, CUSTOM, LANGUAGE, LaneConfig
+from megatron_rl.protocol.types import ScoreDone, ScoreFailed
+from verification.pool.frames import (
+    Aborted,
+    FrameError,
+    Graded,
+    GradeFailed,
+    Loaded,
+    Reply,
+    Retiring,
+)
+from verification.pool.grading_process import GradingProcess, Item
+from verification.pool.nursery import LOST, Nursery
+from verification.rules import RewardRules
+from verification.score import score_unverified
+
+START_TIMEOUT_S = 60.0
+"""A grading process that has not loaded a task's libraries by then has failed."""
+BRISK_S = 0.05
+"""CPU time after which an item no longer holds up others."""
+PATIENCE = 10
+"""Elapsed time may be so many times the limit of CPU time: the machine may be crowded."""
+MAX_ATTEMPTS = 3
+MODEL_FAULTS = frozenset({"grading_timeout", "grading_memory", "grading_depth", "grading_crash"})
+# Items given to one process at a time, so that a round trip is not paid per item.
+_DEPTH = {ANSWERS: 2, LANGUAGE: 8, CODE: 1, CUSTOM: 1}
+# Code and custom rewards wait for other processes; CPU time of their own says little.
+_ELAPSED = frozenset({CODE, CUSTOM})
+
+Outcome = ScoreDone | ScoreFailed
+log = logging.getLogger(__name__)
+
+
+class Lane:
+    """Items and processes of one kind of grading."""
+
+    def __init__(self, name: str, cfg: LaneConfig, *, rules: RewardRules, nursery: Nursery) -> None:
+        self._name = name
+        self._cfg = cfg
+        self._rules = rules
+        self._nursery = nursery
+        self._waiting: deque[Item] = deque()
+        self._doubtful: deque[Item] = deque()
+        """Items that failed or must not hold up others; only suspects take them."""
+        self.workers: list[GradingProcess] = []
+        self.suspects: list[GradingProcess] = []
+        self.spares: list[GradingProcess] = []
+        """Idle and ready to replace a worker that is held up; one in lanes limited by CPU time."""
+        self.outcomes: list[Outcome] = []
+        self.kills = 0
+        """Processes killed for an item that took too long."""
+        self.deaths = 0
+        """Processes that died by themselves."""
+
+    @property
+    def processes(self) -> list[GradingProcess]:
+        """All live processes."""
+        return self.workers + self.suspects + self.spares
+
+    @property
+    def pending(self) -> int:
+        """Items that are not collected yet."""
+        in_flight = sum(len(process.items) for process in self.processes)
+        return len(self._waiting) + len(self._doubtful) + in_flight + len(self.outcomes)
+
+    @property
+    def next_check_s(self) -> float | None:
+        """Monotonic time of the next check of a limit; None when nothing is in flight."""
+        checks = [p.check_at_s for p in self.processes if p.check_at_s is not None]
+        return min(checks, default=None)
+
+    def submit(self, item: Item) -> None:
+        """Add an item; the caller keeps `pending` within its limit."""
+        self._waiting.append(item)
+
+    def advance(self, now: float) -> list[GradingProcess]:
+        """Check limits, hand items out; the processes that were given up."""
+        given_up = [process for process in self.processes if self._exceeds(process, now)]
+        while self._doubtful and len(self.suspects) < self._cfg.workers:
+            item = self._doubtful.popleft()
+            process = self._nursery.fork(self._name, item.request.task)
+            process.give_way()
+            self.suspects.append(process)
+            self._give(process, item, now)
+        while self._waiting:
+            process = min(self.workers, key=_load, default=None)
+            if process is None or (process.items and len(self.workers) < self._cfg.workers):
+                process = self._new_worker(self._waiting[0].request.task)
+            if len(process.items) >= _DEPTH[self._name]:
+                break
+            self._give(process, self._waiting.popleft(), now)
+        return given_up
+
+    def _new_worker(self, task: str) -> GradingProcess:
+        """The spare, or a new process where there is none; the next spare is on its way then."""
+        process = self.spares.pop() if self.spares else self._nursery.fork(self._name, task)
+        self.workers.append(process)
+        if self._name not in _ELAPSED:
+            self.spares.append(self._nursery.fork(self._name, task))
+        return process
+
+    # --- replies --------------------------------------------------------------------------------
+
+    def take(self, process: GradingProcess, reply: Reply) -> bool:
+        """Take in a reply; whether the process is done with. Raises FrameError for nonsense."""
+        now = time.monotonic()
+        if isinstance(reply, Loaded):
+            if reply.task in process.loaded:
+                raise FrameError(f"it loaded {reply.task!r} twice")
+            process.loaded.add(reply.task)
+            process.note_first(now)
+        elif isinstance(reply, Retiring):
+            process.is_retiring = True
+        else:
+            self._finish(process, reply)
+            process.note_first(now)
+        self._set_check(process)
+        if process in self.suspects and not process.items:
+            # Its priority cannot be raised again.
+            self._remove(process)
+            return True
+        return False
+
+    def _finish(self, process: GradingProcess, reply: Graded | GradeFailed | Aborted) -> None:
+        if not process.items or process.items[0].item_id != reply.item_id:
+            raise FrameError(f"it answered item {reply.item_id}, which is not its turn")
+        item = process.items.popleft()
+        request_id = item.request.request_id
+        if isinstance(reply, Graded):
+            self.outcomes.append(ScoreDone(request_id, reply.score))
+        elif isinstance(reply, GradeFailed):
+            self.outcomes.append(ScoreFailed(request_id, reply.reason))
+        else:
+            self._blame(item, reply.fault, reply.fault)
+
+    # --- limits ---------------------------------------------------------------------------------
+
+    def _exceeds(self, process: GradingProcess, now: float) -> bool:
+        """Look at a process whose check is due; whether it was given up."""
+        if process.check_at_s is None or now < process.check_at_s:
+            return False
+        item, elapsed_s = process.items[0], now - process.first_since_s
+        if item.request.task not in process.loaded:
+            reason = f"loading task {item.request.task!r} took over {START_TIMEOUT_S:.0f} s"
+            return self._give_up(process, "start", reason)
+        if self._name in _ELAPSED:
+            return self._give_up(process, "grading_timeout", "it took too long")
+        used_s = process.cpu_on_first_s
+        if used_s >= self._cfg.timeout_s or elapsed_s >= PATIENCE * self._cfg.timeout_s:
+            return self._give_up(process, "grading_timeout", "it took too long")
+        if process in self.workers and used_s >= BRISK_S:
+            if len(self.suspects) >= self._cfg.workers:
+                self._doubtful.append(process.items.popleft())
+                return self._give_up(process, "", "")
+            self._make_suspect(process)
+        elif process in self.suspects and not process.has_given_way:
+            process.give_way()
+        is_at_rest = process in self.suspects and process.has_given_way
+        limit_s = self._cfg.timeout_s if is_at_rest else BRISK_S
+        process.check_at_s = now + max(limit_s - used_s, BRISK_S / 4)
+        return False
+
+    def _make_suspect(self, process: GradingProcess) -> None:
+        self.workers.remove(process)
+        self.suspects.append(process)
+        first = process.items.popleft()
+        # It will answer those too, as items that are no longer its own.
+        self._requeue(process)
+        process.items.append(first)
+        process.give_way()
+
+    def _give_up(self, process: GradingProcess, fault: str, reason: str) -> bool:
+        self.kills += 1
+        if fault:
+            self._blame(process.items.popleft(), fault, reason)
+        self._requeue(process)
+        self._remove(process)
+        process.kill()
+        return True
+
+    # --- deaths ---------------------------------------------------------------------------------
+
+    def on_death(self, process: GradingProcess) -> None:
+        """Account for a process that is gone: its first item is to blame, if it has any."""
+        self._remove(process)
+        if process.items and not process.is_retiring and process.exit_code != LOST:
+            self.deaths += 1
+            item = process.items.popleft()
+            code = process.exit_code or 0
+            detail = f"the grading process died (exit code {code}): {process.last_words()}"
+            self._blame(item, "grading_crash" if code < 0 else "exit", detail)
+        self._requeue(process)
+
+    def _blame(self, item: Item, fault: str, detail: str) -> None:
+        request = item.request
+        item.faults = [*item.faults, fault]
+        log.warning("request %d, attempt %d: %s", request.request_id, len(item.faults), detail)
+        if item.faults.count(fault) > 1 and fault in MODEL_FAULTS:
+            score = score_unverified(request, self._rules, fault)
+            self.outcomes.append(ScoreDone(request.request_id, score))
+        elif item.faults.count(fault) > 1 or len(item.faults) >= MAX_ATTEMPTS:
+            self.outcomes.append(ScoreFailed(request.request_id, detail))
+        else:
+            self._doubtful.append(item)
+
+    def _requeue(self, process: GradingProcess) -> None:
+        self._waiting.extendleft(reversed(process.items))
+        process.items.clear()
+
+    def _remove(self, process: GradingProcess) -> None:
+        process.check_at_s = None
+        for group in (self.workers, self.suspects, self.spares):
+            if process in group:
+                group.remove(process)
+
+    def _give(self, process: GradingProcess, item: Item, now: float) -> None:
+        process.give(item, now)
+        if len(process.items) == 1:
+            self._set_check(process)
+
+    def _set_check(self, process: GradingProcess) -> None:
+        if not process.items:
+            process.check_at_s = None
+            return
+        limit_s = self._cfg.timeout_s
+        if process.items[0].request.task not in process.loaded:
+            limit_s = START_TIMEOUT_S
+        elif process in self.workers and self._name not in _ELAPSED:
+            limit_s = min(BRISK_S, limit_s)
+        process.check_at_s = process.first_since_s + limit_s
+
+
+def _load(process: GradingProcess) -> tuple[int, float]:
+    """Sorts the process first whose next item will be answered soonest."""
+    # Among equals the one silent longest comes last: it may hang.
+    return len(process.items), -process.first_since_s

@@ -1,0 +1,170 @@
+"""The pool of killable grading processes: the lanes, and what wakes them.
+
+Runs in the verifier's only thread. `lane.py` decides which process gets which item; `nursery.py`
+makes the processes.
+"""
+
+import itertools
+import logging
+import select
+import time
+from types import TracebackType
+from typing import Self
+
+from megatron_rl.protocol.reward_config import LANES, VerifierConfig
+from megatron_rl.protocol.types import ScoreRequest
+from verification.pool.frames import FrameError
+from verification.pool.grading_process import GradingProcess, Item
+from verification.pool.lane import Lane, Outcome
+from verification.pool.nursery import Nursery
+from verification.rules import RewardRules
+from verification.score import lane_of
+
+log = logging.getLogger(__name__)
+
+
+class Pool:
+    """Grades requests in processes that are started when first needed.
+
+    Call `collect` whenever `fileno()` is readable and at `next_deadline_s`. Nothing else runs.
+    """
+
+    def __init__(self, cfg: VerifierConfig, rules: RewardRules) -> None:
+        self._rules = rules
+        self._nursery = Nursery(cfg, rules)
+        self.lanes = {
+            name: Lane(name, cfg.lane(name), rules=rules, nursery=self._nursery) for name in LANES
+        }
+        self._owners: dict[int, tuple[Lane, GradingProcess]] = {}
+        """Attached processes by the descriptor of their socket."""
+        self._watched: dict[int, int] = {}
+        self._item_ids = itertools.count()
+
+    def __enter__(self) -> Self:
+        self._epoll = select.epoll()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._nursery.close()
+        for _, process in self._owners.values():
+            process.close()
+        self._epoll.close()
+
+    def fileno(self) -> int:
+        """Descriptor that is readable when `collect` has something to do."""
+        return self._epoll.fileno()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the grading processes that have been born."""
+        return [process.pid for _, process in self._owners.values() if process.pid is not None]
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted and not yet collected."""
+        return sum(lane.pending for lane in self.lanes.values())
+
+    @property
+    def kills(self) -> int:
+        """Processes killed for an item that took too long."""
+        return sum(lane.kills for lane in self.lanes.values())
+
+    @property
+    def deaths(self) -> int:
+        """Processes that died by themselves."""
+        return sum(lane.deaths for lane in self.lanes.values())
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """Monotonic time of the earliest deadline; None when nothing is in flight."""
+        checks = [lane.next_check_s for lane in self.lanes.values()]
+        return min((check for check in checks if check is not None), default=None)
+
+    def submit(self, request: ScoreRequest) -> None:
+        """Add a request; the caller keeps each lane's `pending` within its limit.
+
+        Raises GradingError for an unknown task.
+        """
+        lane = lane_of(request, self._rules)
+        self.lanes[lane].submit(Item(next(self._item_ids), request))
+
+    def collect(self) -> list[Outcome]:
+        """Move everything on as far as it goes without waiting; finished requests."""
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor == self._nursery.descriptor:
+                self._bury(self._nursery.receive())
+                if self._nursery.descriptor is None:
+                    del self._watched[descriptor]
+            elif descriptor in self._owners:
+                self._read(*self._owners[descriptor])
+        now = time.monotonic()
+        outcomes: list[Outcome] = []
+        for lane in self.lanes.values():
+            for process in lane.advance(now):
+                self._detach(process)
+            self._watch(lane)
+            outcomes += lane.outcomes
+            lane.outcomes = []
+        return outcomes
+
+    def _read(self, lane: Lane, process: GradingProcess) -> None:
+        process.flush()
+        try:
+            for reply in process.receive():
+                if lane.take(process, reply):
+                    process.kill()
+                    self._detach(process)
+                    return
+        except FrameError as error:
+            log.error("grading process %s: %s", process.pid, error)
+            process.kill()
+            process.is_closed = True
+        if process.is_closed:
+            # Its exit code comes from the zygote; nothing more comes from here.
+            self._unwatch(process)
+
+    def _bury(self, died: list[GradingProcess]) -> None:
+        for process in died:
+            owner = self._owners.get(process.connection.fileno())
+            if owner is None or owner[1] is not process:
+                continue  # It was given up before.
+            lane = owner[0]
+            # What it answered before it died counts.
+            self._read(lane, process)
+            if process.connection.fileno() != -1:
+                lane.on_death(process)
+                self._detach(process)
+
+    def _watch(self, lane: Lane) -> None:
+        for process in lane.processes:
+            descriptor = process.connection.fileno()
+            if descriptor not in self._owners:
+                self._owners[descriptor] = (lane, process)
+            if process.is_closed:
+                continue
+            events = select.EPOLLIN | (select.EPOLLOUT if process.has_unsent else 0)
+            self._set_events(descriptor, events)
+        if self._nursery.descriptor is not None:
+            self._set_events(self._nursery.descriptor, select.EPOLLIN)
+
+    def _set_events(self, descriptor: int, events: int) -> None:
+        known = self._watched.get(descriptor)
+        if known is None:
+            self._epoll.register(descriptor, events)
+        elif known != events:
+            self._epoll.modify(descriptor, events)
+        self._watched[descriptor] = events
+
+    def _unwatch(self, process: GradingProcess) -> None:
+        if self._watched.pop(process.connection.fileno(), None) is not None:
+            self._epoll.unregister(process.connection.fileno())
+
+    def _detach(self, process: GradingProcess) -> None:
+        self._unwatch(process)
+        del self._owners[process.connection.fileno()]
+        process.close()

@@ -1,0 +1,179 @@
+"""The zygote: `python -m verification.pool.zygote FD PARENT_PID RULES LANES`.
+
+Started by `nursery.py`, one a verifier. Loads the judges' libraries once and forks grading
+processes, so that a killed one is replaced in milliseconds. It grades nothing itself. One thread:
+
+| waits for | woken by | does |
+|---|---|---|
+| Fork | the socket | loads the task's libraries, forks, answers Born |
+| a death | SIGCHLD's wake-up descriptor | ends what the child started, reaps it, sends Died |
+| the verifier's end | the socket closes, or SIGKILL from the kernel | kills all children, exits |
+"""
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from megatron_rl.protocol.reward_config import CODE, VerifierConfig
+from verification.pool.frames import MAX_DATAGRAM_BYTES, Born, Died, Fork, encode, fork_decoder
+from verification.pool.grader import Grader, die_with, limit_resources
+from verification.rules import RewardRules
+from verification.sandbox.cgroup import remove_stale_groups
+from verification.score import prepare
+from verification.verdict import GradingError
+
+CLEAN_UP_S = 2.0
+"""Time that dying sandboxes have before their control groups are left to a later zygote."""
+
+
+class Zygote:
+    """Forks and reaps grading processes."""
+
+    def __init__(
+        self, connection: socket.socket, wake_up: int, *, rules: RewardRules, cfg: VerifierConfig
+    ) -> None:
+        self._connection = connection
+        self._wake_up = wake_up
+        self._rules = rules
+        self._cfg = cfg
+        self._numbers: dict[int, int] = {}
+        """Number of each live child by pid."""
+        self._prepared: set[str] = set()
+        self._has_sandboxes = False
+
+    def run(self) -> None:
+        """Serve until the verifier closes the socket."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        poller.register(self._wake_up, select.POLLIN)
+        while True:
+            for descriptor, _ in poller.poll():
+                if descriptor == self._wake_up:
+                    os.read(self._wake_up, 4096)
+                    self._reap(os.WNOHANG)
+                elif not self._receive():
+                    return
+
+    def end_children(self) -> None:
+        """Kill and reap all children and what they started."""
+        for pid in self._numbers:
+            os.kill(pid, signal.SIGKILL)
+        while self._numbers:
+            self._reap(0)
+        deadline_s = time.monotonic() + CLEAN_UP_S
+        # What ran in their sandboxes dies with them, but not at the same instant.
+        while self._has_sandboxes and not remove_stale_groups():
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(0.01)
+
+    def _receive(self) -> bool:
+        try:
+            body, descriptors, _, _ = socket.recv_fds(self._connection, MAX_DATAGRAM_BYTES, 2)
+        except ConnectionResetError:
+            return False  # The verifier closed with news of ours unread.
+        if not body:
+            return False
+        fork = fork_decoder.decode(body)
+        self._has_sandboxes |= fork.lane == CODE
+        self._prepare(fork.task)
+        pid = os.fork()
+        if pid == 0:
+            self._become_grader(fork, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._numbers[pid] = fork.number
+        pidfd = os.pidfd_open(pid)
+        try:
+            socket.send_fds(self._connection, [encode(Born(fork.number, pid))], [pidfd])
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        finally:
+            os.close(pidfd)
+        return True
+
+    def _prepare(self, task: str) -> None:
+        if task in self._prepared or ":" in self._rules.task(task).compare:
+            return
+        try:
+            prepare(task, self._rules)
+        except GradingError as error:
+            # The child fails the same way, and says so for each completion.
+            sys.stderr.write(f"cannot prepare task {task!r}: {error}\n")
+        self._prepared.add(task)
+        # Children share what is loaded; a collection that touched it would copy it to each.
+        gc.collect()
+        gc.freeze()
+
+    def _become_grader(self, fork: Fork, connection: int, last_words: int) -> NoReturn:
+        exit_code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            parent = os.getppid()
+            # A session of its own: ending it ends all that it started.
+            os.setsid()
+            os.dup2(last_words, 2)
+            os.dup2(connection, 3)
+            os.closerange(4, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+            die_with(parent)
+            limits = self._cfg.lane(fork.lane)
+            limit_resources(fork.lane, limits.memory_bytes)
+            with socket.socket(fileno=3) as stream:
+                Grader(stream, fork.lane, rules=self._rules, limits=limits).run()
+            exit_code = 0
+        except BrokenPipeError:
+            pass  # The verifier gave this process up.
+        except BaseException:  # noqa: BLE001  The process ends here; it says why, as Python would.
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(exit_code)
+
+    def _reap(self, options: int) -> None:
+        while self._numbers:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | options)
+            if found is None:
+                return
+            # Before the reaping: until then no other process can bear this id.
+            try:
+                os.killpg(found.si_pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # It died before it had a session of its own.
+            _, status = os.waitpid(found.si_pid, 0)
+            number = self._numbers.pop(found.si_pid)
+            try:
+                self._connection.send(encode(Died(number, os.waitstatus_to_exitcode(status))))
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # The verifier closed; nobody asks any more.
+
+
+def main() -> None:
+    """Entry of the process."""
+    descriptor, parent_pid, rules, lanes = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(int(parent_pid))
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writable)
+    with socket.socket(fileno=int(descriptor)) as connection:
+        zygote = Zygote(
+            connection,
+            readable,
+            rules=RewardRules.model_validate(json.loads(rules)),
+            cfg=VerifierConfig.model_validate(json.loads(lanes)),
+        )
+        try:
+            zygote.run()
+        finally:
+            zygote.end_children()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Runs untrusted programs behind walls and limits."""

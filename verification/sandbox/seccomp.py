@@ -1,0 +1,123 @@
+"""Filters of system calls for untrusted programs, as programs for the kernel.
+
+Built in a grading process with libseccomp (through pyseccomp), applied inside the sandbox. Both
+filters are lists of what is allowed; a call that is not listed fails with ENOSYS, which is what C
+libraries take as "use the older call".
+"""
+
+import base64
+import errno
+import functools
+import tempfile
+
+from verification.verdict import GradingError
+
+_CLONE_THREAD = 0x00010000
+# CLONE_NEWTIME .. CLONE_NEWNET: every flag that makes a namespace.
+_CLONE_NAMESPACES = 0x7E020080
+_AF_UNIX = 1
+# isatty, window size, close-on-exec, non-blocking, bytes available: no call that types or signals.
+_IOCTLS = (0x5401, 0x5413, 0x5450, 0x5451, 0x5421, 0x541B)
+# Name of a thread or of a mapping, dumpable flag, capability of the bounding set.
+_PRCTLS = (15, 16, 0x53564D41, 3, 23)
+
+_FILES = """
+    read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek open openat creat
+    close close_range stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2
+    readlink readlinkat getdents getdents64 getcwd chdir fchdir dup dup2 dup3 fcntl fsync fdatasync
+    ftruncate truncate fallocate unlink unlinkat mkdir mkdirat rmdir rename renameat renameat2
+    symlink symlinkat link linkat umask utime utimes utimensat futimesat
+    sendfile copy_file_range fadvise64 pipe pipe2 eventfd eventfd2 epoll_create epoll_create1
+    epoll_ctl epoll_wait epoll_pwait epoll_pwait2 poll ppoll select pselect6 timerfd_create
+    timerfd_settime timerfd_gettime recvfrom recvmsg shutdown
+"""
+_MEMORY = "mmap munmap mprotect mremap madvise brk mincore msync"
+_TIME = """
+    pause alarm setitimer getitimer nanosleep clock_nanosleep clock_gettime clock_getres
+    gettimeofday time times timer_create timer_settime timer_gettime timer_delete timer_getoverrun
+"""
+_PROCESS = """
+    rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_sigpending sigaltstack
+    restart_syscall futex futex_waitv set_robust_list set_tid_address rseq membarrier sched_yield
+    sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max
+    sched_get_priority_min getpriority getpid gettid getppid getuid geteuid getgid getegid
+    getresuid getresgid getgroups getpgrp getpgid getsid getrusage uname sysinfo getrlimit setrlimit
+    getcpu getrandom arch_prctl exit exit_group execve wait4 waitid
+"""
+_COMMON = f"{_FILES} {_MEMORY} {_TIME} {_PROCESS}".split()
+_SIGNALS = ("kill", "tkill", "tgkill")
+
+
+@functools.cache
+def test_filter() -> bytes:
+    """Filter for a program under test: threads but no other process, no socket, no signal.
+
+    Without forks RLIMIT_AS is a true cap on memory. abort() still ends the program: its signal is
+    refused, and the C library then executes an invalid instruction.
+    """
+    return _build(may_fork=False)
+
+
+@functools.cache
+def compile_filter() -> bytes:
+    """Filter for a compiler, which starts other programs."""
+    return _build(may_fork=True)
+
+
+def _build(*, may_fork: bool) -> bytes:
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError, OSError) as error:
+        raise GradingError(
+            f"no seccomp filter can be built ({error}): install pyseccomp and the system library "
+            "libseccomp2, or accept unsafe grading with isolation = 'rlimits'"
+        ) from error
+    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
+    for name in _COMMON:
+        _add(rules, pyseccomp.ALLOW, name)
+    for name in _SIGNALS:
+        _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
+    _add_conditional(rules, pyseccomp)
+    arg = pyseccomp.Arg
+    if may_fork:
+        for name in ("fork", "vfork", "chmod", "fchmod", "fchmodat"):
+            _add(rules, pyseccomp.ALLOW, name)
+        _add(rules, pyseccomp.ALLOW, "clone", arg(0, pyseccomp.MASKED_EQ, _CLONE_NAMESPACES, 0))
+    else:
+        _add(rules, pyseccomp.ERRNO(errno.EPERM), "fork")
+        _add(rules, pyseccomp.ERRNO(errno.EPERM), "vfork")
+        mask = _CLONE_NAMESPACES | _CLONE_THREAD
+        _add(rules, pyseccomp.ALLOW, "clone", arg(0, pyseccomp.MASKED_EQ, mask, _CLONE_THREAD))
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+def _add_conditional(rules: object, pyseccomp: object) -> None:
+    """Calls that are allowed for some arguments."""
+    arg, equal = pyseccomp.Arg, pyseccomp.EQ
+    for request in _IOCTLS:
+        _add(rules, pyseccomp.ALLOW, "ioctl", arg(1, equal, request))
+    for option in _PRCTLS:
+        _add(rules, pyseccomp.ALLOW, "prctl", arg(0, equal, option))
+    _add(rules, pyseccomp.ALLOW, "prlimit64", arg(0, equal, 0))
+    _add(rules, pyseccomp.ALLOW, "socketpair", arg(0, equal, _AF_UNIX))
+    # With an address a datagram could reach sockets of the host.
+    _add(rules, pyseccomp.ALLOW, "sendto", arg(4, equal, 0))
+
+
+def _add(rules: object, action: int, name: str, *conditions: object) -> None:
+    import pyseccomp
+
+    try:
+        is_known = pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) != -1
+    except ValueError:
+        is_known = False
+    if is_known:
+        rules.add_rule(action, name, *conditions)
+
+
+def as_text(program: bytes) -> str:
+    """Text form of a filter, as the server reads it."""
+    return base64.b64encode(program).decode()

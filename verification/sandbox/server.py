@@ -1,0 +1,351 @@
+"""The server inside a sandbox: forks a confined child for each program that `sandbox.py` sends.
+
+Runs as the first program of a sandbox and runs no untrusted code itself. Forking a warm interpreter
+spares the start of a new one for each test. Requests are JSON on a socket of packets, with the
+descriptors of the files that the child reads and writes; the server never sees their content, so a
+child, which begins as a copy of the server, finds no result of another test. The child has neither
+the socket nor any other descriptor of the server.
+
+| waits for | woken by | does |
+|---|---|---|
+| a request | the socket | forks children |
+| the children | their pidfds | replies with how they ended |
+| their deadline | the poll's timeout | kills them |
+| the end of the grading process | the socket | kills them, exits |
+"""
+
+import _sitebuiltins
+import atexit
+import base64
+import builtins
+import contextlib
+import errno
+import fcntl
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verification.sandbox import call_proxy, confinement
+from verification.sandbox.confinement import Confinement
+
+REQUEST_BYTES = 1 << 16
+KILL_TIMEOUT_S = 10.0
+EXIT_OUT_OF_MEMORY = 95
+EXIT_SYNTAX = 96
+FREE_DESCRIPTOR = 32
+"""Above all that the server opens, below the least limit on open files."""
+BUILD_INODES = 256
+TEMPORARY_INODES = 1024
+
+Program = Callable[[int], None]
+"""What a child does: called with the descriptor to close when its own set-up has succeeded."""
+
+
+class Child:
+    """A forked child and how it ended."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.ending: dict[str, Any] | None = None
+
+    def kill(self) -> None:
+        """Kill it and its process group."""
+        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Note how it ended; it has."""
+        _, status, usage = os.wait4(self.pid, 0)
+        os.close(self.pidfd)
+        code = os.waitstatus_to_exitcode(status)
+        self.ending = {
+            "exit_code": code,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "peak_bytes": usage.ru_maxrss << 10,
+        }
+
+
+class Server:
+    """Answers the requests of one grading process until it hangs up."""
+
+    def __init__(self, connection: socket.socket, settings: dict[str, Any]) -> None:
+        self._connection = connection
+        self._settings = settings
+        self._filters = {name: base64.b64decode(text) for name, text in settings["filters"].items()}
+        self._rulesets: dict[str, int | None] = {"test": None, "compile": None}
+        self._build = settings["build"]
+        self._temporary = settings["temporary"]
+        if settings["landlock"]:
+            readable = settings["readable"]
+            test = confinement.landlock_rules([*readable, self._build], ["/dev/null"])
+            compiling = confinement.landlock_rules(readable, [self._build, "/dev/null"])
+            self._rulesets = {"test": test, "compile": compiling}
+
+    def serve(self) -> None:
+        """Serve until the grading process hangs up."""
+        actions = {"compile": self._compile, "program": self._program, "check": self._check}
+        self._reply({"ready": True})
+        while True:
+            data, files, _, _ = socket.recv_fds(self._connection, REQUEST_BYTES, 8)
+            if not data:
+                return
+            request = json.loads(data)
+            try:
+                reply = actions[request["action"]](request, files)
+            except OSError as error:
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            for descriptor in files:
+                os.close(descriptor)
+            self._reply(reply)
+
+    def _reply(self, reply: dict[str, Any]) -> None:
+        self._connection.send(json.dumps(reply).encode())
+
+    def _mount(self, path: str, size: int, inodes: int) -> None:
+        # Open to all: the server and its children may be different users, and nobody else is here.
+        confinement.mount_tmpfs(path, f"size={size},nr_inodes={inodes},mode=777")
+
+    def _compile(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
+        """Run a compiler in the build folder, once; tests cannot write there afterwards."""
+        source, stdin, output = files
+        # Before and without a compiler the folder belongs to the read-only root.
+        if self._settings["may_mount"]:
+            self._mount(self._build, self._settings["build_bytes"], BUILD_INODES)
+        path = os.path.join(self._build, request["source_name"])
+        with open(path, "wb") as file:
+            file.write(call_proxy.read_descriptor(source))
+        os.chmod(path, 0o644)
+        program = _execution(request["command"], self._build)
+        files = [stdin, output, output]
+        child = self._start(program, files, request, folder=self._build)
+        reply = self._await([child], request["wall_s"])
+        os.unlink(path)
+        if self._settings["may_mount"]:
+            confinement.remount_read_only(self._build)
+        return reply
+
+    def _program(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
+        """Run a program on its input: a command, or else Python source in the child itself."""
+        with self._temporary_folder(request["disk_bytes"]) as folder:
+            if request["command"]:
+                program = _execution(request["command"], folder)
+            else:
+                program = _interpretation(call_proxy.run_program)
+            child = self._start(program, files, request, folder=folder)
+            return self._await([child], request["wall_s"])
+
+    def _check(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
+        """Run unit tests and the solution in two children that share one socket pair."""
+        stdin, solution_output, tests_output, solution, tests = files
+        entry_point = request["entry_point"]
+        run_tests = _interpretation(call_proxy.run_tests, 4, entry_point)
+        serve_calls = _interpretation(call_proxy.serve_calls, 4, entry_point)
+        ours, theirs = socket.socketpair()
+        children: list[Child] = []
+        with self._temporary_folder(request["disk_bytes"]) as folder:
+            with ours, theirs:
+                files = [stdin, tests_output, tests_output, tests, ours.fileno()]
+                children.append(self._start(run_tests, files, request, folder=folder))
+                files = [stdin, solution_output, solution_output, solution, theirs.fileno()]
+                try:
+                    children.append(self._start(serve_calls, files, request, folder=folder))
+                except OSError:
+                    _end(children)
+                    raise
+            return self._await(children, request["wall_s"])
+
+    @contextlib.contextmanager
+    def _temporary_folder(self, size: int) -> Iterator[str]:
+        """A folder that is empty at the start of a test and gone after it."""
+        path = self._temporary
+        if self._settings["may_mount"]:
+            self._mount(path, size, TEMPORARY_INODES)
+            yield path
+            confinement.unmount(path)
+        elif self._settings["landlock"]:
+            # No cap on a folder of the host's disk: it stays empty, the ruleset has it read-only.
+            yield path
+        else:
+            os.mkdir(path, 0o700)
+            yield path
+            shutil.rmtree(path)
+
+    def _start(
+        self, program: Program, files: list[int], request: dict[str, Any], *, folder: str
+    ) -> Child:
+        """Fork a child; returns once it is confined, OSError if it cannot be."""
+        setup_read, setup_write = os.pipe()
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                setup_write, ruleset = _arrange(files, setup_write, self._ruleset(request))
+                os.chdir(folder)
+                self._confine(request, ruleset, server_pid)
+                program(setup_write)
+            except OSError as error:
+                os.write(setup_write, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(1)
+        os.close(setup_write)
+        child = Child(pid)
+        with open(setup_read, "rb") as setup:
+            error = setup.read()
+        if error:
+            _end([child])
+            raise OSError(error.decode())
+        return child
+
+    def _ruleset(self, request: dict[str, Any]) -> int | None:
+        return self._rulesets[_profile(request)]
+
+    def _confine(self, request: dict[str, Any], ruleset: int | None, server_pid: int) -> None:
+        terms = Confinement(
+            memory_bytes=request["memory_bytes"],
+            cpu_s=request["cpu_s"],
+            file_bytes=request["file_bytes"],
+            processes=request["processes"] + self._settings["other_processes"],
+            filter=self._filters[_profile(request)],
+            uid=self._settings["uid"],
+            landlock=ruleset,
+        )
+        confinement.confine(terms, server_pid)
+        if ruleset is not None:
+            os.close(ruleset)
+
+    def _await(self, children: list[Child], wall_s: float) -> dict[str, Any]:
+        """Wait for the first child to end, kill the others; how each ended."""
+        start_s = time.monotonic()
+        poll = select.poll()
+        poll.register(self._connection, select.POLLRDHUP)
+        # The solution's end reaches the tests as the end of their connection.
+        poll.register(children[0].pidfd, select.POLLIN)
+        events = dict(poll.poll(wall_s * 1000))
+        elapsed_s = time.monotonic() - start_s
+        is_late = children[0].pidfd not in events
+        _end(children)
+        if self._connection.fileno() in events:
+            os._exit(0)
+        endings = [child.ending for child in children]
+        return {"endings": endings, "wall_s": elapsed_s, "is_late": is_late}
+
+
+def _profile(request: dict[str, Any]) -> str:
+    return "compile" if request["action"] == "compile" else "test"
+
+
+def _end(children: list[Child]) -> None:
+    """Kill children with all they started, and wait until the kernel is rid of them."""
+    for child in children:
+        child.kill()
+    for child in children:
+        child.reap()
+    deadline_s = time.monotonic() + KILL_TIMEOUT_S
+    while True:
+        # The server is the reaper of its descendants, so it sees a compiler's orphans here.
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"a process lives on {KILL_TIMEOUT_S:.0f} s after SIGKILL")
+            time.sleep(0.001)
+
+
+def _arrange(files: list[int], setup_write: int, ruleset: int | None) -> tuple[int, int | None]:
+    """Make the files descriptors 0, 1, ...; close all others but the two returned."""
+    extra = [setup_write] if ruleset is None else [setup_write, ruleset]
+    lifted = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FREE_DESCRIPTOR) for fd in [*files, *extra]]
+    for target, source in enumerate(lifted):
+        os.dup2(source, target, inheritable=target < len(files))
+    os.closerange(len(lifted), 1 << 16)
+    return len(files), None if ruleset is None else len(files) + 1
+
+
+def _execution(command: list[str], folder: str) -> Program:
+    """Program that another executable replaces."""
+
+    def execute(setup_write: int) -> None:
+        environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+        # The interpreter ignores these, and a new program would inherit that.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            os.execve(command[0], command, environment)
+        except OSError as error:
+            # A program with gigabytes of static data has no room from the start.
+            if error.errno in (errno.ENOMEM, errno.ENOEXEC):
+                os._exit(EXIT_OUT_OF_MEMORY)
+            raise
+
+    return execute
+
+
+def _interpretation(action: Callable[..., None], *arguments: int | str) -> Program:
+    """Program that the child's own interpreter runs; ends the child as a script's end would."""
+
+    def interpret(setup_write: int) -> None:
+        source = call_proxy.read_descriptor(3)
+        os.close(3)
+        os.close(setup_write)
+        try:
+            action(source, *arguments)
+        finally:
+            _exit_interpreter(sys.exc_info()[1])
+
+    return interpret
+
+
+def _exit_interpreter(error: BaseException | None) -> None:
+    """What the interpreter does at its end, short of freeing memory."""
+    code = 1
+    try:
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif isinstance(error, MemoryError):
+            code = EXIT_OUT_OF_MEMORY
+        elif isinstance(error, SyntaxError):
+            code = EXIT_SYNTAX
+        elif error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        else:
+            code = 0
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = code or 1
+        raise
+    finally:
+        os._exit(code & 0xFF)
+
+
+def main(descriptor: int) -> None:
+    """Entry of the server: the settings are the first message on the socket."""
+    with socket.socket(fileno=descriptor) as connection:
+        confinement.become_reaper()
+        settings = json.loads(connection.recv(1 << 20))
+        for name in settings["warm_modules"]:
+            importlib.import_module(name)
+        os.environ.update(HOME=settings["temporary"], TMPDIR=settings["temporary"])
+        # Started without `site`, which would show installed packages but also defines these.
+        for name in ("exit", "quit"):
+            setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
+        server = Server(connection, settings)
+        # Pages of long-lived objects stay shared with the children.
+        gc.freeze()
+        server.serve()
