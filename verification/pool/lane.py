@@ -39,7 +39,7 @@ from verification.score import score_unverified
 
 START_TIMEOUT_S = 60.0
 """A grading process that has not loaded a task's libraries by then has failed."""
-BRISK_S = 0.05
+BRISK_S = 0.025
 """CPU time after which an item no longer holds up others."""
 PATIENCE = 10
 """Elapsed time may be so many times the limit of CPU time: the machine may be crowded."""
