@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.types import Bucket, JoinGroup, Sampling, VersionSpan
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling, VersionSpan
 
 ENGINES = {
     "sglang": "generation.sglang_engine:SGLangEngine",
@@ -39,7 +39,7 @@ class EngineSetup:
     start_timeout_s: float
     request_timeout_s: float
     weights_timeout_s: float
-    """Deadline of pausing, of receiving one bucket and of resuming."""
+    """Deadline of each step of a publish."""
     host: str
     port: int
     """Where an engine that is a server of its own listens; loopback only."""
@@ -47,6 +47,10 @@ class EngineSetup:
     version: int
     """Policy version of the folder's own weights; -1 when they are to be replaced first."""
     log_path: Path
+    recomputes_kv_cache: bool = False
+    """Whether a publish drops the keys and values of older weights."""
+    quantization: str = ""
+    """How the engine keeps its weights; "" as they come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,9 @@ class Engine(Protocol):
     name: str
     engine_version: str
     world_size: int
-    """Ranks it takes in the weight group."""
+    """Its ranks."""
+    ffn_multiple: int
+    """To what it pads the MLP units of a rank."""
     version: int
     """Policy version of the weights it holds."""
 
@@ -87,11 +93,23 @@ class Engine(Protocol):
         Closing the iterator early gives the unfinished ones up. Raises EngineError.
         """
 
-    async def join_group(self, message: JoinGroup) -> None:
-        """Join the weight group. Raises EngineError, as do the methods below."""
-
     async def pause(self) -> None:
-        """Stop between two tokens; keep requests and KV cache, start no new requests."""
+        """Stop between two tokens; keep requests, start no new ones. Again: nothing.
+
+        Raises EngineError, as do the methods below.
+        """
+
+    async def receive(self, order: Receive) -> None:
+        """Take slices from the trainer ranks. Only while paused.
+
+        Whether they arrived, each rank reports to the trainer: see `weights/receiver.py`.
+        """
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Load a Hugging Face folder. Only while paused."""
+
+    async def join_group(self, message: JoinGroup) -> None:
+        """Join the group of a broadcast."""
 
     async def receive_bucket(self, bucket: Bucket) -> None:
         """Take part in the broadcast of one bucket and load it. Only while paused."""
@@ -100,7 +118,7 @@ class Engine(Protocol):
         """Continue; later tokens carry `version`."""
 
     async def leave_group(self) -> None:
-        """Leave the weight group."""
+        """Leave the publisher's group. After a publish that was cut short the pause stays."""
 
     async def failed(self) -> str:
         """Return, with the reason, when the engine has died; wait for ever while it lives."""
@@ -123,12 +141,14 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         nice=generator.nice,
         start_timeout_s=generator.start_timeout_s,
         request_timeout_s=generator.request_timeout_s,
-        weights_timeout_s=config.weights.timeout_s,
+        weights_timeout_s=config.weights.deadline_s,
         host=config.ports.host,
         port=config.ports.engine + 2 * index,
         seed=config.run.seed + index,
         version=-1 if generator.wait_for_publish else 0,
         log_path=config.run.dir / "logs" / f"{generator.engine.split(':')[-1]}-{index}.log",
+        recomputes_kv_cache=config.weights.kv_cache == "recompute",
+        quantization=generator.quantization,
     )
 
 

@@ -1,7 +1,7 @@
 """transformers' continuous batching as an engine, inside the generator process.
 
-For tests and for machines without SGLang. The file imports `megatron_rl.weights.group`, which
-imports nothing but torch: both ends of the weight group need the same few lines.
+For tests and for machines without SGLang. The file imports modules of `megatron_rl.weights` that
+need torch and messages alone: both ends of an exchange need the same lines.
 
 Concurrency:
 
@@ -24,17 +24,21 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from generation.engine import Completion, EngineError, EngineSetup
 from generation.weight_versions import spans_from_cuts
-from megatron_rl.protocol.types import Bucket, JoinGroup, Sampling
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
 from megatron_rl.weights.group import bucket_bytes, close_group, open_group, split_bucket
+from megatron_rl.weights.receiver import Receiver
 
 T = TypeVar("T")
 
@@ -66,6 +70,7 @@ class HFEngine:
 
     name = "hf"
     world_size = 1
+    ffn_multiple = 1
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -79,9 +84,15 @@ class HFEngine:
         self._manager: ContinuousBatchingManager | None = None
         self._pause: contextlib.AbstractContextManager[None] | None = None
         self._group: dist.ProcessGroup | None = None
+        self._receiver: Receiver | None = None
 
     async def start(self) -> None:
         """Load the model and start transformers' thread."""
+        if self._setup.recomputes_kv_cache:
+            raise EngineError(
+                "the hf engine keeps keys and values across a publish: set weights.kv_cache to "
+                '"keep", or generator.engine to "sglang"'
+            )
         try:
             await self._in_thread(self._load, self._setup.start_timeout_s)
         except (OSError, ValueError) as error:
@@ -206,22 +217,43 @@ class HFEngine:
                 )
             )
 
-    async def join_group(self, message: JoinGroup) -> None:
-        """Join the weight group."""
+    async def receive(self, order: Receive) -> None:
+        """Take slices into the parameters."""
+        if self._pause is None:
+            raise EngineError("slices came outside a publish: pause first")
+        if self._receiver is None:
+            dtype = getattr(torch, self._setup.dtype)
+            self._receiver = Receiver(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
+        receiver = self._receiver
+        await self._in_thread(lambda: receiver.take(order), order.deadline_s + CLOSE_S)
 
-        def join() -> dist.ProcessGroup:
-            return open_group(
-                message.address,
-                message.port,
-                message.rank_offset,
-                message.world_size,
-                message.group_name,
-                message.backend,
-                message.timeout_s,
-            )
+    async def load(self, folder: Path, version: int) -> None:
+        """Load a folder's safetensors."""
 
         try:
-            self._group = await self._in_thread(join, message.timeout_s)
+            await self._in_thread(lambda: self._copy(folder), self._setup.weights_timeout_s)
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            raise EngineError(f"cannot load {folder}: {error!r}") from error
+
+    @torch.no_grad()
+    def _copy(self, folder: Path) -> None:
+        """Raises KeyError or ValueError where the folder's tensors are not the parameters."""
+        loaded = set()
+        for file in sorted(folder.glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                self._parameters[name].copy_(tensor)
+                loaded.add(self._parameters[name].data_ptr())
+        # Tied parameters share memory, and files have one of them.
+        missing = [n for n, tensor in self._parameters.items() if tensor.data_ptr() not in loaded]
+        if missing:
+            raise ValueError(f"its files lack {len(missing)} parameters, such as {missing[:3]}")
+
+    async def join_group(self, message: JoinGroup) -> None:
+        """Join the group of a broadcast."""
+        try:
+            self._group = await self._in_thread(
+                lambda: open_group(message, message.rank_offset), message.timeout_s
+            )
         except dist.DistError as error:
             raise EngineError(f"cannot join the weight group: {error}") from error
 
@@ -288,7 +320,9 @@ class HFEngine:
         await self._in_thread(lambda: pause.__exit__(None, None, None), CLOSE_S)
 
     async def leave_group(self) -> None:
-        """Leave the weight group. After a publish that was cut short the pause stays."""
+        """Leave the publisher's group. After a publish that was cut short the pause stays."""
+        if self._receiver is not None:
+            self._receiver.leave()
         if self._group is not None:
             close_group(self._group)
             self._group = None

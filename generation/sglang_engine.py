@@ -14,13 +14,13 @@ Concurrency, all on the caller's event loop:
 
 import asyncio
 import importlib.metadata
-import json
 import logging
 import re
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -28,8 +28,17 @@ import aiohttp
 from generation import sglang_cpu
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.weight_versions import spans_from_arrivals, spans_from_report
-from megatron_rl.protocol.types import Bucket, JoinGroup, Sampling
+from generation.sglang_answers import check_answer, read_completion, read_event
+from generation.sglang_orders import (
+    LOADER,
+    NO_TENSORS,
+    ORDERS_VARIABLE,
+    Nothing,
+    Order,
+    orders_path,
+    write_order,
+)
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +50,8 @@ NEVER_STREAM_TOKENS = 1_000_000
 # We close idle connections, the server never does first: a request that is sent over one which
 # the server is about to close (by default after 5 s) is lost with "connection reset".
 CLIENT_KEEP_ALIVE_S = 15
+LOADER_MARGIN_S = 5.0
+"""The loader keeps the order's deadline itself, and says what was late."""
 SERVER_KEEP_ALIVE_S = 3600
 
 
@@ -53,6 +64,7 @@ class SGLangEngine:
         self._setup = setup
         self.engine_version = importlib.metadata.version("sglang")
         self.world_size = setup.tensor_parallel
+        self.ffn_multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
         self.version = setup.version
         self._child = ServerChild(setup.log_path)
         self._http: aiohttp.ClientSession | None = None
@@ -62,6 +74,8 @@ class SGLangEngine:
         self._epoch = 0
         self._needs_begin = parse_release(self.engine_version) >= NEEDS_BEGIN_SINCE
         self._is_paused = False
+        self._is_updating = False
+        self._is_loaded_by_slices = False
 
     async def start(self) -> None:
         """Start the server and wait until it answers."""
@@ -89,6 +103,11 @@ class SGLangEngine:
                 return response.status == 200 and not self._child.has_exited
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    @property
+    def _keeps_prefixes(self) -> bool:
+        """Whether a request may find keys and values of older weights than its first token's."""
+        return not self._setup.recomputes_kv_cache
 
     @property
     def _session(self) -> aiohttp.ClientSession:
@@ -142,7 +161,7 @@ class SGLangEngine:
                 if event["meta_info"]["finish_reason"] is None:
                     continue
                 completion = read_completion(event, index, arrived)
-                is_stale = completion.spans[0].version != version
+                is_stale = completion.spans[0].version != version and self._keeps_prefixes
                 pending.discard(index)
                 if is_stale and event["meta_info"].get("cached_tokens", 0) > 0:
                     yield index, None
@@ -192,8 +211,65 @@ class SGLangEngine:
         except aiohttp.ClientError as error:
             raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
 
+    async def pause(self) -> None:
+        """Stop between two tokens; requests stay, and so does their KV cache unless recomputed."""
+        if not self._is_paused:  # by a publisher that died before it could resume
+            self._is_serving.clear()
+            recomputes = self._setup.recomputes_kv_cache
+            mode = "retract" if recomputes else "in_place"
+            await self._post("/pause_generation", {"mode": mode})
+            if recomputes:
+                # Retracted requests would find their prompts in the prefix cache.
+                await self._post("/flush_cache", {})
+            self._is_paused = True
+            # The prefix cache of what comes is its own, also when a version comes again.
+            self._epoch += 1
+        await self._begin_update()
+
+    async def _begin_update(self) -> None:
+        """Open SGLang's session of an update, unless a publish that failed left it open."""
+        if self._needs_begin and not self._is_updating:
+            # Before the answer: one that is late for us is obeyed all the same, and in order.
+            self._is_updating = True
+            await self._post("/begin_weight_update", {})
+
+    async def _end_update(self) -> None:
+        if self._is_updating:
+            self._is_updating = False
+            await self._post("/end_weight_update", {})
+
+    async def receive(self, order: Receive) -> None:
+        """Have every rank's loader take its slices."""
+        self._is_loaded_by_slices = True
+        await self._call_loader(order, order.deadline_s + LOADER_MARGIN_S)
+
+    async def _call_loader(
+        self, order: Order, timeout_s: float | None = None, version: int | None = None
+    ) -> None:
+        write_order(orders_path(self._setup.log_path), order)
+        body = {
+            "serialized_named_tensors": [NO_TENSORS] * self.world_size,
+            "load_format": LOADER,
+            "flush_cache": False,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        await self._post("/update_weights_from_tensor", body, timeout_s)
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Load a folder that this host can read."""
+        # A folder is loaded by a session of its own.
+        await self._end_update()
+        body = {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "flush_cache": False,
+        }
+        await self._post("/update_weights_from_disk", body)
+        await self._begin_update()
+
     async def join_group(self, message: JoinGroup) -> None:
-        """Join the weight group."""
+        """Join the group of a broadcast."""
         body = {
             "master_address": message.address,
             "master_port": message.port,
@@ -204,17 +280,6 @@ class SGLangEngine:
         }
         await self._post("/init_weights_update_group", body, message.timeout_s)
         self._group_name = message.group_name
-        self._epoch += 1
-
-    async def pause(self) -> None:
-        """Stop between two tokens; requests and KV cache stay."""
-        if self._is_paused:
-            return  # by a publisher that died before it could resume
-        self._is_serving.clear()
-        await self._post("/pause_generation", {"mode": "in_place"})
-        if self._needs_begin:
-            await self._post("/begin_weight_update", {})
-        self._is_paused = True
 
     async def receive_bucket(self, bucket: Bucket) -> None:
         """Receive and load one flattened bucket."""
@@ -232,15 +297,18 @@ class SGLangEngine:
 
     async def resume(self, version: int) -> None:
         """Continue under `version`."""
-        if self._needs_begin:
-            await self._post("/end_weight_update", {})
+        if self._is_loaded_by_slices:
+            # Only now is it known that the slices are whole.
+            await self._call_loader(Nothing(), version=version)
+            self._is_loaded_by_slices = False
+        await self._end_update()
         self.version = version
         await self._post("/continue_generation", {})
         self._is_paused = False
         self._is_serving.set()
 
     async def leave_group(self) -> None:
-        """Leave the weight group. After a publish that was cut short the pause stays."""
+        """Leave the publisher's group. After a publish that was cut short the pause stays."""
         if self._group_name:
             await self._post("/destroy_weights_update_group", {"group_name": self._group_name})
             self._group_name = ""
@@ -293,6 +361,8 @@ def server_command(setup: EngineSetup) -> list[str]:
         "--skip-server-warmup",
         # With the overlap scheduler the recorded version boundary is one token off.
         "--disable-overlap-schedule",
+        f"--custom-weight-loader={LOADER}",
+        *([f"--quantization={setup.quantization}"] if setup.quantization else []),
     ]
     return command + (sglang_cpu.server_flags() if sglang_cpu.is_needed() else [])
 
@@ -300,7 +370,10 @@ def server_command(setup: EngineSetup) -> list[str]:
 def server_environment(setup: EngineSetup) -> dict[str, str]:
     """Variables added to the server's environment."""
     shims = sglang_cpu.server_environment(setup.tensor_parallel) if sglang_cpu.is_needed() else {}
-    return shims | {"SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S)}
+    return shims | {
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
+        ORDERS_VARIABLE: str(orders_path(setup.log_path)),
+    }
 
 
 def _reports_spans() -> bool:
@@ -315,47 +388,3 @@ def parse_release(version: str) -> tuple[int, ...]:
         digits = re.match(r"\d*", part).group()
         numbers.append(int(digits or 0))
     return tuple(numbers)
-
-
-def read_event(event: bytes) -> dict[str, Any]:
-    """Body of one server-sent event. Raises EngineError when it reports an error."""
-    body = json.loads(event.removeprefix(b"data: "))
-    if "error" in body:
-        raise EngineError(f"/generate: {body['error'].get('message', body['error'])}")
-    return body
-
-
-def read_completion(
-    event: dict[str, Any], index: int, arrivals: list[tuple[int, int]]
-) -> Completion:
-    """Completion of a last event. Raises EngineError when it was aborted or contradicts itself.
-
-    arrivals: (tokens so far, version held then) at each event, for servers that report no spans.
-    """
-    meta, token_ids = event["meta_info"], event["output_ids"]
-    finish = meta["finish_reason"]
-    if finish["type"] not in ("stop", "length"):
-        raise EngineError(f"SGLang ended a completion by {finish['type']}: {finish.get('message')}")
-    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-    if len(logprobs) != len(token_ids):
-        raise EngineError(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens")
-    try:
-        if "weight_versions" in meta:
-            spans = spans_from_report(meta["weight_versions"], len(token_ids))
-        else:
-            spans = spans_from_arrivals(arrivals, len(token_ids))
-    except ValueError as error:
-        raise EngineError(f"SGLang's weight versions: {error}") from error
-    return Completion(index, token_ids, logprobs, spans, finish["type"])
-
-
-def check_answer(path: str, status: int, text: str) -> None:
-    """Raise EngineError for a bad status and for a JSON body with success=false."""
-    if status != 200:
-        raise EngineError(f"{path}: {status} {text}")
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError:
-        return  # some routes answer in plain text
-    if isinstance(body, dict) and body.get("success") is False:
-        raise EngineError(f"{path}: {body.get('message', text)}")

@@ -1,16 +1,19 @@
 """Obeys the trainer's publisher by calling the engine.
 
 A task of the generator process; DEALER to the weights endpoint. It says Hello until a publisher
-answers with JoinGroup, then obeys JoinGroup, Pause, Bucket, Resume and LeaveGroup one at a time,
-each answered by Ack or Failed. After LeaveGroup or a failure it says Hello again: the publisher of
-another training phase may come, whose versions start anew.
+answers, then obeys Pause, Receive, JoinGroup, Bucket, Load, Resume, Fence, LeaveGroup and Ping one
+at a time; all but the last three are answered by Ack or Failed. After LeaveGroup, Fence or a
+failure it serves nothing new and says Hello again: the publisher gives it a whole publish, or that
+of another training phase comes, whose versions start anew.
 
-For JoinGroup and Bucket the publisher starts its side of the collective right after the message and
-reads the answer afterwards, so the engine's deadlines bound the wait on both sides.
+The publisher starts its side of a transfer beside the message and reads the answer afterwards, so
+the engine's deadlines bound the wait on both sides.
 """
 
 import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from generation.async_dealer import AsyncDealer
 from generation.engine import Engine, EngineError
@@ -19,17 +22,21 @@ from megatron_rl.protocol.types import (
     AnyMessage,
     Bucket,
     Failed,
+    Fence,
     Hello,
     JoinGroup,
     LeaveGroup,
+    Load,
     Pause,
+    Ping,
+    Receive,
     Resume,
 )
 
 log = logging.getLogger(__name__)
 
 HELLO_S = 2.0
-HELLO_JOINED_S = 20.0
+HELLO_KNOWN_S = 20.0
 """A restarted publisher, whose predecessor never sent LeaveGroup, finds us by this."""
 
 
@@ -41,22 +48,29 @@ class WeightClient:
         self._dealer = dealer
         self._engine = engine
         self._on_version = on_version
-        self._is_joined = False
+        self._is_known = False
+        """Whether a publisher has answered and counts on us."""
+        self._session = time.time_ns()
 
     async def run(self) -> None:
         """Serve publishers for ever."""
         while True:
-            self._dealer.send(
-                Hello(self._engine.world_size, self._engine.name, self._engine.engine_version)
-            )
-            message = await self._dealer.next_message(
-                HELLO_JOINED_S if self._is_joined else HELLO_S
-            )
-            while message is not None:
+            self._dealer.send(self._hello())
+            wait_s = HELLO_KNOWN_S if self._is_known else HELLO_S
+            while (message := await self._dealer.next_message(wait_s)) is not None:
                 await self._answer(message)
-                message = await self._dealer.next_message(
-                    HELLO_JOINED_S if self._is_joined else 0.0
-                )
+                wait_s = HELLO_KNOWN_S if self._is_known else 0.0
+
+    def _hello(self) -> Hello:
+        engine = self._engine
+        return Hello(
+            world_size=engine.world_size,
+            engine=engine.name,
+            engine_version=engine.engine_version,
+            session=self._session,
+            ffn_multiple=engine.ffn_multiple,
+            version=engine.version if self._is_known else -1,
+        )
 
     async def _answer(self, message: AnyMessage) -> None:
         name = type(message).__name__
@@ -64,30 +78,47 @@ class WeightClient:
             await self._obey(message)
         except EngineError as error:
             log.error("%s failed: %s", name, error)
-            self._is_joined = False
+            self._stand_apart()
             self._dealer.send(Failed(name, str(error)))
             return
-        if not isinstance(message, LeaveGroup):
+        if not isinstance(message, LeaveGroup | Fence | Ping):
             self._dealer.send(Ack(name))
 
     async def _obey(self, message: AnyMessage) -> None:
         match message:
+            case Ping():
+                pass
+            case Pause():
+                self._is_known = True
+                await self._engine.pause()
+            case Receive():
+                await self._engine.receive(message)
             case JoinGroup():
                 # A publisher that died did not say LeaveGroup.
                 await self._engine.leave_group()
                 await self._engine.join_group(message)
-                self._is_joined = True
+                self._is_known = True
                 log.info("joined weight group %s", message.group_name)
-            case Pause():
-                await self._engine.pause()
             case Bucket():
                 await self._engine.receive_bucket(message)
+            case Load():
+                await self._engine.load(Path(message.folder), message.version)
             case Resume():
                 await self._engine.resume(message.version)
                 self._on_version()
                 log.info("holds version %d", message.version)
+            case Fence():
+                log.warning("fenced until a publish succeeds: %s", message.reason)
+                self._stand_apart()
+                await self._engine.leave_group()
             case LeaveGroup():
-                self._is_joined = False
+                self._is_known = False
                 await self._engine.leave_group()
             case _:
                 raise EngineError(f"a generator does not obey {type(message).__name__}")
+
+    def _stand_apart(self) -> None:
+        """Serve nothing new: what the engine holds is no version."""
+        self._is_known = False
+        self._engine.version = -1
+        self._on_version()

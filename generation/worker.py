@@ -41,7 +41,13 @@ from generation.weight_client import WeightClient
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
-from megatron_rl.protocol.process import EXIT_FAILED, Interrupted, run_main, set_up_logging
+from megatron_rl.protocol.process import (
+    EXIT_FAILED,
+    Interrupted,
+    note_ready,
+    run_main,
+    set_up_logging,
+)
 from megatron_rl.protocol.render import Renderer, RenderError
 from megatron_rl.protocol.types import (
     GeneratorReady,
@@ -195,6 +201,7 @@ async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
         await engine.start()
         elapsed_s = time.monotonic() - started
         log.info("%s %s is ready after %.0f s", engine.name, engine.engine_version, elapsed_s)
+        note_ready()
         metrics = JsonlWriter(config.run.dir / "metrics.jsonl", identity)
         with (
             contextlib.closing(metrics),

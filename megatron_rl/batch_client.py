@@ -6,6 +6,7 @@ inside the group, so that the queue sees one peer per data-parallel rank.
 """
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +19,7 @@ from megatron_rl.protocol.types import NextBatch, Published, RankBatch, Stop
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 _ANSWER = RankBatch | Stop
-_TURN_S = 5.0
+_TURN_S = 2.0
 
 
 class BatchClient:
@@ -31,10 +32,15 @@ class BatchClient:
         dp_rank: int,
         dp_size: int,
         group: dist.ProcessGroup,
+        world: dist.ProcessGroup | None = None,
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """group: this rank's model-parallel group; its rank 0 is the leader."""
+        """group: this rank's model-parallel group; its rank 0 is the leader.
+
+        world: all trainer ranks; None: the default group.
+        """
+        self._world = world
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._group, self._device = group, device
         self._timeout_s = timeout_s
@@ -43,17 +49,21 @@ class BatchClient:
         self._dealer = wire.Dealer(address, f"trainer-{dp_rank}") if self._is_leader else None
         self.metrics: list[Metric] = []
 
-    def next(self, step: int) -> RankBatch | None:
+    def next(self, step: int, meanwhile: Callable[[], None] | None = None) -> RankBatch | None:
         """This rank's share of the batch of `step`; None when training ends.
 
-        Every rank of the group must call it. Raises DeadlineExceeded after timeout_s.
+        Every trainer rank must call it. meanwhile: collective over all trainer ranks, done again
+        and again until each has its share. Raises DeadlineExceeded after timeout_s.
         """
         started = time.monotonic()
         if self._dealer is not None:
             self._dealer.send(NextBatch(step, self._dp_rank, self._dp_size))
+        frame = b""
         # While the queue has no batch the leader broadcasts nothing, again and again: the others
         # wait in short collectives, so that the collective timeout can stay short too.
-        while not (frame := self._broadcast(self._receive())):
+        while not self._all_have(frame := frame or self._broadcast(self._receive())):
+            if meanwhile is not None:
+                meanwhile()
             if time.monotonic() - started > self._timeout_s:
                 raise DeadlineExceeded(
                     f"the queue had no batch for step {step} in {self._timeout_s:.0f} s "
@@ -62,6 +72,12 @@ class BatchClient:
         batch = wire.decode(frame, _ANSWER)
         self.metrics = [Metric("wait/batch_s", time.monotonic() - started, "max")]
         return None if isinstance(batch, Stop) else batch
+
+    def _all_have(self, frame: bytes) -> bool:
+        """Whether every trainer rank has its share."""
+        flag = torch.tensor([bool(frame)], dtype=torch.int64, device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._world)
+        return bool(flag)
 
     def announce(self, version: int, *, is_final: bool) -> None:
         """Tell the queue that all generators hold `version`."""

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | eval | verify | report | doctor`.
+"""The command line: `megatron-rl run | eval | verify | report | plan-weights | doctor`.
 
 Imports nothing heavy; the processes that `run` starts do.
 """
@@ -42,6 +42,10 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print the summary of a run again")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(handler=_report)
+    plan = commands.add_parser("plan-weights", help="say what a publish moves between which ranks")
+    plan.add_argument("config", type=Path, help="TOML file")
+    plan.add_argument("overrides", nargs="*", metavar="section.key=value")
+    plan.set_defaults(handler=_plan_weights)
     check = commands.add_parser("doctor", help="say what this machine has and lacks")
     check.set_defaults(handler=_doctor)
     return parser
@@ -129,6 +133,14 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
         return summary, launch.run_facts(config, summary["wall_s"], summary["hf_export"])
     facts = launch.run_facts(config, {}, None)
     return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
+
+
+def _plan_weights(options: argparse.Namespace, console: Console) -> int:
+    # Needs torch, which the other commands do without.
+    from megatron_rl.plan_weights import plan_weights
+
+    plan_weights(load_config(options.config, options.overrides), console)
+    return 0
 
 
 def _doctor(options: argparse.Namespace, console: Console) -> int:

@@ -10,8 +10,9 @@ Used by `megatron-rl run` and `megatron-rl eval`. One process, one thread.
 | control accuracy | the serving roles, on the control's weights        | the queue exits 0        |
 
 Serving roles: queue, generators, verifier. All processes read RUN_DIR/config.toml, but those that
-evaluate a model without training, which read RUN_DIR/config.LABEL.toml. Any role that ends
-otherwise than expected ends the run.
+evaluate a model without training, which read RUN_DIR/config.LABEL.toml. A generator that dies is
+started again, `generator.max_restarts` times; any other role that ends otherwise than expected ends
+the run.
 """
 
 import json
@@ -20,7 +21,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,15 +33,17 @@ from megatron_rl.live_view import LiveView
 from megatron_rl.ports import ports_text, resolve_ports
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import dump_toml
-from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.summary import RunFacts, render_text, summarize
+from megatron_rl.restarts import Restart, RestartRule
+from megatron_rl.summary import RESTARTS, RunFacts, render_text, summarize
 from megatron_rl.supervisor import POLL_S, Supervisor
 
 COLD_START = "cold_start"
 CONTROL = "control"
 FINAL = "final"
+TRAINER = "trainer"
 # A role that was told to stop has this long to close its children before they are ended.
 _SERVING_END_S = 30.0
 # Over eval.timeout_s: the queue itself gives up first and says why.
@@ -86,11 +89,11 @@ class _Session:
 
     def start(
         self, name: str, module: str, config_path: Path, arguments: Sequence[str] = (), *,
-        outlives: str | None = None,
+        outlives: str | None = None, restarts: RestartRule | None = None,
     ) -> None:  # fmt: skip
         """Start one Python process of the run."""
         command = [sys.executable, "-m", module, "--config", str(config_path), *arguments]
-        self._supervisor.start(name, command, outlives=outlives)
+        self._supervisor.start(name, command, outlives=outlives, restarts=restarts)
 
     def start_ranks(self, name: str, module: str, arguments: list[str]) -> None:
         """Start the trainer ranks under torchrun."""
@@ -111,9 +114,7 @@ class _Session:
         while self._supervisor.is_running(name):
             if limit_s is not None and time.monotonic() - started > limit_s:
                 raise DeadlineExceeded(f"{what} has not ended after {limit_s:.0f} s")
-            time.sleep(POLL_S)
-            self._supervisor.check()
-            self._view.refresh(self._supervisor.roles)
+            self._look()
 
     def end_serving(self) -> None:
         """Let the roles that the queue told to stop close, then end what is left."""
@@ -122,10 +123,25 @@ class _Session:
             if time.monotonic() > deadline:
                 log.warning("a role did not end within %.0f s of the queue's end", _SERVING_END_S)
                 break
-            time.sleep(POLL_S)
-            self._supervisor.check()
-            self._view.refresh(self._supervisor.roles)
+            self._look()
         self._supervisor.stop()
+
+    def _look(self) -> None:
+        time.sleep(POLL_S)
+        for restart in self._supervisor.check():
+            self._count(restart)
+        self._view.refresh(self._supervisor.roles)
+
+    def _count(self, restart: Restart) -> None:
+        values = {
+            RESTARTS: 1,
+            "role": restart.role,
+            "exit_code": restart.exit_code,
+            "restart": restart.count,
+            "max_restarts": restart.limit,
+        }
+        with closing(JsonlWriter(self.config.run.dir / "metrics.jsonl", "launch")) as metrics:
+            metrics.write(self._view.last_step, values)
 
     @contextmanager
     def phase(self, name: str, text: str) -> Iterator[None]:
@@ -205,8 +221,8 @@ def _train(session: _Session) -> None:
     _serve(session)
     model = _cold_start(session)
     with session.phase("rl", "reinforcement learning"):
-        session.start_ranks("trainer", "megatron_rl.train", [f"model.path={model}"])
-        session.wait_for("trainer")
+        session.start_ranks(TRAINER, "megatron_rl.train", [f"model.path={model}"])
+        session.wait_for(TRAINER)
     if config.sft.control:
         _continue_cold_start(session, model)
     with session.phase("last_evaluation", "evaluation after the last step"):
@@ -271,7 +287,17 @@ def _start_serving(session: _Session, config_path: Path, label: str = "") -> str
     session.start(queue, "megatron_rl.rollout_queue.server", config_path, only)
     for i in range(session.config.generator.replicas):
         name = f"generator-{i}{suffix}"
-        session.start(name, "generation.worker", config_path, ["--index", str(i)], outlives=queue)
+        rule = RestartRule(
+            replica=f"generator-{i}",
+            limit=session.config.generator.max_restarts,
+            # The trainer's publishes are where a new one gets its weights, if not from the folder.
+            until=queue if only else TRAINER,
+            ready_path=session.config.run.dir / "logs" / f"{name}.ready",
+        )
+        session.start(
+            name, "generation.worker", config_path, ["--index", str(i)],
+            outlives=queue, restarts=rule,
+        )  # fmt: skip
     session.start(f"verifier{suffix}", "verification.worker", config_path, outlives=queue)
     return queue
 

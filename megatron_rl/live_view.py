@@ -17,12 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.protocol.config import Config
-from megatron_rl.supervisor import Role
+from megatron_rl.summary import RESTARTS
+from megatron_rl.supervisor import Role, how_it_ended
 
 Row = dict[str, Any]
 
 REFRESH_S = 0.5
 _SHOWN_STEPS = 12
+_SHOWN_WARNINGS = 4
 _SFT_LINE_EVERY = 10
 _COLUMNS = (
     # heading, metric, format
@@ -66,6 +68,7 @@ class LiveView:
         self._tail = MetricsTail(config.run.dir / "metrics.jsonl")
         self._steps: deque[Row] = deque(maxlen=_SHOWN_STEPS)
         self._evaluations: list[Row] = []
+        self._warnings: deque[str] = deque(maxlen=_SHOWN_WARNINGS)
         self._sft: Row | None = None
         self._phase = "starting"
         self._started = time.monotonic()
@@ -91,6 +94,11 @@ class LiveView:
             self._live.stop()
             self._live = None
 
+    @property
+    def last_step(self) -> int:
+        """The last training step that was shown; -1 before the first."""
+        return self._steps[-1]["step"] if self._steps else -1
+
     def enter_phase(self, phase: str) -> None:
         """Say what the run does now."""
         self._phase = phase
@@ -111,6 +119,10 @@ class LiveView:
             if "eval/accuracy" in row:
                 self._evaluations.append(row)
                 self._say(evaluation_line(row))
+            elif RESTARTS in row:
+                self._warnings.append(restart_line(row))
+                if self._live is None:
+                    self._say(restart_line(row))
             elif row["source"] == "trainer" and "train/loss" in row:
                 self._steps.append(row)
                 if self._live is None:
@@ -127,6 +139,7 @@ class LiveView:
         elapsed = time.monotonic() - self._started
         head = f"{self._phase}   {elapsed:.0f} s   {self._config.run.dir}"
         parts: list[Any] = [Text(head), Text(self._draw_roles(roles))]
+        parts += [Text(line, style="yellow") for line in self._warnings]
         if self._sft is not None and not self._steps:
             parts.append(Text(sft_line(self._sft)))
         if self._steps:
@@ -145,6 +158,8 @@ class LiveView:
         states = []
         for role in roles.values():
             state = "running" if role.ended is None else f"ended {role.exit_code}"
+            if role.restart_at is not None:
+                state += ", restarts"
             states.append(f"{role.name} {state}")
         return "   ".join(states)
 
@@ -170,6 +185,15 @@ def evaluation_line(row: Row) -> str:
         f"{row.get('eval/accuracy_se', 0.0):.3f} on {row.get('eval/n', 0)} held-out prompts, "
         f"format {_cell(row, 'eval/format', '.3f')}, "
         f"length {_cell(row, 'eval/length_tokens', '.1f')}"
+    )
+
+
+def restart_line(row: Row) -> str:
+    """One plain line about a generator that was started again."""
+    when = f"after step {row['step']}" if row["step"] >= 0 else "before the first step"
+    return (
+        f"warning: {row['role']} ended with {how_it_ended(row['exit_code'])} {when}; "
+        f"restart {row['restart']} of {row['max_restarts']}"
     )
 
 

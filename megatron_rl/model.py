@@ -63,6 +63,7 @@ def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[Distri
     # Megatron knows no linear scaling and fixes llama3's constants, so the angles are given.
     module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
     module.to(backend.device)
+    mark_experts(module)
     if config.bf16:
         module = Float16Module(config, module)
     data_parallel = DistributedDataParallelConfig(
@@ -79,6 +80,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
     dtype = DTYPES[cfg.model.dtype]
     values = {
         **_sizes(shape),
+        **_experts(shape),
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         # load_weights fills every parameter, and proves it. perform_initialization=False would also
@@ -88,6 +90,8 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         "embedding_init_method": _leave_unset,
         "tensor_model_parallel_size": cfg.parallel.tensor,
         "pipeline_model_parallel_size": cfg.parallel.pipeline,
+        "expert_model_parallel_size": cfg.parallel.expert,
+        "expert_tensor_parallel_size": 1,
         "pipeline_dtype": dtype,
         # Packed microbatches differ in length. Megatron then refuses the default token dispatcher
         # even for models without experts.
@@ -124,6 +128,34 @@ def _sizes(shape: ModelShape) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+
+
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    if not shape.experts:
+        return {}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.moe_ffn,
+        "moe_router_topk": shape.experts_per_token,
+        # A softmax over the chosen experts alone is the softmax over all, normalised afterwards.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def mark_experts(module: torch.nn.Module) -> None:
+    """Make Megatron reduce and count the gradients of experts among expert ranks.
+
+    Experts are whole on a rank, so that their replicas are all ranks of a stage that hold the same
+    ones, tensor ranks too. megatron-core 0.16.1 leaves the marks out where there is one expert rank
+    (layers.py:886), and would then sum over data-parallel ranks only.
+    """
+    for name, parameter in module.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+            # Else the gradient norm would take it for a copy on all tensor ranks but the first.
+            parameter.tensor_model_parallel = True
 
 
 def _leave_unset(weight: torch.Tensor) -> None:
@@ -184,6 +216,9 @@ def count_parameters(shape: ModelShape) -> int:
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     bias = shape.head_dim * (shape.heads + 2 * shape.kv_heads) if shape.has_qkv_bias else 0
     qk_norm = 2 * shape.head_dim if shape.has_qk_norm else 0
-    layer = attention + bias + qk_norm + 3 * shape.hidden * shape.ffn + 2 * shape.hidden
+    mlp = 3 * shape.hidden * shape.ffn
+    if shape.experts:
+        mlp = shape.experts * shape.hidden * (3 * shape.moe_ffn + 1)
+    layer = attention + bias + qk_norm + mlp + 2 * shape.hidden
     tables = 1 if shape.is_tied else 2
     return shape.layers * layer + shape.hidden * (tables * shape.vocab + 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.ports import check_ports
 from megatron_rl.protocol.config import Config, GeneratorConfig, ParallelConfig, SftConfig
+from megatron_rl.protocol.parallel import check_expert_ranks
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import CODE
 from megatron_rl.rollout_queue.evaluation import select_held_out
@@ -97,7 +98,7 @@ def read_model_shape(folder: Path) -> dict[str, Any]:
 
 
 def check_parallel(parallel: ParallelConfig, shape: dict[str, Any], folder: Path) -> None:
-    """Tensor parallelism divides the heads, pipeline parallelism the layers."""
+    """The parallel sizes divide the heads, the layers and the experts."""
     heads = shape["num_attention_heads"]
     kv_heads = shape.get("num_key_value_heads") or heads
     tensor, pipeline, layers = parallel.tensor, parallel.pipeline, shape["num_hidden_layers"]
@@ -111,6 +112,7 @@ def check_parallel(parallel: ParallelConfig, shape: dict[str, Any], folder: Path
             f"parallel.pipeline = {pipeline} does not divide the {layers} layers of {folder}: "
             f"choose {_divisors(layers)}"
         )
+    check_expert_ranks(parallel, shape.get("num_local_experts") or shape.get("num_experts") or 0)
 
 
 def check_engine_parallel(generator: GeneratorConfig, shape: dict[str, Any], folder: Path) -> None:

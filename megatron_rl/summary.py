@@ -13,6 +13,9 @@ from typing import Any
 Row = dict[str, Any]
 Interval = tuple[float, float]
 
+RESTARTS = "launch/generator_restarts"
+"""Metric of the launcher: generators that died and were started again."""
+
 CONTROL_TEXT = (
     "instead of RL, the cold start goes on, on the same traces, for as much compute as RL took "
     "(counted in tokens: trained ones whole, generated ones a third), and is evaluated alike"
@@ -76,6 +79,7 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         "publish_s_median": _median(_values(trainer, "publish/s")),
         "generator_idle_fraction": generator_idle_fraction(rows),
         "trainer_idle_fraction": trainer_idle_fraction(rows),
+        "generator_restarts": int(sum(_values(rows, RESTARTS))),
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
         "control_accuracy": control.get("eval/accuracy"),
@@ -124,6 +128,8 @@ def generator_idle_fraction(rows: list[Row]) -> float | None:
 def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
     """What is printed at the end: measured numbers with their errors, and where things are."""
     lines = [*_accuracy_lines(summary, facts), "", *_training_lines(summary, facts), ""]
+    if restarts := summary.get("generator_restarts"):
+        lines.append(f"Generators          died and were restarted {restarts} times")
     wall = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["wall_s"].items())
     if wall:
         lines.append(f"Time                {wall}")

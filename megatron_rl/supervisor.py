@@ -1,12 +1,13 @@
-"""Starts the processes of a run and ends them all together.
+"""Starts the processes of a run, restarts those that may die, and ends them all together.
 
 Used by `launch.py`, in one thread. Every child leads its own process group, so that Ctrl-C at the
 terminal reaches only the launcher, and gets SIGTERM from Linux when the launcher dies by any
 cause. The launcher is a child subreaper while a Supervisor is open: a grandchild whose parent
-died becomes a child of the launcher instead of escaping, so `stop` finds every descendant.
+died becomes a child of the launcher instead of escaping, so `stop` finds every descendant, and a
+role is started again only when nothing is left of its predecessor.
 """
 
-import ctypes
+import collections
 import logging
 import os
 import re
@@ -21,13 +22,26 @@ from typing import Self
 import psutil
 
 import megatron_rl
-from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED
+from megatron_rl.process_tree import (
+    find_descendants,
+    find_orphans,
+    kill_all,
+    set_subreaper,
+    wait_for_none,
+)
+from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED, READY_FILE_VARIABLE
+from megatron_rl.restarts import (
+    Answer,
+    Death,
+    Restart,
+    RestartRule,
+    answer_death,
+    pause_before,
+)
 
 TERM_GRACE_S = 6.0
-KILL_GRACE_S = 3.0
 POLL_S = 0.2
 TAIL_LINES = 15
-_PR_SET_CHILD_SUBREAPER = 36
 # torchrun prints the exit code of a failed rank, then a traceback of its own.
 _TORCHRUN_VERDICT = re.compile(r"failed \(exitcode: (-?\d+)\)")
 
@@ -39,14 +53,21 @@ class Role:
     """One started child."""
 
     name: str
+    command: list[str]
     process: subprocess.Popen[bytes]
     log_path: Path
     started: float
     """time.monotonic() of the start."""
     outlives: str | None = None
     """Name of the role that tells this one to end; it must not end long before that one does."""
+    restarts: RestartRule | None = None
+    """None when its death ends the run."""
     ended: float | None = None
     """time.monotonic() when its end was noticed."""
+    restart_at: float | None = None
+    """time.monotonic() when it is to be started again."""
+    is_death_answered: bool = False
+    """Its death was noticed, and the run goes on."""
 
     @property
     def exit_code(self) -> int | None:
@@ -57,9 +78,11 @@ class Role:
 class RoleDied(RuntimeError):
     """A role ended that should not have; the text shows how, and the end of its log."""
 
-    def __init__(self, name: str, exit_code: int, log_path: Path, lines: list[str]) -> None:
-        how = f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+    def __init__(
+        self, name: str, exit_code: int, log_path: Path, lines: list[str], *, remark: str = ""
+    ) -> None:
         shown = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
+        how = "; ".join(filter(None, [how_it_ended(exit_code), remark]))
         super().__init__(f"{name} ended with {how}. The end of {log_path}:\n{shown}")
         self.name = name
         self.exit_code = exit_code
@@ -78,11 +101,15 @@ class Supervisor:
     extra_environment: dict[str, str] = field(default_factory=dict)
     early_end_grace_s: float = 30.0
     """A role may end this long before the one that it must outlive."""
+    first_pause_s: float = 1.0
+    """Before the first restart of a role; doubles for each further one."""
     roles: dict[str, Role] = field(default_factory=dict)
+    _restarts: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Of each replica, over all phases."""
     _not_ours: set[psutil.Process] = field(default_factory=set)
 
     def __enter__(self) -> Self:
-        _set_subreaper(True)
+        set_subreaper(True)
         self._not_ours = set(psutil.Process().children(recursive=True))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         return self
@@ -96,40 +123,112 @@ class Supervisor:
         try:
             self.stop()
         finally:
-            _set_subreaper(False)
+            set_subreaper(False)
 
-    def start(self, name: str, command: list[str], *, outlives: str | None = None) -> Role:
-        """Start a child; its stdout and stderr go to `log_dir/<name>.out`."""
+    def start(
+        self, name: str, command: list[str], *,
+        outlives: str | None = None, restarts: RestartRule | None = None,
+    ) -> Role:  # fmt: skip
+        """Start a child; its stdout and stderr are appended to `log_dir/<name>.out`."""
+        if restarts is not None:
+            restarts.ready_path.unlink(missing_ok=True)
+        return self._start(name, command, outlives, restarts)
+
+    def _start(
+        self, name: str, command: list[str], outlives: str | None, restarts: RestartRule | None
+    ) -> Role:
         log_path = self.log_dir / f"{name}.out"
+        ready = {READY_FILE_VARIABLE: str(restarts.ready_path)} if restarts is not None else {}
         with log_path.open("ab") as out:
             process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "TERM", "--", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | child_environment() | self.extra_environment,
+                env=os.environ | child_environment() | self.extra_environment | ready,
                 process_group=0,
             )
-        role = Role(name, process, log_path, time.monotonic(), outlives)
+        role = Role(name, command, process, log_path, time.monotonic(), outlives, restarts)
         self.roles[name] = role
         log.info("started %s, pid %d: %s", name, process.pid, " ".join(command))
         return role
 
-    def check(self) -> None:
-        """Note which roles ended. Raises RoleDied for one that should not have."""
+    def check(self) -> list[Restart]:
+        """Note which roles ended, and start again those whose pause is over; returns the latter.
+
+        Raises RoleDied for a role that should not have ended.
+        """
         now = time.monotonic()
         for role in self.roles.values():
             if role.ended is None and role.process.poll() is not None:
                 role.ended = now
                 log.info("%s ended with exit code %d", role.name, role.exit_code)
         for role in self.roles.values():
-            if role.exit_code not in (None, 0) or self._ended_early(role, now):
-                raise _explain_death(role)
+            is_dead = role.exit_code not in (None, 0) or self._ended_early(role, now)
+            if is_dead and not role.is_death_answered:
+                self._answer_death(role, now)
+        due = [r for r in self.roles.values() if r.restart_at is not None and now >= r.restart_at]
+        return [restart for role in due if (restart := self._restart(role)) is not None]
 
     def _ended_early(self, role: Role, now: float) -> bool:
         if role.ended is None or role.outlives is None:
             return False
         return self.roles[role.outlives].ended is None and now - role.ended > self.early_end_grace_s
+
+    def _has_ended_well(self, name: str | None) -> bool:
+        return name in self.roles and self.roles[name].exit_code == 0
+
+    def _answer_death(self, role: Role, now: float) -> None:
+        """Plan a restart or go on without the role; RoleDied when its death ends the run."""
+        rule = role.restarts
+        if rule is None:
+            raise _explain_death(role)
+        death = Death(
+            exit_code=role.exit_code or 0,
+            was_ready=rule.ready_path.exists(),
+            restarts=self._restarts[rule.replica],
+            is_run_ending=self._has_ended_well(role.outlives),
+            is_too_late=self._has_ended_well(rule.until),
+            has_siblings=any(
+                other.restarts is not None and other.ended is None for other in self.roles.values()
+            ),
+        )
+        answer, remark = answer_death(death, rule.limit)
+        if answer is Answer.END_RUN:
+            raise _explain_death(role, remark)
+        role.is_death_answered = True
+        if answer is Answer.RESTART:
+            pause_s = pause_before(death.restarts, self.first_pause_s)
+            role.restart_at = now + pause_s
+            remark = f"to be restarted in {pause_s:.0f} s"
+        log.warning("%s", _explain_death(role, remark))
+        self._end_orphans(role)
+
+    def _end_orphans(self, role: Role) -> list[psutil.Process]:
+        """Kill what dead roles left behind: it would hold their ports and memory."""
+        return kill_all(
+            lambda: find_orphans(self._not_ours, self._role_pids()), f"left behind by {role.name}"
+        )
+
+    def _restart(self, role: Role) -> Restart | None:
+        """Start a role again; None when a restart became pointless during the pause."""
+        rule = role.restarts
+        assert rule is not None and role.exit_code is not None
+        if self._has_ended_well(rule.until) or self._has_ended_well(role.outlives):
+            role.restart_at, role.is_death_answered = None, False  # answered anew
+            return None
+        if left := self._end_orphans(role):
+            pids = [process.pid for process in left]
+            raise _explain_death(
+                role, f"not restarted, because pids {pids} of it could not be ended"
+            )
+        self._restarts[rule.replica] += 1
+        count = self._restarts[rule.replica]
+        with role.log_path.open("a") as out:
+            how = how_it_ended(role.exit_code)
+            out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
+        self._start(role.name, role.command, role.outlives, rule)
+        return Restart(role.name, role.exit_code, count, rule.limit)
 
     def is_running(self, name: str) -> bool:
         """Whether the role was started and has not been seen to end."""
@@ -146,46 +245,21 @@ class Supervisor:
             for role in self.roles.values():
                 if role.process.poll() is None:
                     role.process.terminate()
-            if not self._wait_for_none(TERM_GRACE_S):
-                self._kill_descendants()
+            if not wait_for_none(self.descendants, TERM_GRACE_S):
+                kill_all(self.descendants, "deaf to SIGTERM")
             self.roles.clear()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler or signal.SIG_DFL)
 
-    def _kill_descendants(self) -> None:
-        deadline = time.monotonic() + KILL_GRACE_S
-        # Again after each round: a process may have forked between the look and the kill.
-        while (alive := self.descendants()) and time.monotonic() < deadline:
-            for process in alive:
-                log.info("killing %s, pid %d: deaf to SIGTERM", _name(process), process.pid)
-                _kill(process)
-            self._wait_for_none(POLL_S)
-        if alive:
-            log.error("could not end pids %s", [process.pid for process in alive])
-
-    def _wait_for_none(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while self.descendants():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-        return True
-
     def descendants(self) -> list[psutil.Process]:
         """Live processes below this one that did not exist before the Supervisor was opened."""
         for role in self.roles.values():
             role.process.poll()
-        own_pids = {role.process.pid for role in self.roles.values()}
-        alive = []
-        for process in psutil.Process().children(recursive=True):
-            if process in self._not_ours:
-                continue
-            if not _is_zombie(process):
-                alive.append(process)
-            elif process.pid not in own_pids:
-                _reap(process.pid)
-        return alive
+        return find_descendants(self._not_ours, self._role_pids())
+
+    def _role_pids(self) -> set[int]:
+        return {role.process.pid for role in self.roles.values()}
 
 
 def child_environment() -> dict[str, str]:
@@ -215,48 +289,19 @@ def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     return [line for line in text if line.strip()][-lines:]
 
 
-def _explain_death(role: Role) -> RoleDied:
+def how_it_ended(exit_code: int) -> str:
+    """Words for an exit code, which is minus the signal's number when a signal ended the role."""
+    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+
+
+def _explain_death(role: Role, remark: str = "") -> RoleDied:
     code = role.exit_code or 0
     text = role.log_path.read_text(errors="replace")
     verdicts = _TORCHRUN_VERDICT.findall(text)
     if verdicts and code == 1:
         code = int(verdicts[-1])
-    return RoleDied(role.name, code, role.log_path, tail(role.log_path))
-
-
-def _set_subreaper(is_on: bool) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
+    return RoleDied(role.name, code, role.log_path, tail(role.log_path), remark=remark)
 
 
 def _ignore(number: int) -> "signal._HANDLER":
     return signal.signal(number, signal.SIG_IGN)
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "a process"
-
-
-def _is_zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        pass
-
-
-def _reap(pid: int) -> None:
-    """Take the exit status of an orphan that the subreaper inherited."""
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass

@@ -5,11 +5,12 @@ every new version to the generators, which never wait for it.
 """
 
 import argparse
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.batch_client import BatchClient
 from megatron_rl.loss import LOSSES
+from megatron_rl.model import DTYPES
 from megatron_rl.policy import Policy, open_policy
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
@@ -26,8 +28,16 @@ from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
 from megatron_rl.step_metrics import StepMetrics
 from megatron_rl.trainer import Objective, Trainer
+from megatron_rl.weights.control import Control
+from megatron_rl.weights.exchange import ExchangeSettings, Reshard
 from megatron_rl.weights.export import bucketed, export_tensors, save_hf
-from megatron_rl.weights.publisher import GeneratorLink, WeightPublisher
+from megatron_rl.weights.full_tensors import Broadcast, Disk
+from megatron_rl.weights.link import GeneratorLink
+from megatron_rl.weights.names import named_parameters, trainer_slices
+from megatron_rl.weights.publisher import Method, WeightPublisher
+from megatron_rl.weights.ranks import all_places
+
+log = logging.getLogger(__name__)
 
 
 def train(
@@ -42,7 +52,7 @@ def train(
     weights.publish(version=step)  # proves the path before any training
     batches.announce(step, is_final=step == steps)
     metrics.flush(step, weights.metrics)
-    while (batch := batches.next(step)) is not None:
+    while (batch := batches.next(step, weights.admit)) is not None:
         for minibatch in batch.minibatches:
             metrics.add(trainer.update(minibatch, version=step))
         step += 1
@@ -69,21 +79,56 @@ def main(cfg: Config) -> None:
 
 @contextmanager
 def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
-    """Publisher with its weight group; the generators must be up within weights.join_timeout_s."""
-    source = partial(buckets_of, policy, cfg.weights.bucket_bytes)
-    if int(os.environ["RANK"]) != 0:
-        yield WeightPublisher(source, None)
-        return
-    with Router(cfg.ports.host, cfg.ports.weights) as router:
-        link = GeneratorLink(
-            router,
+    """Publisher to the generators, which must say hello within weights.join_timeout_s."""
+    with ExitStack() as stack:
+        link = None
+        if int(os.environ["RANK"]) == 0:
+            link = GeneratorLink(stack.enter_context(Router(cfg.ports.host, cfg.ports.weights)))
+        # A rank may wait for two transfers of another rank that pass their deadline.
+        patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
+        control = Control(policy.backend.host_group(patience_s))
+        publisher = WeightPublisher(
+            open_method(cfg, policy, control=control, link=link),
+            control,
+            link,
             replicas=cfg.generator.replicas,
-            timeout_s=cfg.weights.timeout_s,
             join_timeout_s=cfg.weights.join_timeout_s,
         )
-        link.open(cfg.ports.host, policy.backend.collectives, f"weights-{time.time_ns()}")
-        with WeightPublisher(source, link) as weights:
-            yield weights
+        publisher.await_generators()
+        yield stack.enter_context(publisher)
+
+
+def open_method(
+    cfg: Config, policy: Policy, *, control: Control, link: GeneratorLink | None
+) -> Method:
+    """How this run moves weights."""
+    settings = ExchangeSettings(
+        host=cfg.ports.host,
+        backend=policy.backend.collectives,
+        dtype=DTYPES[cfg.model.dtype],
+        bucket_bytes=cfg.weights.bucket_bytes,
+        deadline_s=cfg.weights.deadline_s,
+        name=control.share(f"weights-{time.time_ns()}", str),
+    )
+    match chosen_method(cfg.weights.method, cfg.generator.quantization):
+        case "broadcast":
+            buckets = partial(buckets_of, policy, cfg.weights.bucket_bytes)
+            return Broadcast(buckets, control=control, link=link, settings=settings)
+        case "disk":
+            save = partial(save_hf, model=policy.chunks, shape=policy.shape, source=cfg.model.path)
+            folder = cfg.run.dir / "weights"
+            return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
+    slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
+    parameters = named_parameters(policy.chunks[0])
+    return Reshard(parameters, slices, policy.shape, control=control, link=link, settings=settings)
+
+
+def chosen_method(method: str, quantization: str) -> str:
+    """How weights move: a quantised engine's parameters are not the model's, so no slice fits."""
+    if method != "reshard" or not quantization:
+        return method
+    log.info("generator.quantization=%s: weights.method is broadcast, not reshard", quantization)
+    return "broadcast"
 
 
 def buckets_of(policy: Policy, bucket_bytes: int) -> Iterator[list]:

@@ -38,14 +38,18 @@ def serve_or_fetch(port: int) -> list:
         dp_rank=3,
         dp_size=4,
         group=group,
+        world=group,
         device=torch.device("cpu"),
         timeout_s=20,
     ) as batches:
         batches.announce(0, is_final=False)
-        first = batches.next(0)
+        turns: list[int] = []
+        first = batches.next(0, lambda: turns.append(dist.get_rank(group)))
         assert first is not None
         sequence = first.minibatches[0].microbatches[0][0]
         facts = [first.step, first.dp_rank, sequence.token_ids.tolist(), sequence.advantage]
+        # The ranks waited together: what they do meanwhile may be collective.
+        assert 2 <= len(turns) <= 4
         return [*facts, first.metrics, batches.next(1)]
 
 

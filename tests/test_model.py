@@ -13,7 +13,14 @@ from megatron_rl.protocol.config import ParallelConfig
 from megatron_rl.weights.names import named_parameters
 from megatron_rl.weights.shape import read_shape
 from tests.distributed import run_ranks
-from tests.tiny_models import VOCAB, accumulate_gradients, full_logits, load_on_rank, write_model
+from tests.tiny_models import (
+    QWEN3_MOE,
+    VOCAB,
+    accumulate_gradients,
+    full_logits,
+    load_on_rank,
+    write_model,
+)
 
 LENGTHS = [20, 7, 21]
 SPLITS = [
@@ -75,9 +82,35 @@ def test_other_families_equal_transformers(
     assert_logits_equal(tmp_path / "model", ParallelConfig(tensor=2), model)
 
 
+MIXTURES: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
+    ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+]
+MIXTURE_SPLITS = [
+    ParallelConfig(),
+    ParallelConfig(tensor=2, sequence=True),
+    ParallelConfig(pipeline=2),
+    ParallelConfig(data=2, expert=2),
+    ParallelConfig(tensor=2, sequence=True, expert=2),
+    ParallelConfig(tensor=2, sequence=True, data=2, expert=4),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), MIXTURES)
+def test_mixtures_of_experts_equal_transformers(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "moe", family=family, **options)
+    for parallel in MIXTURE_SPLITS if family == "Qwen3Moe" else MIXTURE_SPLITS[-1:]:
+        assert_logits_equal(tmp_path / "moe", parallel, model)
+
+
 def test_parameters_are_counted_without_padding(tmp_path: Path) -> None:
-    for number, (family, is_tied) in enumerate([("Llama", True), ("Qwen2", False)]):
-        model = write_model(tmp_path / str(number), family=family, is_tied=is_tied)
+    families = [("Llama", True), ("Qwen2", False), ("Qwen3Moe", False)]
+    for number, (family, is_tied) in enumerate(families):
+        options = QWEN3_MOE if family == "Qwen3Moe" else {}
+        model = write_model(tmp_path / str(number), family=family, is_tied=is_tied, **options)
         expected = sum(parameter.numel() for parameter in model.parameters())
         assert count_parameters(read_shape(tmp_path / str(number))) == expected
 

@@ -4,13 +4,15 @@ Gradients are compared in Hugging Face layout: they are put in the parameters' p
 the weight export. The reference is transformers' own model with an obvious per-sequence loss.
 """
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.loss import LOSSES, LossInputs, clipped_loss
 from megatron_rl.policy import open_policy
@@ -21,6 +23,7 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.export import export_tensors
 from tests.distributed import run_ranks
+from tests.tiny_models import QWEN3_MOE, write_model
 
 VOCAB = 200
 
@@ -28,20 +31,14 @@ VOCAB = 200
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        attn_implementation="eager",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    write_model(folder, is_tied=True, vocab_size=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    write_model(folder, family="Qwen3Moe", vocab_size=VOCAB, num_hidden_layers=2, **QWEN3_MOE)
     return folder
 
 
@@ -62,17 +59,21 @@ def make_sequences() -> list[TrainSequence]:
     ]
 
 
+def my_share(budget_tokens: int) -> MinibatchShare:
+    """This data-parallel rank's part of the same minibatch."""
+    sequences = make_sequences()
+    dp_size = parallel_state.get_data_parallel_world_size()
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)
+    mine = dealt[parallel_state.get_data_parallel_rank()]
+    return MinibatchShare([[sequences[i] for i in microbatch] for microbatch in mine])
+
+
 def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     """Gradient in HF layout (rank 0) after forward and backward of the same minibatch."""
-    sequences = make_sequences()
     with open_policy(cfg) as policy:
         trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
-        dp_size = parallel_state.get_data_parallel_world_size()
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)
-        mine = dealt[parallel_state.get_data_parallel_rank()]
-        share = MinibatchShare([[sequences[i] for i in microbatch] for microbatch in mine])
-        sums = trainer.accumulate(share, version=0)
+        sums = trainer.accumulate(my_share(budget_tokens), version=0)
         with torch.no_grad():
             for parameter in policy.chunks[0].parameters():
                 parameter.copy_(parameter.main_grad)
@@ -83,7 +84,7 @@ def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
 
 
 def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     total = torch.zeros(())
     for s in make_sequences():
         ids = torch.tensor(s.token_ids, dtype=torch.int64)
@@ -95,8 +96,12 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
         )
         total = total + clipped_loss(inputs, load_config(None).loss).loss
     total.backward()
-    gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {**gradient, "loss": total.detach()}
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    # transformers holds experts fused in memory and writes each one apart.
+    with tempfile.TemporaryDirectory() as written:
+        model.save_pretrained(written)
+        return {**load_file(f"{written}/model.safetensors"), "loss": total.detach()}
 
 
 @pytest.mark.parametrize(
@@ -116,21 +121,70 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
 def test_gradient_is_equal_for_every_split(
     model_folder: Path, tensor: int, pipeline: int, data: int, budget_tokens: int, extra: list[str]
 ) -> None:
-    cfg = load_config(
-        None,
-        [
-            f"model.path={model_folder}",
-            "model.dtype=float32",
-            f"parallel.tensor={tensor}",
-            f"parallel.pipeline={pipeline}",
-            f"parallel.data={data}",
-            *extra,
-        ],
-    )
+    sizes = [
+        f"parallel.tensor={tensor}",
+        f"parallel.pipeline={pipeline}",
+        f"parallel.data={data}",
+    ]
+    assert_gradient_equal(model_folder, [*sizes, *extra], budget_tokens)
+
+
+EXPERT_SPLITS = [
+    {},
+    {"data": 2},
+    {"data": 2, "expert": 2},
+    {"tensor": 2, "sequence": "true"},
+    {"tensor": 2, "sequence": "true", "expert": 2},
+    {"pipeline": 2, "data": 2, "expert": 2},
+    {"tensor": 2, "sequence": "true", "data": 2, "expert": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", EXPERT_SPLITS, ids=str)
+def test_gradient_of_experts_is_equal_for_every_split(
+    mixture_folder: Path, sizes: dict[str, int | str]
+) -> None:
+    extra = [f"parallel.{name}={size}" for name, size in sizes.items()]
+    assert_gradient_equal(mixture_folder, extra, budget_tokens=30)
+
+
+def test_gradient_of_experts_is_equal_when_recomputed(mixture_folder: Path) -> None:
+    extra = ["model.recompute=true", "parallel.data=2", "parallel.expert=2"]
+    assert_gradient_equal(mixture_folder, extra, budget_tokens=30)
+
+
+def assert_gradient_equal(folder: Path, extra: list[str], budget_tokens: int) -> None:
+    cfg = load_config(None, [f"model.path={folder}", "model.dtype=float32", *extra])
     result = run_ranks(gradient_of, cfg.parallel.world_size, cfg, budget_tokens)[0]
-    expected = reference_gradient(model_folder)
-    expected.pop("lm_head.weight", None)
+    expected = reference_gradient(folder)
     assert set(result) == set(expected)
     for name, gradient in expected.items():
         error = (result[name] - gradient).norm() / gradient.norm()
         assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def step_of(cfg: Config) -> tuple[float, dict[str, torch.Tensor]]:
+    """Gradient norm of one update, and the weights after it (rank 0)."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
+        metrics = {metric.name: metric.value for metric in trainer.update(my_share(30), version=0)}
+        return metrics["train/grad_norm"], dict(export_tensors(policy.chunks, policy.shape))
+
+
+def test_step_with_experts_is_equal_for_every_split(mixture_folder: Path) -> None:
+    # A large epsilon makes Adam's first step follow the gradient's size, which it else forgets.
+    common = [f"model.path={mixture_folder}", "model.dtype=float32", "optimizer.lr=1"]
+    common += ["optimizer.warmup_steps=0", "optimizer.eps=10"]
+    norms, weights = [], []
+    for sizes in [*EXPERT_SPLITS, {"data": 2, "expert": 2, "distributed_optimizer": "true"}]:
+        extra = [f"parallel.{name}={size}" for name, size in sizes.items()]
+        cfg = load_config(None, [*common, *extra])
+        norm, after = run_ranks(step_of, cfg.parallel.world_size, cfg)[0]
+        norms.append(norm)
+        weights.append(after)
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
+    before = load_file(mixture_folder / "model.safetensors")
+    for after in weights:
+        for name, tensor in after.items():
+            step = weights[0][name] - before[name]
+            assert (tensor - weights[0][name]).norm() < 1e-3 * step.norm(), name

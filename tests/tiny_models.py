@@ -29,6 +29,14 @@ SIZES = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.1,
 }
+QWEN3_MOE = {
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+"""Options of a family whose experts differ in size from `intermediate_size`."""
 
 
 def write_model(

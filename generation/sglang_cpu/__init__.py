@@ -11,6 +11,8 @@ from pathlib import Path
 
 SITE_DIR = Path(__file__).parent / "site"
 TORCHVISION_DIR = "sglang-only"
+FFN_MULTIPLE = 32
+"""SGLang 0.5.23 pads the MLP units of each tensor rank to a multiple of it, only on the CPU."""
 
 
 def is_needed() -> bool:

@@ -55,10 +55,20 @@ class Backend:
         )
         # Megatron's extra gloo groups serve checkpoints of the old distributed-optimizer formats.
         parallel_state.initialize_model_parallel(
-            parallel.tensor, parallel.pipeline, create_gloo_process_groups=False
+            parallel.tensor,
+            parallel.pipeline,
+            expert_model_parallel_size=parallel.expert,
+            # Every rank holds whole experts; Megatron's default would cut each one as it cuts
+            # attention, and gathers tokens in parts of unequal length, which gloo cannot.
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
+
+    def host_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """A new group of all trainer ranks for tensors in host memory. Collective."""
+        return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def shutdown(self) -> None:
         """Leave the process groups; a no-op before init_distributed."""
@@ -69,7 +79,11 @@ class Backend:
     def layer_spec(self, config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
         """Modules that the decoder is built of."""
         if self.layers == "transformer_engine":
-            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+            return get_gpt_layer_with_transformer_engine_spec(
+                num_experts=config.num_moe_experts,
+                moe_grouped_gemm=config.moe_grouped_gemm,
+                qk_layernorm=config.qk_layernorm,
+            )
         return cpu_layers.block_spec(config)
 
     def transformer_overrides(self) -> dict[str, Any]:
@@ -78,6 +92,8 @@ class Backend:
         return {
             "use_cpu_initialization": self.device.type == "cpu",
             "apply_rope_fusion": uses_engine,
+            # Without TransformerEngine a rank computes its experts one after the other.
+            "moe_grouped_gemm": uses_engine,
             "masked_softmax_fusion": False,
             "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
@@ -105,6 +121,8 @@ def select_backend(model: ModelConfig) -> Backend:
         cpu_patches.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return Backend(torch.device("cpu"), "gloo", layers)
+    if not HAVE_TE:
+        cpu_patches.define_router_product()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return Backend(device, "nccl", layers)

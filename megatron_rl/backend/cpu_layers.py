@@ -111,7 +111,9 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Megatron's local layer spec with the norms and the attention of this file."""
     # get_gpt_layer_local_spec takes no provider of modules, so they are replaced afterwards.
     spec = get_gpt_layer_local_spec(
-        normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts,
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
     )
     layer = spec.submodules
     layer.input_layernorm = RMSNorm

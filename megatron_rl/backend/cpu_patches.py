@@ -1,6 +1,7 @@
 """What megatron-core 0.16.1 needs to run without CUDA: one small function per patch.
 
-Used by trainer ranks on CPU. `install` applies the table once; tests/backend leaves each patch out
+Used by trainer ranks on CPU (`define_router_product` wherever TransformerEngine is missing).
+`install` applies the table once; tests/backend leaves each patch out
 in turn and sees the operation that it serves fail.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 _CPU = torch.device("cpu")
 _installed: set[str] = set()
@@ -87,6 +89,33 @@ def _set_generator() -> None:
     )
 
 
+def define_router_product() -> None:
+    """The router asks by a name whether TransformerEngine is there; without it, it is undefined."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _token_dispatch() -> None:
+    """The dispatcher of tokens to experts brings its counts to the host on a CUDA stream."""
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    # Its constructor makes a stream where there is none.
+    dispatcher.cuda_dtoh_stream = "no stream"
+    dispatcher._maybe_dtoh_and_synchronize = _split_sizes
+
+
+def _split_sizes(
+    self: token_dispatcher.MoEAlltoAllTokenDispatcher,
+    point: str,
+    tokens_per_expert: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            splits = getattr(self, name)
+            if isinstance(splits, torch.Tensor):
+                setattr(self, name, splits.tolist())
+    return tokens_per_expert
+
+
 PATCHES: dict[str, Callable[[], None]] = {
     "current_device": _current_device,
     "device_literals": _device_literals,
@@ -95,4 +124,6 @@ PATCHES: dict[str, Callable[[], None]] = {
     "synchronize": _synchronize,
     "generator": _generator,
     "set_generator": _set_generator,
+    "router_product": define_router_product,
+    "token_dispatch": _token_dispatch,
 }

@@ -46,8 +46,10 @@ class ParallelConfig(Section):
     """Pipeline stages; must divide the layers."""
     data: PositiveInt = 1
     """Data-parallel replicas."""
+    expert: PositiveInt = 1
+    """Ranks that share the experts of a layer; must divide the experts and tensor x data."""
     sequence: bool = False
-    """Megatron sequence parallelism inside the tensor-parallel group."""
+    """Megatron sequence parallelism inside the tensor-parallel group; experts need it there."""
     distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks."""
 
@@ -197,6 +199,9 @@ class GeneratorConfig(Section):
     """Generators that launch starts on this host."""
     tensor_parallel: PositiveInt = 1
     """Ranks of one engine."""
+    quantization: str = ""
+    """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
+    Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
     max_running: PositiveInt = 64
     """Completions in flight in one engine."""
     kv_tokens: PositiveInt = 65_536
@@ -207,6 +212,9 @@ class GeneratorConfig(Section):
     """CPU priority given up by the engine, where it shares cores with the trainer."""
     start_timeout_s: PositiveFloat = 180.0
     """An engine that is not ready by then has failed."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times a run that each generator which dies is started again, after 1, 2, 4 ... s; 0: its
+    death ends the run. Its new engine must start and get weights within train.batch_timeout_s."""
     request_timeout_s: PositiveFloat = 300.0
     """A completion that takes longer has failed."""
     wait_for_publish: bool = True
@@ -231,12 +239,20 @@ class EvalConfig(Section):
 class WeightsConfig(Section):
     """Publishing weights to the generators."""
 
-    bucket_bytes: PositiveInt = 256 << 20
-    """Size of one broadcast."""
-    timeout_s: PositiveFloat = 120.0
-    """Any step of a publish that takes longer ends the run."""
+    method: Literal["reshard", "broadcast", "disk"] = "reshard"
+    """reshard: slices from shard to shard. broadcast: full tensors by way of rank 0, for engines
+    without our loader; quantised ones get it instead of reshard. disk: a folder that every engine
+    reads."""
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    """What running requests keep across a publish. keep: keys and values of older weights, as in
+    the paper; recompute: tokens alone."""
+    bucket_bytes: PositiveInt = 64 << 20
+    """Size of a round of the exchange; trainer and engine ranks need at most twice as much memory
+    beside their parameters."""
+    deadline_s: PositiveFloat = 120.0
+    """A generator that does not take a publish in that time is dropped until it comes back."""
     join_timeout_s: PositiveFloat = 300.0
-    """Generators must have said hello by then."""
+    """With no generator left, one must come back in that time."""
 
 
 class PortsConfig(Section):
@@ -301,6 +317,11 @@ class Config(Section):
             raise ValueError(
                 f"generator.max_running={self.generator.max_running} is less than "
                 f"train.group_size={self.train.group_size}: a group is leased as a whole"
+            )
+        if self.generator.quantization and self.generator.engine == "hf":
+            raise ValueError(
+                f"generator.quantization={self.generator.quantization!r} needs an engine that "
+                "quantises: generator.engine='hf' does not; use 'sglang'"
             )
         if self.model.fp8 and self.model.layers == "local":
             raise ValueError("model.fp8 needs model.layers = 'transformer_engine' or 'auto'")

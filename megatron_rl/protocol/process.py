@@ -18,6 +18,8 @@ from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+READY_FILE_VARIABLE = "MEGATRON_RL_READY_FILE"
+"""Environment variable: the file by which a restartable role tells the launcher it was ready."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,6 +35,13 @@ def die_with_parent() -> None:
     """Ask Linux to send SIGTERM to this process when the process that started it dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def note_ready() -> None:
+    """Tell the launcher, if there is one, that this process is ready to work."""
+    path = os.environ.get(READY_FILE_VARIABLE)
+    if path:
+        Path(path).touch()
 
 
 def set_up_logging(role: str, log_dir: Path | None = None) -> None:

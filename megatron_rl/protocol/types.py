@@ -259,11 +259,52 @@ class Stop(msgspec.Struct, frozen=True, tag="Stop"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="Hello"):
-    """A generator asks to receive weights; its engine takes `world_size` ranks of the group."""
+    """A generator asks to receive weights; its engine has `world_size` ranks."""
 
     world_size: int
     engine: str
     engine_version: str
+    session: int = 0
+    """Grows when the generator restarts."""
+    ffn_multiple: int = 1
+    """To what the engine pads the MLP units of a rank."""
+    expert_ranks: int = 1
+    """So many groups of the engine's ranks hold different experts."""
+    version: int = -1
+    """Policy version that it serves; -1: none, it needs a whole publish."""
+
+
+class Receive(msgspec.Struct, frozen=True, tag="Receive"):
+    """Take parcels from the trainer ranks 0..rank_offset-1; see `weights/receiver.py`."""
+
+    address: str
+    port: int
+    """Of the exchange's store, which holds the plan."""
+    group_name: str
+    backend: str
+    rank_offset: int
+    world_size: int
+    attempt: int
+    """Counts the transfers of a group."""
+    version: int
+    deadline_s: float
+
+
+class Load(msgspec.Struct, frozen=True, tag="Load"):
+    """Load a Hugging Face folder."""
+
+    folder: str
+    version: int
+
+
+class Fence(msgspec.Struct, frozen=True, tag="Fence"):
+    """Serve nothing until a later publish succeeds: the weights are incomplete or damaged."""
+
+    reason: str
+
+
+class Ping(msgspec.Struct, frozen=True, tag="Ping"):
+    """Nothing to do and no answer: where the generator is gone, sending it fails."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag="JoinGroup"):
@@ -328,6 +369,10 @@ AnyMessage = (
     | Published
     | Stop
     | Hello
+    | Receive
+    | Load
+    | Fence
+    | Ping
     | JoinGroup
     | Pause
     | Bucket

@@ -11,17 +11,19 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.weights.load import INDEX, SINGLE
-from megatron_rl.weights.names import Entry, entries, named_parameters
+from megatron_rl.weights.names import Place, hf_shapes, named_parameters, trainer_slices
+from megatron_rl.weights.ranks import all_places
 from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.slices import Slice, as_matrix, local_part
 
 NamedTensor = tuple[str, Tensor]
 _SHARD_BYTES = 4 << 30
@@ -33,63 +35,60 @@ def export_tensors(model: Sequence[torch.nn.Module], shape: ModelShape) -> Itera
     """Full HF tensors, in the compute dtype, without vocabulary padding.
 
     Every rank must iterate to the end; world rank 0 yields all tensors, the others yield none.
-    Each tensor is gathered to the first tensor rank of its pipeline stage and sent to rank 0, one
-    at a time: rank 0 holds one full tensor (three for attention) besides its shards.
+    Tensors come one at a time in the order of `hf_shapes`: rank 0 holds one full tensor and one
+    rank's part of it besides its shards.
     """
-    if parallel_state.get_data_parallel_rank() != 0:
-        return
     parameters = named_parameters(model[0])
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    for stage in range(stages):
-        for entry in entries(shape, stage, stages):
-            yield from _export(entry, parameters, shape, stage)
+    rank = dist.get_rank()
+    sent = senders(shape, all_places())
+    for name, size in hf_shapes(shape).items():
+        if rank == 0:
+            yield name, _assemble(size, sent[name], parameters)
+        elif rank in sent[name]:
+            dist.send(_flat(parameters, sent[name][rank]), dst=0)
 
 
-def _export(
-    entry: Entry, parameters: dict[str, Tensor], shape: ModelShape, owner: int
-) -> list[NamedTensor]:
-    """The entry's tensors on world rank 0, nothing elsewhere; `owner` is its pipeline stage."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    if stage not in (0, owner):
-        return []
-    tensors = _gather(parameters[entry.megatron], entry, shape) if stage == owner else []
-    if parallel_state.get_tensor_model_parallel_rank() != 0:
-        return []
-    if owner != 0:
-        tensors = _move_to_first_stage(tensors, entry, shape, owner, parameters)
-    return list(zip(entry.hf, tensors, strict=True)) if stage == 0 else []
+@lru_cache(maxsize=1)
+def senders(shape: ModelShape, places: tuple[Place, ...]) -> dict[str, dict[int, list[Slice]]]:
+    """HF tensor -> world rank -> the slices that rank gives; together each element once.
+
+    Of replicas the lowest rank gives, so that rank 0 has what it can. places: of every world rank.
+    """
+    sent: dict[str, dict[int, list[Slice]]] = {name: {} for name in hf_shapes(shape)}
+    given: set[tuple[str, int, int]] = set()
+    first_ranks = {place: rank for rank, place in reversed(list(enumerate(places)))}
+    for place, rank in sorted(first_ranks.items(), key=lambda item: item[1]):
+        for part in trainer_slices(shape, place):
+            corner = (part.hf, part.row, part.column)
+            if corner not in given:
+                given.add(corner)
+                sent[part.hf].setdefault(rank, []).append(part)
+    return sent
 
 
-def _gather(part: Tensor, entry: Entry, shape: ModelShape) -> list[Tensor]:
-    """HF tensors on the stage's first tensor rank, nothing on its others."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    is_first = group.rank() == 0
-    # A copy, so that what is yielded never aliases a parameter that the next step changes.
-    part = part.detach().clone()
-    if group.size() == 1:
-        return entry.layout.join([part], shape)
-    parts = [torch.empty_like(part) for _ in range(group.size())] if is_first else None
-    dist.gather(part, parts, group=group, group_dst=0)
-    return entry.layout.join(parts, shape) if parts is not None else []
+def _assemble(
+    size: tuple[int, ...], parts: dict[int, list[Slice]], parameters: dict[str, Tensor]
+) -> Tensor:
+    """A full tensor on rank 0, of the slices that it has and those it receives."""
+    # New memory each time: what is yielded never aliases a parameter that the next step changes.
+    full = next(iter(parameters.values())).new_empty(size)
+    matrix = as_matrix(full)
+    for rank, slices in parts.items():
+        if rank == 0:
+            flat = _flat(parameters, slices)
+        else:
+            flat = full.new_empty(sum(part.size for part in slices))
+            dist.recv(flat, src=rank)
+        for part, values in zip(slices, flat.split([s.size for s in slices]), strict=True):
+            area = matrix[part.row : part.row + part.rows]
+            area = area[:, part.column : part.column + part.columns]
+            area.copy_(values.view(part.rows, part.columns))
+    return full
 
 
-def _move_to_first_stage(
-    tensors: list[Tensor],
-    entry: Entry,
-    shape: ModelShape,
-    owner: int,
-    parameters: dict[str, Tensor],
-) -> list[Tensor]:
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.rank() == owner:
-        for tensor in tensors:
-            dist.send(tensor.contiguous(), group=group, group_dst=0)
-        return []
-    like = next(iter(parameters.values()))
-    received = [like.new_empty(size) for size in entry.hf_shapes(shape)]
-    for tensor in received:
-        dist.recv(tensor, group=group, group_src=owner)
-    return received
+def _flat(parameters: dict[str, Tensor], slices: Sequence[Slice]) -> Tensor:
+    """The slices' elements one after the other."""
+    return torch.cat([local_part(parameters, part).reshape(-1) for part in slices])
 
 
 def bucketed(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:

@@ -1,8 +1,8 @@
-"""The weight group: one process group over trainer rank 0 and all ranks of all engines.
+"""Process groups of trainer ranks and the ranks of one engine.
 
-Used by trainer rank 0 and by in-process engines; imports nothing but torch, so that both sides may
-share it. SGLang's ranks form the same group with their own `init_custom_process_group`: what must
-match is the TCP store, the prefix in front of its keys and the group's name.
+Used by trainer ranks and by engines; needs torch and messages alone, so that both may share it.
+For broadcasts SGLang's ranks form the same group with their own `init_custom_process_group`: what
+must match is the TCP store, the prefix in front of its keys and the group's name.
 """
 
 from datetime import timedelta
@@ -11,38 +11,60 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron_rl.protocol.types import JoinGroup
 
-def open_group(
-    address: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    group_name: str,
-    backend: str,
-    timeout_s: float,
+
+def open_store(address: str, port: int, *, is_master: bool, timeout_s: float) -> dist.TCPStore:
+    """The store by which a group's ranks find each other; the master listens at address:port.
+
+    Raises torch's DistError when the master is not there within timeout_s, which is also the
+    deadline of each later wait for a key.
+    """
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=is_master,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        use_libuv=True,
+    )
+
+
+def join_group(
+    store: dist.Store, rank: int, world_size: int, *, name: str, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
     """Form the group; returns when all `world_size` ranks have joined.
 
-    Rank 0 listens at address:port. It need not share a default process group with the others.
-    Raises torch's DistStoreError or DistNetworkError when the others do not come within timeout_s,
-    which is also the deadline of each later collective.
+    The ranks need not share a default process group. Raises torch's DistError when the others do
+    not come within timeout_s, which is also the deadline of each later collective.
     """
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        address, port, world_size, is_master=rank == 0, timeout=timeout, use_libuv=True
-    )
     group, _ = distributed_c10d._new_process_group_helper(
         world_size,
         rank,
         [],
         dist.Backend(backend),
-        dist.PrefixStore(group_name, store),
-        group_name=group_name,
-        timeout=timeout,
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timedelta(seconds=timeout_s),
     )
     # Collectives look up a rank's place in a group here (torch 2.11 to 2.13).
     distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
     return group
+
+
+def open_group(message: JoinGroup, rank: int) -> dist.ProcessGroup:
+    """Form the group of a broadcast; rank 0 listens. Raises as `open_store` and `join_group` do."""
+    store = open_store(
+        message.address, message.port, is_master=rank == 0, timeout_s=message.timeout_s
+    )
+    return join_group(
+        store,
+        rank,
+        message.world_size,
+        name=message.group_name,
+        backend=message.backend,
+        timeout_s=message.timeout_s,
+    )
 
 
 def close_group(group: dist.ProcessGroup) -> None:

@@ -4,24 +4,27 @@ Files are memory-mapped and only the rank's slices are read; no rank holds a ful
 """
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from megatron_rl.protocol.process import InputError
 from megatron_rl.weights.names import (
-    Entry,
-    Share,
-    copies,
-    entries,
+    PADDED,
+    copy_slices,
+    hf_shapes,
     named_parameters,
+    trainer_slices,
 )
+from megatron_rl.weights.ranks import own_place
 from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.slices import Slice, local_part
 
 _SHOWN = 5
 INDEX = "model.safetensors.index.json"
@@ -30,29 +33,41 @@ SINGLE = "model.safetensors"
 
 @torch.no_grad()
 def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Path) -> None:
-    """Fill every parameter of this rank from `folder`.
+    """Fill every parameter of this rank from `folder`; vocabulary padding becomes zero.
 
     Call before the optimizer is built, which copies its float32 masters from the parameters. Raises
     InputError when tensors are missing, unexpected or of another shape than config.json says.
     """
-    share = Share(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    mine = [*entries(shape, stage, stages), *copies(shape, stage, stages)]
+    place = own_place()
+    slices = [*trainer_slices(shape, place), *copy_slices(shape, place)]
+    parameters = named_parameters(model[0])
+    _check_cover(slices, parameters)
+    for name in PADDED & parameters.keys():
+        parameters[name].zero_()
     with ExitStack() as stack:
         tensors = _open(folder, stack)
-        _check_names(shape, set(tensors), folder)
-        parameters = named_parameters(model[0])
-        for entry in mine:
-            sources = _sources(entry, tensors, shape, folder)
-            parameter = parameters.pop(entry.megatron)
-            part = entry.layout.split(sources, share, shape)
-            assert part.shape == parameter.shape, f"{entry.megatron}: {part.shape}"
-            parameter.copy_(part)
-    assert not parameters, f"parameters without an entry in ARCHITECTURES: {sorted(parameters)}"
+        _check_tensors(shape, tensors, folder)
+        for part in slices:
+            local_part(parameters, part).copy_(_read(tensors[part.hf], part))
+
+
+def _check_cover(slices: Iterable[Slice], parameters: dict[str, Tensor]) -> None:
+    """Every element of a parameter is in a slice, but for padding."""
+    covered: Counter[str] = Counter()
+    for part in slices:
+        covered[part.local] += part.size
+    for name, parameter in parameters.items():
+        is_full = covered.pop(name, 0) == parameter.numel()
+        assert is_full or name in PADDED, f"{name} {tuple(parameter.shape)} is not covered"
+    assert not covered, f"slices of parameters that are not here: {sorted(covered)[:_SHOWN]}"
+
+
+def _read(source: Any, part: Slice) -> Tensor:
+    """The slice of a safetensors tensor, as a matrix."""
+    rows = slice(part.row, part.row + part.rows)
+    if len(source.get_shape()) == 1:
+        return source[rows].unsqueeze(1)
+    return source[rows, part.column : part.column + part.columns]
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -73,14 +88,15 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _check_names(shape: ModelShape, present: set[str], folder: Path) -> None:
-    expected = {name for entry in entries(shape, 0, 1) for name in entry.hf}
+def _check_tensors(shape: ModelShape, tensors: dict[str, Any], folder: Path) -> None:
+    expected = hf_shapes(shape)
+    present = set(tensors)
     # A tied model may store its output matrix all the same; it equals the embedding.
     optional = {"lm_head.weight"} if shape.is_tied else set()
     optional |= {name for name in present if name.endswith("rotary_emb.inv_freq")}
     for claim, names in (
-        ("lacks", expected - present),
-        ("has unexpected", present - expected - optional),
+        ("lacks", expected.keys() - present),
+        ("has unexpected", present - expected.keys() - optional),
     ):
         if names:
             shown = ", ".join(sorted(names)[:_SHOWN])
@@ -88,14 +104,7 @@ def _check_names(shape: ModelShape, present: set[str], folder: Path) -> None:
                 f"{folder} {claim} {len(names)} tensors for {shape.architecture} with "
                 f"{shape.layers} layers: {shown}{', ...' if len(names) > _SHOWN else ''}"
             )
-
-
-def _sources(entry: Entry, tensors: dict[str, Any], shape: ModelShape, folder: Path) -> list[Any]:
-    sources = [tensors[name] for name in entry.hf]
-    for name, source, expected in zip(entry.hf, sources, entry.hf_shapes(shape), strict=True):
-        if tuple(source.get_shape()) != expected:
-            raise InputError(
-                f"{folder}: {name} has shape {tuple(source.get_shape())}, but config.json "
-                f"means {expected}"
-            )
-    return sources
+    for name, size in expected.items():
+        found = tuple(tensors[name].get_shape())
+        if found != size:
+            raise InputError(f"{folder}: {name} has shape {found}, but config.json means {size}")

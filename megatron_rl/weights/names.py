@@ -1,137 +1,76 @@
-"""Where each Hugging Face tensor lives in Megatron, and how tensor ranks share it.
+"""Where each Hugging Face tensor lives in Megatron, as slices.
 
-Used by trainer ranks to load and export; pure functions of tensors and shapes. A family of models
-is one line of ARCHITECTURES.
-
-Sources: `sliceable` arguments are tensors or safetensors slices; both take [a:b] and [:, a:b].
+Used by trainer ranks to load, export and plan exchanges; pure functions of sizes. A family of
+models is one line of ARCHITECTURES.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.weights.layouts import (
+    Layout,
+    Piece,
+    Share,
+    by_columns,
+    by_query_groups,
+    by_vocabulary,
+    gate_then_up,
+    whole,
+)
 from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.slices import Slice
 
 
 @dataclass(frozen=True)
-class Share:
-    """One tensor rank of how many."""
+class Place:
+    """Where a rank stands among the tensor, pipeline and expert ranks."""
 
-    rank: int
-    size: int
-
-    def of(self, count: int) -> slice:
-        """This rank's part of `count` equal things."""
-        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+    tensor: Share = Share()
+    pipeline: Share = Share()
+    expert: Share = Share()
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How tensor ranks share a parameter: `split` makes a rank's part, `join` is the inverse."""
+def place_of(rank: int, world_size: int, like: Place) -> Place:
+    """Place of a world rank among shares of the sizes of `like`.
 
-    split: Callable[[Sequence[Any], Share, ModelShape], Tensor]
-    join: Callable[[Sequence[Tensor], ModelShape], list[Tensor]]
+    Megatron's order "tp-cp-ep-dp-pp": tensor ranks stand next to each other, and so do expert ranks
+    when experts have no tensor ranks of their own; stages are farthest apart.
+    """
+    stage_ranks = world_size // like.pipeline.size
+    inside = rank % stage_ranks
+    return Place(
+        Share(inside % like.tensor.size, like.tensor.size),
+        Share(rank // stage_ranks, like.pipeline.size),
+        Share(inside % like.expert.size, like.expert.size),
+    )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter and the HF tensors it is made of. `{}` stands for the layer."""
+    """One Megatron parameter and the HF tensors it is made of.
+
+    Names hold `{layer}`, which Megatron counts from the start of the stage, and those of experts
+    `{expert}`, counted from the rank's first. Experts are whole on the rank that holds them.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
     hf_shapes: Callable[[ModelShape], list[tuple[int, ...]]]
 
-    def at_layer(self, megatron_layer: int, hf_layer: int) -> "Entry":
-        """The entry of one layer; Megatron counts layers from the start of the stage."""
-        return Entry(
-            self.megatron.format(megatron_layer),
-            tuple(name.format(hf_layer) for name in self.hf),
-            self.layout,
-            self.hf_shapes,
-        )
+    @property
+    def is_expert(self) -> bool:
+        """Whether there is one such parameter for each expert of a layer."""
+        return "{expert}" in self.megatron
 
-
-def _split_rows(sources: Sequence[Any], share: Share, shape: ModelShape) -> Tensor:
-    return sources[0][share.of(_length(sources[0], 0))]
-
-
-def _join_rows(parts: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    return [torch.cat(list(parts))]
-
-
-def _split_columns(sources: Sequence[Any], share: Share, shape: ModelShape) -> Tensor:
-    return sources[0][:, share.of(_length(sources[0], 1))]
-
-
-def _join_columns(parts: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    return [torch.cat(list(parts), dim=1)]
-
-
-def _split_whole(sources: Sequence[Any], share: Share, shape: ModelShape) -> Tensor:
-    return sources[0][:]
-
-
-def _join_whole(parts: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    return [parts[0]]
-
-
-def _split_vocab(sources: Sequence[Any], share: Share, shape: ModelShape) -> Tensor:
-    rows = share.of(shape.padded_vocab(share.size))
-    real = sources[0][min(rows.start, shape.vocab) : min(rows.stop, shape.vocab)]
-    padding = rows.stop - rows.start - real.shape[0]
-    return torch.nn.functional.pad(real, (0, 0, 0, padding))
-
-
-def _join_vocab(parts: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    return [torch.cat(list(parts))[: shape.vocab]]
-
-
-def _split_gate_up(sources: Sequence[Any], share: Share, shape: ModelShape) -> Tensor:
-    part = share.of(shape.ffn)
-    return torch.cat([source[part] for source in sources])
-
-
-def _join_gate_up(parts: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    halves = [part.chunk(2) for part in parts]
-    return [torch.cat([half[index] for half in halves]) for index in range(2)]
-
-
-def _split_qkv(sources: Sequence[Any], share: Share, shape: ModelShape) -> Tensor:
-    """Megatron keeps, for each key-value group, its queries, then its key, then its value."""
-    groups = share.of(shape.kv_heads)
-    blocks = []
-    for source, width in zip(sources, _group_widths(shape), strict=True):
-        rows = source[groups.start * width : groups.stop * width]
-        blocks.append(rows.reshape(-1, width, *rows.shape[1:]))
-    return torch.cat(blocks, dim=1).flatten(0, 1)
-
-
-def _join_qkv(parts: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    widths = _group_widths(shape)
-    rows = torch.cat(list(parts))
-    blocks = rows.reshape(shape.kv_heads, sum(widths), *rows.shape[1:]).split(widths, dim=1)
-    return [block.flatten(0, 1) for block in blocks]
-
-
-def _group_widths(shape: ModelShape) -> list[int]:
-    """Rows of queries, keys and values in one key-value group."""
-    return [shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
-
-
-def _length(source: Any, dim: int) -> int:
-    return source.shape[dim] if isinstance(source, Tensor) else source.get_shape()[dim]
-
-
-ROWS = Layout(_split_rows, _join_rows)
-COLUMNS = Layout(_split_columns, _join_columns)
-WHOLE = Layout(_split_whole, _join_whole)
-VOCAB = Layout(_split_vocab, _join_vocab)
-GATE_UP = Layout(_split_gate_up, _join_gate_up)
-QKV = Layout(_split_qkv, _join_qkv)
+    def pieces(self, shape: ModelShape, place: Place) -> list[Piece]:
+        """What the rank's parameter is made of."""
+        sizes = [(size[0], size[1] if len(size) > 1 else 1) for size in self.hf_shapes(shape)]
+        return self.layout(sizes, Share() if self.is_expert else place.tensor, shape)
 
 
 def _qkv_rows(shape: ModelShape) -> list[int]:
@@ -141,105 +80,200 @@ def _qkv_rows(shape: ModelShape) -> list[int]:
 EMBEDDING = Entry(
     "embedding.word_embeddings.weight",
     ("model.embed_tokens.weight",),
-    VOCAB,
-    lambda shape: [(shape.vocab, shape.hidden)],
+    by_vocabulary,
+    lambda s: [(s.vocab, s.hidden)],
 )
 FINAL_NORM = Entry(
-    "decoder.final_layernorm.weight", ("model.norm.weight",), WHOLE, lambda s: [(s.hidden,)]
+    "decoder.final_layernorm.weight", ("model.norm.weight",), whole, lambda s: [(s.hidden,)]
 )
-OUTPUT = Entry("output_layer.weight", ("lm_head.weight",), VOCAB, lambda s: [(s.vocab, s.hidden)])
-TIED_OUTPUT = Entry(OUTPUT.megatron, EMBEDDING.hf, VOCAB, EMBEDDING.hf_shapes)
+OUTPUT = Entry(
+    "output_layer.weight", ("lm_head.weight",), by_vocabulary, lambda s: [(s.vocab, s.hidden)]
+)
+TIED_OUTPUT = Entry(OUTPUT.megatron, EMBEDDING.hf, by_vocabulary, EMBEDDING.hf_shapes)
+PADDED = frozenset((EMBEDDING.megatron, OUTPUT.megatron))
+"""Parameters that may have rows of no HF tensor."""
 
-_LAYER = (
+_ATTENTION = (
     Entry(
-        "decoder.layers.{}.input_layernorm.weight",
-        ("model.layers.{}.input_layernorm.weight",),
-        WHOLE,
+        "decoder.layers.{layer}.input_layernorm.weight",
+        ("model.layers.{layer}.input_layernorm.weight",),
+        whole,
         lambda s: [(s.hidden,)],
     ),
     Entry(
-        "decoder.layers.{}.self_attention.linear_qkv.weight",
-        tuple(f"model.layers.{{}}.self_attn.{name}_proj.weight" for name in "qkv"),
-        QKV,
+        "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        tuple(f"model.layers.{{layer}}.self_attn.{name}_proj.weight" for name in "qkv"),
+        by_query_groups,
         lambda s: [(rows, s.hidden) for rows in _qkv_rows(s)],
     ),
     Entry(
-        "decoder.layers.{}.self_attention.linear_proj.weight",
-        ("model.layers.{}.self_attn.o_proj.weight",),
-        COLUMNS,
+        "decoder.layers.{layer}.self_attention.linear_proj.weight",
+        ("model.layers.{layer}.self_attn.o_proj.weight",),
+        by_columns,
         lambda s: [(s.hidden, s.heads * s.head_dim)],
     ),
     Entry(
-        "decoder.layers.{}.pre_mlp_layernorm.weight",
-        ("model.layers.{}.post_attention_layernorm.weight",),
-        WHOLE,
+        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
+        ("model.layers.{layer}.post_attention_layernorm.weight",),
+        whole,
         lambda s: [(s.hidden,)],
-    ),
-    Entry(
-        "decoder.layers.{}.mlp.linear_fc1.weight",
-        ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
-        GATE_UP,
-        lambda s: [(s.ffn, s.hidden), (s.ffn, s.hidden)],
-    ),
-    Entry(
-        "decoder.layers.{}.mlp.linear_fc2.weight",
-        ("model.layers.{}.mlp.down_proj.weight",),
-        COLUMNS,
-        lambda s: [(s.hidden, s.ffn)],
     ),
 )
 _QKV_BIAS = Entry(
-    "decoder.layers.{}.self_attention.linear_qkv.bias",
-    tuple(f"model.layers.{{}}.self_attn.{name}_proj.bias" for name in "qkv"),
-    QKV,
+    "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+    tuple(f"model.layers.{{layer}}.self_attn.{name}_proj.bias" for name in "qkv"),
+    by_query_groups,
     lambda s: [(rows,) for rows in _qkv_rows(s)],
 )
 _QK_NORMS = tuple(
     Entry(
-        f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight",
-        (f"model.layers.{{}}.self_attn.{name}_norm.weight",),
-        WHOLE,
+        f"decoder.layers.{{layer}}.self_attention.{name}_layernorm.weight",
+        (f"model.layers.{{layer}}.self_attn.{name}_norm.weight",),
+        whole,
         lambda s: [(s.head_dim,)],
     )
     for name in "qk"
 )
 
+
+def _gated(
+    megatron: str, hf: str, projections: Sequence[str], units: Callable[[ModelShape], int]
+) -> tuple[Entry, Entry]:
+    """A gated MLP of `units`; `projections` are HF's words for gate, up and down."""
+    gate, up, down = (f"{hf}.{name}.weight" for name in projections)
+    return (
+        Entry(
+            f"{megatron}.linear_fc1.weight",
+            (gate, up),
+            gate_then_up,
+            lambda s: [(units(s), s.hidden), (units(s), s.hidden)],
+        ),
+        Entry(
+            f"{megatron}.linear_fc2.weight",
+            (down,),
+            by_columns,
+            lambda s: [(s.hidden, units(s))],
+        ),
+    )
+
+
+def _mixture(hf: str, projections: Sequence[str]) -> tuple[Entry, ...]:
+    """A router and its experts."""
+    router = Entry(
+        "decoder.layers.{layer}.mlp.router.weight",
+        (f"{hf}.gate.weight",),
+        whole,
+        lambda s: [(s.experts, s.hidden)],
+    )
+    local = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
+    experts = _gated(local, f"{hf}.experts.{{expert}}", projections, lambda s: s.moe_ffn)
+    return (router, *experts)
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_DENSE = _gated(
+    "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp", _PROJECTIONS, lambda s: s.ffn
+)
+
 ARCHITECTURES: dict[str, tuple[Entry, ...]] = {
-    "LlamaForCausalLM": _LAYER,
-    "MistralForCausalLM": _LAYER,
-    "Qwen2ForCausalLM": (*_LAYER, _QKV_BIAS),
-    "Qwen3ForCausalLM": (*_LAYER, *_QK_NORMS),
+    "LlamaForCausalLM": (*_ATTENTION, *_DENSE),
+    "MistralForCausalLM": (*_ATTENTION, *_DENSE),
+    "MixtralForCausalLM": (
+        *_ATTENTION,
+        *_mixture("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")),
+    ),
+    "Qwen2ForCausalLM": (*_ATTENTION, *_DENSE, _QKV_BIAS),
+    "Qwen3ForCausalLM": (*_ATTENTION, *_DENSE, *_QK_NORMS),
+    "Qwen3MoeForCausalLM": (
+        *_ATTENTION,
+        *_QK_NORMS,
+        *_mixture("model.layers.{layer}.mlp", _PROJECTIONS),
+    ),
 }
 """HF architecture -> the entries of one layer; embedding, final norm and output are common."""
+
+
+def trainer_slices(shape: ModelShape, place: Place) -> list[Slice]:
+    """Slices of the parameters that the rank owns, in the order of `hf_shapes`.
+
+    A tensor that tensor ranks hold in common is in the slices of each. A tied output matrix on the
+    last of several stages is a copy: see `copy_slices`.
+    """
+    stage = place.pipeline
+    slices: list[Slice] = []
+    if stage.rank == 0:
+        slices += _single(EMBEDDING, shape, place)
+    slices += _layer_slices(shape, place)
+    if stage.rank == stage.size - 1:
+        slices += _single(FINAL_NORM, shape, place)
+        if not shape.is_tied:
+            slices += _single(OUTPUT, shape, place)
+    return slices
+
+
+def copy_slices(shape: ModelShape, place: Place) -> list[Slice]:
+    """Slices of parameters that repeat another stage's: loaded, never exported."""
+    is_last = 0 < place.pipeline.rank == place.pipeline.size - 1
+    return list(_single(TIED_OUTPUT, shape, place)) if shape.is_tied and is_last else []
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every HF tensor of the model, in a fixed order."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def add(entry: Entry, **numbers: int) -> None:
+        for name, size in zip(entry.hf, entry.hf_shapes(shape), strict=True):
+            found[name.format(**numbers)] = size
+
+    add(EMBEDDING)
+    for layer in range(shape.layers):
+        for entry, expert in _of_layer(shape, range(shape.experts)):
+            add(entry, layer=layer, expert=expert)
+    add(FINAL_NORM)
+    if not shape.is_tied:
+        add(OUTPUT)
+    return found
+
+
+def _of_layer(shape: ModelShape, experts: range) -> Iterator[tuple[Entry, int]]:
+    """Entries of a layer, those of experts once for each; the number matters to them alone."""
+    entries = ARCHITECTURES[shape.architecture]
+    yield from ((entry, 0) for entry in entries if not entry.is_expert)
+    for expert in experts:
+        yield from ((entry, expert) for entry in entries if entry.is_expert)
+
+
+def _layer_slices(shape: ModelShape, place: Place) -> Iterator[Slice]:
+    layers, experts = place.pipeline.of(shape.layers), place.expert.of(shape.experts)
+    # The same in every layer and expert; computed anew for each, large models would take seconds.
+    pieces = {
+        entry.megatron: entry.pieces(shape, place) for entry in ARCHITECTURES[shape.architecture]
+    }
+    for layer in layers:
+        for entry, expert in _of_layer(shape, experts):
+            local = entry.megatron.format(layer=layer - layers.start, expert=expert - experts.start)
+            names = [name.format(layer=layer, expert=expert) for name in entry.hf]
+            for source, *area in pieces[entry.megatron]:
+                yield _slice(names[source], local, area)
+
+
+def _single(entry: Entry, shape: ModelShape, place: Place) -> Iterator[Slice]:
+    for source, *area in entry.pieces(shape, place):
+        yield _slice(entry.hf[source], entry.megatron, area)
+
+
+def _slice(hf: str, local: str, area: Sequence[int]) -> Slice:
+    row, column, rows, columns, local_row, local_column = area
+    return Slice(hf, row, column, rows, columns, local, local_row, local_column)
+
 
 # TransformerEngine puts a norm into the linear layer that follows it.
 _ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-
-
-def entries(shape: ModelShape, stage: int, stages: int) -> Iterator[Entry]:
-    """Entries of one pipeline stage in the order of export; all of the model's over all stages.
-
-    A tied output matrix on a later stage is a copy and no entry: see `copies`.
-    """
-    per_stage = shape.layers // stages
-    if stage == 0:
-        yield EMBEDDING
-    for layer in range(per_stage):
-        for entry in ARCHITECTURES[shape.architecture]:
-            yield entry.at_layer(layer, stage * per_stage + layer)
-    if stage == stages - 1:
-        yield FINAL_NORM
-        if not shape.is_tied:
-            yield OUTPUT
-
-
-def copies(shape: ModelShape, stage: int, stages: int) -> Iterator[Entry]:
-    """Entries of parameters that repeat another stage's: loaded, never exported."""
-    if shape.is_tied and stages > 1 and stage == stages - 1:
-        yield TIED_OUTPUT
+# Its grouped experts are one module with a weight for each expert.
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 def named_parameters(chunk: torch.nn.Module) -> dict[str, Tensor]:
@@ -247,12 +281,14 @@ def named_parameters(chunk: torch.nn.Module) -> dict[str, Tensor]:
 
     Strips the wrappers' prefixes and renames what TransformerEngine names otherwise.
     """
-    found = {}
-    for name, parameter in chunk.named_parameters():
-        while name.startswith("module."):
-            name = name.removeprefix("module.")
-        for engine_name, local_name in _ENGINE_NAMES.items():
-            if name.endswith(engine_name):
-                name = name.removesuffix(engine_name) + local_name
-        found[name] = parameter
-    return found
+    return {local_name(name): parameter for name, parameter in chunk.named_parameters()}
+
+
+def local_name(name: str) -> str:
+    """The name in ARCHITECTURES of what a chunk's module calls `name`."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    for engine_name, ours in _ENGINE_NAMES.items():
+        if name.endswith(engine_name):
+            return name.removesuffix(engine_name) + ours
+    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)

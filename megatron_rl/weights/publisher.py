@@ -1,82 +1,202 @@
-"""Publishing weights to the generators.
+"""Publishing weights to the generators, which come, fail and go as they like.
 
-Runs in trainer ranks. Rank 0 exchanges Hello, JoinGroup, Pause, Bucket, Resume, LeaveGroup and
-their Acks with the generators and broadcasts flattened buckets over the weight group; the other
-ranks only take part in gathering tensors. Every wait has a deadline, and a generator's Failed ends
-a broadcast that would else wait for ever.
-
-What a bucket holds is the business of the `source`: any exchange that yields (names, tensors)
-fits, e.g. gather-and-broadcast here, or a shard-to-shard plan later.
+Runs on every trainer rank. Rank 0 knows the generators (`link.py`) and says who takes part; a
+`Method` moves the weights. A generator that fails or passes the deadline is dropped and the others
+go on; it gets a whole publish once it says Hello again, at the next version or while the trainer
+waits for a batch.
 """
 
 import logging
-import socket
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+import msgspec
 
 from megatron_rl.protocol.metrics import Metric
-from megatron_rl.protocol.types import (
-    Ack,
-    AnyMessage,
-    Bucket,
-    Failed,
-    Hello,
-    JoinGroup,
-    LeaveGroup,
-    Pause,
-    Resume,
-)
-from megatron_rl.protocol.wire import DeadlineExceeded, Router
-from megatron_rl.weights.group import close_group, open_group
+from megatron_rl.protocol.types import Hello
+from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.weights.control import Control
+from megatron_rl.weights.link import GeneratorLink
 
 log = logging.getLogger(__name__)
 
-Buckets = Iterator[list[tuple[str, Tensor]]]
-"""Full tensors under HF names, in buckets; empty on ranks other than 0."""
-
-_POLL_S = 0.002
+RETRY_S = 0.5
+"""Pause before another publish, when no generator took one."""
 
 
-class PublishError(RuntimeError):
-    """A generator could not take the weights; the text has its reason."""
+class Member(msgspec.Struct, frozen=True):
+    """A generator that takes part in a publish."""
+
+    name: str
+    hello: Hello
+
+
+@dataclass
+class Outcome:
+    """How one publish went, as rank 0 knows; elsewhere only `failed` is filled."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    """Generators that were dropped, with the reason."""
+    pauses_s: list[float] = field(default_factory=list)
+    """How long each generator stood still."""
+    wire_bytes: int = 0
+    peak_bytes: int = 0
+    """Most memory of buffers on an engine rank."""
+    damaged: int = 0
+    """Parcels whose digest was not that of their content."""
+    transfers_s: list[float] = field(default_factory=list)
+    """How long the slowest rank of each generator took parcels, if the method says so."""
+
+
+class Method(Protocol):
+    """A way to move the weights. All methods are collective over the trainer ranks."""
+
+    def publish(self, members: list[Member], version: int) -> Outcome:
+        """Bring the members to `version`; those that fail are in the outcome, not raised."""
+
+    def forget(self, name: str) -> None:
+        """Let go of what is held for a generator that is gone."""
+
+    def close(self) -> None:
+        """Let go of everything, and tell the generators."""
 
 
 class WeightPublisher:
-    """Owns the weights endpoint and the weight group of a training phase."""
+    """Owns the publishing of a training phase."""
 
-    def __init__(self, source: Callable[[], Buckets], link: "GeneratorLink | None") -> None:
-        """source: called on every rank for each publish; link: rank 0 only."""
-        self._source = source
-        self._link = link
+    def __init__(
+        self,
+        method: Method,
+        control: Control,
+        link: GeneratorLink | None,
+        *,
+        replicas: int,
+        join_timeout_s: float,
+    ) -> None:
+        """link: on rank 0 only. replicas: generators that are waited for at the beginning."""
+        self._method, self._control, self._link = method, control, link
+        self._replicas, self._join_timeout_s = replicas, join_timeout_s
+        self._sessions: dict[str, int] = {}
+        self._held: dict[str, int] = {}
+        """Version that each generator of the last publish holds."""
+        self._version = -1
+        self._outcome = Outcome()
+        """Since the metrics of the last publish."""
+        self._dropped = 0
         self.metrics: list[Metric] = []
-        """Of the last publish."""
+        """Of the last publish and the late ones before it."""
 
     @property
     def engines(self) -> list[Hello]:
         """What each generator said of itself; [] on ranks other than 0."""
-        return self._link.engines if self._link is not None else []
+        return list(self._link.peers.values()) if self._link is not None else []
+
+    def await_generators(self) -> None:
+        """Wait until all generators have said hello. Raises DeadlineExceeded."""
+        if self._link is not None:
+            self._link.await_peers(self._replicas, self._join_timeout_s)
 
     def publish(self, version: int) -> None:
-        """Bring all generators to `version`. Every rank calls it."""
+        """Bring all generators to `version`. Every rank calls it.
+
+        With no generator left it waits for one; DeadlineExceeded after weights.join_timeout_s.
+        """
         started = time.monotonic()
-        for bucket in self._source():
-            if self._link is not None:
-                self._link.send_bucket(bucket, version)
+        self._version = version
+        self._held.clear()
+        self._publish_to(self._members(late_only=False))
+        ends_at = time.monotonic() + self._join_timeout_s
+        while not self._held:
+            self._await_return(ends_at)
+            self._publish_to(self._members(late_only=False))
+        self._note(time.monotonic() - started)
+
+    def _await_return(self, ends_at: float) -> None:
+        """On rank 0: wait until a generator is there again. Raises DeadlineExceeded."""
+        if self._link is None:
+            return
+        # A generator that fails at once also comes back at once.
+        time.sleep(RETRY_S)
+        while not self._link.peers and time.monotonic() < ends_at:
+            self._link.listen(ends_at - time.monotonic())
+        if time.monotonic() >= ends_at:
+            reasons = "; ".join(self._outcome.failed.values()) or "none said hello"
+            raise DeadlineExceeded(
+                f"no generator took version {self._version} in {self._join_timeout_s:.0f} s "
+                f"(weights.join_timeout_s): {reasons}; see logs/generator-*.log"
+            )
+
+    def admit(self) -> None:
+        """Bring generators that came back to the current version. Every rank calls it."""
+        late = self._members(late_only=True)
+        if late:
+            log.info("late publish to %s", [member.name for member in late])
+            self._publish_to(late)
+
+    def _members(self, *, late_only: bool) -> list[Member]:
+        """Who takes part, the same on every rank."""
+        members: list[Member] = []
         if self._link is not None:
-            self._link.resume(version)
-        self.metrics = [Metric("publish/s", time.monotonic() - started, "max")]
+            self._link.listen()
+            members = [Member(name, hello) for name, hello in sorted(self._link.peers.items())]
+            if late_only:
+                members = [member for member in members if not self._is_current(member)]
+        members = self._control.share(members, list[Member])
+        for member in members:
+            # The groups of a predecessor are of no use to a restarted generator.
+            if self._sessions.get(member.name, member.hello.session) != member.hello.session:
+                self._method.forget(member.name)
+            self._sessions[member.name] = member.hello.session
+        return members
+
+    def _is_current(self, member: Member) -> bool:
+        is_same = self._sessions.get(member.name) == member.hello.session
+        return is_same and self._held.get(member.name) == self._version
+
+    def _publish_to(self, members: list[Member]) -> None:
+        outcome = self._outcome
+        found = self._method.publish(members, self._version) if members else Outcome()
+        for member in members:
+            reason = found.failed.get(member.name)
+            if reason is None:
+                self._held[member.name] = self._version
+                continue
+            self._dropped += 1
+            log.warning("dropped from publishing: %s", reason)
+            self._held.pop(member.name, None)
+            self._method.forget(member.name)
+            if self._link is not None:
+                self._link.drop(member.name)
+        outcome.failed |= found.failed
+        outcome.pauses_s += found.pauses_s
+        outcome.transfers_s += found.transfers_s
+        outcome.wire_bytes += found.wire_bytes
+        outcome.damaged += found.damaged
+        outcome.peak_bytes = max(outcome.peak_bytes, found.peak_bytes)
+
+    def _note(self, seconds: float) -> None:
+        outcome, self._outcome = self._outcome, Outcome()
+        self.metrics = [Metric("publish/s", seconds, "max")]
+        if self._link is None:
+            return
+        self.metrics += [
+            Metric("publish/generators", len(self._held), "max"),
+            Metric("publish/dropped_generators", self._dropped, "max"),
+            Metric("publish/damaged_parcels", outcome.damaged, "sum"),
+            Metric("publish/wire_mb", outcome.wire_bytes / 1e6, "sum"),
+            Metric("publish/peak_extra_mb", outcome.peak_bytes / 1e6, "max"),
+        ]
+        if outcome.pauses_s:
+            self.metrics.append(Metric("publish/pause_s", max(outcome.pauses_s), "max"))
+        if outcome.transfers_s:
+            self.metrics.append(Metric("publish/transfer_s", max(outcome.transfers_s), "max"))
 
     def close(self) -> None:
-        """Let the generators leave the weight group."""
-        if self._link is not None:
-            self._link.close()
+        """Let the generators leave."""
+        self._method.close()
+        self._control.close()
 
     def __enter__(self) -> Self:
         return self
@@ -88,136 +208,3 @@ class WeightPublisher:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class GeneratorLink:
-    """Rank 0's side of the conversation with all generators."""
-
-    def __init__(
-        self, router: Router, *, replicas: int, timeout_s: float, join_timeout_s: float
-    ) -> None:
-        self._router = router
-        self._replicas = replicas
-        self._timeout_s, self._join_timeout_s = timeout_s, join_timeout_s
-        self._peers: dict[str, Hello] = {}
-        self._group: dist.ProcessGroup | None = None
-        self._is_paused = False
-
-    @property
-    def engines(self) -> list[Hello]:
-        """What each generator said of itself."""
-        return list(self._peers.values())
-
-    def open(self, address: str, backend: str, group_name: str) -> None:
-        """Wait for all generators and form the weight group with them, as its rank 0."""
-        self._await_hellos()
-        port = free_port(address)
-        world_size = 1 + sum(hello.world_size for hello in self._peers.values())
-        offset = 1
-        for peer, hello in self._peers.items():
-            join = JoinGroup(
-                address, port, offset, world_size, group_name, backend, self._timeout_s
-            )
-            self._send(peer, join)
-            offset += hello.world_size
-        self._group = open_group(address, port, 0, world_size, group_name, backend, self._timeout_s)
-        self._await_acks("JoinGroup")
-        log.info("weight group of %d ranks is up", world_size)
-
-    def send_bucket(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
-        """Broadcast one bucket; pauses the generators before the first one of a publish."""
-        if not self._is_paused:
-            self._send_all(Pause())
-            self._await_acks("Pause")
-            self._is_paused = True
-        message = Bucket(
-            names=[name for name, _ in bucket],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            shapes=[list(tensor.shape) for _, tensor in bucket],
-            version=version,
-        )
-        flat = torch.cat([tensor.contiguous().view(torch.uint8).flatten() for _, tensor in bucket])
-        self._send_all(message)
-        early = self._broadcast(flat)
-        self._await_acks("Bucket", waiting=set(self._peers) - early)
-
-    def resume(self, version: int) -> None:
-        """Let the generators continue under `version`."""
-        self._send_all(Resume(version))
-        self._await_acks("Resume")
-        self._is_paused = False
-
-    def close(self) -> None:
-        """Dissolve the weight group; generators that are gone already do not matter."""
-        if self._group is not None:
-            for peer in self._peers:
-                self._router.send(peer, LeaveGroup())
-            close_group(self._group)
-            self._group = None
-
-    def _await_hellos(self) -> None:
-        deadline = time.monotonic() + self._join_timeout_s
-        while len(self._peers) < self._replicas:
-            received = self._router.receive(deadline - time.monotonic())
-            if received is None:
-                raise DeadlineExceeded(
-                    f"{len(self._peers)} of {self._replicas} generators said hello in "
-                    f"{self._join_timeout_s:.0f} s: see logs/generator-*.log"
-                )
-            peer, message = received
-            if isinstance(message, Hello):
-                self._peers[peer] = message
-
-    def _send(self, peer: str, message: AnyMessage) -> None:
-        if not self._router.send(peer, message):
-            raise PublishError(f"{peer} is gone; could not send {type(message).__name__}")
-
-    def _send_all(self, message: AnyMessage) -> None:
-        for peer in self._peers:
-            self._send(peer, message)
-
-    def _await_acks(self, name: str, waiting: set[str] | None = None) -> None:
-        waiting = set(self._peers) if waiting is None else waiting
-        deadline = time.monotonic() + self._timeout_s
-        while waiting:
-            received = self._router.receive(deadline - time.monotonic())
-            if received is None:
-                raise DeadlineExceeded(
-                    f"no answer to {name} from {sorted(waiting)} in {self._timeout_s:.0f} s"
-                )
-            peer, message = received
-            _raise_if_failed(peer, message)
-            if isinstance(message, Ack) and message.done == name:
-                waiting.discard(peer)
-
-    def _broadcast(self, flat: Tensor) -> set[str]:
-        """Broadcast, ended early by a generator's Failed and late by the deadline.
-
-        Returns the generators that acknowledged the bucket meanwhile.
-        """
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        deadline = time.monotonic() + self._timeout_s
-        acknowledged: set[str] = set()
-        while not work.is_completed():
-            received = self._router.receive(_POLL_S)
-            if received is not None:
-                peer, message = received
-                _raise_if_failed(peer, message)
-                if isinstance(message, Ack) and message.done == "Bucket":
-                    acknowledged.add(peer)
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"a broadcast of weights took over {self._timeout_s:.0f} s")
-        work.wait(timedelta(seconds=self._timeout_s))
-        return acknowledged
-
-
-def free_port(address: str) -> int:
-    """A port that nothing listens on now, for the weight group's rendezvous."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
-
-
-def _raise_if_failed(peer: str, message: AnyMessage) -> None:
-    if isinstance(message, Failed):
-        raise PublishError(f"{peer} failed at {message.doing}: {message.reason}")

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 
 from megatron_rl.protocol.config import ParallelConfig
+from megatron_rl.protocol.parallel import check_expert_ranks, nearest_divisor
 from megatron_rl.protocol.process import InputError
 
 ROPE_TYPES = ("default", "linear", "llama3")
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 _VOCAB_MULTIPLE = 128
 
 
@@ -32,7 +40,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and switches of a decoder-only transformer with RMSNorm and a gated MLP."""
+    """Sizes and switches of a decoder-only transformer with RMSNorm and gated MLPs or experts."""
 
     architecture: str
     layers: int
@@ -50,6 +58,13 @@ class ModelShape:
     has_qkv_bias: bool
     has_qk_norm: bool
     sliding_window: int | None
+    experts: int = 0
+    """Experts of each layer; 0 is a dense MLP."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """Units of one expert."""
+    norm_topk_prob: bool = True
+    """Whether the weights of a token's experts add up to 1."""
 
     def padded_vocab(self, tensor_ranks: int) -> int:
         """Vocabulary rows over all tensor ranks: a multiple of 128 per rank.
@@ -107,13 +122,46 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
         rope_scaling=scaling,
         is_tied=values.get("tie_word_embeddings", False),
         has_qkv_bias=architecture == "Qwen2ForCausalLM",
-        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         sliding_window=_sliding_window(values, architecture, folder),
+        **_experts(values, architecture, folder),
     )
 
 
+def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[str, Any]:
+    """The fields of ModelShape that describe experts; {} for a dense model."""
+    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        return {}
+    if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
+        raise InputError(
+            f"{folder}: layers with and without experts are not supported; decoder_sparse_step "
+            "must be 1 and mlp_only_layers empty"
+        )
+    if values.get("shared_expert_intermediate_size") or values.get("n_shared_experts"):
+        raise InputError(f"{folder}: shared experts are not supported")
+    is_mixtral = architecture == "MixtralForCausalLM"
+    # transformers 5 writes num_local_experts for both families, earlier ones num_experts for Qwen.
+    count = values["num_local_experts" if "num_local_experts" in values else "num_experts"]
+    per_token = values["num_experts_per_tok"]
+    # transformers 5 leaves Qwen3-MoE weights as they are unless the file says otherwise.
+    is_normalised = is_mixtral or values.get("norm_topk_prob", False)
+    if not 1 <= per_token <= count:
+        raise InputError(f"{folder}: num_experts_per_tok={per_token} of {count} experts")
+    if per_token == 1 and is_normalised:
+        raise InputError(
+            f"{folder}: norm_topk_prob with num_experts_per_tok=1 is not supported: "
+            "its router would get no gradient"
+        )
+    return {
+        "experts": count,
+        "experts_per_token": per_token,
+        "moe_ffn": values["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+        "norm_topk_prob": is_normalised,
+    }
+
+
 def _sliding_window(values: dict[str, Any], architecture: str, folder: Path) -> int | None:
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         return values.get("sliding_window")
     if values.get("use_sliding_window"):
         raise InputError(f"{folder}: use_sliding_window is not supported for {architecture}")
@@ -163,18 +211,19 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
 
 def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
     """Raise InputError unless the parallel sizes divide the model."""
-    for name, count in (
-        ("attention heads", shape.heads),
-        ("key-value heads", shape.kv_heads),
-        ("MLP units", shape.ffn),
-    ):
+    counts = [("attention heads", shape.heads), ("key-value heads", shape.kv_heads)]
+    if not shape.experts:
+        counts.append(("MLP units", shape.ffn))
+    possible = math.gcd(*(count for _, count in counts))
+    for name, count in counts:
         if count % parallel.tensor:
             raise InputError(
                 f"parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; "
-                f"use a divisor of {math.gcd(math.gcd(shape.heads, shape.kv_heads), shape.ffn)}"
+                f"nearest possible: {nearest_divisor(possible, parallel.tensor)}"
             )
     if shape.layers % parallel.pipeline:
         raise InputError(
             f"parallel.pipeline={parallel.pipeline} does not divide the model's {shape.layers} "
-            "layers; use a divisor"
+            f"layers; nearest possible: {nearest_divisor(shape.layers, parallel.pipeline)}"
         )
+    check_expert_ranks(parallel, shape.experts)

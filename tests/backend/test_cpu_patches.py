@@ -10,7 +10,7 @@ from megatron_rl.backend import cpu_patches
 from megatron_rl.optimizer import build_optimizer, step_if_finite
 from megatron_rl.protocol.config import OptimizerConfig, ParallelConfig
 from tests.distributed import RanksFailed, run_ranks
-from tests.tiny_models import VOCAB, accumulate_gradients, load_on_rank, write_model
+from tests.tiny_models import QWEN3_MOE, VOCAB, accumulate_gradients, load_on_rank, write_model
 
 FAILURES = {
     "current_device": (1, r"device=torch.cuda.current_device\(\)"),
@@ -19,14 +19,24 @@ FAILURES = {
     "type_names": (1, "clip_grads.py|must be one of torch.cuda.FloatTensor"),
     "synchronize": (2, "p2p_communication.py"),
     "generator": (1, "torch/cuda/random.py"),
+    "router_product": (1, "'te_general_gemm' is not defined"),
+    "token_dispatch": (1, "torch.cuda.Stream"),
 }
 """Patch -> pipeline stages of the train step that needs it, what its traceback says."""
+OF_EXPERTS = ("router_product", "token_dispatch")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "llama"
     write_model(path, is_tied=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "mixture"
+    write_model(path, family="Qwen3Moe", **QWEN3_MOE)
     return path
 
 
@@ -56,8 +66,10 @@ def test_every_patch_is_tested() -> None:
 
 
 @pytest.mark.parametrize("patch", FAILURES)
-def test_train_step_fails_without(patch: str, folder: Path) -> None:
+def test_train_step_fails_without(patch: str, folder: Path, mixture_folder: Path) -> None:
     stages, message = FAILURES[patch]
+    if patch in OF_EXPERTS:
+        folder = mixture_folder
     with pytest.raises(RanksFailed, match=message):
         run_ranks(train_step, stages, folder, ParallelConfig(pipeline=stages), [patch])
 
@@ -70,4 +82,10 @@ def test_random_state_is_silently_kept_without_its_patch() -> None:
 @pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(pipeline=2)])
 def test_patches_are_enough_for_a_train_step(parallel: ParallelConfig, folder: Path) -> None:
     before, after = run_ranks(train_step, 2, folder, parallel, [])[-1]
+    assert after < before - 0.1
+
+
+def test_patches_are_enough_for_a_train_step_with_experts(mixture_folder: Path) -> None:
+    parallel = ParallelConfig(tensor=2, sequence=True, expert=2)
+    before, after = run_ranks(train_step, 2, mixture_folder, parallel, [])[-1]
     assert after < before - 0.1

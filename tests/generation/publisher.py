@@ -3,18 +3,30 @@
 import asyncio
 import multiprocessing
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from generation.engine import Engine
-from megatron_rl.protocol.types import Bucket, JoinGroup
-from megatron_rl.weights.group import close_group, open_group
+from megatron_rl.protocol.types import Bucket, Hello, JoinGroup, Receive
+from megatron_rl.weights.engine_layout import hf_slices
+from megatron_rl.weights.exchange import receiver_slices
+from megatron_rl.weights.group import close_group, join_group, open_group, open_store
+from megatron_rl.weights.parcels import connect, send
+from megatron_rl.weights.receiver import Report
+from megatron_rl.weights.reshard import Plan, make_plan
+from megatron_rl.weights.shape import ModelShape
 
 TIMEOUT_S = 30.0
+BUCKET_BYTES = 100_000
 
 
 def free_port() -> int:
@@ -27,13 +39,7 @@ def join_message(group_name: str) -> JoinGroup:
     return JoinGroup("127.0.0.1", free_port(), 1, 2, group_name, "gloo", TIMEOUT_S)
 
 
-def open_as_trainer(join: JoinGroup) -> dist.ProcessGroup:
-    return open_group(
-        join.address, join.port, 0, join.world_size, join.group_name, join.backend, join.timeout_s
-    )
-
-
-def buckets(model: LlamaForCausalLM, version: int) -> list[tuple[Bucket, torch.Tensor]]:
+def buckets(model: LlamaForCausalLM, version: int) -> list[tuple[Bucket, Tensor]]:
     """All tensors of a model in two buckets: (message, flattened bytes)."""
     named = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
     result = []
@@ -49,21 +55,100 @@ def buckets(model: LlamaForCausalLM, version: int) -> list[tuple[Bucket, torch.T
     return result
 
 
-def broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
     dist.broadcast(flat, src=0, group=group, async_op=True).wait(timedelta(seconds=TIMEOUT_S))
 
 
+@dataclass
+class Exchange:
+    """What to tell both ends: one trainer rank that holds all of a model, and an engine."""
+
+    receive: Receive
+    plan: Plan
+
+
+def plan_exchange(shape: ModelShape, hello: Hello, group_name: str) -> Exchange:
+    receivers = {1 + rank: receiver_slices(shape, hello, rank) for rank in range(hello.world_size)}
+    plan = make_plan({0: hf_slices(shape)}, receivers, itemsize=4, bucket_bytes=BUCKET_BYTES)
+    assert len(plan.rounds) > 3
+    receive = Receive(
+        "127.0.0.1", free_port(), group_name, "gloo", 1, 1 + hello.world_size, 0, 0, TIMEOUT_S
+    )
+    return Exchange(receive, plan)
+
+
+def of_attempt(exchange: Exchange, attempt: int, version: int) -> Exchange:
+    order = msgspec.structs.replace(exchange.receive, attempt=attempt, version=version)
+    return replace(exchange, receive=order)
+
+
+class SliceSender:
+    """Trainer rank 0 of one exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        order = exchange.receive
+        self._store = open_store(order.address, order.port, is_master=True, timeout_s=TIMEOUT_S)
+        for rank in range(1, order.world_size):
+            rounds = exchange.plan.of_receiver(rank)
+            self._store.set(f"plan/{rank}", msgspec.json.encode(rounds))
+        self._group: dist.ProcessGroup | None = None
+
+    def send(self, exchange: Exchange, parameters: dict[str, Tensor]) -> list[Report]:
+        """What the receivers say."""
+        order, ranks = exchange.receive, range(1, exchange.receive.world_size)
+        for rank in ranks:
+            refusal = self._store.get(f"ready/{order.attempt}/{rank}")
+            assert not refusal, refusal
+        self._store.set(f"go/{order.attempt}", "1")
+        if self._group is None:
+            self._group = join_group(
+                self._store, 0, order.world_size,
+                name=order.group_name, backend=order.backend, timeout_s=TIMEOUT_S,
+            )  # fmt: skip
+            connect(self._group, torch.device("cpu"))
+        send(
+            exchange.plan.of_sender(0), parameters, self._group,
+            dtype=torch.float32, version=order.version, deadline_s=TIMEOUT_S,
+        )  # fmt: skip
+        found = [self._store.get(f"done/{order.attempt}/{rank}") for rank in ranks]
+        return [msgspec.json.decode(report, type=Report) for report in found]
+
+    def close(self) -> None:
+        if self._group is not None:
+            close_group(self._group)
+
+
+def check_reports(reports: list[Report], plan: Plan) -> None:
+    for rank, report in enumerate(reports, start=1):
+        assert (report.error, report.damaged) == ("", 0)
+        assert report.payload_bytes == plan.received_bytes()[rank]
+
+
+def parameters_of(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
 def serve_trainer(pipe: Connection) -> None:
-    """Take rank 0's part in what the pipe asks for: a JoinGroup, bytes to broadcast, or None."""
+    """Take rank 0's part in what the pipe asks for.
+
+    That is a JoinGroup, bytes to broadcast, an Exchange to prepare, (Exchange, parameters) to send,
+    or None to leave the group that was opened last.
+    """
     torch.set_num_threads(1)
-    group = None
+    closings: list[Callable[[], None]] = []
     while (asked := pipe.recv()) != "end":
         if isinstance(asked, JoinGroup):
-            group = open_as_trainer(asked)
+            group = open_group(asked, 0)
+            closings.append(partial(close_group, group))
         elif isinstance(asked, bytes):
             broadcast(torch.frombuffer(bytearray(asked), dtype=torch.uint8), group)
+        elif isinstance(asked, Exchange):
+            sender = SliceSender(asked)
+            closings.append(sender.close)
+        elif isinstance(asked, tuple):
+            check_reports(sender.send(*asked), asked[0].plan)
         else:
-            close_group(group)
+            closings.pop()()
         pipe.send("done")
 
 
@@ -76,7 +161,7 @@ class TrainerProcess:
         self._process = context.Process(target=serve_trainer, args=(theirs,), daemon=True)
         self._process.start()
 
-    def ask(self, what: JoinGroup | bytes | None) -> None:
+    def ask(self, what: object) -> None:
         self._pipe.send(what)
         assert self._pipe.poll(TIMEOUT_S), "the trainer process did not answer"
         assert self._pipe.recv() == "done"
@@ -86,8 +171,37 @@ class TrainerProcess:
         self._process.join(TIMEOUT_S)
 
 
-class DirectPublisher:
-    """Calls an engine's weight methods while a trainer process takes part in the collectives."""
+class SlicePublisher:
+    """Calls an engine's weight methods while a trainer process sends slices."""
+
+    def __init__(
+        self, engine: Engine, trainer: TrainerProcess, shape: ModelShape, group_name: str
+    ) -> None:
+        self._engine, self._trainer = engine, trainer
+        hello = Hello(engine.world_size, engine.name, "", ffn_multiple=engine.ffn_multiple)
+        self._exchange = plan_exchange(shape, hello, group_name)
+        self._attempts = 0
+
+    async def open(self) -> None:
+        await asyncio.to_thread(self._trainer.ask, self._exchange)
+
+    async def publish(self, model: LlamaForCausalLM, version: int) -> None:
+        await self._engine.pause()
+        self._attempts += 1
+        exchange = of_attempt(self._exchange, self._attempts, version)
+        await asyncio.gather(
+            self._engine.receive(exchange.receive),
+            asyncio.to_thread(self._trainer.ask, (exchange, parameters_of(model))),
+        )
+        await self._engine.resume(version)
+
+    async def close(self) -> None:
+        await self._engine.leave_group()
+        await asyncio.to_thread(self._trainer.ask, None)
+
+
+class BroadcastPublisher:
+    """Calls an engine's weight methods while a trainer process broadcasts full tensors."""
 
     def __init__(self, engine: Engine, trainer: TrainerProcess, group_name: str) -> None:
         self._engine = engine

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,13 @@ from transformers import LlamaForCausalLM
 
 from generation.engine import Completion, Engine, EngineError, EngineSetup, load_engine
 from megatron_rl.protocol.types import Bucket, Sampling, VersionSpan
-from tests.generation.publisher import DirectPublisher, TrainerProcess, free_port
+from megatron_rl.weights.shape import read_shape
+from tests.generation.publisher import (
+    BroadcastPublisher,
+    SlicePublisher,
+    TrainerProcess,
+    free_port,
+)
 from tests.generation.tiny_model import EOS_ID, logprobs, mixed_logprobs
 
 pytestmark = pytest.mark.timeout(150)
@@ -95,10 +101,11 @@ def driver(
 
 @pytest.fixture
 def old_weights(
-    driver: Driver, trainer: TrainerProcess, old_model: LlamaForCausalLM
-) -> Iterator[DirectPublisher]:
+    driver: Driver, trainer: TrainerProcess, models_dir: Path, old_model: LlamaForCausalLM
+) -> Iterator[SlicePublisher]:
     """A publisher; after the test the engine holds the old weights again, under a newer version."""
-    publisher = DirectPublisher(driver.engine, trainer, f"group_{driver.engine.version}")
+    shape = read_shape(models_dir / "old")
+    publisher = SlicePublisher(driver.engine, trainer, shape, f"group_{driver.engine.version}")
     driver.run(publisher.open())
     yield publisher
     driver.run(publisher.publish(old_model, driver.engine.version + 1))
@@ -192,7 +199,7 @@ def test_finished_ones_are_delivered_before_the_slowest(driver: Driver) -> None:
 
 def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
     driver: Driver,
-    old_weights: DirectPublisher,
+    old_weights: SlicePublisher,
     old_model: LlamaForCausalLM,
     new_model: LlamaForCausalLM,
 ) -> None:
@@ -218,7 +225,7 @@ def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
 
 
 def test_after_a_publish_no_request_reuses_the_older_prefix(
-    driver: Driver, old_weights: DirectPublisher, new_model: LlamaForCausalLM
+    driver: Driver, old_weights: SlicePublisher, new_model: LlamaForCausalLM
 ) -> None:
     long_prompt = [3 + i % 60 for i in range(64)]
     driver.run(driver.collect(long_prompt, Sampling(4, 1.0), [0, 1]))
@@ -234,7 +241,7 @@ def test_after_a_publish_no_request_reuses_the_older_prefix(
 
 def test_requests_racing_with_a_publish_are_exact(
     driver: Driver,
-    old_weights: DirectPublisher,
+    old_weights: SlicePublisher,
     old_model: LlamaForCausalLM,
     new_model: LlamaForCausalLM,
 ) -> None:
@@ -276,6 +283,83 @@ def test_closing_the_iterator_gives_the_rest_up(driver: Driver) -> None:
         await driver.collect(PROMPT, Sampling(3, 1.0), list(range(48)))
 
     driver.run(abandon())
+
+
+def test_a_broadcast_replaces_the_weights(
+    driver: Driver,
+    old_weights: SlicePublisher,
+    trainer: TrainerProcess,
+    new_model: LlamaForCausalLM,
+) -> None:
+    version = driver.engine.version + 1
+    publisher = BroadcastPublisher(driver.engine, trainer, f"broadcast_{version}")
+    driver.run(publisher.open())
+    driver.run(publisher.publish(new_model, version))
+    driver.run(publisher.close())
+    check_holds(driver, new_model, version)
+
+
+def test_a_folder_replaces_the_weights_and_a_missing_one_does_no_harm(
+    driver: Driver, old_weights: SlicePublisher, models_dir: Path, new_model: LlamaForCausalLM
+) -> None:
+    version = driver.engine.version + 1
+
+    async def load(folder: Path) -> None:
+        await driver.engine.pause()
+        await driver.engine.load(folder, version)
+        await driver.engine.resume(version)
+
+    with pytest.raises(EngineError):
+        driver.run(load(models_dir / "missing"))
+    driver.run(load(models_dir / "new"))
+    check_holds(driver, new_model, version)
+
+
+def check_holds(driver: Driver, model: LlamaForCausalLM, version: int) -> None:
+    for completion in driver.run(driver.collect(PROMPT, Sampling(16, 1.0), [0, 1, 2])):
+        assert {span.version for span in completion.spans} == {version}
+        expected = logprobs(model, PROMPT, completion.token_ids)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
+        )
+
+
+def test_recomputing_leaves_nothing_of_the_older_weights_but_tokens(
+    driver: Driver,
+    old_weights: SlicePublisher,
+    old_model: LlamaForCausalLM,
+    new_model: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if driver.engine.name == "hf":
+        pytest.skip("the hf engine refuses it at start")
+    setup = replace(driver.engine._setup, recomputes_kv_cache=True)
+    monkeypatch.setattr(driver.engine, "_setup", setup)
+    version = driver.engine.version
+    prompt = [3 + i % 50 for i in range(40)]
+
+    async def publish_amid() -> list[Completion]:
+        # More than run at once, so that some wait in the server.
+        running = asyncio.create_task(driver.collect(prompt, Sampling(150, 1.0), list(range(60))))
+        await asyncio.sleep(0.3)
+        await old_weights.publish(new_model, version + 1)
+        return await running
+
+    found = driver.run(publish_amid())
+    spanning = [completion for completion in found if len(completion.spans) == 2]
+    assert spanning, "no completion was in flight during the publish"
+    for completion in found:
+        cut = completion.spans[0].end if completion.spans[0].version == version else 0
+        tokens = completion.token_ids
+        older, newer = (logprobs(model, prompt, tokens) for model in (old_model, new_model))
+        expected = torch.cat([older[:cut], newer[cut:]])
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_the_hf_engine_refuses_to_recompute(models_dir: Path, tmp_path: Path) -> None:
+    setup = make_setup(models_dir, tmp_path / "hf.log", recomputes_kv_cache=True)
+    with pytest.raises(EngineError, match="weights.kv_cache"):
+        asyncio.run(load_engine("hf")(setup).start())
 
 
 def test_a_bucket_nobody_sends_is_an_engine_error(driver: Driver) -> None:

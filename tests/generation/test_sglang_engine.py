@@ -1,18 +1,14 @@
 """What is read from SGLang's answers, and what it is started with; no server is needed."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup
-from generation.sglang_engine import (
-    check_answer,
-    parse_release,
-    read_completion,
-    read_event,
-    server_command,
-)
+from generation.sglang_answers import check_answer, read_completion, read_event
+from generation.sglang_engine import parse_release, server_command
 from megatron_rl.protocol.types import VersionSpan
 
 META = {
@@ -82,6 +78,8 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     command = server_command(setup)
     assert {"--disable-overlap-schedule", "--weight-version=-1", "--tp-size=2"} <= set(command)
     assert ("--device" in command) == sglang_cpu.is_needed()
+    assert not any("--quantization" in word for word in command)
+    assert "--quantization=fp8" in server_command(dataclasses.replace(setup, quantization="fp8"))
 
 
 def test_two_ranks_are_pinned_to_two_cores() -> None:

@@ -36,13 +36,14 @@ from megatron_rl.protocol.types import (
     Stop,
 )
 from megatron_rl.protocol.wire import Router
-from megatron_rl.weights.group import close_group
+from megatron_rl.weights.shape import read_shape
 from tests.generation.publisher import (
-    broadcast,
-    buckets,
+    SliceSender,
+    check_reports,
     free_port,
-    join_message,
-    open_as_trainer,
+    of_attempt,
+    parameters_of,
+    plan_exchange,
 )
 from tests.generation.tiny_model import logprobs
 
@@ -110,23 +111,23 @@ def obey(router: Router, message: AnyMessage) -> None:
     assert await_kind(router, Ack) == Ack(type(message).__name__)
 
 
-def publish_phase(router: Router, model: LlamaForCausalLM, versions: list[int]) -> None:
-    """A whole training phase of a publisher: hello, join, publishes, leave."""
+def publish_phase(
+    router: Router, folder: Path, model: LlamaForCausalLM, versions: list[int]
+) -> None:
+    """A whole training phase of a publisher: hello, publishes, leave."""
     hello = await_kind(router, Hello, START_S)
-    assert hello.world_size == 1
-    join = join_message("phase")
-    router.send("generator-0", join)
-    group = open_as_trainer(join)
-    assert await_kind(router, Ack) == Ack("JoinGroup")
+    assert (hello.world_size, hello.version) == (1, -1)
+    exchange = plan_exchange(read_shape(folder), hello, f"phase-{time.monotonic_ns()}")
+    sender = SliceSender(exchange)
     for version in versions:
         obey(router, Pause())
-        for message, flat in buckets(model, version):
-            router.send("generator-0", message)
-            broadcast(flat, group)
-            assert await_kind(router, Ack) == Ack("Bucket")
+        turn = of_attempt(exchange, version + 1, version)
+        router.send("generator-0", turn.receive)
+        check_reports(sender.send(turn, parameters_of(model)), exchange.plan)
+        assert await_kind(router, Ack) == Ack("Receive")
         obey(router, Resume(version))
     router.send("generator-0", LeaveGroup())
-    close_group(group)
+    sender.close()
 
 
 def lease(lease_id: int, count: int, content: str = "12+7", **sampling: Any) -> Lease:
@@ -172,7 +173,7 @@ def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
         ready = await_kind(queue, GeneratorReady, START_S)
         assert (ready.capacity, ready.version) == (32, -1)
         for model, versions in ((new_model, [0, 1]), (old_model, [0])):
-            publish_phase(weights, model, versions)
+            publish_phase(weights, models_dir / "old", model, versions)
             await_message(
                 queue,
                 lambda m, last=versions[-1]: isinstance(m, GeneratorReady) and m.version == last,
@@ -213,7 +214,7 @@ def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
             assert "<eos>" not in rollout.text
         queue.send("generator-0", lease(3, 16, max_new_tokens=128))
         queue.send("generator-0", Stop("enough"))
-        assert process.wait(timeout=8) == 0
+        assert process.wait(timeout=20) == 0
     rows = read_jsonl(config.run.dir / "metrics.jsonl")
     assert rows and all(row["source"] == "generator-0" for row in rows)
     assert sum(row["generator/tokens"] for row in rows) > 0

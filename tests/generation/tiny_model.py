@@ -14,14 +14,13 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}=>{% endfor %}"
 
 def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
     """Write a model folder; weights are drawn from the seed, wide enough to be far from uniform."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     config = LlamaConfig(
         hidden_size=64,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=128,
-        vocab_size=len(vocabulary),
+        vocab_size=len(SPECIAL) + len(CHARACTERS),
         max_position_embeddings=1024,
         initializer_range=0.15,
         tie_word_embeddings=False,
@@ -32,6 +31,12 @@ def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -42,7 +47,6 @@ def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
         pad_token="<pad>",
         chat_template=TEMPLATE,
     ).save_pretrained(folder)
-    return model
 
 
 @torch.no_grad()

@@ -4,9 +4,10 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from megatron_rl.live_view import LiveView, MetricsTail
+from megatron_rl.live_view import LiveView, MetricsTail, restart_line
 from megatron_rl.protocol.config_file import load_config
 
 STEP = {
@@ -17,6 +18,11 @@ EVALUATION = {
     "time": 2.0, "source": "queue", "step": 7, "label": "after", "eval/accuracy": 0.75,
     "eval/accuracy_se": 0.025, "eval/n": 300,
 }  # fmt: skip
+RESTART = {
+    "time": 3.0, "source": "launch", "step": 7, "launch/generator_restarts": 1,
+    "role": "generator-0", "exit_code": -9, "restart": 2, "max_restarts": 3,
+}  # fmt: skip
+RESTART_LINE = "warning: generator-0 ended with signal 9 after step 7; restart 2 of 3"
 
 
 def append(path: Path, text: str) -> None:
@@ -58,3 +64,19 @@ def test_terminal_output_draws_steps(tmp_path: Path) -> None:
         view.refresh({})
     assert "0.625" in output.getvalue()
     assert "last steps of 40" in output.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_restart_of_a_generator_is_a_warning(tmp_path: Path, is_terminal: bool) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"', "train.steps=40"])
+    append(tmp_path / "metrics.jsonl", json.dumps(STEP) + "\n" + json.dumps(RESTART) + "\n")
+    with LiveView(config, Console(file=output, width=120, force_terminal=is_terminal)) as view:
+        assert view.last_step == -1
+        view.refresh({})
+        assert view.last_step == 7
+    assert RESTART_LINE in output.getvalue()
+
+
+def test_restart_before_the_first_step_says_so() -> None:
+    assert restart_line(RESTART | {"step": -1}).endswith("before the first step; restart 2 of 3")

@@ -106,6 +106,11 @@ def test_pipeline_that_does_not_divide_the_layers(tmp_path: Path, overrides: lis
     assert message.endswith("1 or 2 or 4")
 
 
+def test_expert_ranks_without_experts(tmp_path: Path, overrides: list[str]) -> None:
+    message = message_of(tmp_path, [*overrides, "parallel.data=2", "parallel.expert=2"])
+    assert "the model has no experts" in message
+
+
 def test_malformed_prompt_names_file_and_line(tmp_path: Path, overrides: list[str]) -> None:
     write_lines(tmp_path / "prompts.jsonl", [prompt_line(0, "held_out"), '{"task": "math"'])
     assert f"{tmp_path}/prompts.jsonl:2" in message_of(tmp_path, overrides)

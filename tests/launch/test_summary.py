@@ -20,7 +20,7 @@ KEYS_OF_THE_ISSUE = {
     "staleness_max", "logprob_gap_mean", "publish_s_median", "generator_idle_fraction",
     "trainer_idle_fraction", "wall_s", "hf_export",
 }  # fmt: skip
-ADDED_KEYS = {"control", "control_accuracy", "control_se", "max_staleness"}
+ADDED_KEYS = {"control", "control_accuracy", "control_se", "max_staleness", "generator_restarts"}
 
 START = {
     "time": 99.0, "source": "trainer", "step": -1, "engine": "sglang", "engine_version": "0.5.23",
@@ -167,3 +167,12 @@ def test_text_shows_errors_and_control_and_calls_small_differences_undecided() -
     assert "+0.060 to before, +1.4 combined standard errors: too little to tell" in text
     assert "RL beside control +0.190 to control, +4.5 combined" in text
     assert "runs/x/hf/final" in text
+
+
+def test_restarted_generators_are_counted_and_told_of() -> None:
+    assert summarize(run_rows(), FACTS)["generator_restarts"] == 0
+    restart = {"time": 107.0, "source": "launch", "step": 1, "launch/generator_restarts": 1}
+    summary = summarize([*run_rows(), restart, restart], FACTS)
+    assert summary["generator_restarts"] == 2
+    assert "died and were restarted 2 times" in render_text(summary, FACTS)
+    assert "restarted" not in render_text(summarize(run_rows(), FACTS), FACTS)

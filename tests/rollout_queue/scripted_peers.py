@@ -89,7 +89,7 @@ class ScriptedPeers:
         self.on_step = on_step
         self.config, self.dp_size, self.trains = config, dp_size, trains
         host = config.ports.host
-        self.generator = Dealer(f"{host}:{config.ports.prompts}", "generator-0")
+        self.generator: Dealer | None = Dealer(f"{host}:{config.ports.prompts}", "generator-0")
         self.verifier = Dealer(f"{host}:{config.ports.verify}", "verifier-0")
         self.trainers = [
             Dealer(f"{host}:{config.ports.batches}", f"trainer-{rank}") for rank in range(dp_size)
@@ -105,21 +105,29 @@ class ScriptedPeers:
         """(version at the lease, lease)"""
         self.stopped: set[str] = set()
         self.ready_at = 0.0
+        self.session = 1
+        self.alive_at = self.joined_at = 0.0
+        """A dead generator starts at alive_at, and holds the published weights from joined_at."""
+        self.lost: list[tuple[int, int]] = []
+        """(lease id, index) of the completions that dead generators held."""
+        self.death: tuple[float, float] | None = None
+        self.poller = zmq.Poller()
 
     def run(self, queue: subprocess.Popen, timeout_s: float) -> int:
         """Serve until the queue exits; its exit code."""
-        poller = zmq.Poller()
         for dealer in (self.generator, self.verifier, *self.trainers):
-            poller.register(dealer.socket, zmq.POLLIN)
+            self.poller.register(dealer.socket, zmq.POLLIN)
         deadline = time.monotonic() + timeout_s
         if self.trains:
             self._publish(0)
         while queue.poll() is None and time.monotonic() < deadline:
+            if self.generator is None and time.monotonic() > self.alive_at:
+                self._revive_generator()
             if time.monotonic() > self.ready_at:
                 self._announce()
-            if not poller.poll(50):
+            if not self.poller.poll(50):
                 self._release(0)
-            while (message := self.generator.receive(0)) is not None:
+            while self.generator and (message := self.generator.receive(0)) is not None:
                 self._on_generator(message)
             while (message := self.verifier.receive(0)) is not None:
                 self._on_verifier(message)
@@ -129,11 +137,39 @@ class ScriptedPeers:
         return queue.wait(timeout=5)
 
     def close(self) -> None:
-        for dealer in (self.generator, self.verifier, *self.trainers):
+        for dealer in filter(None, (self.generator, self.verifier, *self.trainers)):
             dealer.close()
 
+    def kill_generator(self, *, dead_s: float, joins_s: float) -> None:
+        """Let the generator die with its next lease in hand.
+
+        Another starts after dead_s, and holds the published weights joins_s later.
+        """
+        self.death = (dead_s, joins_s)
+
+    def _die(self, dead_s: float, joins_s: float) -> None:
+        self.death = None
+        self.lost += [(lease.lease_id, index) for lease, index, _ in self.held]
+        self.held.clear()
+        self.poller.unregister(self.generator.socket)
+        self.generator.socket.close(linger=0)
+        self.generator.close()
+        self.alive_at = time.monotonic() + dead_s
+        self.joined_at = self.alive_at + joins_s
+        self.session += 1
+        self.generator = None
+
+    def _revive_generator(self) -> None:
+        address = f"{self.config.ports.host}:{self.config.ports.prompts}"
+        self.generator = Dealer(address, "generator-0")
+        self.poller.register(self.generator.socket, zmq.POLLIN)
+        self._announce()
+
     def _announce(self) -> None:
-        self.generator.send(GeneratorReady(self.config.generator.max_running, self.version, 1))
+        if self.generator is not None:
+            version = self.version if time.monotonic() >= self.joined_at else -1
+            capacity = self.config.generator.max_running
+            self.generator.send(GeneratorReady(capacity, version, self.session))
         self.verifier.send(VerifierReady({"answers": 1024, "code": 256, "custom": 256}, 1))
         self.ready_at = time.monotonic() + 0.5
 
@@ -150,10 +186,14 @@ class ScriptedPeers:
         if isinstance(message, Stop):
             self.stopped.add("generator")
             return
+        assert time.monotonic() >= self.joined_at, "a lease came before the weights"
         self.leases.append((self.version, message))
         self.held += [(message, index, self.version) for index in message.indices]
         self.chance.shuffle(self.held)
-        self._release(self.hold)
+        if self.death is not None:
+            self._die(*self.death)
+        else:
+            self._release(self.hold)
 
     def _release(self, keep: int) -> None:
         while len(self.held) > keep:

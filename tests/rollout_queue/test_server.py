@@ -42,6 +42,8 @@ def test_a_whole_run_trains_evaluates_records_and_stops(tmp_path: Path, max_stal
     assert peers.stopped == {"generator", "verifier", "trainer-0", "trainer-1"}
     assert len(peers.batches) == 6
     check_batches(peers, max_staleness)
+    spanning = sum(reduced(batch, "queue/rollouts_spanning_versions") for batch in peers.batches)
+    assert (spanning > 0) == (max_staleness > 0)
     check_files(tmp_path, peers)
 
 
@@ -64,8 +66,6 @@ def check_batches(peers: ScriptedPeers, max_staleness: int) -> None:
         assert 0 <= step - oldest <= max_staleness
         assert reduced(batch, "queue/staleness_versions_max") == step - oldest
         assert reduced(batch, "queue/rollouts_trained") == 16
-    spanning = sum(reduced(batch, "queue/rollouts_spanning_versions") for batch in peers.batches)
-    assert (spanning > 0) == (max_staleness > 0)
 
 
 def check_files(folder: Path, peers: ScriptedPeers) -> None:

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from megatron_rl.protocol.config import ParallelConfig
 from megatron_rl.weights import export
-from megatron_rl.weights.export import bucketed, export_tensors, save_hf
+from megatron_rl.weights.export import bucketed, export_tensors, save_hf, senders
+from megatron_rl.weights.layouts import Share
+from megatron_rl.weights.names import Place, hf_shapes, trainer_slices
+from megatron_rl.weights.ranks import place_of
+from megatron_rl.weights.shape import read_shape
+from megatron_rl.weights.slices import as_matrix
 from tests.distributed import run_ranks
-from tests.tiny_models import VOCAB, full_logits, load_on_rank, write_model
+from tests.tiny_models import QWEN3_MOE, VOCAB, full_logits, load_on_rank, write_model
 
 
 def exported(folder: Path, parallel: ParallelConfig, dtype: str) -> list[tuple[str, Tensor]]:
@@ -51,6 +56,59 @@ def test_biases_and_query_norms_are_exported(family: str, tmp_path: Path) -> Non
     first = dict(run_ranks(exported, 2, tmp_path / "m", ParallelConfig(tensor=2), "float32")[0])
     assert first.keys() == expected.keys()
     assert all(torch.equal(first[key], expected[key]) for key in expected)
+
+
+def save_and_wait(source: Path, target: Path, parallel: ParallelConfig, dtype: str) -> None:
+    loaded = load_on_rank(source, parallel, dtype)
+    save_hf(target, loaded.model, loaded.shape, source=source)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("Qwen3Moe", ParallelConfig()),
+        ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True)),
+        ("Qwen3Moe", ParallelConfig(pipeline=2)),
+        ("Qwen3Moe", ParallelConfig(data=2, expert=2)),
+        ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True, expert=2)),
+        ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True, data=2, expert=4)),
+        ("Qwen3Moe", ParallelConfig(pipeline=2, data=2, expert=2)),
+        ("Mixtral", ParallelConfig(data=2, expert=2)),
+    ],
+)
+def test_saved_mixture_equals_the_loaded_one_bit_for_bit(
+    family: str, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    options = QWEN3_MOE if family == "Qwen3Moe" else {"num_local_experts": 4}
+    is_tied = parallel.pipeline > 1
+    write_model(tmp_path / "m", family=family, is_tied=is_tied, dtype=torch.bfloat16, **options)
+    run_ranks(
+        save_and_wait, parallel.world_size, tmp_path / "m", tmp_path / "out", parallel, "bfloat16"
+    )
+    expected = load_file(tmp_path / "m" / "model.safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys() and len(found) > 4 * 4 * 3
+    for name, tensor in expected.items():
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], tensor), name
+
+
+def test_each_element_is_sent_once_and_rank_0_gives_what_it_has(tmp_path: Path) -> None:
+    write_model(tmp_path / "m", family="Qwen3Moe", **QWEN3_MOE)
+    shape = read_shape(tmp_path / "m")
+    like = Place(Share(0, 2), Share(0, 2), Share(0, 4))
+    places = tuple(place_of(rank, 16, like) for rank in range(16))
+    sent = senders(shape, places)
+    for name, size in hf_shapes(shape).items():
+        count = torch.zeros(size, dtype=torch.int64)
+        for rank, parts in sent[name].items():
+            for part in parts:
+                assert part in trainer_slices(shape, places[rank])
+                area = as_matrix(count)[part.row : part.row + part.rows]
+                area[:, part.column : part.column + part.columns] += 1
+        assert (count == 1).all(), name
+    assert set(sent["model.layers.0.mlp.gate.weight"]) == {0}
+    assert set(sent["model.layers.0.mlp.experts.3.up_proj.weight"]) == {3}
+    assert set(sent["model.layers.2.self_attn.o_proj.weight"]) == {8, 9}
 
 
 def test_buckets_keep_order_and_size() -> None:

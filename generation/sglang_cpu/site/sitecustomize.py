@@ -4,7 +4,7 @@ SGLang's scheduler and detokenizer are forked, not spawned: spawned they import 
 which takes ten seconds of a core each. Some modules are prepared when SGLang imports them:
 - torchvision: its CUDA-built wheel registers fakes for two C++ operators that are absent without
   CUDA, so they are defined first.
-- those in PATCHES: a module of this folder replaces what is slow in them.
+- those in PATCHES: a module of this folder replaces what is slow or fails in them.
 """
 
 import importlib
@@ -17,6 +17,7 @@ from types import ModuleType
 
 PATCHES = {
     "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
+    "sglang.srt.layers.moe.fused_moe_native": "absent_experts",
     "sglang.srt.layers.sampler": "inverse_sampling",
 }
 """SGLang's module -> ours, whose `install` is called with it."""

@@ -1,0 +1,51 @@
+"""What SGLang's server answers, read and checked. Pure functions, used by `sglang_engine.py`."""
+
+import json
+from typing import Any
+
+from generation.engine import Completion, EngineError
+from generation.weight_versions import spans_from_arrivals, spans_from_report
+
+
+def read_event(event: bytes) -> dict[str, Any]:
+    """Body of one server-sent event. Raises EngineError when it reports an error."""
+    body = json.loads(event.removeprefix(b"data: "))
+    if "error" in body:
+        raise EngineError(f"/generate: {body['error'].get('message', body['error'])}")
+    return body
+
+
+def read_completion(
+    event: dict[str, Any], index: int, arrivals: list[tuple[int, int]]
+) -> Completion:
+    """Completion of a last event. Raises EngineError when it was aborted or contradicts itself.
+
+    arrivals: (tokens so far, version held then) at each event, for servers that report no spans.
+    """
+    meta, token_ids = event["meta_info"], event["output_ids"]
+    finish = meta["finish_reason"]
+    if finish["type"] not in ("stop", "length"):
+        raise EngineError(f"SGLang ended a completion by {finish['type']}: {finish.get('message')}")
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens")
+    try:
+        if "weight_versions" in meta:
+            spans = spans_from_report(meta["weight_versions"], len(token_ids))
+        else:
+            spans = spans_from_arrivals(arrivals, len(token_ids))
+    except ValueError as error:
+        raise EngineError(f"SGLang's weight versions: {error}") from error
+    return Completion(index, token_ids, logprobs, spans, finish["type"])
+
+
+def check_answer(path: str, status: int, text: str) -> None:
+    """Raise EngineError for a bad status and for a JSON body with success=false."""
+    if status != 200:
+        raise EngineError(f"{path}: {status} {text}")
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        return  # some routes answer in plain text
+    if isinstance(body, dict) and body.get("success") is False:
+        raise EngineError(f"{path}: {body.get('message', text)}")

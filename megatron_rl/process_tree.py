@@ -1,0 +1,124 @@
+"""The processes below the launcher: which there are, which lost their starter, and their end.
+
+Used by `supervisor.py`, in the launcher's one thread. Works while the launcher is a child
+subreaper: a process whose parent died becomes a child of the launcher instead of escaping.
+"""
+
+import ctypes
+import logging
+import os
+import time
+from collections.abc import Callable, Collection
+
+import psutil
+
+KILL_GRACE_S = 3.0
+_KILL_ROUND_S = 0.2
+_LOOK_S = 0.05
+_PR_SET_CHILD_SUBREAPER = 36
+
+log = logging.getLogger(__name__)
+
+
+def set_subreaper(is_on: bool) -> None:
+    """Become, or stop being, the parent of descendants whose own parent died."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0)
+
+
+def find_descendants(
+    not_ours: Collection[psutil.Process], role_pids: Collection[int]
+) -> list[psutil.Process]:
+    """Live processes below this one but `not_ours`; takes the exit status of orphans that ended.
+
+    The exit status of a role (`role_pids`) is left to whoever started it.
+    """
+    return _alive(psutil.Process().children(recursive=True), not_ours, role_pids)
+
+
+def find_orphans(
+    not_ours: Collection[psutil.Process], role_pids: Collection[int]
+) -> list[psutil.Process]:
+    """Live processes that a role started and that lost their parent, and all below them.
+
+    Every process of a run keeps its children for as long as it lives, so a child of the launcher
+    that is no role is what a dead process left behind.
+    """
+    found: list[psutil.Process] = []
+    for process in _alive(psutil.Process().children(), not_ours, role_pids):
+        if process.pid in role_pids:
+            continue
+        try:
+            found += [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _alive(
+    processes: list[psutil.Process],
+    not_ours: Collection[psutil.Process],
+    role_pids: Collection[int],
+) -> list[psutil.Process]:
+    found = []
+    for process in processes:
+        if process in not_ours:
+            continue
+        if not _is_zombie(process):
+            found.append(process)
+        elif process.pid not in role_pids:
+            _reap(process.pid)
+    return found
+
+
+def wait_for_none(find: Callable[[], list[psutil.Process]], timeout_s: float) -> bool:
+    """Whether `find` finds nothing any more within timeout_s."""
+    deadline = time.monotonic() + timeout_s
+    while find():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def kill_all(find: Callable[[], list[psutil.Process]], why: str) -> list[psutil.Process]:
+    """SIGKILL to all that `find` finds, until it finds none; those alive after KILL_GRACE_S."""
+    deadline = time.monotonic() + KILL_GRACE_S
+    # Again after each round: a process may have forked between the look and the kill.
+    while (alive := find()) and time.monotonic() < deadline:
+        for process in alive:
+            log.info("killing %s, pid %d: %s", _name(process), process.pid, why)
+            _kill(process)
+        wait_for_none(find, _KILL_ROUND_S)
+    if alive:
+        log.error("could not end pids %s", [process.pid for process in alive])
+    return alive
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "a process"
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        pass
+
+
+def _reap(pid: int) -> None:
+    """Take the exit status of an orphan that the subreaper inherited."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        pass

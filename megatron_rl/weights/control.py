@@ -1,0 +1,43 @@
+"""What trainer ranks agree on while they publish: bytes from rank 0, and whether all succeeded.
+
+Runs on every trainer rank, over a group of its own for host memory.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Control:
+    """A small channel over all trainer ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """group: of all trainer ranks, for tensors in host memory."""
+        self._group = group
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def share(self, value: Any, kind: type[T]) -> T:
+        """Rank 0's value on every rank; what the others give is ignored."""
+        frame = msgspec.msgpack.encode(value) if self.rank == 0 else b""
+        size = torch.tensor([len(frame)])
+        dist.broadcast(size, src=0, group=self._group)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        dist.broadcast(payload, src=0, group=self._group)
+        return msgspec.msgpack.decode(payload.numpy().tobytes(), type=kind)
+
+    def all(self, is_good: bool) -> bool:
+        """Whether it is good on every rank."""
+        flag = torch.tensor([int(is_good)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self._group)

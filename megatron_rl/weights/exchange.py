@@ -1,0 +1,332 @@
+"""The method `reshard`: slices go from trainer shards straight into engine shards.
+
+Runs on every trainer rank. One process group a generator, of all trainer ranks and the engine's
+ranks, so that a generator that fails harms no other's. A transfer:
+
+| rank 0 | the other trainer ranks | the engine's ranks |
+|---|---|---|
+| Pause, then Receive | wait for its word | read the plan, check their parameters, say ready |
+| waits for all `ready`, sets `go` | | wait for `go` |
+| opens the group, sends | open the group, send | open the group, receive, compare digests |
+| reads all `done`; Resume, or once more | learn how it ended | |
+
+Nothing is sent before every receiver is ready, and a receiver that fails closes its connections,
+so only one that stops without a word costs the deadline.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.types import Fence, Hello, LeaveGroup, Pause, Receive, Resume
+from megatron_rl.weights.control import Control
+from megatron_rl.weights.engine_layout import engine_slices, hf_slices
+from megatron_rl.weights.group import close_group, join_group, open_store
+from megatron_rl.weights.layouts import Share
+from megatron_rl.weights.link import GeneratorLink, GeneratorLost
+from megatron_rl.weights.parcels import connect, send
+from megatron_rl.weights.publisher import Member, Outcome
+from megatron_rl.weights.receiver import Report
+from megatron_rl.weights.reshard import Parcel, Plan, make_plan
+from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.slices import Slice
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+"""Transfers of one publish to one generator; the second if parcels arrived damaged."""
+ENGINE_MARGIN_S = 2.0
+"""The senders' deadline ends so much after the receivers', whose error says more."""
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How to exchange."""
+
+    host: str
+    """Where the stores of the groups listen."""
+    backend: str
+    """Collectives of the groups."""
+    dtype: torch.dtype
+    """Of elements on the wire."""
+    bucket_bytes: int
+    deadline_s: float
+    name: str
+    """Prefix of the groups' names, the same on every rank and of no other publisher."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Rank 0's word to the other trainer ranks about one transfer."""
+
+    reason: str = ""
+    """Why it does not take place; empty when it does."""
+    receive: Receive | None = None
+
+
+class _Stream:
+    """One trainer rank's end of the exchange with one generator."""
+
+    def __init__(self, rounds: list[list[Parcel]], store: dist.TCPStore | None) -> None:
+        self.rounds = rounds
+        self.store = store
+        self.group: dist.ProcessGroup | None = None
+        self.name = ""
+        self.port = 0
+        self.attempts = 0
+
+
+class Reshard:
+    """Exchanges with all generators."""
+
+    def __init__(
+        self,
+        parameters: dict[str, Tensor],
+        senders: dict[int, list[Slice]],
+        shape: ModelShape,
+        *,
+        control: Control,
+        link: GeneratorLink | None,
+        settings: ExchangeSettings,
+    ) -> None:
+        """parameters: this rank's, by local name. senders: the slices of every trainer rank."""
+        self._parameters = parameters
+        self._senders, self._shape = senders, shape
+        self._control, self._link, self._settings = control, link, settings
+        self._streams: dict[str, _Stream] = {}
+        self._groups_made = 0
+        self.peak_bytes = 0
+        """Most memory of buffers that this rank has needed."""
+
+    def publish(self, members: list[Member], version: int) -> Outcome:
+        """One member after the other: each stands still for its own transfer only."""
+        outcome = Outcome()
+        self._open_streams(members)
+        for member in members:
+            reason = self._serve(member, version, outcome)
+            if reason:
+                outcome.failed[member.name] = reason
+        return outcome
+
+    # --- one generator --------------------------------------------------------------------------
+
+    def _serve(self, member: Member, version: int, outcome: Outcome) -> str:
+        """Bring one generator to the version; why that failed, the same on every rank."""
+        paused_at = time.monotonic()
+        reason, damaged = "", 0
+        for _ in range(ATTEMPTS):
+            reason, damaged = self._transfer(member, version, outcome)
+            outcome.damaged += damaged
+            if reason or not damaged:
+                break
+            log.warning("%d damaged parcels at %s: once more", damaged, member.name)
+        if damaged and not reason:
+            reason = f"{member.name}: {damaged} parcels arrived damaged, {ATTEMPTS} times"
+        reason = self._control.share(self._conclude(member, version, reason), str)
+        if not reason:
+            outcome.pauses_s.append(time.monotonic() - paused_at)
+        return reason
+
+    def _transfer(self, member: Member, version: int, outcome: Outcome) -> tuple[str, int]:
+        """(why it failed, damaged parcels), the same on every rank."""
+        ends_at = time.monotonic() + self._settings.deadline_s + ENGINE_MARGIN_S
+        order = self._control.share(self._prepare(member, version, ends_at), Order)
+        if order.receive is None:
+            return order.reason, 0
+        fault = self._send(member.name, order.receive, ends_at)
+        is_sent = self._control.all(not fault)
+        verdict = self._verdict(member, order.receive, ends_at, outcome) if is_sent else (fault, 0)
+        found = self._control.share(verdict, tuple[str, int])
+        if is_sent or found[0]:
+            return found
+        return f"{member.name}: a trainer rank could not send its slices", 0
+
+    def _prepare(self, member: Member, version: int, ends_at: float) -> Order | None:
+        """On rank 0: pause the generator and wait until all its ranks are ready."""
+        if self._link is None:
+            return None
+        stream = self._streams[member.name]
+        self._link.begin(member.name)
+        stream.attempts += 1
+        receive = self._receive_message(member, stream, version)
+        ready = self._keys("ready", receive)
+        try:
+            self._link.ask(member.name, Pause(), ends_at)
+            self._link.tell(member.name, receive)
+            self._link.wait(
+                member.name, lambda: stream.store.check(ready), ends_at, "it is not ready"
+            )
+        except GeneratorLost as error:
+            stream.store.set(f"go/{receive.attempt}", "0")
+            return Order(str(error))
+        refusals = [text for key in ready if (text := stream.store.get(key).decode())]
+        stream.store.set(f"go/{receive.attempt}", "0" if refusals else "1")
+        return Order(f"{member.name}: {refusals[0]}") if refusals else Order("", receive)
+
+    def _receive_message(self, member: Member, stream: _Stream, version: int) -> Receive:
+        offset = self._control.world_size
+        return Receive(
+            address=self._settings.host,
+            port=stream.port,
+            group_name=stream.name,
+            backend=self._settings.backend,
+            rank_offset=offset,
+            world_size=offset + member.hello.world_size,
+            attempt=stream.attempts,
+            version=version,
+            deadline_s=self._settings.deadline_s,
+        )
+
+    def _send(self, name: str, receive: Receive, ends_at: float) -> str:
+        """This rank's part; why it failed."""
+        stream = self._streams[name]
+        try:
+            if stream.group is None:
+                if stream.store is None:
+                    stream.store = open_store(
+                        receive.address, receive.port, is_master=False, timeout_s=receive.deadline_s
+                    )
+                stream.group = join_group(
+                    stream.store,
+                    self._control.rank,
+                    receive.world_size,
+                    name=receive.group_name,
+                    backend=receive.backend,
+                    timeout_s=receive.deadline_s,
+                )
+                connect(stream.group, next(iter(self._parameters.values())).device)
+            peak_bytes = send(
+                stream.rounds,
+                self._parameters,
+                stream.group,
+                dtype=self._settings.dtype,
+                version=receive.version,
+                deadline_s=ends_at - time.monotonic(),
+            )
+            self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        except RuntimeError as error:
+            return f"{name}: sending failed: {error}"
+        return ""
+
+    def _verdict(
+        self, member: Member, receive: Receive, ends_at: float, outcome: Outcome
+    ) -> tuple[str, int]:
+        """On rank 0: (why the transfer failed, damaged parcels) by the reports of all its ranks."""
+        if self._link is None:
+            return "", 0
+        store, done = self._streams[member.name].store, self._keys("done", receive)
+        try:
+            self._link.wait(member.name, lambda: store.check(done), ends_at, "no report came")
+            self._link.await_ack(member.name, receive, ends_at)
+        except GeneratorLost as error:
+            return str(error), 0
+        reports = [msgspec.json.decode(store.get(key), type=Report) for key in done]
+        errors = [report.error for report in reports if report.error]
+        outcome.transfers_s.append(max(report.seconds for report in reports))
+        outcome.wire_bytes += sum(report.payload_bytes for report in reports)
+        outcome.peak_bytes = max(outcome.peak_bytes, *(report.peak_bytes for report in reports))
+        damaged = sum(report.damaged for report in reports)
+        return (f"{member.name}: {errors[0]}" if errors else ""), damaged
+
+    def _conclude(self, member: Member, version: int, reason: str) -> str:
+        """On rank 0: let the generator go on, or fence it; why that failed."""
+        if self._link is None:
+            return reason
+        ends_at = time.monotonic() + self._settings.deadline_s
+        try:
+            if not reason:
+                self._link.ask(member.name, Resume(version), ends_at)
+            else:
+                self._link.tell(member.name, Fence(reason))
+        except GeneratorLost as error:
+            return reason or str(error)
+        return reason
+
+    def _keys(self, kind: str, receive: Receive) -> list[str]:
+        ranks = range(receive.rank_offset, receive.world_size)
+        return [f"{kind}/{receive.attempt}/{rank}" for rank in ranks]
+
+    # --- who is there ---------------------------------------------------------------------------
+
+    def _open_streams(self, members: Sequence[Member]) -> None:
+        """Plans for generators without one; all ranks compute the same."""
+        loads: dict[int, int] = {}
+        for member in members:
+            if member.name in self._streams:
+                continue
+            self._groups_made += 1
+            plan = self.plan(member.hello, loads)
+            stream = _Stream(plan.of_sender(self._control.rank), None)
+            # Unique also among runs: another publisher's group is another one.
+            stream.name = f"{self._settings.name}-{self._groups_made}"
+            if self._link is not None:
+                self._open_store(stream, plan, member)
+            self._streams[member.name] = stream
+
+    def plan(self, hello: Hello, loads: dict[int, int]) -> Plan:
+        """The exchange with an engine; loads: see `make_plan`. Raises InputError."""
+        offset, settings = self._control.world_size, self._settings
+        try:
+            receivers = {
+                offset + rank: receiver_slices(self._shape, hello, rank)
+                for rank in range(hello.world_size)
+            }
+            return make_plan(
+                self._senders,
+                receivers,
+                itemsize=settings.dtype.itemsize,
+                bucket_bytes=settings.bucket_bytes,
+                loads=loads,
+            )
+        except ValueError as error:
+            raise InputError(f"no exchange with a generator of {hello}: {error}") from error
+
+    def _open_store(self, stream: _Stream, plan: Plan, member: Member) -> None:
+        host, timeout_s = self._settings.host, self._settings.deadline_s
+        stream.store = open_store(host, 0, is_master=True, timeout_s=timeout_s)
+        stream.port = stream.store.port
+        offset = self._control.world_size
+        for rank in range(offset, offset + member.hello.world_size):
+            stream.store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))
+
+    def forget(self, name: str) -> None:
+        """Close the group with a generator that is gone."""
+        stream = self._streams.pop(name, None)
+        if stream is not None and stream.group is not None:
+            close_group(stream.group)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._streams):
+            if self._link is not None:
+                try:
+                    self._link.tell(name, LeaveGroup())
+                except GeneratorLost as error:
+                    log.info("%s", error)
+            self.forget(name)
+
+
+def receiver_slices(shape: ModelShape, hello: Hello, rank: int) -> list[Slice]:
+    """Slices of one rank of a generator's engine."""
+    if hello.engine == "hf":
+        return hf_slices(shape)
+    return engine_slices(
+        shape,
+        Share(rank, hello.world_size),
+        ffn_multiple=hello.ffn_multiple,
+        expert_ranks=hello.expert_ranks,
+    )
+
+
+def free_port(address: str) -> int:
+    """A port that nothing listens on now, for a group's rendezvous."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,168 @@
+"""An engine rank's end of an exchange: takes its parcels into its parameters.
+
+Runs in every rank of an engine; shared by engines, needs torch and messages alone. What happened is
+reported in the exchange's store, because SGLang passes on neither a loader's result nor its error:
+
+| key | set by | says |
+|---|---|---|
+| `plan/RANK` | trainer rank 0, before the first transfer | the rank's parcels, round by round |
+| `ready/ATTEMPT/RANK` | the rank | "" when it can receive, else why it cannot or failed later |
+| `go/ATTEMPT` | trainer rank 0 | "1" when the senders start, "0" when they do not |
+| `done/ATTEMPT/RANK` | the rank | a `Report` |
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.protocol.types import Receive
+from megatron_rl.weights.engine_layout import check_slices
+from megatron_rl.weights.group import close_group, join_group, open_store
+from megatron_rl.weights.parcels import connect, receive
+from megatron_rl.weights.reshard import Parcel
+from megatron_rl.weights.slices import Slice
+
+log = logging.getLogger(__name__)
+
+Rounds = list[list[Parcel]]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one engine rank says of one transfer."""
+
+    error: str = ""
+    """Empty when every parcel arrived, damaged or not."""
+    damaged: int = 0
+    payload_bytes: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Refused(RuntimeError):
+    """This rank cannot take part in a transfer; the text says why."""
+
+
+@dataclass
+class _Link:
+    """What is kept between the transfers of one group."""
+
+    store: dist.TCPStore
+    rank: int
+    rounds: Rounds
+    group: dist.ProcessGroup | None = None
+    version: int = -1
+
+
+class Receiver:
+    """Exchanges of one engine rank; at most one group at a time."""
+
+    def __init__(
+        self,
+        parameters: Callable[[], dict[str, Tensor]],
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        may_pad_ffn: bool,
+    ) -> None:
+        """parameters: asked for at each transfer, because an engine may rebind them in between.
+
+        rank: among the engine's ranks. dtype: of elements on the wire.
+        """
+        self._parameters = parameters
+        self._rank = rank
+        self._dtype = dtype
+        self._may_pad_ffn = may_pad_ffn
+        self._name = ""
+        self._link: _Link | None = None
+
+    def take(self, order: Receive) -> Report:
+        """Do as the order says, within its deadline; never raises what a peer can cause."""
+        rank = order.rank_offset + self._rank
+        ends_at = time.monotonic() + order.deadline_s
+        try:
+            report = self._take(order, self._link_of(order, rank), ends_at)
+        except (RuntimeError, ValueError, msgspec.DecodeError) as error:
+            log.exception("attempt %d of group %s failed", order.attempt, order.group_name)
+            report = Report(error=f"engine rank {self._rank}: {type(error).__name__}: {error}")
+        if self._link is not None:
+            if report.error:
+                self._tell(f"ready/{order.attempt}/{rank}", report.error.encode())
+            self._tell(f"done/{order.attempt}/{rank}", msgspec.json.encode(report))
+        if report.error:
+            self.leave()
+        return report
+
+    def leave(self) -> None:
+        """Leave the group, if there is one. Senders that wait for this rank fail then."""
+        if self._link is not None and self._link.group is not None:
+            close_group(self._link.group)
+        self._link, self._name = None, ""
+
+    def _link_of(self, order: Receive, rank: int) -> _Link:
+        if self._link is None or self._name != order.group_name:
+            self.leave()
+            store = open_store(
+                order.address, order.port, is_master=False, timeout_s=order.deadline_s
+            )
+            self._link, self._name = _Link(store, rank, []), order.group_name
+            self._link.rounds = msgspec.json.decode(store.get(f"plan/{rank}"), type=Rounds)
+        return self._link
+
+    def _take(self, order: Receive, link: _Link, ends_at: float) -> Report:
+        """ends_at: monotonic time."""
+        parameters = self._parameters()
+        self._check(order, link, parameters)
+        self._tell(f"ready/{order.attempt}/{link.rank}", b"")
+        link.store.set_timeout(timedelta(seconds=max(0.0, ends_at - time.monotonic())))
+        if link.store.get(f"go/{order.attempt}") != b"1":
+            raise Refused("trainer rank 0 called the transfer off")
+        if link.group is None:
+            link.group = join_group(
+                link.store,
+                link.rank,
+                order.world_size,
+                name=order.group_name,
+                backend=order.backend,
+                timeout_s=order.deadline_s,
+            )
+            connect(link.group, next(iter(parameters.values())).device)
+        result = receive(
+            link.rounds,
+            parameters,
+            link.group,
+            dtype=self._dtype,
+            version=order.version,
+            deadline_s=ends_at - time.monotonic(),
+        )
+        link.version = order.version
+        return Report(
+            "", result.damaged, result.payload_bytes, result.peak_bytes, result.seconds
+        )  # fmt: skip
+
+    def _check(self, order: Receive, link: _Link, parameters: dict[str, Tensor]) -> None:
+        if order.version < link.version:
+            raise Refused(
+                f"version {order.version} would replace {link.version}: it never goes back"
+            )
+        if link.group is None:
+            moves = [move for each in link.rounds for parcel in each for move in parcel.moves]
+            slices = [
+                Slice("", 0, 0, m.rows, m.columns, m.target, m.target_row, m.target_column)
+                for m in moves
+            ]
+            check_slices(slices, parameters, may_pad_ffn=self._may_pad_ffn)
+
+    def _tell(self, key: str, value: bytes) -> None:
+        assert self._link is not None
+        try:
+            self._link.store.set(key, value)
+        except dist.DistError:
+            # The trainer is gone; it learns nothing more of us, and we nothing of it.
+            log.warning("the exchange's store does not take %s", key)

@@ -1,0 +1,183 @@
+"""The whole system, on a tiny random model, while its generator is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.protocol.metrics import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STEPS, GROUPS, GROUP_SIZE = 20, 4, 8
+HELD_OUT = 600
+# Any text counts, and a shorter one for more: a random model earns rewards that differ.
+CONFIG = f"""
+[model]
+dtype = "float32"
+[train]
+steps = {STEPS}
+batch_timeout_s = 60
+groups_per_batch = {GROUPS}
+group_size = {GROUP_SIZE}
+[sampling]
+max_new_tokens = 24
+[queue]
+max_staleness = 1
+[generator]
+engine = "hf"
+max_running = 32
+kv_tokens = 4096
+context_tokens = 64
+[weights]
+deadline_s = 20
+[eval]
+prompts = 0
+timeout_s = 30
+temperature = 1.0
+[reward]
+length_margin_tokens = 24
+[reward.tasks.any_text]
+gate = "none"
+compare = "exact"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, prompts and configuration."""
+    folder = tmp_path_factory.mktemp("lost")
+    make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "model")]
+    subprocess.run(make, cwd=ROOT, check=True, timeout=100)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for number in range(1000 + HELD_OUT):
+            row = {
+                "task": "any_text", "messages": [{"role": "user", "content": f"{number}="}],
+                "answer": "1", "split": "train" if number < 1000 else "held_out",
+            }  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    places = f'[[prompts]]\npath = "{folder / "prompts.jsonl"}"\n'
+    config = CONFIG.replace("[model]", f'[model]\npath = "{folder / "model"}"') + places
+    (folder / "config.toml").write_text(config)
+    return folder
+
+
+@contextmanager
+def launched(
+    folder: Path, command: str, run_dir: Path, *arguments: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher; it and its processes are ended with the block."""
+    run = subprocess.Popen(
+        [
+            sys.executable, "-m", "megatron_rl.cli", command, "--config", folder / "config.toml",
+            "--run-dir", str(run_dir), *arguments,
+        ],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        yield run
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            run.communicate(timeout=30)
+
+
+def wait_until(is_true: Callable[[], bool], run: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_true():
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def kill_generator(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Kill the generator alone; what it leaves behind."""
+    [generator] = [
+        process
+        for process in psutil.Process(run.pid).children()
+        if "generation.worker" in process.cmdline()
+    ]
+    left_behind = generator.children(recursive=True)
+    os.kill(generator.pid, signal.SIGKILL)
+    return left_behind
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def contains(path: Path, text: str) -> bool:
+    return path.exists() and text in path.read_text()
+
+
+def restarts(run_dir: Path) -> list[dict]:
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    return [row for row in rows if "launch/generator_restarts" in row]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("engine", "processes"), [("hf", 0), ("sglang", 2)])
+def test_evaluation_survives_the_death_of_its_generator(
+    folder: Path, tmp_path: Path, engine: str, processes: int
+) -> None:
+    log = tmp_path / "run/logs/generator-0-model.out"
+    changed = [f"eval.prompts={HELD_OUT}", "eval.timeout_s=200", f"generator.engine={engine}"]
+    with launched(folder, "eval", tmp_path / "run", *changed) as run:
+        wait_until(lambda: contains(tmp_path / "run/logs/queue.log", "starts"), run)
+        time.sleep(0.5)
+        left_behind = kill_generator(run)
+        assert len(left_behind) >= processes
+        wait_until(lambda: contains(log, "restart 1 of 3"), run)
+        assert not any(is_alive(process) for process in left_behind)
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    [restart] = restarts(tmp_path / "run")
+    assert (restart["source"], restart["role"]) == ("launch", "generator-0-model")
+    assert restart["exit_code"] == -signal.SIGKILL
+    assert "warning: generator-0-model ended with signal 9" in output
+    assert contains(tmp_path / "run/logs/queue.log", "leasing completions")
+    records = read_jsonl(tmp_path / "run" / "rollouts" / "eval_model.jsonl")
+    assert len({(record["group"], record["index"]) for record in records}) == HELD_OUT
+    assert len(records) == HELD_OUT
+
+
+def test_training_survives_the_death_of_its_generator(folder: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with launched(folder, "run", run_dir) as run:
+        wait_until(lambda: contains(run_dir / "metrics.jsonl", "train/loss"), run)
+        kill_generator(run)
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["generator_restarts"] == len(restarts(run_dir)) == 1
+    assert summary["steps"] == STEPS
+    records = [
+        record
+        for path in (run_dir / "rollouts").glob("step_*.jsonl")
+        for record in read_jsonl(path)
+    ]
+    assert len(records) == STEPS * GROUPS * GROUP_SIZE == summary["rollouts_trained"]
+    assert len({(record["group"], record["index"]) for record in records}) == len(records)
+
+
+def test_engine_that_cannot_be_started_ends_the_run_at_once(folder: Path, tmp_path: Path) -> None:
+    engine = "generator.engine=nowhere:Engine"
+    with launched(folder, "run", tmp_path / "run", engine) as run:
+        output, _ = run.communicate(timeout=100)
+    assert run.returncode == 1
+    assert "generator-0 ended with exit code 1; not restarted" in output
+    assert "No module named 'nowhere'" in output
+    assert restarts(tmp_path / "run") == []

@@ -1,0 +1,124 @@
+"""What trainer ranks under test do: load a model, change it, publish it as the product does.
+
+The functions run inside `run_ranks`.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.policy import Policy, open_policy
+from megatron_rl.protocol.config import Config
+from megatron_rl.train import open_publisher
+from megatron_rl.weights import parcels
+from megatron_rl.weights.export import save_hf
+from megatron_rl.weights.publisher import WeightPublisher
+
+ADMIT_S = 100.0
+ORIGINAL = parcels.pack
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A signal that trainer rank 0 sends during the publish of a version."""
+
+    version: int
+    pids: tuple[int, ...]
+    number: int = signal.SIGKILL
+    after_parcels: int = 0
+    """It is sent before this many parcels are sent; 0: before the publish."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the ranks publish and what happens meanwhile."""
+
+    exports: tuple[Path, ...]
+    """Version k is saved to exports[k]."""
+    salt: float = 0.0
+    blows: tuple[Blow, ...] = ()
+    parcel_s: float = 0.0
+    """Each parcel waits so long before it is sent."""
+    admits_until: int = 0
+    """After the last version, admit until so many generators hold it."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What one publish was like."""
+
+    metrics: dict[str, float]
+    seconds: float
+    parcels: int = 0
+    """How many this rank packed."""
+
+
+def publish_script(cfg: Config, script: Script) -> list[Published]:
+    """Publish all versions; on every rank, what each was like."""
+    torch.set_num_threads(1)
+    found = []
+    with open_policy(cfg) as policy, open_publisher(cfg, policy) as weights:
+        for version, export in enumerate(script.exports):
+            change(policy, 1.01 + script.salt)
+            save_hf(export, policy.chunks, policy.shape, source=cfg.model.path)
+            packed: list[float] = []
+            parcels.pack = instrumented(script, version, packed)
+            one = timed(weights, lambda version=version: weights.publish(version))
+            found.append(replace(one, parcels=len(packed)))
+        if script.admits_until:
+            found.append(timed(weights, lambda: admit(cfg, weights, script.admits_until)))
+    return found
+
+
+def change(policy: Policy, factor: float) -> None:
+    with torch.no_grad():
+        for chunk in policy.chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(factor)
+
+
+def timed(weights: WeightPublisher, work: Callable[[], None]) -> Published:
+    started = time.monotonic()
+    work()
+    metrics = {metric.name: metric.value for metric in weights.metrics}
+    return Published(metrics, time.monotonic() - started)
+
+
+def instrumented(script: Script, version: int, packed: list[float]) -> Callable:
+    """`pack` that notes its times, and strikes on rank 0 when it is time."""
+    is_first = os.environ["RANK"] == "0"
+    blows = [blow for blow in script.blows if blow.version == version and is_first]
+    for blow in blows:
+        if not blow.after_parcels:
+            strike(blow)
+
+    def pack(*args: object, **options: object) -> torch.Tensor:
+        packed.append(time.monotonic())
+        for blow in blows:
+            if len(packed) == blow.after_parcels:
+                strike(blow)
+        time.sleep(script.parcel_s)
+        return ORIGINAL(*args, **options)
+
+    return pack
+
+
+def strike(blow: Blow) -> None:
+    for pid in blow.pids:
+        os.kill(pid, blow.number)
+
+
+def admit(cfg: Config, weights: WeightPublisher, wanted: int) -> None:
+    """Admit as the trainer does while it waits for a batch, until enough hold the version."""
+    ends_at = time.monotonic() + ADMIT_S
+    count = 0
+    while count < wanted:
+        assert time.monotonic() < ends_at, f"{count} of {wanted} generators came back"
+        weights.admit()
+        count = weights._control.share(len(weights._held), int)
+        time.sleep(0.2)

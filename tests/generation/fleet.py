@@ -1,0 +1,250 @@
+"""Real generator processes that trainer ranks under test publish to, and what they hold."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from generation import sglang_cpu
+from megatron_rl.protocol.config import Config, ParallelConfig
+from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.types import (
+    AnyMessage,
+    GeneratorReady,
+    Lease,
+    Message,
+    Prompt,
+    Rollout,
+    RolloutDone,
+    RolloutFailed,
+    Sampling,
+)
+from megatron_rl.protocol.wire import Router
+from megatron_rl.weights.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.layouts import Share
+from megatron_rl.weights.shape import read_shape
+from megatron_rl.weights.slices import as_matrix, local_part
+from tests.distributed import run_ranks
+from tests.generation import inspected_engine
+from tests.generation.exchange_ranks import Published, Script, publish_script
+from tests.generation.layout_models import write_model
+from tests.generation.publisher import free_port
+from tests.generation.tiny_model import logprobs, write_tokenizer
+
+TENSOR = ParallelConfig(tensor=2)
+MID_TRANSFER = 40
+"""Parcels that rank 0 of TENSOR has packed amid the transfer of LARGE to the first of two."""
+START_S = 150.0
+ANSWER_S = 60.0
+TOLERANCE = 1e-5
+LARGE = {
+    # 55 MB, so that a transfer in small buckets takes a while. No number of ranks divides 4099.
+    "vocab_size": 4099,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "initializer_range": 0.03,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"family": "Qwen2", "is_tied": False},
+    "qwen3-moe": {"family": "Qwen3Moe", "is_tied": False},
+    "llama-tied": {"family": "Llama", "is_tied": True, **LARGE},
+}
+
+
+class Fleet:
+    """Generators 0 .. n - 1 of one run: the first is SGLang, inspected; the others are hf."""
+
+    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int, replicas: int = 1) -> None:
+        self.kind, self.tensor_parallel = kind, tensor_parallel
+        write_model(folder / "model", seed=0, **MODELS[kind])
+        write_tokenizer(folder / "model")
+        ports = {name: free_port() for name in ("prompts", "weights", "engine")}
+        self.config = Config.model_validate(
+            {
+                "run": {"dir": folder / "run"},
+                "model": {"path": folder / "model", "dtype": "float32"},
+                "sampling": {"max_new_tokens": 64},
+                "generator": {
+                    "engine": inspected_engine.NAME,
+                    "tensor_parallel": tensor_parallel,
+                    "replicas": replicas,
+                    "max_running": 16,
+                    "kv_tokens": 4096,
+                    "context_tokens": 200,
+                    "start_timeout_s": START_S,
+                },
+                "weights": {"deadline_s": 15.0, "join_timeout_s": 60.0, "bucket_bytes": 1 << 19},
+                "ports": ports,
+            }
+        )
+        self._stack = ExitStack()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._leases = 0
+        self.arrivals: list[tuple[float, str, Rollout]] = []
+        """(monotonic time, generator, rollout) of each rollout that came."""
+
+    def __enter__(self) -> Self:
+        run_dir = self.config.run.dir
+        run_dir.mkdir(parents=True)
+        (run_dir / "config.toml").write_text(dump_toml(self.config))
+        self._queue = self._stack.enter_context(
+            Router(self.config.ports.host, self.config.ports.prompts)
+        )
+        for index in range(self.config.generator.replicas):
+            self.start(index)
+        self.await_ready(set(self._processes))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait(10)
+        self._stack.close()
+
+    def start(self, index: int) -> None:
+        """Start one generator; the one that it replaces has ended."""
+        command = [sys.executable, "-m", "generation.worker", f"--index={index}"]
+        command += ["--config", str(self.config.run.dir / "config.toml")]
+        if index:
+            command += ["generator.engine=hf", "generator.tensor_parallel=1"]
+        with (self.config.run.dir / f"worker-{index}.log").open("ab") as log:
+            self._processes[index] = subprocess.Popen(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
+            )
+
+    def await_ready(self, indices: set[int]) -> None:
+        waiting = {f"generator-{index}" for index in indices}
+        ends_at = time.monotonic() + START_S
+        while waiting:
+            received = self._queue.receive(0.5)
+            if received is not None and isinstance(received[1], GeneratorReady):
+                waiting.discard(received[0])
+            dead = [i for i, process in self._processes.items() if process.poll() is not None]
+            assert not dead, f"generators {dead} ended: {self.config.run.dir}/worker-*.log"
+            assert time.monotonic() < ends_at, f"{waiting} did not start"
+
+    @property
+    def is_whole(self) -> bool:
+        return all(process.poll() is None for process in self._processes.values())
+
+    def pid(self, index: int) -> int:
+        return self._processes[index].pid
+
+    def schedulers(self) -> list[int]:
+        """Process ids of SGLang's ranks."""
+        family = psutil.Process(self.pid(0)).children(recursive=True)
+        return [process.pid for process in family if "scheduler" in " ".join(process.cmdline())]
+
+    @contextmanager
+    def restarting(self, index: int) -> Iterator[None]:
+        """Start a generator again, once, when it has ended."""
+        process, is_over = self._processes[index], threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(0.1):
+                if process.poll() is not None:
+                    self.start(index)
+                    return
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def lease(self, index: int, count: int, max_new_tokens: int = 24) -> None:
+        """Ask a generator for completions."""
+        self._leases += 1
+        prompt = Prompt(f"p{self._leases}", "exact", [Message("user", "12+7")], "19")
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=1.0)
+        message = Lease(self._leases, prompt, list(range(count)), sampling)
+        assert self._queue.send(f"generator-{index}", message)
+
+    def await_rollouts(self, count: int) -> list[Rollout]:
+        """The next so many rollouts."""
+        found: list[Rollout] = []
+        ends_at = time.monotonic() + ANSWER_S
+        while len(found) < count:
+            received = self._queue.receive(max(0.0, ends_at - time.monotonic()))
+            assert received is not None, f"{len(found)} of {count} rollouts came"
+            found += self._note(*received)
+        return found
+
+    def serve_for(self, is_over: threading.Event) -> None:
+        """Keep all generators busy with short completions and note when these come."""
+        for index in self._processes:
+            self.lease(index, 8)
+        while not is_over.is_set():
+            received = self._queue.receive(0.05)
+            if received is not None and self._note(*received):
+                index = int(received[0].removeprefix("generator-"))
+                self.lease(index, 1)
+
+    def _note(self, peer: str, message: AnyMessage) -> list[Rollout]:
+        assert not isinstance(message, RolloutFailed), message
+        if not isinstance(message, RolloutDone):
+            return []
+        self.arrivals.append((time.monotonic(), peer, message.rollout))
+        return [message.rollout]
+
+    def check_logprobs(self, index: int, export: Path, version: int) -> None:
+        """What the generator samples has the logprobs of the exported folder."""
+        self.lease(index, 4)
+        model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+        for rollout in self.await_rollouts(4):
+            assert {span.version for span in rollout.spans} == {version}
+            expected = logprobs(model, rollout.prompt_ids.tolist(), rollout.token_ids.tolist())
+            found = torch.tensor(rollout.logprobs)
+            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+    def check_parameters(self, export: Path) -> None:
+        """SGLang's ranks hold the exported tensors bit for bit, and nothing else but padding."""
+        exported: dict[str, torch.Tensor] = {}
+        for file in export.glob("*.safetensors"):
+            exported |= load_file(file)
+        shape, unused = read_shape(export), set(exported)
+        multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
+        for rank in range(self.tensor_parallel):
+            held = torch.load(self.config.run.dir / "logs" / f"held-{rank}.pt")
+            share = Share(rank, self.tensor_parallel)
+            slices = engine_slices(shape, share, ffn_multiple=multiple)
+            check_slices(slices, held, may_pad_ffn=multiple > 1)
+            for part in slices:
+                rows = slice(part.row, part.row + part.rows)
+                columns = slice(part.column, part.column + part.columns)
+                expected = as_matrix(exported[part.hf])[rows, columns]
+                assert torch.equal(local_part(held, part), expected), (rank, part)
+                unused.discard(part.hf)
+        assert not unused
+
+
+def publish(
+    fleet: Fleet, layout: ParallelConfig, script: Script, **changes: Any
+) -> list[Published]:
+    """What trainer rank 0 says of its publishes; changes: of the section `weights`."""
+    weights = fleet.config.weights.model_copy(update=changes)
+    cfg = fleet.config.model_copy(update={"parallel": layout, "weights": weights})
+    return run_ranks(publish_script, layout.world_size, cfg, script, timeout_s=200)[0]
+
+
+def check_drop(published: Published, at_most_s: float) -> None:
+    """One of two generators was dropped, or before, and that took no longer."""
+    assert published.metrics["publish/dropped_generators"] == 1
+    assert published.metrics["publish/generators"] == 1
+    assert published.seconds < at_most_s, published

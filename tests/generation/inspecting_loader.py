@@ -1,0 +1,24 @@
+"""The product's loader inside each rank of an SGLang server; at each resume it saves all it holds.
+
+What a test reads is `held-RANK.pt` beside the engine's order.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from generation import sglang_loader
+from generation.sglang_orders import ORDERS_VARIABLE, Nothing, read_order
+
+
+def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
+    """Called by SGLang between the begin and the end of a weight update."""
+    sglang_loader.load(model, named_tensors)
+    if isinstance(read_order(), Nothing):
+        from sglang.srt.runtime_context import get_parallel
+
+        held = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        folder = Path(os.environ[ORDERS_VARIABLE]).parent
+        torch.save(held, folder / f"held-{get_parallel().tp_rank}.pt")

@@ -1,0 +1,65 @@
+"""Custom weight loader that runs inside each rank of an SGLang server under test.
+
+Compares the live parameters with the model folder, slice by slice, then overwrites them with those
+of another folder. It reports to a file: SGLang ignores what a loader returns, and dies of what it
+raises.
+"""
+
+import json
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from generation import sglang_cpu
+from megatron_rl.weights.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.names import Share
+from megatron_rl.weights.slices import as_matrix, local_part
+from tests.generation.layout_models import shape_of
+
+NAME = "tests.generation.layout_loader.load"
+OLD, NEW, REPORTS = "LAYOUT_OLD", "LAYOUT_NEW", "LAYOUT_REPORTS"
+"""Variables of the environment: two model folders and the folder of the reports."""
+
+
+def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
+    """Called by SGLang between the begin and the end of a weight update."""
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = get_parallel()
+    report = Path(os.environ[REPORTS]) / f"{ranks.tp_rank}.json"
+    try:
+        values = exchange(
+            model, Share(ranks.tp_rank, ranks.tp_size), expert_ranks=ranks.moe_ep_size
+        )
+    except Exception:  # noqa: BLE001 - the test reads it; the server is not to die of it
+        values = {"error": traceback.format_exc()}
+    report.write_text(json.dumps(values))
+
+
+@torch.no_grad()
+def exchange(model: torch.nn.Module, tensor: Share, *, expert_ranks: int) -> dict[str, Any]:
+    """What was compared with the old folder; the parameters are the new folder's afterwards."""
+    old, new = Path(os.environ[OLD]), Path(os.environ[NEW])
+    multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
+    slices = engine_slices(shape_of(old), tensor, ffn_multiple=multiple, expert_ranks=expert_ranks)
+    parameters = dict(model.named_parameters())
+    check_slices(slices, parameters, may_pad_ffn=multiple > 1)
+    held, wanted = (load_file(folder / "model.safetensors") for folder in (old, new))
+    different = []
+    for part in slices:
+        rows = slice(part.row, part.row + part.rows)
+        columns = slice(part.column, part.column + part.columns)
+        place = local_part(parameters, part)
+        if not torch.equal(place.cpu(), as_matrix(held[part.hf])[rows, columns]):
+            different.append(part.hf)
+        place.copy_(as_matrix(wanted[part.hf])[rows, columns])
+    return {
+        "different": different,
+        "unused": sorted(set(held) - {part.hf for part in slices}),
+        "elements": sum(part.size for part in slices),
+        "parameters": {name: list(tensor.shape) for name, tensor in parameters.items()},
+    }

@@ -1,0 +1,87 @@
+"""Random float32 models of every family an engine serves, and their shapes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megatron_rl.weights.shape import ModelShape, read_shape
+
+SIZES = {
+    # A prime: no padding and no number of ranks divides it.
+    "vocab_size": 251,
+    "hidden_size": 64,
+    # Two ranks of SGLang's CPU mode pad it to 192: the second has 64 of its 96 units.
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def write_model(
+    folder: Path, *, family: str, is_tied: bool, seed: int, **options: Any
+) -> torch.nn.Module:
+    """Write a random model of a family of transformers and return it."""
+    sizes: dict[str, Any] = {**SIZES, **EXPERTS.get(family, {}), **options}
+    if family in ("Qwen2", "Mixtral"):
+        # Qwen2 has no such setting; SGLang 0.5.23 ignores Mixtral's.
+        del sizes["head_dim"]
+    config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=is_tied)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases that are 1 and 0 would hide that they are used.
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """Shape of a model that `write_model` wrote."""
+    values = json.loads((folder / "config.json").read_text())
+    architecture = values["architectures"][0]
+    if "num_local_experts" not in values:
+        return read_shape(folder)
+    is_mixtral = architecture == "MixtralForCausalLM"
+    return ModelShape(
+        architecture=architecture,
+        layers=values["num_hidden_layers"],
+        hidden=values["hidden_size"],
+        ffn=values["intermediate_size"],
+        heads=values["num_attention_heads"],
+        kv_heads=values["num_key_value_heads"],
+        head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
+        vocab=values["vocab_size"],
+        max_positions=values["max_position_embeddings"],
+        norm_eps=values["rms_norm_eps"],
+        rope_theta=10000.0,
+        rope_scaling=None,
+        is_tied=values["tie_word_embeddings"],
+        has_qkv_bias=False,
+        has_qk_norm=not is_mixtral,
+        sliding_window=None,
+        experts=values["num_local_experts"],
+        experts_per_token=values["num_experts_per_tok"],
+        moe_ffn=values["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+    )

@@ -1,0 +1,155 @@
+"""Trainer ranks of many layouts publish to SGLang servers of many layouts; all processes are real.
+
+Tests are ordered by the server that they need, because starting one takes most of the time. The
+tests of two generators and of failures use the last one of the matrix, and end it.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.protocol.config import ParallelConfig
+from tests.generation.exchange_ranks import Blow, Script
+from tests.generation.fleet import MID_TRANSFER, MODELS, TENSOR, Fleet, check_drop, publish
+from tests.generation.inspected_engine import pauses_path
+
+pytestmark = pytest.mark.timeout(280)
+DENSE = {
+    "tp1": ParallelConfig(),
+    "tp2": ParallelConfig(tensor=2),
+    "pp2": ParallelConfig(pipeline=2),
+    "tp2-pp2": ParallelConfig(tensor=2, pipeline=2),
+    "dp2": ParallelConfig(data=2),
+}
+MIXTURE = {
+    "tp1": ParallelConfig(),
+    "ep2": ParallelConfig(data=2, expert=2),
+    "pp2": ParallelConfig(pipeline=2),
+    "tp2": ParallelConfig(tensor=2, sequence=True),
+    "tp2-ep2": ParallelConfig(tensor=2, expert=2, sequence=True),
+    "tp2-pp2-ep2": ParallelConfig(tensor=2, pipeline=2, expert=2, sequence=True),
+    "pp2-ep2": ParallelConfig(pipeline=2, data=2, expert=2),
+}
+DEFAULT = {("llama-tied", 2, "tp2"), ("llama-tied", 2, "pp2"), ("qwen3-moe", 1, "tp2-ep2")}
+
+
+def cases() -> Iterator:
+    """(model, tensor ranks of the engine, name of the trainer's layout)."""
+    for kind in MODELS:
+        for tensor_parallel in (1, 2):
+            for layout in MIXTURE if kind == "qwen3-moe" else DENSE:
+                case = (kind, tensor_parallel, layout)
+                marks = () if case in DEFAULT else (pytest.mark.exhaustive,)
+                name = f"{kind}-{layout}-to-tp{tensor_parallel}"
+                yield pytest.param(*case, id=name, marks=marks)
+
+
+def replicas(kind: str) -> int:
+    """SGLang, and with one model also the hf engine."""
+    return 2 if kind == "llama-tied" else 1
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], Fleet]]:
+    """The fleet of a model and an engine layout; the one before is closed."""
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        current: list[Fleet] = []
+
+        def find(kind: str, tensor_parallel: int) -> Fleet:
+            wanted = (kind, tensor_parallel)
+            held = [(one.kind, one.tensor_parallel) for one in current]
+            if held != [wanted] or not current[0].is_whole:
+                stack.close()
+                folder = tmp_path_factory.mktemp(f"{kind}-tp{tensor_parallel}")
+                one = Fleet(folder, kind, tensor_parallel=tensor_parallel, replicas=replicas(kind))
+                current[:] = [stack.enter_context(one)]
+            return current[0]
+
+        yield find
+
+
+@pytest.mark.parametrize(("kind", "tensor_parallel", "layout"), cases())
+def test_every_engine_parameter_equals_the_export_bit_for_bit(
+    fleet: Callable[[str, int], Fleet],
+    kind: str,
+    tensor_parallel: int,
+    layout: str,
+    tmp_path: Path,
+) -> None:
+    one = fleet(kind, tensor_parallel)
+    layouts = MIXTURE if kind == "qwen3-moe" else DENSE
+    # Each layout has weights of its own: a publish that does nothing leaves the former ones.
+    script = Script((tmp_path / "0",), salt=0.01 * (1 + list(layouts).index(layout)))
+    (published,) = publish(one, layouts[layout], script)
+    assert published.metrics["publish/generators"] == replicas(kind)
+    assert published.metrics["publish/damaged_parcels"] == 0
+    one.check_parameters(tmp_path / "0")
+    for index in range(replicas(kind)):
+        one.check_logprobs(index, tmp_path / "0", version=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["broadcast", "disk"])
+def test_full_tensors_reach_engines_of_different_layouts(
+    fleet: Callable[[str, int], Fleet], method: str, tmp_path: Path
+) -> None:
+    one = fleet("llama-tied", 2)
+    # The second publisher counts versions anew.
+    for turn, versions in enumerate((3, 2)):
+        folders = tuple(tmp_path / f"{turn}-{version}" for version in range(versions))
+        salt = 0.05 * turn + len(method) / 100
+        found = publish(one, TENSOR, Script(folders, salt=salt), method=method)
+        assert all(each.metrics["publish/generators"] == 2 for each in found)
+        for index in range(2):
+            one.check_logprobs(index, folders[-1], version=versions - 1)
+
+
+def test_one_generator_goes_on_while_another_takes_its_transfer(
+    fleet: Callable[[str, int], Fleet], tmp_path: Path
+) -> None:
+    one = fleet("llama-tied", 2)
+    is_over = threading.Event()
+    publish(one, TENSOR, Script((tmp_path / "0",), salt=0.1))
+    serving = threading.Thread(target=one.serve_for, args=(is_over,))
+    serving.start()
+    try:
+        (published,) = publish(one, TENSOR, Script((tmp_path / "1",), salt=0.2, parcel_s=0.03))
+    finally:
+        is_over.set()
+        serving.join()
+    assert published.metrics["publish/generators"] == 2
+    notes = pauses_path(one.config.run.dir / "logs").read_text()
+    pause = json.loads(notes.splitlines()[-1])
+    amid = [peer for at, peer, _ in one.arrivals if pause["from"] + 0.2 < at < pause["to"] - 0.2]
+    assert pause["to"] - pause["from"] > 1
+    assert set(amid) == {"generator-1"} and len(amid) > 3
+    one.await_rollouts(16)
+    for index in range(2):
+        one.check_logprobs(index, tmp_path / "1", version=0)
+
+
+def test_a_refused_order_and_a_kill_amid_a_transfer_end_at_once(
+    fleet: Callable[[str, int], Fleet], tmp_path: Path
+) -> None:
+    one = fleet("llama-tied", 2)
+    at_most_s = one.config.weights.deadline_s / 2
+    # SGLang was not told to begin an update, so it answers the loader's call by an error.
+    skip = one.config.run.dir / "logs" / "skip-begin"
+    skip.touch()
+    (refused,) = publish(one, TENSOR, Script((tmp_path / "0",), salt=0.3))
+    check_drop(refused, at_most_s)
+    one.check_logprobs(1, tmp_path / "0", version=0)
+    skip.unlink()
+    folders = tuple(tmp_path / name for name in ("whole", "killed", "after"))
+    blow = Blow(1, (one.pid(0),), after_parcels=MID_TRANSFER)
+    whole, killed, after = publish(one, TENSOR, Script(folders, salt=0.01, blows=(blow,)))
+    assert whole.metrics["publish/generators"] == 2
+    check_drop(killed, at_most_s)
+    check_drop(after, at_most_s)
+    one.check_logprobs(1, folders[2], version=2)

@@ -1,0 +1,127 @@
+"""Where slices say that weights lie in SGLang, against the parameters of real servers."""
+
+import asyncio
+import base64
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generation import sglang_cpu, sglang_engine
+from generation.engine import Completion
+from generation.sglang_engine import SGLangEngine
+from megatron_rl.protocol.types import Sampling
+from tests.generation import layout_loader
+from tests.generation.layout_models import write_model
+from tests.generation.test_engine_contract import make_setup
+from tests.generation.tiny_model import logprobs
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [5, 6, 7, 8, 9, 10, 250]
+TOLERANCE = 1e-5
+LIMIT_S = 150
+
+CASES = [
+    pytest.param(*case, id=name)
+    for name, *case in [
+        ("llama-tied-tp2", "Llama", True, ["--tp-size=2"]),
+        ("llama-tp1", "Llama", False, ["--tp-size=1"]),
+        ("qwen2-tied-tp2", "Qwen2", True, ["--tp-size=2"]),
+        ("qwen3-tied-tp1", "Qwen3", True, ["--tp-size=1"]),
+        ("qwen3-tp2", "Qwen3", False, ["--tp-size=2"]),
+        ("mixtral-tp2", "Mixtral", False, ["--tp-size=2"]),
+        ("moe-tp1", "Qwen3Moe", False, ["--tp-size=1"]),
+        ("moe-tp2", "Qwen3Moe", False, ["--tp-size=2"]),
+        ("moe-ep2", "Qwen3Moe", False, ["--tp-size=2", "--ep-size=2"]),
+    ]
+]
+
+
+# Exchanges with servers, in the default tests, use the same slices.
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize(("family", "is_tied", "flags"), CASES)
+def test_slices_read_and_write_what_a_server_holds(
+    family: str, is_tied: bool, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    old, new = (
+        write_model(tmp_path / name, family=family, is_tied=is_tied, seed=seed)
+        for seed, name in enumerate(("old", "new"))
+    )
+    ranks = int(flags[0].removeprefix("--tp-size="))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(layout_loader.OLD, str(tmp_path / "old"))
+    monkeypatch.setenv(layout_loader.NEW, str(tmp_path / "new"))
+    monkeypatch.setenv(layout_loader.REPORTS, str(tmp_path))
+    command = sglang_engine.server_command
+    monkeypatch.setattr(
+        sglang_engine,
+        "server_command",
+        lambda setup: [*command(setup), *flags, f"--custom-weight-loader={layout_loader.NAME}"],
+    )
+    setup = make_setup(tmp_path, tmp_path / "server.log", tensor_parallel=ranks, context_tokens=200)
+    before, after = asyncio.run(
+        asyncio.wait_for(_exchange(SGLangEngine(setup), ranks), timeout=LIMIT_S)
+    )
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for report in reports:
+        assert "error" not in report, report["error"]
+        assert report["different"] == []
+    # Ranks that share experts hold other ranks' experts only together.
+    assert set.intersection(*(set(report["unused"]) for report in reports)) == set()
+    for model, completions in ((old, before), (new, after)):
+        for completion in completions:
+            expected = logprobs(model, PROMPT, completion.token_ids)
+            assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=TOLERANCE)
+
+
+@pytest.mark.exhaustive
+def test_ranks_beyond_the_key_value_heads_share_them_as_sglangs_layer_does() -> None:
+    environment = {**os.environ, **sglang_cpu.server_environment(1)}
+    environment["PYTHONPATH"] += os.pathsep + str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.generation.qkv_layer"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str((1 + 2 + 4 + 8) * 6)]
+
+
+async def _exchange(engine: SGLangEngine, ranks: int) -> tuple[list[Completion], list[Completion]]:
+    """Completions of the server's weights before and after the loader ran in it."""
+    try:
+        await engine.start()
+        before = await _collect(engine)
+        await engine.pause()
+        await engine._post("/update_weights_from_tensor", _loader_call(ranks))
+        await engine.resume(1)
+        return before, await _collect(engine)
+    finally:
+        await engine.close()
+
+
+async def _collect(engine: SGLangEngine) -> list[Completion]:
+    sampling = Sampling(max_new_tokens=32, temperature=1.0, top_p=1.0, seed=0)
+    return [one async for one in engine.generate(PROMPT, sampling, list(range(4)))]
+
+
+def _loader_call(ranks: int) -> dict[str, Any]:
+    """Body that makes every tensor rank call the loader, with no tensors."""
+    nothing = base64.b64encode(pickle.dumps([])).decode()
+    return {
+        "serialized_named_tensors": [nothing] * ranks,
+        "load_format": layout_loader.NAME,
+        "weight_version": "1",
+        "flush_cache": False,
+    }

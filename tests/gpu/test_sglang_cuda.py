@@ -1,0 +1,169 @@
+"""Publishing from a trainer rank to SGLang on CUDA: slices in bf16, full tensors to an FP8 engine.
+
+Each test is a row of docs/gpu-evidence.md. Two GPUs: the first for the trainer rank, the last for
+the engine.
+"""
+
+import asyncio
+import base64
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from generation import sglang_engine
+from generation.async_dealer import AsyncDealer
+from generation.engine import Completion, engine_setup
+from generation.sglang_engine import SGLangEngine
+from generation.sglang_orders import LOADER
+from generation.weight_client import WeightClient
+from generation.worker import end_with_first
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.types import Sampling
+from tests.distributed import run_ranks
+from tests.generation import layout_loader
+from tests.generation.publisher import free_port
+from tests.generation.tiny_model import logprobs
+
+LIMIT_S = 500
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(LIMIT_S + 60),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs"),
+]
+PROMPT = [5, 6, 7, 8, 9, 10, 250]
+BF16_TOLERANCE = 0.05
+FP8_TOLERANCE = 0.3
+"""Of the mean difference of logprobs."""
+
+
+def publish_changed(cfg: Config, export: Path) -> dict[str, float]:
+    """On the trainer rank: change the weights, publish them as version 0, save them."""
+    from megatron_rl.policy import open_policy
+    from megatron_rl.train import open_publisher
+    from megatron_rl.weights.export import save_hf
+
+    with open_policy(cfg) as policy, open_publisher(cfg, policy) as weights:
+        with torch.no_grad():
+            for parameter in policy.chunks[0].parameters():
+                parameter.mul_(1.125)
+        weights.publish(0)
+        save_hf(export, policy.chunks, policy.shape, source=cfg.model.path)
+        return {metric.name: metric.value for metric in weights.metrics}
+
+
+def make_config(folder: Path, quantization: str) -> Config:
+    torch.manual_seed(5)
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.05,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(folder / "model")
+    (folder / "run" / "logs").mkdir(parents=True)
+    return Config.model_validate(
+        {
+            "run": {"dir": folder / "run"},
+            "model": {"path": folder / "model", "dtype": "bfloat16"},
+            "generator": {
+                "quantization": quantization,
+                "kv_tokens": 8192,
+                "start_timeout_s": 300.0,
+            },
+            "weights": {"bucket_bytes": 1 << 20, "deadline_s": 60.0},
+            "ports": {"weights": free_port(), "engine": free_port()},
+        }
+    )
+
+
+async def publish_and_sample(
+    engine: SGLangEngine, cfg: Config, export: Path
+) -> tuple[dict[str, float], list[Completion]]:
+    """Metrics of the publish, and what the engine samples of the new weights."""
+    ranks = asyncio.to_thread(
+        run_ranks, publish_changed, 1, cfg, export, timeout_s=200, env={"CUDA_VISIBLE_DEVICES": "0"}
+    )
+    address = f"{cfg.ports.host}:{cfg.ports.weights}"
+    try:
+        await engine.start()
+        with AsyncDealer(address, "generator-0") as dealer:
+            client = WeightClient(dealer, engine, lambda: None)
+            [metrics] = await end_with_first(ranks, client.run())
+        sampling = Sampling(max_new_tokens=32, temperature=1.0)
+        found = [one async for one in engine.generate(PROMPT, sampling, list(range(8)))]
+        await compare_parameters(engine, cfg)
+        return metrics, found
+    finally:
+        await engine.close()
+
+
+async def compare_parameters(engine: SGLangEngine, cfg: Config) -> None:
+    """Have the test's loader compare what the engine holds with the export."""
+    if cfg.generator.quantization:
+        return
+    nothing = base64.b64encode(pickle.dumps([])).decode()
+    await engine.pause()
+    body = {
+        "serialized_named_tensors": [nothing],
+        "load_format": layout_loader.NAME,
+        "flush_cache": False,
+    }
+    await engine._post("/update_weights_from_tensor", body)
+    await engine.resume(1)
+
+
+def run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> tuple[dict[str, float], list[Completion], Path]:
+    cfg, export = make_config(folder, quantization), folder / "export"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(torch.cuda.device_count() - 1))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    for name in (layout_loader.OLD, layout_loader.NEW):
+        monkeypatch.setenv(name, str(export))
+    monkeypatch.setenv(layout_loader.REPORTS, str(folder))
+    command = sglang_engine.server_command
+    # The last of an option's values counts: both loaders.
+    loaders = ["--custom-weight-loader", LOADER, layout_loader.NAME]
+    monkeypatch.setattr(sglang_engine, "server_command", lambda setup: command(setup) + loaders)
+    engine = SGLangEngine(engine_setup(cfg, 0, ()))
+    work = asyncio.wait_for(publish_and_sample(engine, cfg, export), LIMIT_S)
+    metrics, found = asyncio.run(work)
+    return metrics, found, export
+
+
+def differences(found: list[Completion], export: Path) -> torch.Tensor:
+    """Of all sampled tokens: engine's logprob less that of transformers in bf16."""
+    model = LlamaForCausalLM.from_pretrained(export, dtype=torch.bfloat16).eval()
+    return torch.cat(
+        [
+            torch.tensor(one.logprobs) - logprobs(model, PROMPT, one.token_ids).float()
+            for one in found
+        ]
+    )
+
+
+def test_slices_in_bf16_reach_sglang_over_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, found, export = run(tmp_path, monkeypatch, "")
+    assert metrics["publish/damaged_parcels"] == 0 and metrics["publish/transfer_s"] > 0
+    report = json.loads((tmp_path / "0.json").read_text())
+    assert "error" not in report, report["error"]
+    assert report["different"] == [] and report["unused"] == []
+    assert {span.version for one in found for span in one.spans} == {0}
+    assert differences(found, export).abs().mean() < BF16_TOLERANCE
+
+
+def test_an_fp8_engine_quantises_the_full_tensors_that_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, found, export = run(tmp_path, monkeypatch, "fp8")
+    assert "publish/transfer_s" not in metrics, "slices were sent to a quantised engine"
+    assert differences(found, export).abs().mean() < FP8_TOLERANCE

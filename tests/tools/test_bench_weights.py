@@ -1,0 +1,63 @@
+"""The figures of the benchmark of publishing, on samples written by hand."""
+
+import json
+from pathlib import Path
+
+from megatron_rl.protocol.config import Config
+from tools.bench.weights_figures import METHODS, Sample, combine, figures, growth
+
+CFG = Config.model_validate({"weights": {"bucket_bytes": 50}})
+
+
+def sample(method: str, seconds: float, transfer_s: float) -> Sample:
+    return Sample(
+        method=method,
+        seconds=seconds,
+        transfers_s=[transfer_s, transfer_s],
+        pauses_s=[transfer_s + 0.25, transfer_s + 0.5],
+        wire_bytes=100,
+        loopback_bytes=110,
+        minimum_bytes=100,
+        trainer_peak_bytes=20,
+        engine_peak_bytes=90,
+        trainer_growth_bytes=7,
+    )
+
+
+SAMPLES = [
+    sample(method, seconds * repeat, transfer_s * repeat)
+    for repeat in (1, 2, 3)
+    for method, seconds, transfer_s in zip(
+        METHODS, (1.0, 2.0, 5.0, 8.0), (0.5, 0.75, 0.0, 0.0), strict=True
+    )
+]
+
+
+def test_figures_compare_the_methods_of_one_repeat() -> None:
+    found = figures(SAMPLES, CFG)
+    assert found["time_over_raw"] == 1.5
+    assert found["broadcast_over_reshard"] == 2.5 and found["disk_over_reshard"] == 4.0
+    assert found["wire_bytes_over_minimum"] == 1.0
+    assert found["loopback_bytes_over_minimum"] == 1.1
+    assert found["pause_overhead_ms"] == 375
+    assert found["trainer_over_two_buckets"] == 0.2
+    assert found["engine_over_two_buckets"] == 0.9
+
+
+def test_the_worst_layout_counts() -> None:
+    good = {"time_over_raw": 1.1, "broadcast_over_reshard": 5.0, "pause_ms_p50": 10.0}
+    bad = {"time_over_raw": 1.4, "broadcast_over_reshard": 2.0, "pause_ms_p50": 30.0}
+    assert combine({"a": good, "b": bad}) == {
+        "time_over_raw": 1.4,
+        "broadcast_over_reshard": 2.0,
+        "pause_ms_p50": 20.0,
+    }
+
+
+def test_growth_leaves_out_raw_transfers_and_the_first_of_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    rows = [("raw-1", 900), ("weights-1", 500), ("raw-1", 800), ("weights-1", 60)]
+    text = "".join(json.dumps({"name": name, "bytes": size}) + "\n" for name, size in rows)
+    (tmp_path / "logs" / "sglang-0.growth-7.jsonl").write_text(text)
+    found = growth(SAMPLES, tmp_path)
+    assert found == {"growth_bytes_trainer": 7, "growth_bytes_engine": 60}

@@ -1,0 +1,46 @@
+"""Weights of a small model that differ by tensor, place and version; for tests of publishing."""
+
+from collections import defaultdict
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from megatron_rl.weights.names import hf_shapes
+from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.slices import Slice
+
+SHAPE = ModelShape(
+    architecture="Qwen2ForCausalLM", layers=2, hidden=8, ffn=12, heads=4, kv_heads=2, head_dim=2,
+    vocab=131, max_positions=64, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, is_tied=False,
+    has_qkv_bias=True, has_qk_norm=False, sliding_window=None,
+)  # fmt: skip
+
+
+def values(shape: ModelShape, name: str, version: int) -> Tensor:
+    """A Hugging Face tensor of a version, as a matrix."""
+    size = hf_shapes(shape)[name]
+    rows, columns = size[0], size[1] if len(size) > 1 else 1
+    places = torch.arange(rows)[:, None] * 31 + torch.arange(columns) * 17
+    return ((places + crc32(name.encode()) % 1000 + 101 * version) % 4093).float()
+
+
+def allocate(slices: list[Slice]) -> dict[str, Tensor]:
+    """Parameters of -1 with room for the slices."""
+    sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for part in slices:
+        size = sizes[part.local]
+        size[0] = max(size[0], part.local_row + part.rows)
+        size[1] = max(size[1], part.local_column + part.columns)
+    return {name: torch.full((rows, columns), -1.0) for name, (rows, columns) in sizes.items()}
+
+
+def fill(
+    parameters: dict[str, Tensor], slices: list[Slice], shape: ModelShape, version: int
+) -> None:
+    """Make them those of a version."""
+    held = {name: values(shape, name, version) for name in {part.hf for part in slices}}
+    for part in slices:
+        source = held[part.hf][part.row :, part.column :][: part.rows, : part.columns]
+        target = parameters[part.local][part.local_row :, part.local_column :]
+        target[: part.rows, : part.columns] = source

@@ -1,0 +1,203 @@
+"""Trainer ranks that really publish made-up weights, beside generators that obey.
+
+`play(setup, folder)` runs under `run_ranks`: the first ranks train, each further one hosts a
+generator. The folder holds what the generators noted and which steps the trainer has finished.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.protocol.wire import DeadlineExceeded, Router
+from megatron_rl.weights.control import Control
+from megatron_rl.weights.exchange import ExchangeSettings, Reshard
+from megatron_rl.weights.full_tensors import Broadcast, Disk
+from megatron_rl.weights.layouts import Share
+from megatron_rl.weights.link import GeneratorLink
+from megatron_rl.weights.names import Place, hf_shapes, place_of, trainer_slices
+from megatron_rl.weights.publisher import Member, Method, Outcome, WeightPublisher
+from megatron_rl.weights.shape import ModelShape
+from tests.weights.made_up import SHAPE, allocate, fill, values
+from tests.weights.scripted_generators import Generator, host
+
+PATIENCE_S = 20.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A play."""
+
+    port: int
+    generators: tuple[Generator, ...]
+    script: tuple[str, ...]
+    """What the trainer does: "publish V"; "admit N", until N generators hold the version; "meet N",
+    until N have said hello; "rest S" for so many seconds."""
+    method: str = "reshard"
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    shape: ModelShape = SHAPE
+    deadline_s: float = 3.0
+    join_timeout_s: float = 15.0
+    bucket_bytes: int = 2048
+
+    @property
+    def trainers(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass
+class Step:
+    """What a trainer rank saw in one step of the script."""
+
+    seconds: float
+    metrics: dict[str, float]
+    held: dict[str, int]
+    outcomes: list[Outcome] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {name: why for each in self.outcomes for name, why in each.failed.items()}
+
+
+def play(setup: Setup, folder: Path) -> Any:
+    """Steps of a trainer rank, or the notes of a generator."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    if rank < setup.trainers:
+        return train(setup, folder, rank)
+    return host(setup.port, setup.generators[rank - setup.trainers], folder)
+
+
+def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
+    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=setup.trainers)
+    assert dist.group.WORLD is not None
+    control = Control(dist.group.WORLD)
+    router = Router("127.0.0.1", setup.port) if rank == 0 else None
+    link = GeneratorLink(router) if router is not None else None
+    version = [0]
+    method, update = open_method(setup, control, link, folder, version)
+    outcomes: list[Outcome] = []
+    record_outcomes(method, outcomes)
+    replicas = sum(generator.starts_after < 0 for generator in setup.generators)
+    publisher = WeightPublisher(
+        method, control, link, replicas=replicas, join_timeout_s=setup.join_timeout_s
+    )
+    publisher.await_generators()
+    steps = []
+    for number, action in enumerate(setup.script):
+        outcomes.clear()
+        started = time.monotonic()
+        error = act(action, publisher, link, version, update)
+        metrics = {metric.name: metric.value for metric in publisher.metrics}
+        seconds = time.monotonic() - started
+        steps.append(Step(seconds, metrics, dict(publisher._held), list(outcomes), error))
+        if rank == 0:
+            (folder / f"step-{number}").touch()
+        if error:
+            break
+    publisher.close()
+    if router is not None:
+        time.sleep(0.3)  # for the last words
+        (folder / "end").touch()
+        router.close()
+    return steps
+
+
+def act(
+    action: str,
+    publisher: WeightPublisher,
+    link: GeneratorLink | None,
+    version: list[int],
+    update: Callable[[], None],
+) -> str:
+    """One step; the error that ends the play."""
+    word, number = action.split()
+    match word:
+        case "publish":
+            version[0] = int(number)
+            update()
+            try:
+                publisher.publish(int(number))
+            except DeadlineExceeded as error:
+                return str(error)
+        case "meet" if link is not None:
+            link.await_peers(int(number), PATIENCE_S)
+        case "rest":
+            time.sleep(float(number))
+        case "admit":
+            admit(publisher, int(number))
+    return ""
+
+
+def admit(publisher: WeightPublisher, number: int) -> None:
+    ends_at = time.monotonic() + PATIENCE_S
+    while len(publisher._held) < number:
+        assert time.monotonic() < ends_at, f"only {publisher._held} came back"
+        publisher.admit()
+        time.sleep(POLL_S)
+
+
+def open_method(
+    setup: Setup, control: Control, link: GeneratorLink | None, folder: Path, version: list[int]
+) -> tuple[Method, Callable[[], None]]:
+    """The method, and what makes the parameters those of `version[0]`."""
+    name = control.share(f"test-{time.time_ns()}", str)
+    settings = ExchangeSettings(
+        "127.0.0.1", "gloo", torch.float32, setup.bucket_bytes, setup.deadline_s, name
+    )
+    like = Place(Share(0, setup.tensor), Share(0, setup.pipeline), Share())
+    senders = {
+        rank: trainer_slices(setup.shape, place_of(rank, setup.trainers, like))
+        for rank in range(setup.trainers)
+    }
+    mine = senders[control.rank]
+    parameters = allocate(mine)
+
+    def full() -> dict[str, Tensor]:
+        sizes = hf_shapes(setup.shape)
+        return {n: values(setup.shape, n, version[0]).view(size) for n, size in sizes.items()}
+
+    def buckets() -> Any:
+        named = list(full().items()) if control.rank == 0 else []
+        for start in range(0, len(named), 10):
+            yield named[start : start + 10]
+
+    def save(target: Path) -> None:
+        if control.rank == 0:
+            target.mkdir(parents=True)
+            save_file(full(), target / "model.safetensors")
+        dist.barrier()
+
+    match setup.method:
+        case "broadcast":
+            method: Method = Broadcast(buckets, control=control, link=link, settings=settings)
+        case "disk":
+            disk = folder / "weights"
+            method = Disk(save, disk, control=control, link=link, deadline_s=setup.deadline_s)
+        case _:
+            method = Reshard(
+                parameters, senders, setup.shape, control=control, link=link, settings=settings
+            )
+    return method, lambda: fill(parameters, mine, setup.shape, version[0])
+
+
+def record_outcomes(method: Method, outcomes: list[Outcome]) -> None:
+    real = method.publish
+
+    def publish(members: list[Member], version: int) -> Outcome:
+        outcomes.append(real(members, version))
+        return outcomes[-1]
+
+    method.publish = publish  # type: ignore[method-assign]

@@ -1,0 +1,266 @@
+"""Generators with the real WeightClient and Receiver, and faults by plan; for tests of publishing.
+
+A generator is a process of its own, with one more for each rank of its engine. It notes in a file
+what it serves, also before it is killed.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from generation.async_dealer import AsyncDealer
+from generation.engine import EngineError
+from generation.weight_client import WeightClient
+from megatron_rl.protocol.process import die_with_parent
+from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
+from megatron_rl.weights import parcels, receiver
+from megatron_rl.weights.engine_layout import engine_slices, hf_slices
+from megatron_rl.weights.group import bucket_bytes, close_group, open_group, split_bucket
+from megatron_rl.weights.layouts import Share
+from megatron_rl.weights.parcels import Message
+from megatron_rl.weights.receiver import Receiver
+from megatron_rl.weights.shape import ModelShape
+from tests.weights.made_up import SHAPE, allocate, fill
+
+FILE_PATIENCE_S = 60.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A generator. Its ranks hold SGLang's slices; 0 ranks are one with transformers' tensors."""
+
+    name: str
+    ranks: int = 1
+    lives: tuple[dict[int, str], ...] = ({},)
+    """For each life: which of its pauses brings which fault. A death begins the next life."""
+    shape: ModelShape = SHAPE
+    starts_after: int = -1
+    """Step of the trainer that it waits for; -1: none."""
+
+
+def host(port: int, generator: Generator, folder: Path) -> list[dict[str, Any]]:
+    """Live the generator's lives until the trainer has ended; its notes."""
+    if generator.starts_after >= 0:
+        await_file(folder / f"step-{generator.starts_after}")
+    for faults in generator.lives:
+        pid = os.fork()
+        if not pid:
+            live(port, generator, faults, folder)
+        while not (folder / "end").exists():
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                break
+            time.sleep(POLL_S)
+        else:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            break
+    await_file(folder / "end")
+    notes = folder / f"{generator.name}.jsonl"
+    return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+
+
+def await_file(path: Path) -> None:
+    ends_at = time.monotonic() + FILE_PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < ends_at, f"no {path.name}"
+        time.sleep(POLL_S)
+
+
+def live(port: int, generator: Generator, faults: dict[int, str], folder: Path) -> None:
+    """One life of a generator, in a process group of its own; never returns."""
+    try:
+        os.setsid()
+        die_with_parent()
+        pipes = [start_rank(generator, rank) for rank in range(max(1, generator.ranks))]
+        engine = PipedEngine(generator, pipes, faults, folder / f"{generator.name}.jsonl")
+        asyncio.run(serve(f"127.0.0.1:{port}", generator.name, engine))
+    finally:
+        os._exit(1)
+
+
+async def serve(address: str, name: str, engine: "PipedEngine") -> None:
+    with AsyncDealer(address, name) as dealer:
+        client = WeightClient(dealer, engine, lambda: engine.note("version"))  # type: ignore[arg-type]
+        await client.run()
+
+
+class PipedEngine:
+    """An engine whose ranks are processes at the other ends of pipes; notes what it serves."""
+
+    engine_version = "1"
+    ffn_multiple = 1
+
+    def __init__(
+        self, generator: Generator, pipes: list[Connection], faults: dict[int, str], notes: Path
+    ) -> None:
+        self.name = "scripted" if generator.ranks else "hf"
+        self.world_size = len(pipes)
+        self.version = -1
+        self._pipes, self._faults, self._notes = pipes, faults, notes
+        self._pauses = -1
+
+    def note(self, event: str) -> None:
+        is_right = self.version < 0 or all(self._ask("is_right", self.version))
+        line = {"event": event, "version": self.version, "is_right": is_right}
+        with self._notes.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _ask(self, command: str, argument: Any = None) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((command, argument, self._faults.get(self._pauses, "")))
+        answers = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, str):
+                raise EngineError(answer)
+        return answers
+
+    async def _work(self, command: str, argument: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self._ask, command, argument)
+
+    def _suffer(self, occasion: str) -> None:
+        match self._faults.get(self._pauses, "").split():
+            case ["fail", when] if when == occasion:
+                raise EngineError(f"scripted failure of {occasion}")
+            case ["die", when] if when == occasion:
+                os.killpg(0, signal.SIGKILL)
+
+    async def pause(self) -> None:
+        self._pauses += 1
+        self._suffer("pause")
+
+    async def receive(self, order: Receive) -> None:
+        self._suffer("receive")
+        await self._work("take", order)
+
+    async def join_group(self, message: JoinGroup) -> None:
+        await self._work("join", message)
+
+    async def receive_bucket(self, bucket: Bucket) -> None:
+        self._suffer("bucket")
+        await self._work("bucket", bucket)
+
+    async def load(self, folder: Path, version: int) -> None:
+        self._suffer("load")
+        await self._work("load", folder)
+
+    async def resume(self, version: int) -> None:
+        self._suffer("resume")
+        self.version = version
+        if self._faults.get(self._pauses) == "die idle":
+            asyncio.get_running_loop().call_later(0.2, os.killpg, 0, signal.SIGKILL)
+
+    async def leave_group(self) -> None:
+        await self._work("leave", None)
+
+
+def start_rank(generator: Generator, rank: int) -> Connection:
+    """The pipe to an engine rank in a process of its own."""
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork():
+        return ours
+    try:
+        die_with_parent()
+        EngineRank(generator, rank).serve(theirs)
+    finally:
+        os._exit(1)
+
+
+class EngineRank:
+    """Parameters and what happens to them."""
+
+    def __init__(self, generator: Generator, rank: int) -> None:
+        self._shape = generator.shape
+        self._slices = (
+            engine_slices(self._shape, Share(rank, generator.ranks))
+            if generator.ranks
+            else hf_slices(self._shape)
+        )
+        self._parameters = allocate(self._slices)
+        self._receiver = Receiver(lambda: self._parameters, rank, torch.float32, may_pad_ffn=False)
+        self._rank = rank
+        self._group: dist.ProcessGroup | None = None
+
+    def serve(self, pipe: Connection) -> None:
+        while True:
+            command, argument, fault = pipe.recv()
+            try:
+                answer = getattr(self, command)(argument, fault)
+            except RuntimeError as error:
+                answer = f"{type(error).__name__}: {error}"
+            pipe.send(answer)
+
+    def take(self, order: Receive, fault: str) -> bool:
+        real_unpack, real_join = parcels.unpack, receiver.join_group
+        if self._rank == 0:
+            bring(fault, order.deadline_s)
+        self._receiver.take(order)
+        parcels.unpack, receiver.join_group = real_unpack, real_join
+        return True
+
+    def is_right(self, version: int, fault: str) -> bool:
+        expected = allocate(self._slices)
+        fill(expected, self._slices, self._shape, version)
+        return all(torch.equal(self._parameters[name], expected[name]) for name in expected)
+
+    def join(self, message: JoinGroup, fault: str) -> bool:
+        self._group = open_group(message, message.rank_offset)
+        return True
+
+    def bucket(self, bucket: Bucket, fault: str) -> bool:
+        assert self._group is not None
+        flat = torch.empty(bucket_bytes(bucket.dtypes, bucket.shapes), dtype=torch.uint8)
+        dist.broadcast(flat, src=0, group=self._group)
+        for name, tensor in split_bucket(flat, bucket.names, bucket.dtypes, bucket.shapes):
+            self._parameters[name].copy_(tensor.view_as(self._parameters[name]))
+        return True
+
+    def load(self, folder: Path, fault: str) -> bool:
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            self._parameters[name].copy_(tensor.view_as(self._parameters[name]))
+        return True
+
+    def leave(self, argument: None, fault: str) -> bool:
+        self._receiver.leave()
+        if self._group is not None:
+            close_group(self._group)
+            self._group = None
+        return True
+
+
+def bring(fault: str, deadline_s: float) -> None:
+    """Let a fault happen in this engine rank's next transfer."""
+    real = parcels.unpack
+
+    def unpack(messages: Iterable[Message], *args: Any) -> Tensor:
+        match fault:
+            case "die transfer":
+                os.killpg(0, signal.SIGKILL)
+            case "stop reading":
+                time.sleep(deadline_s + 1)
+            case "damage":
+                messages = list(messages)
+                messages[0].payload[5] ^= 4
+        parcels.unpack = real
+        return real(messages, *args)
+
+    def join(*args: Any, **options: Any) -> Any:
+        os.killpg(0, signal.SIGKILL)
+
+    if fault == "die join":
+        receiver.join_group = join
+    elif fault:
+        parcels.unpack = unpack

@@ -1,0 +1,230 @@
+"""What publishing weights costs: `python -m tools.bench.weights [--quick] [--repeats N]`.
+
+Trainer ranks and generators of the product on this host, over gloo, with a random Llama of 142M
+float32 parameters. In each layout all methods publish in turn, in an order that rotates:
+
+| method | what |
+|---|---|
+| raw | reshard's rounds as plain bytes, one message a parcel, that the receivers throw away |
+| reshard, broadcast, disk | the product's, see docs/weights.md |
+
+| figure | what; medians of all publishes, the worst layout where there are several |
+|---|---|
+| wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
+| loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
+| time_over_raw | transfer of reshard over raw's beside it: first receive to last digest |
+| broadcast_over_reshard, disk_over_reshard | whole publishes |
+| pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |
+| peak_extra_bytes_* | buffers of a rank as the exchange counts them |
+| growth_bytes_* | by how much a rank's resident memory grew during a publish, at most |
+| *_over_two_buckets | peaks over 2 * bucket_bytes |
+
+busy_share is what other processes took of the cores before each layout: where it is not near 0, the
+times say little. A table comes first; the last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import dump_toml
+from tools.bench.children import ChildFailed, run_child
+from tools.bench.contention import busy_share
+from tools.bench.variants import ROOT, environment
+from tools.bench.weights_figures import Sample, combine, figures, growth, rounded, show
+
+REPEATS_VARIABLE = "BENCH_REPEATS"
+RANKS_TIMEOUT_S = 900.0
+END_S = 30.0
+PAUSE_S = 2.0
+SIZES = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 32,
+    # SmolLM2-135M has 9 and 3 of 64, which two tensor ranks cannot share.
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+QUICK_SIZES = SIZES | {"vocab_size": 16_384, "num_hidden_layers": 8}
+
+
+class Layout(NamedTuple):
+    """Trainer ranks and engines."""
+
+    tensor: int
+    pipeline: int
+    replicas: int
+    engine_ranks: int
+
+
+LAYOUTS = {
+    "tp2-tp1": Layout(2, 1, 1, 1),
+    "tp2pp2-tp2": Layout(2, 2, 1, 2),
+    "tp2-2xtp1": Layout(2, 1, 2, 1),
+}
+
+
+def main() -> int:
+    """Command line."""
+    options = _parse()
+    repeats = options.repeats or (3 if options.quick else 9)
+    # As an exception, so that the children are ended too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    work_dir = options.work_dir or ROOT / ".cache" / "bench" / time.strftime(
+        "weights-%Y%m%d-%H%M%S"
+    )
+    cores = sorted(os.sched_getaffinity(0))
+    found: dict[str, dict[str, float]] = {}
+    shares = []
+    try:
+        model = work_dir / "model"
+        sizes = QUICK_SIZES if options.quick else SIZES
+        write_model(model, sizes)
+        for name in options.layouts:
+            shares.append(busy_share(cores, PAUSE_S))
+            cfg = configure(LAYOUTS[name], model, work_dir / name, options.bucket_mb << 20)
+            samples = run_layout(cfg, repeats)
+            found[name] = figures(samples, cfg) | growth(samples, cfg.run.dir)
+            show(name, samples, found[name])
+            shutil.rmtree(cfg.run.dir / "weights")
+    except (ChildFailed, OSError) as error:
+        print(f"{error}\nall logs: {work_dir}", file=sys.stderr)
+        return 1
+    conditions = {
+        "mode": "quick" if options.quick else "full",
+        "repeats": repeats,
+        "cores": len(cores),
+        "busy_share": round(statistics.fmean(shares), 3),
+        "bucket_bytes": options.bucket_mb << 20,
+    }
+    print(json.dumps(conditions | combine(found) | {"layouts": rounded(found)}))
+    return 0
+
+
+def write_model(folder: Path, sizes: dict[str, Any]) -> None:
+    """A random Llama as a Hugging Face folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+
+
+def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
+    """A run of this layout, written to RUN_DIR/config.toml."""
+    cfg = Config.model_validate(
+        {
+            "run": {"dir": run_dir},
+            "model": {"path": model, "dtype": "float32"},
+            "parallel": {"tensor": layout.tensor, "pipeline": layout.pipeline},
+            "generator": {
+                "replicas": layout.replicas,
+                "tensor_parallel": layout.engine_ranks,
+                "kv_tokens": 8192,
+            },
+            "weights": {"bucket_bytes": bucket_bytes},
+            "ports": {"weights": free_port(), "engine": free_port(), "torchrun": free_port()},
+        }
+    )
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.toml").write_text(dump_toml(cfg))
+    return cfg
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_layout(cfg: Config, repeats: int) -> list[Sample]:
+    """Start all processes of a layout and have them publish. Raises ChildFailed."""
+    path = cfg.run.dir / "config.toml"
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nproc-per-node", str(cfg.parallel.world_size)]
+    command += ["--master-addr", cfg.ports.host, "--master-port", str(cfg.ports.torchrun)]
+    command += ["-m", "tools.bench.weights_ranks", "--config", str(path)]
+    with generators(cfg, path):
+        run_child(
+            command,
+            log=cfg.run.dir / "ranks.log",
+            timeout_s=RANKS_TIMEOUT_S,
+            environment=child_environment() | {REPEATS_VARIABLE: str(repeats)},
+            cwd=ROOT,
+        )
+    return msgspec.json.decode((cfg.run.dir / "samples.json").read_bytes(), type=list[Sample])
+
+
+@contextmanager
+def generators(cfg: Config, path: Path) -> Iterator[None]:
+    """The layout's generators, which end with the block."""
+    processes = []
+    try:
+        for index in range(cfg.generator.replicas):
+            command = [sys.executable, "-m", "tools.bench.weights_generator"]
+            with (cfg.run.dir / f"generator-{index}.log").open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*command, "--config", str(path), "--index", str(index)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=os.environ | child_environment(),
+                        cwd=ROOT,
+                    )
+                )
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def child_environment() -> dict[str, str]:
+    """One thread each, this tree's modules, and an end with the process that started them."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, [str(ROOT), inherited]))
+    return environment(threads=1) | {"PYTHONPATH": path, "MEGATRON_RL_LAUNCHED": "1"}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller model, few publishes")
+    parser.add_argument("--repeats", type=int, help="publishes by each method")
+    parser.add_argument(
+        "--bucket-mb", type=int, default=Config().weights.bucket_bytes >> 20, help="MiB of a round"
+    )
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What was measured in tools.bench.weights, and its figures.
+
+Shared by its processes; needs neither torch nor Megatron.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.protocol.config import Config
+
+TITLES = ("publish s", "transfer s", "pause s", "wire MB", "lo MB")
+METHODS = ("raw", "reshard", "broadcast", "disk")
+RAW_GROUP = "raw"
+"""Beginning of the names of groups that exchange plain bytes."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One publish to all generators by one method."""
+
+    method: str
+    seconds: float
+    transfers_s: list[float]
+    """Of each generator, by its slowest rank; [] for methods that do not say."""
+    pauses_s: list[float]
+    wire_bytes: int
+    """Payload."""
+    loopback_bytes: int
+    """What this host's loopback device took in meanwhile, of anybody."""
+    minimum_bytes: int
+    """Of the parameters of all engine ranks."""
+    trainer_peak_bytes: int
+    """Buffers of a trainer rank, the most of any."""
+    engine_peak_bytes: int
+    trainer_growth_bytes: int
+    """By how much the resident memory of a trainer rank grew, the most of any."""
+
+
+def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
+    """Figures of one layout."""
+    by = {name: [sample for sample in samples if sample.method == name] for name in METHODS}
+    reshard = by["reshard"]
+    two_buckets = 2 * cfg.weights.bucket_bytes
+
+    def over(top: Sequence[Sample], bottom: Sequence[Sample], key: Callable) -> float:
+        return statistics.median(key(a) / key(b) for a, b in zip(top, bottom, strict=True))
+
+    pauses = [pause for sample in reshard for pause in sample.pauses_s]
+    transfers = [transfer for sample in reshard for transfer in sample.transfers_s]
+    trainer = max(sample.trainer_peak_bytes for sample in reshard)
+    engine = max(sample.engine_peak_bytes for sample in reshard)
+    return {
+        "minimum_mb": reshard[0].minimum_bytes / 1e6,
+        "wire_bytes_over_minimum": reshard[0].wire_bytes / reshard[0].minimum_bytes,
+        "loopback_bytes_over_minimum": statistics.median(
+            sample.loopback_bytes / sample.minimum_bytes for sample in reshard
+        ),
+        "time_over_raw": over(reshard, by["raw"], lambda sample: sum(sample.transfers_s)),
+        "broadcast_over_reshard": over(by["broadcast"], reshard, lambda sample: sample.seconds),
+        "disk_over_reshard": over(by["disk"], reshard, lambda sample: sample.seconds),
+        "pause_ms_p50": 1e3 * statistics.median(pauses),
+        "pause_overhead_ms": 1e3
+        * statistics.median(p - t for p, t in zip(pauses, transfers, strict=True)),
+        "peak_extra_bytes_trainer": trainer,
+        "peak_extra_bytes_engine": engine,
+        "trainer_over_two_buckets": trainer / two_buckets,
+        "engine_over_two_buckets": engine / two_buckets,
+    }
+
+
+def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
+    """By how much resident memory grew in a reshard, at most; the first one is left out."""
+    engine = []
+    for path in (run_dir / "logs").glob("*.growth-*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        sizes = [row["bytes"] for row in rows if not row["name"].startswith(RAW_GROUP)]
+        engine.append(max(sizes[1:]))
+    trainer = [sample.trainer_growth_bytes for sample in samples if sample.method == "reshard"]
+    return {"growth_bytes_trainer": max(trainer), "growth_bytes_engine": max(engine)}
+
+
+def combine(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The worst layout of each figure; medians for the pauses."""
+    best_is_high = {"broadcast_over_reshard", "disk_over_reshard"}
+    medians = {"pause_ms_p50", "pause_overhead_ms"}
+    combined = {}
+    for key in next(iter(found.values())):
+        values = [each[key] for each in found.values()]
+        choose = statistics.median if key in medians else min if key in best_is_high else max
+        combined[key] = choose(values)
+    return rounded({"": combined})[""]
+
+
+def rounded(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Three digits after the point."""
+    return {
+        name: {key: round(value, 3) for key, value in values.items()}
+        for name, values in found.items()
+    }
+
+
+def show(name: str, samples: Sequence[Sample], values: dict[str, float]) -> None:
+    """Print a layout's rows."""
+    print(f"\n{name:12} " + " ".join(f"{title:>10}" for title in TITLES))
+    for method in METHODS:
+        rows = [sample for sample in samples if sample.method == method]
+        transfers = [sum(row.transfers_s) for row in rows]
+        print(
+            f"{method:12} {statistics.median(row.seconds for row in rows):10.3f} "
+            f"{statistics.median(transfers):10.3f} "
+            f"{statistics.median(max(row.pauses_s) for row in rows):10.3f} "
+            f"{rows[0].wire_bytes / 1e6:10.1f} "
+            f"{statistics.median(row.loopback_bytes for row in rows) / 1e6:10.1f}"
+        )
+    for key, value in values.items():
+        print(f"  {key:30} {value:16.3f}", flush=True)

@@ -1,0 +1,48 @@
+"""A generator of tools.bench.weights: the product's weight client before an SGLang server.
+
+Entry: `python -m tools.bench.weights_generator --config FILE --index 0`. It publishes nothing to a
+queue and samples nothing: it only takes weights.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from generation import sglang_engine
+from generation.async_dealer import AsyncDealer
+from generation.engine import EngineError, engine_setup
+from generation.weight_client import WeightClient
+from generation.worker import end_with_first, interrupted, parse_arguments
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.process import run_main, set_up_logging
+from tools.bench.weights_loader import LOADER
+
+
+def main(config_path: Path, index: int) -> None:
+    """Take weights until a signal arrives."""
+    config = load_config(config_path)
+    set_up_logging(f"generator-{index}", config.run.dir / "logs")
+    sglang_engine.LOADER = LOADER
+    asyncio.run(end_with_first(interrupted(), serve(config, index)))
+
+
+async def serve(config: Config, index: int) -> None:
+    """Raises EngineError when the server dies."""
+    engine = sglang_engine.SGLangEngine(engine_setup(config, index, ()))
+
+    async def watch() -> None:
+        raise EngineError(await engine.failed())
+
+    try:
+        await engine.start()
+        endpoint = f"{config.ports.host}:{config.ports.weights}"
+        with AsyncDealer(endpoint, f"generator-{index}") as dealer:
+            await end_with_first(WeightClient(dealer, engine, lambda: None).run(), watch())
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    options = parse_arguments()
+    sys.exit(run_main(f"generator-{options.index}", lambda: main(options.config, options.index)))

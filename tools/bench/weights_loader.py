@@ -1,0 +1,140 @@
+"""Takes the parcels of tools.bench.weights inside every rank of its SGLang servers.
+
+Stands in front of the product's loader. Under a group whose name begins with RAW_GROUP it receives
+plain bytes and throws them away: the floor of what any exchange of so many bytes takes. Each
+transfer leaves a line beside the server's log: how much the process grew meanwhile.
+"""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from generation import sglang_loader
+from generation.sglang_orders import ORDERS_VARIABLE, read_order
+from megatron_rl.protocol.types import Receive
+from megatron_rl.weights import receiver
+from megatron_rl.weights.parcels import Received, buffer_bytes
+from megatron_rl.weights.receiver import Receiver
+from megatron_rl.weights.reshard import Parcel
+from tools.bench.weights_figures import RAW_GROUP
+
+LOADER = "tools.bench.weights_loader.load"
+
+
+def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
+    """Obey the engine's order."""
+    order = read_order()
+    if not isinstance(order, Receive):
+        return
+    path = Path(os.environ[ORDERS_VARIABLE])
+    with noted_growth(path.with_suffix(f".growth-{os.getpid()}.jsonl"), order.group_name):
+        if order.group_name.startswith(RAW_GROUP):
+            with patch.object(receiver, "receive", receive_raw):
+                _raw_receiver(model).take(order)
+        else:
+            sglang_loader.load(model, named_tensors)
+
+
+@functools.cache
+def _raw_receiver(model: torch.nn.Module) -> Receiver:
+    """Another one than the product's, so that both keep their groups."""
+    return sglang_loader._receiver.__wrapped__(model)
+
+
+@contextmanager
+def noted_growth(path: Path, name: str) -> Iterator[None]:
+    """Append {"name", "bytes"} to a file: how much this process grew at most meanwhile."""
+    start_peak()
+    before = resident_bytes("VmRSS")
+    yield
+    with path.open("a") as file:
+        file.write(json.dumps({"name": name, "bytes": resident_bytes("VmHWM") - before}) + "\n")
+
+
+def start_peak() -> None:
+    """Let VmHWM of this process start anew."""
+    # See proc_pid_clear_refs(5).
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_bytes(key: str) -> int:
+    """Of this process: VmRSS now, VmHWM at most."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) << 10
+    raise ValueError(f"/proc/self/status has no {key}")
+
+
+def send_raw(
+    rounds: Sequence[Sequence[Parcel]],
+    parameters: dict[str, torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    dtype: torch.dtype,
+    version: int,
+    deadline_s: float,
+) -> int:
+    """As `parcels.send`, but of plain bytes."""
+    return _exchange(rounds, group, dtype, dist.isend, lambda parcel: parcel.receiver, deadline_s)
+
+
+def receive_raw(
+    rounds: Sequence[Sequence[Parcel]],
+    parameters: dict[str, torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    dtype: torch.dtype,
+    version: int,
+    deadline_s: float,
+) -> Received:
+    """As `parcels.receive`, but of plain bytes, which nobody looks at."""
+    started = time.monotonic()
+    peak = _exchange(rounds, group, dtype, dist.irecv, lambda parcel: parcel.sender, deadline_s)
+    payload = sum(parcel.size for each in rounds for parcel in each) * dtype.itemsize
+    return Received(payload, peak, time.monotonic() - started)
+
+
+def _exchange(
+    rounds: Sequence[Sequence[Parcel]],
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    operation: Callable[..., object],
+    peer_of: Callable[[Parcel], int],
+    deadline_s: float,
+) -> int:
+    """One message a parcel, two rounds in flight, in memory that is kept and already mapped."""
+    ends_at = time.monotonic() + deadline_s
+    largest = max(sum(buffer_bytes(parcel, dtype) for parcel in each) for each in rounds)
+    flying: list[dist.Work] = []
+    for number, parcels in enumerate(rounds):
+        lengths = [buffer_bytes(parcel, dtype) for parcel in parcels]
+        buffers = _memory(number % 2, largest)[: sum(lengths)].split(lengths) if lengths else ()
+        ops = [
+            dist.P2POp(operation, buffer, group=group, group_peer=peer_of(parcel))
+            for parcel, buffer in zip(parcels, buffers, strict=True)
+        ]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        _wait(flying, ends_at)
+        flying = works
+    _wait(flying, ends_at)
+    return 2 * largest
+
+
+@functools.cache
+def _memory(half: int, size: int) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.uint8)
+
+
+def _wait(works: Sequence[dist.Work], ends_at: float) -> None:
+    for work in works:
+        work.wait(timedelta(seconds=max(0.001, ends_at - time.monotonic())))

@@ -1,0 +1,169 @@
+"""A trainer rank of tools.bench.weights: publishes in turn by every method and notes how it went.
+
+Entry, under torchrun: `python -m tools.bench.weights_ranks --config FILE`. Rank 0 writes
+a list of `Sample` to RUN_DIR/samples.json.
+"""
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megatron_rl.policy import Policy, open_policy
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.wire import Router
+from megatron_rl.train import open_method
+from megatron_rl.weights import exchange
+from megatron_rl.weights.control import Control
+from megatron_rl.weights.exchange import Reshard, receiver_slices
+from megatron_rl.weights.link import GeneratorLink
+from megatron_rl.weights.publisher import Member, Method, Outcome
+from tools.bench.weights_figures import METHODS, RAW_GROUP, Sample
+from tools.bench.weights_loader import resident_bytes, send_raw, start_peak
+
+
+class Raw:
+    """The messages of a reshard, but plain bytes instead of parcels."""
+
+    def __init__(self, method: Reshard) -> None:
+        # The loader inside the engine knows raw transfers by it.
+        method._settings = replace(method._settings, name=f"{RAW_GROUP}-{method._settings.name}")
+        self._method = method
+
+    def publish(self, members: list[Member], version: int) -> Outcome:
+        """Exchange as many bytes as the members need."""
+        with patch.object(exchange, "send", send_raw):
+            return self._method.publish(members, version)
+
+    def forget(self, name: str) -> None:
+        """Close the group."""
+        self._method.forget(name)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self._method.close()
+
+
+def main(cfg: Config, repeats: int) -> None:
+    """Set up this rank, publish, write the samples."""
+    with ExitStack() as stack:
+        policy = stack.enter_context(open_policy(cfg))
+        link = None
+        if int(os.environ["RANK"]) == 0:
+            router = stack.enter_context(Router(cfg.ports.host, cfg.ports.weights))
+            link = GeneratorLink(router)
+            link.await_peers(cfg.generator.replicas, cfg.weights.join_timeout_s)
+        control = Control(policy.backend.host_group(3 * cfg.weights.deadline_s))
+        peers = link.peers if link is not None else {}
+        members = [Member(name, hello) for name, hello in sorted(peers.items())]
+        members = control.share(members, list[Member])
+        methods = {name: make_method(name, cfg, policy, control, link) for name in METHODS}
+        samples = publish_all(methods, members, control, policy, repeats)
+        for method in methods.values():
+            method.close()
+        if control.rank == 0:
+            (cfg.run.dir / "samples.json").write_bytes(msgspec.json.encode(samples))
+        control.close()
+
+
+def make_method(
+    name: str, cfg: Config, policy: Policy, control: Control, link: GeneratorLink | None
+) -> Method:
+    """The product's own, or Raw."""
+    product_name = "reshard" if name == "raw" else name
+    weights = cfg.weights.model_copy(update={"method": product_name})
+    method = open_method(
+        cfg.model_copy(update={"weights": weights}), policy, control=control, link=link
+    )
+    return Raw(method) if isinstance(method, Reshard) and name == "raw" else method
+
+
+def publish_all(
+    methods: dict[str, Method],
+    members: list[Member],
+    control: Control,
+    policy: Policy,
+    repeats: int,
+) -> list[Sample]:
+    """Every method once in each repeat, in a rotating order; the first repeat is left out."""
+    slices = [
+        part
+        for member in members
+        for rank in range(member.hello.world_size)
+        for part in receiver_slices(policy.shape, member.hello, rank)
+    ]
+    itemsize = next(policy.chunks[0].parameters()).dtype.itemsize
+    minimum = itemsize * sum(part.size for part in slices)
+    names, samples, version = list(methods), [], 0
+    for repeat in range(repeats + 1):
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            version += 1
+            sample = measure(name, methods[name], members, control, version)
+            if repeat:
+                samples.append(msgspec.structs.replace(sample, minimum_bytes=minimum))
+    return samples
+
+
+def measure(
+    name: str, method: Method, members: list[Member], control: Control, version: int
+) -> Sample:
+    """One publish."""
+    control.all(True)
+    start_peak()
+    resident, loopback, started = resident_bytes("VmRSS"), loopback_bytes(), time.monotonic()
+    outcome = method.publish(members, version)
+    seconds, loopback = time.monotonic() - started, loopback_bytes() - loopback
+    growth = resident_bytes("VmHWM") - resident
+    if outcome.failed or outcome.damaged:
+        raise RuntimeError(f"{name}: {outcome.damaged} damaged parcels, {outcome.failed}")
+    peak = method.peak_bytes if isinstance(method, Reshard) else 0
+    return Sample(
+        name,
+        seconds,
+        outcome.transfers_s,
+        outcome.pauses_s,
+        outcome.wire_bytes,
+        loopback,
+        0,
+        _most(peak),
+        outcome.peak_bytes,
+        _most(growth),
+    )
+
+
+def _most(value: int) -> int:
+    """The largest of all ranks' values."""
+    held = torch.tensor([value])
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return int(held)
+
+
+def loopback_bytes() -> int:
+    """What the loopback device has taken in."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[1])
+    raise RuntimeError("/proc/net/dev has no loopback device")
+
+
+def start() -> int:
+    """Entry of a rank."""
+    cfg = load_config(Path(sys.argv[sys.argv.index("--config") + 1]))
+    role = f"trainer-{os.environ.get('RANK', '0')}"
+    set_up_logging(role, cfg.run.dir / "logs")
+    return run_main(role, partial(main, cfg, int(os.environ["BENCH_REPEATS"])))
+
+
+if __name__ == "__main__":
+    sys.exit(start())
