@@ -221,6 +221,7 @@ def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.exhaustive
 def test_sigterm_ends_a_worker_that_is_still_starting(models_dir: Path, tmp_path: Path) -> None:
     config = make_config(models_dir, tmp_path / "run")
     with worker_process(config) as process:
