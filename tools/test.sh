@@ -2,8 +2,9 @@
 # Runs the checks:  bash tools/test.sh [pytest arguments]
 #
 # Without arguments: installs if needed, lints, and runs every test that needs no GPU and is not
-# `exhaustive` (hostile programs as every user, all of HumanEval, every layout and fault of a publish). Arguments go to pytest (and skip
-# the lint), e.g. `bash tools/test.sh tests/tools -k convert`, `-m gpu` or `-m exhaustive`.
+# `exhaustive` (hostile programs as every user, all of HumanEval, every layout and fault of a
+# publish). Arguments go to pytest (and skip the lint), e.g. `bash tools/test.sh tests/tools -k
+# convert`, `-m gpu` or `-m exhaustive`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
