@@ -15,7 +15,6 @@ so only one that stops without a word costs the deadline.
 """
 
 import logging
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -323,10 +322,3 @@ def receiver_slices(shape: ModelShape, hello: Hello, rank: int) -> list[Slice]:
         ffn_multiple=hello.ffn_multiple,
         expert_ranks=hello.expert_ranks,
     )
-
-
-def free_port(address: str) -> int:
-    """A port that nothing listens on now, for a group's rendezvous."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -7,6 +7,7 @@ generators stand still from the first bucket to the last.
 
 import logging
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,7 +28,7 @@ from megatron_rl.protocol.types import (
     Resume,
 )
 from megatron_rl.weights.control import Control
-from megatron_rl.weights.exchange import ExchangeSettings, free_port
+from megatron_rl.weights.exchange import ExchangeSettings
 from megatron_rl.weights.group import close_group, open_group
 from megatron_rl.weights.link import POLL_S, GeneratorLink, GeneratorLost
 from megatron_rl.weights.publisher import Member, Outcome
@@ -237,3 +238,10 @@ def _say_goodbye(link: GeneratorLink | None, name: str) -> None:
             link.tell(name, LeaveGroup())
         except GeneratorLost as error:
             log.info("%s", error)
+
+
+def free_port(address: str) -> int:
+    """A port that nothing listens on now; SGLang wants its number beforehand."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

@@ -34,10 +34,6 @@ _PLACE = 0x9E3779B1
 _ALIGNMENT = 8
 
 
-class ExchangeError(RuntimeError):
-    """Parcels arrived damaged or of another version; the text says how many."""
-
-
 @dataclass
 class Received:
     """What a receiver reports."""

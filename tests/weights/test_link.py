@@ -108,6 +108,7 @@ def test_a_repeated_hello_is_none(peers: Peers) -> None:
     thread = answer(dealer, Hello(1, "scripted", "1", session=1), Ack("Pause"))
     peers.link.ask("a", Pause(), soon())
     thread.join()
+    assert peers.link.peers["a"].session == 1
 
 
 def test_a_generator_that_is_gone_is_noticed_at_once(peers: Peers) -> None:
