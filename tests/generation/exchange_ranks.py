@@ -45,7 +45,7 @@ class Script:
     parcel_s: float = 0.0
     """Each parcel waits so long before it is sent."""
     admits_until: int = 0
-    """After the last version, admit until so many generators hold it."""
+    """After the last version, admit until so many generators hold it; failing that, fail."""
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,9 @@ def test_a_killed_generator_costs_at_most_the_deadline_and_is_served_when_it_is_
     blow = Blow(1, (fleet.pid(0),), after_parcels=after_parcels)
     script = Script(folders, blows=(blow,), admits_until=2)
     with fleet.restarting(0):
-        first, killed, admitted = publish(fleet, TENSOR, script)
+        first, killed, _ = publish(fleet, TENSOR, script)
     assert first.metrics["publish/generators"] == 2
     check_drop(killed, fleet.config.weights.deadline_s + MARGIN_S)
-    assert admitted.metrics["publish/generators"] == 2
     fleet.check_parameters(folders[1])
     for index in range(2):
         fleet.check_logprobs(index, folders[1], version=1)
@@ -65,11 +64,10 @@ def test_a_stopped_rank_costs_the_deadline_and_its_generator_is_served_after_a_r
     kill = Blow(2, (fleet.pid(0),))
     script = Script(folders, blows=(stop, kill), admits_until=2)
     with fleet.restarting(0):
-        _, stopped, after, admitted = publish(fleet, TENSOR, script)
+        _, stopped, after, _ = publish(fleet, TENSOR, script)
     assert stopped.seconds > deadline_s - 1
     check_drop(stopped, deadline_s + MARGIN_S)
     check_drop(after, deadline_s / 2)
-    assert admitted.metrics["publish/generators"] == 2
     fleet.check_parameters(folders[2])
     fleet.check_logprobs(0, folders[2], version=2)
 
@@ -82,7 +80,6 @@ def test_a_rank_that_was_stopped_and_goes_on_is_served_without_a_restart(
     stop = Blow(1, pids, signal.SIGSTOP, after_parcels=MID_TRANSFER)
     go_on = Blow(2, pids, signal.SIGCONT)
     script = Script(folders, blows=(stop, go_on), admits_until=2)
-    *_, admitted = publish(fleet, TENSOR, script)
-    assert admitted.metrics["publish/generators"] == 2
+    publish(fleet, TENSOR, script)
     fleet.check_parameters(folders[2])
     fleet.check_logprobs(0, folders[2], version=2)
