@@ -239,10 +239,11 @@ class EvalConfig(Section):
 class WeightsConfig(Section):
     """Publishing weights to the generators."""
 
-    method: Literal["reshard", "broadcast", "disk"] = "reshard"
-    """reshard: slices from shard to shard. broadcast: full tensors by way of rank 0, for engines
-    without our loader; quantised ones get it instead of reshard. disk: a folder that every engine
-    reads."""
+    method: Literal["reshard", "ipc", "broadcast", "disk"] = "reshard"
+    """reshard: slices from shard to shard. ipc: the same through memory that ranks of one host
+    share, for a GPU that trainer and engine share. broadcast: full tensors by way of rank 0, for
+    engines without our loader; quantised ones get it instead of reshard. disk: a folder that every
+    engine reads; quantised ones get it instead of ipc."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """What running requests keep across a publish. keep: keys and values of older weights, as in
     the paper; recompute: tokens alone."""
