@@ -57,6 +57,8 @@ def train(
         for minibatch in batch.minibatches:
             metrics.add(trainer.update(minibatch, version=step))
         step += 1
+        if step < steps:
+            batches.request(step)  # the queue forms it while the weights travel
         weights.publish(version=step)
         batches.announce(step, is_final=step == steps)
         metrics.add_entries(batch.metrics)
