@@ -37,7 +37,7 @@ from megatron_rl.weights.receiver import Report
 from megatron_rl.weights.reshard import Parcel, Plan, make_plan
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice
-from megatron_rl.weights.transport import Channel
+from megatron_rl.weights.transport import Buffers, Channel
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class Reshard:
         self._control, self._link, self._settings = control, link, settings
         self._streams: dict[str, _Stream] = {}
         self._groups_made = 0
+        self._buffers = Buffers()
         self.peak_bytes = 0
         """Most memory of buffers that this rank has needed."""
 
@@ -197,7 +198,7 @@ class Reshard:
                 store = open_store(
                     receive.address, receive.port, is_master=False, timeout_s=receive.deadline_s
                 )
-                stream.channel = Channel(store, self._control.rank)
+                stream.channel = Channel(store, self._control.rank, self._buffers)
             device = next(iter(self._parameters.values())).device
             peak_bytes = send(
                 stream.rounds,
@@ -288,7 +289,7 @@ class Reshard:
     def _open_store(self, stream: _Stream, plan: Plan, member: Member) -> None:
         host, timeout_s = self._settings.host, self._settings.deadline_s
         store = open_store(host, 0, is_master=True, timeout_s=timeout_s)
-        stream.channel, stream.port = Channel(store, self._control.rank), store.port
+        stream.channel, stream.port = Channel(store, self._control.rank, self._buffers), store.port
         offset = self._control.world_size
         for rank in range(offset, offset + member.hello.world_size):
             store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))

@@ -28,7 +28,7 @@ from megatron_rl.weights.group import open_store
 from megatron_rl.weights.parcels import receive
 from megatron_rl.weights.reshard import Parcel
 from megatron_rl.weights.slices import Slice
-from megatron_rl.weights.transport import Channel
+from megatron_rl.weights.transport import Buffers, Channel
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class Receiver:
         self._may_pad_ffn = may_pad_ffn
         self._name = ""
         self._link: _Link | None = None
+        self._buffers = Buffers()
 
     def take(self, order: Receive) -> Report:
         """Do as the order says, within its deadline; never raises what a peer can cause."""
@@ -105,6 +106,7 @@ class Receiver:
         if self._link is not None:
             self._link.channel.close()
         self._link, self._name = None, ""
+        self._buffers = Buffers()
 
     def _link_of(self, order: Receive, rank: int) -> _Link:
         if self._link is None or self._name != order.group_name:
@@ -112,7 +114,10 @@ class Receiver:
             store = open_store(
                 order.address, order.port, is_master=False, timeout_s=order.deadline_s
             )
-            self._link, self._name = _Link(Channel(store, rank), []), order.group_name
+            self._link, self._name = (
+                _Link(Channel(store, rank, self._buffers), []),
+                order.group_name,
+            )
             self._link.rounds = msgspec.json.decode(store.get(f"plan/{rank}"), type=Rounds)
         return self._link
 

@@ -25,7 +25,7 @@ from megatron_rl.weights.parcels import send
 from megatron_rl.weights.receiver import Report
 from megatron_rl.weights.reshard import Plan, make_plan
 from megatron_rl.weights.shape import ModelShape
-from megatron_rl.weights.transport import Channel
+from megatron_rl.weights.transport import Buffers, Channel
 
 TIMEOUT_S = 30.0
 BUCKET_BYTES = 100_000
@@ -93,7 +93,7 @@ class SliceSender:
         for rank in range(1, order.world_size):
             rounds = exchange.plan.of_receiver(rank)
             self._store.set(f"plan/{rank}", msgspec.json.encode(rounds))
-        self._channel = Channel(self._store, 0)
+        self._channel = Channel(self._store, 0, Buffers())
 
     def send(self, exchange: Exchange, parameters: dict[str, Tensor]) -> list[Report]:
         """What the receivers say."""

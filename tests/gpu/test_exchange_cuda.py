@@ -18,7 +18,7 @@ from megatron_rl.weights.memory.digests import WordSums
 from megatron_rl.weights.parcels import Received, receive, send
 from megatron_rl.weights.reshard import make_plan
 from megatron_rl.weights.slices import Slice
-from megatron_rl.weights.transport import IPC, Channel
+from megatron_rl.weights.transport import IPC, Buffers, Channel
 from tests.distributed import run_ranks
 from tests.generation.publisher import free_port
 
@@ -55,7 +55,7 @@ def exchange(
     store = open_store("127.0.0.1", port, is_master=rank == 0, timeout_s=LIMIT_S)
     ends_at = time.monotonic() + LIMIT_S
     order = Receive("127.0.0.1", port, "cuda", backend, 1, 2, 0, 1, LIMIT_S)
-    transport = Channel(store, rank).open(order, device, ends_at)
+    transport = Channel(store, rank, Buffers()).open(order, device, ends_at)
     whole, vector = matrix(ROWS, COLUMNS), matrix(1, 77)[0]
     vector_slice = Slice("v", 0, 0, 77, 1, "v", 0, 0)
     halves = [

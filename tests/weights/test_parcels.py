@@ -28,7 +28,7 @@ from megatron_rl.weights.messages import (
 from megatron_rl.weights.parcels import Received, receive, send
 from megatron_rl.weights.reshard import PARCEL_OVERHEAD_BYTES, Move, Parcel, make_plan
 from megatron_rl.weights.slices import Slice
-from megatron_rl.weights.transport import GroupTransport, SharedTransport, Transport
+from megatron_rl.weights.transport import Buffers, GroupTransport, SharedTransport, Transport
 from tests.distributed import run_ranks
 
 VERSION = 7
@@ -220,7 +220,7 @@ def open_transport(kind: str = "group", timeout_s: float = 30.0) -> Transport:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     assert dist.group.WORLD is not None
     if kind == "group":
-        return GroupTransport(dist.group.WORLD, CPU)
+        return GroupTransport(dist.group.WORLD, CPU, Buffers())
     return SharedTransport(distributed_c10d._get_default_store(), dist.get_rank(), 0, CPU)
 
 
