@@ -15,6 +15,7 @@ MAX_LINES = 400
 # Modules of megatron_rl that start the other processes, so may import anything but tools and tests.
 SUPERVISORS = {
     "cli",
+    "convert_command",
     "doctor",
     "launch",
     "live_view",
@@ -37,6 +38,7 @@ ALLOWED = {
     "verification": {"protocol"},
     "backend": {"protocol"},
     "weights": {"protocol", "backend"},
+    "convert": {"protocol", "weights"},
     "trainer": {"protocol", "weights", "backend"},
     "supervisors": {
         "protocol",
@@ -45,6 +47,7 @@ ALLOWED = {
         "verification",
         "backend",
         "weights",
+        "convert",
         "trainer",
     },
     "tools": {
@@ -54,6 +57,7 @@ ALLOWED = {
         "verification",
         "backend",
         "weights",
+        "convert",
         "trainer",
         "supervisors",
     },
