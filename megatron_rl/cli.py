@@ -152,7 +152,7 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
 
 
 def _plan_weights(options: argparse.Namespace, console: Console) -> int:
-    # Needs torch, which the other commands do without.
+    # Needs torch, which most commands do without.
     from megatron_rl.plan_weights import plan_weights
 
     plan_weights(load_config(options.config, options.overrides), console)
@@ -160,7 +160,7 @@ def _plan_weights(options: argparse.Namespace, console: Console) -> int:
 
 
 def _convert(options: argparse.Namespace, console: Console) -> int:
-    # Needs torch and megatron-core, which the other commands do without.
+    # Needs torch, which most commands do without.
     from megatron_rl import convert_command
     from megatron_rl.convert.conversion import Request
 

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 def run(request: Request, console: Console) -> int:
     """Convert; exit code 1 when the verification finds a difference. Raises InputError."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console)
+    columns = (*columns, TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True)
     try:
         with bar:
             task = bar.add_task(request.source.name, total=None)

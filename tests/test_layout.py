@@ -213,6 +213,7 @@ def test_files_are_short() -> None:
         ("verification.worker", HEAVY),
         ("generation.worker", {"megatron", "sglang"}),
         ("megatron_rl.launch", {"torch", "megatron", "sglang"}),
+        ("megatron_rl.convert.conversion", {"transformers", "megatron", "sglang"}),
     ],
 )
 def test_a_process_loads_no_foreign_heavy_library(module: str, forbidden: set[str]) -> None:

@@ -5,13 +5,13 @@ layer or expert. torch's storage writer asks for each when it is that one's turn
 are written as if each were a rank's.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.metadata import (
@@ -28,6 +28,14 @@ from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import as_matrix
 
 _COMMON = "common.pt"
+_KIND = "metadata.json"
+_TORCH_DIST = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""megatron.core.dist_checkpointing.core.CheckpointingConfig, without loading all of Megatron."""
 
 
 class Tensors(Protocol):
@@ -58,7 +66,7 @@ def write_checkpoint(
     plans = writer.prepare_global_plan(plans)
     writer.finish(metadata, [writer.write_data(plan, planner).wait() for plan in plans])
     torch.save({}, folder / _COMMON)
-    save_config(CheckpointingConfig("torch_dist"), str(folder))
+    (folder / _KIND).write_text(json.dumps(_TORCH_DIST))
 
 
 @dataclass(frozen=True)

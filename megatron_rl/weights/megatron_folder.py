@@ -160,7 +160,11 @@ class MegatronFolder:
         try:
             self._reader.read_data(LoadPlan(items), planner).wait()
         except _UNREADABLE as error:
-            raise InputError(f"{self.folder}: {key} cannot be read: {error}") from error
+            # torch's text would advise to trust the file.
+            raise InputError(
+                f"{self.folder}: {key} cannot be read ({type(error).__name__}): its bytes are "
+                "damaged; take another copy"
+            ) from error
         return planner.target
 
 

@@ -159,12 +159,12 @@ def test_verification_finds_a_byte_that_changed_on_the_disk(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_progress_ends_at_the_bytes_of_every_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_progress_ends_at_the_bytes_of_every_pass(verify: bool, tmp_path: Path) -> None:
     write_model(tmp_path / "a")
     size = sum(t.nbytes for t in load_file(tmp_path / "a" / "model.safetensors").values())
-    for number, verify in enumerate((False, True)):
-        seen: list[tuple[int, int]] = []
-        request = Request(tmp_path / "a", tmp_path / f"b{number}", verify=verify)
-        convert(request, lambda done, total: seen.append((done, total)))
-        assert seen[-1] == (size * (1 + verify), size * (1 + verify))
-        assert seen == sorted(seen)
+    seen: list[tuple[int, int]] = []
+    request = Request(tmp_path / "a", tmp_path / "b", verify=verify)
+    convert(request, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (size * (1 + verify), size * (1 + verify))
+    assert seen == sorted(seen)
