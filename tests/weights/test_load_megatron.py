@@ -9,12 +9,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.convert.conversion import Request, convert
 from megatron_rl.model import unwrap
-from megatron_rl.protocol.config import ParallelConfig
+from megatron_rl.policy import open_policy
+from megatron_rl.protocol.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.protocol.process import InputError
 from megatron_rl.weights.blocks import model_blocks
 from megatron_rl.weights.load import load_megatron
@@ -79,6 +80,27 @@ def test_checkpoint_loads_in_further_families_and_splits(
     family: str, options: dict[str, Any], parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     check_split(tmp_path, family, options, parallel)
+
+
+def embedding_of_policy(hf: Path, megatron: Path | None) -> Tensor:
+    """What a trainer rank starts with."""
+    cfg = Config(model=ModelConfig(path=hf, megatron_path=megatron, dtype="float32"))
+    with open_policy(cfg) as policy:
+        return unwrap(policy.chunks[0]).embedding.word_embeddings.weight.detach().clone()
+
+
+def test_trainer_starts_from_the_megatron_folder_that_the_configuration_names(
+    tmp_path: Path,
+) -> None:
+    hf, megatron = make_checkpoint(tmp_path, "Llama", {})
+    tensors = load_file(hf / "model.safetensors")
+    expected = tensors["model.embed_tokens.weight"].float()
+    blank = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(blank, hf / "model.safetensors")
+    [found] = run_ranks(embedding_of_policy, 1, hf, megatron)
+    assert torch.equal(found[: len(expected)], expected) and not found[len(expected) :].any()
+    [found] = run_ranks(embedding_of_policy, 1, hf, None)
+    assert not found.any()
 
 
 def described(hf: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
