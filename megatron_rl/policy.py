@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_rl.backend import Backend, select_backend
 from megatron_rl.model import build_model, count_parameters, unwrap
 from megatron_rl.protocol.config import Config
-from megatron_rl.weights.load import load_weights
+from megatron_rl.weights.load import load_megatron, load_weights
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 
 
@@ -50,9 +50,10 @@ class Policy:
 
 @contextmanager
 def open_policy(cfg: Config) -> Iterator[Policy]:
-    """Join the trainer ranks, build the model and load `cfg.model.path` straight into shards.
+    """Join the trainer ranks, build the model and load its weights straight into shards.
 
-    Leaves the process groups at the end. Raises InputError before anything is built.
+    They are those of `cfg.model.megatron_path`, or else of `cfg.model.path`. Leaves the process
+    groups at the end. Raises InputError, for impossible sizes before anything is built.
     """
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)
@@ -62,7 +63,10 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     )
     try:
         chunks = build_model(backend, cfg, shape)
-        load_weights(chunks, shape, cfg.model.path)
+        if cfg.model.megatron_path is None:
+            load_weights(chunks, shape, cfg.model.path)
+        else:
+            load_megatron(chunks, shape, cfg.model.megatron_path)
         has_sequence_parallelism = cfg.parallel.sequence and cfg.parallel.tensor > 1
         yield Policy(backend, shape, chunks, has_sequence_parallelism, cfg.parallel.tensor)
     finally:

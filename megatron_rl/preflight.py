@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     shape = read_model_shape(config.model.path)
     check_parallel(config.parallel, shape, config.model.path)
     check_engine_parallel(config.generator, shape, config.model.path)
+    check_megatron_path(config)
     check_ports(config)
     check_traces(config.sft)
     check_prompts(config)
@@ -122,6 +123,21 @@ def check_engine_parallel(generator: GeneratorConfig, shape: dict[str, Any], fol
         raise InputError(
             f"generator.tensor_parallel = {generator.tensor_parallel} does not divide the {heads} "
             f"attention heads of {folder}: choose {_divisors(heads)}"
+        )
+
+
+def check_megatron_path(config: Config) -> None:
+    """Only reinforcement learning starts from a Megatron checkpoint; engines read HF folders."""
+    path = config.model.megatron_path
+    if path is None:
+        return
+    if not path.is_dir():
+        raise InputError(f"model.megatron_path = {path}: there is no such folder")
+    if config.sft.steps or not config.train.steps:
+        raise InputError(
+            f"model.megatron_path = {path} is read by reinforcement learning alone, without "
+            "sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert`, "
+            "and give that as model.path"
         )
 
 

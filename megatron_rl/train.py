@@ -30,8 +30,9 @@ from megatron_rl.step_metrics import StepMetrics
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.control import Control
 from megatron_rl.weights.exchange import ExchangeSettings, Reshard
-from megatron_rl.weights.export import bucketed, export_tensors, save_hf
+from megatron_rl.weights.export import export_tensors, save_hf
 from megatron_rl.weights.full_tensors import Broadcast, Disk
+from megatron_rl.weights.hf_folder import bucketed
 from megatron_rl.weights.link import GeneratorLink
 from megatron_rl.weights.names import named_parameters, trainer_slices
 from megatron_rl.weights.publisher import Method, WeightPublisher

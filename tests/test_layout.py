@@ -15,6 +15,7 @@ MAX_LINES = 400
 # Modules of megatron_rl that start the other processes, so may import anything but tools and tests.
 SUPERVISORS = {
     "cli",
+    "convert_command",
     "doctor",
     "launch",
     "live_view",
@@ -37,6 +38,7 @@ ALLOWED = {
     "verification": {"protocol"},
     "backend": {"protocol"},
     "weights": {"protocol", "backend"},
+    "convert": {"protocol", "weights"},
     "trainer": {"protocol", "weights", "backend"},
     "supervisors": {
         "protocol",
@@ -45,6 +47,7 @@ ALLOWED = {
         "verification",
         "backend",
         "weights",
+        "convert",
         "trainer",
     },
     "tools": {
@@ -54,6 +57,7 @@ ALLOWED = {
         "verification",
         "backend",
         "weights",
+        "convert",
         "trainer",
         "supervisors",
     },
@@ -214,6 +218,7 @@ def test_files_are_short() -> None:
         ("verification.worker", HEAVY),
         ("generation.worker", {"megatron", "sglang"}),
         ("megatron_rl.launch", {"torch", "megatron", "sglang"}),
+        ("megatron_rl.convert.conversion", {"transformers", "megatron", "sglang"}),
     ],
 )
 def test_a_process_loads_no_foreign_heavy_library(module: str, forbidden: set[str]) -> None:

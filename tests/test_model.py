@@ -37,16 +37,7 @@ LLAMA3 = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 16,
 }
-FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("Llama", {"rope_parameters": LLAMA3}),
-    (
-        "Llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-    ),
-    ("Mistral", {"sliding_window": 16}),
-    ("Qwen2", {}),
-    ("Qwen3", {"head_dim": 32}),
-]
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def padded_and_packed(folder: Path, parallel: ParallelConfig, ids: Tensor) -> list[Tensor] | None:
@@ -74,11 +65,9 @@ def test_llama_logits_equal_those_of_transformers(is_tied: bool, tmp_path: Path)
         assert_logits_equal(tmp_path / "llama", parallel, model)
 
 
-@pytest.mark.parametrize(("family", "options"), FAMILIES)
-def test_other_families_equal_transformers(
-    family: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    model = write_model(tmp_path / "model", family=family, **options)
+@pytest.mark.parametrize("scaling", [LLAMA3, LINEAR])
+def test_stretched_frequencies_equal_transformers(scaling: dict[str, Any], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", rope_parameters=scaling)
     assert_logits_equal(tmp_path / "model", ParallelConfig(tensor=2), model)
 
 

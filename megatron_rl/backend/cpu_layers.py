@@ -118,6 +118,10 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     layer = spec.submodules
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # A norm before experts is fused with nothing, so that TransformerEngine's layers write it
+        # to checkpoints under its own name; the local ones of megatron-core 0.16.1 do not.
+        layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:

@@ -27,6 +27,8 @@ class ModelConfig(Section):
 
     path: Path = Path("model")
     """HF folder: config.json, *.safetensors, tokenizer."""
+    megatron_path: Path | None = None
+    """Megatron checkpoint whose weights the trainer starts from, in place of those in path."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of trainer and generators; master weights are always float32."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"

@@ -267,11 +267,11 @@ def _slice(hf: str, local: str, area: Sequence[int]) -> Slice:
     return Slice(hf, row, column, rows, columns, local, local_row, local_column)
 
 
-# TransformerEngine puts a norm into the linear layer that follows it.
-_ENGINE_NAMES = {
+ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+"""TransformerEngine puts a norm into the linear layer that follows it; its name -> ours."""
 # Its grouped experts are one module with a weight for each expert.
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
@@ -288,7 +288,7 @@ def local_name(name: str) -> str:
     """The name in ARCHITECTURES of what a chunk's module calls `name`."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
-    for engine_name, ours in _ENGINE_NAMES.items():
+    for engine_name, ours in ENGINE_NAMES.items():
         if name.endswith(engine_name):
             return name.removesuffix(engine_name) + ours
     return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)

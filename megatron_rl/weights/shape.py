@@ -25,6 +25,15 @@ SUPPORTED = (
     "Qwen3MoeForCausalLM",
 )
 _VOCAB_MULTIPLE = 128
+_MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "norm_topk_prob": False},
+}
+"""What transformers 5 takes for a key that config.json leaves out, where families differ."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +95,18 @@ def read_shape(folder: Path) -> ModelShape:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
+    return shape_of(values, folder)
+
+
+def shape_of(values: dict[str, Any], folder: Path) -> ModelShape:
+    """The shape that the values of a config.json mean; `folder` is for messages.
+
+    Raises InputError for a model that this trainer cannot train.
+    """
     try:
         return _shape(values, folder)
     except KeyError as error:
-        raise InputError(f"{path} lacks the key {error}") from error
+        raise InputError(f"{folder / 'config.json'} lacks the key {error}") from error
 
 
 def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
@@ -99,12 +116,8 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
             f"{folder}: architecture {architecture} is not supported; "
             f"supported: {', '.join(SUPPORTED)}"
         )
-    if values.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
-    if values.get("mlp_bias") or (
-        values.get("attention_bias") and architecture != "Qwen2ForCausalLM"
-    ):
-        raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
+    values = {**_DEFAULTS.get(architecture, {}), **values}
+    _refuse_unsupported(values, architecture, folder)
     heads = values["num_attention_heads"]
     theta, scaling = _rope(values, folder)
     return ModelShape(
@@ -128,9 +141,29 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
     )
 
 
+def _refuse_unsupported(values: dict[str, Any], architecture: str, folder: Path) -> None:
+    """Raise InputError for what would change the arithmetic and is not computed."""
+    if values.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
+    if values.get("mlp_bias") or (
+        values.get("attention_bias") and architecture != "Qwen2ForCausalLM"
+    ):
+        raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
+    if values.get("quantization_config"):
+        raise InputError(
+            f"{folder}: quantised weights (quantization_config) are not supported: give the model "
+            "in bfloat16, float16 or float32"
+        )
+    if values.get("partial_rotary_factor", 1) != 1:
+        raise InputError(f"{folder}: partial_rotary_factor must be 1")
+    # transformers applies Qwen's layer_types one by one; Mistral's one window is for all layers.
+    if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:
+        raise InputError(f"{folder}: layers of different attention (layer_types) are not supported")
+
+
 def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[str, Any]:
     """The fields of ModelShape that describe experts; {} for a dense model."""
-    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+    if architecture not in _MIXTURES:
         return {}
     if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
         raise InputError(
@@ -143,8 +176,7 @@ def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[st
     # transformers 5 writes num_local_experts for both families, earlier ones num_experts for Qwen.
     count = values["num_local_experts" if "num_local_experts" in values else "num_experts"]
     per_token = values["num_experts_per_tok"]
-    # transformers 5 leaves Qwen3-MoE weights as they are unless the file says otherwise.
-    is_normalised = is_mixtral or values.get("norm_topk_prob", False)
+    is_normalised = is_mixtral or values["norm_topk_prob"]
     if not 1 <= per_token <= count:
         raise InputError(f"{folder}: num_experts_per_tok={per_token} of {count} experts")
     if per_token == 1 and is_normalised:

@@ -60,6 +60,18 @@ def message_of(tmp_path: Path, overrides: list[str]) -> str:
     return str(caught.value)
 
 
+def test_megatron_folder_is_for_reinforcement_learning_alone(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    given = [*overrides, f'model.megatron_path="{tmp_path}/nowhere"']
+    assert "nowhere: there is no such folder" in message_of(tmp_path, given)
+    given = [*overrides, f'model.megatron_path="{tmp_path}"']
+    assert "make a HF folder of it with `megatron-rl convert`" in message_of(tmp_path, given)
+    check(tmp_path, [*given, "sft.steps=0"])
+    message = message_of(tmp_path, [*given, "sft.steps=0", "train.steps=0"])
+    assert "without sft.steps and with train.steps" in message
+
+
 def test_good_input_passes(tmp_path: Path, overrides: list[str]) -> None:
     check(tmp_path, overrides)
 

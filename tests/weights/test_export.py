@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.protocol.config import ParallelConfig
-from megatron_rl.weights import export
-from megatron_rl.weights.export import bucketed, export_tensors, save_hf, senders
+from megatron_rl.weights.export import export_tensors, save_hf, senders
+from megatron_rl.weights.hf_folder import bucketed
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.names import Place, hf_shapes, trainer_slices
 from megatron_rl.weights.ranks import place_of
@@ -122,12 +122,11 @@ def test_buckets_keep_order_and_size() -> None:
 def save_and_logits(
     source: Path, target: Path, parallel: ParallelConfig, ids: Tensor
 ) -> Tensor | None:
-    export._SHARD_BYTES = 200_000
     loaded = load_on_rank(source, parallel)
     with torch.no_grad():
         for parameter in loaded.model[0].parameters():
             parameter.mul_(1.25)
-    save_hf(target, loaded.model, loaded.shape, source=source)
+    save_hf(target, loaded.model, loaded.shape, source=source, shard_bytes=200_000)
     return full_logits(loaded, ids)
 
 
