@@ -6,7 +6,7 @@ The order on a rank:
     check_parallel(shape, cfg.parallel)
     backend = select_backend(cfg.model)
     backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=120)
-    model = build_model(backend, cfg, shape)            # one chunk per rank; weights still unset
+    model = build_model(backend, cfg, shape)            # the rank's chunks; weights still unset
     load_weights(model, shape, cfg.model.path)          # megatron_rl.weights.load
     optimizer = build_optimizer(cfg.optimizer, model)   # copies the masters: after the load
 
@@ -46,33 +46,49 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one chunk, parameters not yet filled."""
+    """This rank's part of the model, a chunk for each virtual stage; parameters not yet filled."""
     config = transformer_config(backend, cfg, shape)
-    module: torch.nn.Module = GPTModel(
-        config=config,
-        transformer_layer_spec=backend.layer_spec(config),
-        vocab_size=shape.padded_vocab(cfg.parallel.tensor),
-        max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=shape.is_tied,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        parallel_output=True,
-    )
-    # Megatron knows no linear scaling and fixes llama3's constants, so the angles are given.
-    module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
-    module.to(backend.device)
-    mark_experts(module)
-    if config.bf16:
-        module = Float16Module(config, module)
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=cfg.parallel.distributed_optimizer,
         # The optimizer step skips and counts non-finite gradients; Megatron's check would raise.
         check_for_nan_in_grad=False,
     )
-    return [DistributedDataParallel(config, data_parallel, module)]
+    return [
+        DistributedDataParallel(
+            config,
+            data_parallel,
+            _build_chunk(backend, config, shape, number),
+            # The reductions of later chunks hide behind the backward passes of earlier ones.
+            disable_bucketing=number > 0,
+        )
+        for number in range(cfg.parallel.virtual_stages)
+    ]
+
+
+def _build_chunk(
+    backend: Backend, config: TransformerConfig, shape: ModelShape, number: int
+) -> torch.nn.Module:
+    """Chunk `number` of the rank, in the compute dtype."""
+    stage = {"ignore_virtual": False, "vp_stage": number}
+    module: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=backend.layer_spec(config, number),
+        vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=shape.is_tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        parallel_output=True,
+        vp_stage=number,
+    )
+    # Megatron knows no linear scaling and fixes llama3's constants, so the angles are given.
+    module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
+    module.to(backend.device)
+    mark_experts(module)
+    return Float16Module(config, module) if config.bf16 else module
 
 
 def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> TransformerConfig:
@@ -90,12 +106,16 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         "embedding_init_method": _leave_unset,
         "tensor_model_parallel_size": cfg.parallel.tensor,
         "pipeline_model_parallel_size": cfg.parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": cfg.parallel.interleaved_chunks,
         "expert_model_parallel_size": cfg.parallel.expert,
         "expert_tensor_parallel_size": 1,
         "pipeline_dtype": dtype,
         # Packed microbatches differ in length. Megatron then refuses the default token dispatcher
         # even for models without experts.
         "variable_seq_lengths": cfg.parallel.pipeline > 1,
+        # Two stages that exchange both directions in one batch would mix them up.
+        "overlap_p2p_comm": cfg.parallel.virtual_stages > 1,
+        "batch_p2p_comm": cfg.parallel.virtual_stages == 1,
         "moe_token_dispatcher_type": "alltoall",
         "sequence_parallel": cfg.parallel.sequence and cfg.parallel.tensor > 1,
         # Without this the schedule divides losses by tokens and DDP averages over its ranks.

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import Backend, select_backend
 from megatron_rl.model import build_model, count_parameters, unwrap
-from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.weights.load import load_weights
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 
@@ -24,8 +24,7 @@ class Policy:
     backend: Backend
     shape: ModelShape
     chunks: list[DistributedDataParallel]
-    has_sequence_parallelism: bool
-    tensor_ranks: int
+    parallel: ParallelConfig
 
     @property
     def device(self) -> torch.device:
@@ -40,7 +39,17 @@ class Policy:
     @property
     def position_multiple(self) -> int:
         """A microbatch's positions must be a multiple of this."""
-        return self.tensor_ranks if self.has_sequence_parallelism else 1
+        return self.parallel.tensor if self.has_sequence_parallelism else 1
+
+    @property
+    def has_sequence_parallelism(self) -> bool:
+        """Whether tensor ranks divide the positions among them between their layers."""
+        return self.parallel.sequence and self.parallel.tensor > 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The count of microbatches of a step must be a multiple of this."""
+        return self.parallel.pipeline if self.parallel.virtual_stages > 1 else 1
 
     @property
     def output_layer(self) -> torch.nn.Module | None:
@@ -63,7 +72,6 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     try:
         chunks = build_model(backend, cfg, shape)
         load_weights(chunks, shape, cfg.model.path)
-        has_sequence_parallelism = cfg.parallel.sequence and cfg.parallel.tensor > 1
-        yield Policy(backend, shape, chunks, has_sequence_parallelism, cfg.parallel.tensor)
+        yield Policy(backend, shape, chunks, cfg.parallel)
     finally:
         backend.shutdown()

@@ -119,7 +119,7 @@ def open_method(
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
     slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
-    parameters = named_parameters(policy.chunks[0])
+    parameters = named_parameters(policy.chunks)
     return Reshard(parameters, slices, policy.shape, control=control, link=link, settings=settings)
 
 

@@ -76,12 +76,17 @@ class Trainer:
     def accumulate(self, minibatch: MinibatchShare, *, version: int) -> dict[str, float]:
         """Gradient of a minibatch, left in the gradient buffers; returns sums over all ranks."""
         multiple = self.policy.position_multiple
-        microbatches = [collate(s, multiple=multiple) for s in minibatch.microbatches]
+        # The interleaved schedule needs a multiple of the stages; the others are placeholders.
+        missing = -len(minibatch.microbatches) % self.policy.microbatch_multiple
+        shares = [*minibatch.microbatches, *([] for _ in range(missing))]
+        microbatches = [collate(s, multiple=multiple) for s in shares]
         zero_gradients(self.policy.chunks, self._optimizer)
         device = self.policy.device
+        moved = [m.to(device) for m in microbatches]
         reports = self._forward_backward(
             forward_step_func=partial(self._forward_step, version),
-            data_iterator=iter([m.to(device) for m in microbatches]),
+            # Each chunk of the model goes through all of them.
+            data_iterator=[iter(moved) for _ in self.policy.chunks],
             model=self.policy.chunks,
             num_microbatches=len(microbatches),
             seq_length=max(m.tokens.shape[1] for m in microbatches),

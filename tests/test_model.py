@@ -122,7 +122,7 @@ def gradients(
     loaded = load_on_rank(folder, parallel, recompute=recompute)
     rank = torch.distributed.get_rank() if parallel.data > 1 else 0
     accumulate_gradients(loaded, shares[rank], scale=1 / 100)
-    named = named_parameters(loaded.model[0])
+    named = named_parameters(loaded.model)
     return {name: parameter.main_grad.clone() for name, parameter in named.items()}
 
 

@@ -22,6 +22,7 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.export import export_tensors
+from megatron_rl.weights.names import named_parameters
 from tests.distributed import run_ranks
 from tests.tiny_models import QWEN3_MOE, write_model
 
@@ -75,7 +76,7 @@ def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
         trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
         sums = trainer.accumulate(my_share(budget_tokens), version=0)
         with torch.no_grad():
-            for parameter in policy.chunks[0].parameters():
+            for parameter in named_parameters(policy.chunks).values():
                 parameter.copy_(parameter.main_grad)
         gradient = {
             name: tensor.clone() for name, tensor in export_tensors(policy.chunks, policy.shape)
@@ -113,6 +114,8 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
         (2, 1, 1, 30, []),
         (2, 1, 1, 30, ["parallel.sequence=true"]),
         (1, 2, 1, 30, []),
+        (1, 2, 1, 30, ["parallel.virtual_stages=2"]),
+        (1, 2, 1, 1000, ["parallel.virtual_stages=2"]),
         (1, 1, 2, 30, []),
         (2, 2, 1, 25, []),
     ],

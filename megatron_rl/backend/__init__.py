@@ -57,6 +57,7 @@ class Backend:
         parallel_state.initialize_model_parallel(
             parallel.tensor,
             parallel.pipeline,
+            parallel.interleaved_chunks,
             expert_model_parallel_size=parallel.expert,
             # Every rank holds whole experts; Megatron's default would cut each one as it cuts
             # attention, and gathers tokens in parts of unequal length, which gloo cannot.
@@ -76,15 +77,17 @@ class Backend:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
-    def layer_spec(self, config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-        """Modules that the decoder is built of."""
+    def layer_spec(
+        self, config: TransformerConfig, chunk: int
+    ) -> ModuleSpec | TransformerBlockSubmodules:
+        """Modules that the decoder of a chunk of the rank is built of."""
         if self.layers == "transformer_engine":
             return get_gpt_layer_with_transformer_engine_spec(
                 num_experts=config.num_moe_experts,
                 moe_grouped_gemm=config.moe_grouped_gemm,
                 qk_layernorm=config.qk_layernorm,
             )
-        return cpu_layers.block_spec(config)
+        return cpu_layers.block_spec(config, chunk)
 
     def transformer_overrides(self) -> dict[str, Any]:
         """TransformerConfig fields that depend on the device and the layers."""

@@ -107,8 +107,8 @@ class CausalAttention(MegatronModule):
         return attended.transpose(1, 2).to(dtype)
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer spec with the norms and the attention of this file."""
+def block_spec(config: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+    """Megatron's local layers of one chunk, with the norms and the attention of this file."""
     # get_gpt_layer_local_spec takes no provider of modules, so they are replaced afterwards.
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -124,5 +124,5 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(
-        layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[spec] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm
     )

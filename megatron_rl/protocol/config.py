@@ -44,6 +44,9 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks; must divide the attention heads and key-value heads."""
     pipeline: PositiveInt = 1
     """Pipeline stages; must divide the layers."""
+    virtual_stages: PositiveInt = 1
+    """Model chunks of a pipeline stage (interleaved schedule); pipeline x virtual_stages must
+    divide the layers."""
     data: PositiveInt = 1
     """Data-parallel replicas."""
     expert: PositiveInt = 1
@@ -57,6 +60,11 @@ class ParallelConfig(Section):
     def world_size(self) -> int:
         """Count of trainer ranks."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def interleaved_chunks(self) -> int | None:
+        """Chunks of a stage as Megatron counts them: None for its plain schedule."""
+        return self.virtual_stages if self.virtual_stages > 1 else None
 
 
 class OptimizerConfig(Section):

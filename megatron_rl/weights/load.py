@@ -40,7 +40,7 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
     """
     place = own_place()
     slices = [*trainer_slices(shape, place), *copy_slices(shape, place)]
-    parameters = named_parameters(model[0])
+    parameters = named_parameters(model)
     _check_cover(slices, parameters)
     for name in PADDED & parameters.keys():
         parameters[name].zero_()

@@ -23,6 +23,7 @@ def places_on_rank(parallel: ParallelConfig) -> tuple[Place, tuple[Place, ...]]:
         ParallelConfig(pipeline=2, data=2, expert=2),
         ParallelConfig(tensor=2, data=2, expert=2),
         ParallelConfig(tensor=2, pipeline=2, expert=2),
+        ParallelConfig(pipeline=2, virtual_stages=3, data=2),
     ],
 )
 def test_every_rank_knows_the_place_of_all(parallel: ParallelConfig) -> None:
