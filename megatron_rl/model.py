@@ -51,10 +51,12 @@ def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[Distri
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+        overlap_grad_reduce=cfg.parallel.overlap_gradients,
+        overlap_param_gather=cfg.parallel.overlap_parameters,
         # The optimizer step skips and counts non-finite gradients; Megatron's check would raise.
         check_for_nan_in_grad=False,
     )
-    return [
+    chunks = [
         DistributedDataParallel(
             config,
             data_parallel,
@@ -64,6 +66,23 @@ def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[Distri
         )
         for number in range(cfg.parallel.virtual_stages)
     ]
+    if cfg.parallel.overlap_gradients:
+        # Else each microbatch's backward pass would reduce what the ones before it have summed.
+        holds = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = holds if len(holds) > 1 else holds[0]
+    return chunks
+
+
+def gather_parameters(model: Sequence[DistributedDataParallel]) -> None:
+    """Have every parameter whole on this rank, also where the next forward pass would gather it.
+
+    Collective. Call before parameters are read outside a forward pass: with
+    parallel.overlap_parameters an optimizer step leaves each rank with its own part of them new.
+    """
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _build_chunk(
@@ -107,8 +126,12 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         "tensor_model_parallel_size": cfg.parallel.tensor,
         "pipeline_model_parallel_size": cfg.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": cfg.parallel.interleaved_chunks,
+        "context_parallel_size": cfg.parallel.context,
+        "cp_comm_type": backend.context_exchange(
+            cfg.parallel, has_window=shape.sliding_window is not None
+        ),
         "expert_model_parallel_size": cfg.parallel.expert,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": cfg.parallel.expert_tensor,
         "pipeline_dtype": dtype,
         # Packed microbatches differ in length. Megatron then refuses the default token dispatcher
         # even for models without experts.
@@ -121,7 +144,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         # Without this the schedule divides losses by tokens and DDP averages over its ranks.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": sum_gradients,
-        **_recompute(cfg),
+        **_recompute(cfg.model.recompute),
         **({"fp8": "hybrid", "fp8_recipe": "tensorwise"} if cfg.model.fp8 else {}),
         **backend.transformer_overrides(),
     }
@@ -182,14 +205,17 @@ def _leave_unset(weight: torch.Tensor) -> None:
     """Initialization that keeps whatever the memory held."""
 
 
-def _recompute(cfg: Config) -> dict[str, str | int]:
-    if not cfg.model.recompute:
-        return {}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+def _recompute(kind: str) -> dict[str, str | int]:
+    match kind:
+        case "selective":
+            return {"recompute_granularity": "selective"}
+        case "full":
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+    return {}
 
 
 def sum_gradients(

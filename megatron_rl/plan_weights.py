@@ -98,6 +98,7 @@ def _senders(shape: ModelShape, config: Config) -> dict[int, list[Slice]]:
         Share(0, parallel.tensor),
         Share(0, parallel.pipeline),
         Share(0, parallel.expert),
+        Share(0, parallel.expert_tensor),
         parallel.virtual_stages,
     )
     ranks = range(parallel.world_size)

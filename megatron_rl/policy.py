@@ -3,6 +3,7 @@
 Runs in trainer ranks.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,13 @@ class Policy:
     @property
     def position_multiple(self) -> int:
         """A microbatch's positions must be a multiple of this."""
-        return self.parallel.tensor if self.has_sequence_parallelism else 1
+        local = self.parallel.tensor if self.has_sequence_parallelism else 1
+        return math.lcm(self.parallel.context * local, self.sequence_multiple)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sequence's positions must be a multiple of this: context ranks hold two chunks."""
+        return 2 * self.parallel.context if self.parallel.context > 1 else 1
 
     @property
     def has_sequence_parallelism(self) -> bool:

@@ -27,11 +27,12 @@ from megatron_rl.weights.slices import Slice
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among the tensor, pipeline and expert ranks."""
+    """Where a rank stands among the ranks that divide the model."""
 
     tensor: Share = Share()
     pipeline: Share = Share()
     expert: Share = Share()
+    expert_tensor: Share = Share()
     chunks: int = 1
     """Parts of the model that each stage holds, of as many layers each."""
 
@@ -49,15 +50,16 @@ class Place:
 def place_of(rank: int, world_size: int, like: Place) -> Place:
     """Place of a world rank among shares of the sizes of `like`.
 
-    Megatron's order "tp-cp-ep-dp-pp": tensor ranks stand next to each other, and so do expert ranks
-    when experts have no tensor ranks of their own; stages are farthest apart.
+    Megatron's order "tp-cp-ep-dp-pp": tensor ranks stand next to each other, stages farthest apart.
+    Experts divide the ranks of a stage anew, those that share one next to each other.
     """
     stage_ranks = world_size // like.pipeline.size
     inside = rank % stage_ranks
     return Place(
         Share(inside % like.tensor.size, like.tensor.size),
         Share(rank // stage_ranks, like.pipeline.size),
-        Share(inside % like.expert.size, like.expert.size),
+        Share(inside // like.expert_tensor.size % like.expert.size, like.expert.size),
+        Share(inside % like.expert_tensor.size, like.expert_tensor.size),
         like.chunks,
     )
 
@@ -67,7 +69,7 @@ class Entry:
     """One Megatron parameter and the HF tensors it is made of.
 
     Names hold `{layer}`, counted over all chunks of the rank, and those of experts `{expert}`,
-    counted from the rank's first. Experts are whole on the rank that holds them.
+    counted from the rank's first. Experts are shared among tensor ranks of their own.
     """
 
     megatron: str
@@ -83,7 +85,7 @@ class Entry:
     def pieces(self, shape: ModelShape, place: Place) -> list[Piece]:
         """What the rank's parameter is made of."""
         sizes = [(size[0], size[1] if len(size) > 1 else 1) for size in self.hf_shapes(shape)]
-        return self.layout(sizes, Share() if self.is_expert else place.tensor, shape)
+        return self.layout(sizes, place.expert_tensor if self.is_expert else place.tensor, shape)
 
 
 def _qkv_rows(shape: ModelShape) -> list[int]:

@@ -24,6 +24,8 @@ def places_on_rank(parallel: ParallelConfig) -> tuple[Place, tuple[Place, ...]]:
         ParallelConfig(tensor=2, data=2, expert=2),
         ParallelConfig(tensor=2, pipeline=2, expert=2),
         ParallelConfig(pipeline=2, virtual_stages=3, data=2),
+        ParallelConfig(tensor=2, context=2, expert=2, expert_tensor=2),
+        ParallelConfig(context=2, data=2, expert=2),
     ],
 )
 def test_every_rank_knows_the_place_of_all(parallel: ParallelConfig) -> None:
@@ -36,4 +38,4 @@ def test_replicas_have_equal_places() -> None:
     like = Place(Share(0, 2), Share(0, 2), Share(0, 4))
     places = [place_of(rank, 16, like) for rank in range(16)]
     assert places[:4] == places[4:8] and len(set(places)) == 8
-    assert places[13] == Place(Share(1, 2), Share(1, 2), Share(1, 4))
+    assert places[13] == Place(Share(1, 2), Share(1, 2), Share(1, 4), Share(0, 1))
