@@ -38,7 +38,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.backend import Backend
+from megatron_rl.backend import Backend, fp8
 from megatron_rl.protocol.config import Config
 from megatron_rl.weights.shape import ModelShape, inverse_frequencies
 
@@ -53,6 +53,7 @@ def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[Distri
         use_distributed_optimizer=cfg.parallel.distributed_optimizer,
         overlap_grad_reduce=cfg.parallel.overlap_gradients,
         overlap_param_gather=cfg.parallel.overlap_parameters,
+        fp8_param_gather=cfg.model.fp8_parameters,
         # The optimizer step skips and counts non-finite gradients; Megatron's check would raise.
         check_for_nan_in_grad=False,
     )
@@ -113,6 +114,8 @@ def _build_chunk(
 def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> TransformerConfig:
     """Megatron's description of `shape` under the run's dtype and parallel sizes."""
     dtype = DTYPES[cfg.model.dtype]
+    # Rounding whatever the memory held to FP8 could leave scales that are not finite.
+    leave_unset = torch.nn.init.zeros_ if cfg.model.fp8_parameters else _leave_unset
     values = {
         **_sizes(shape),
         **_experts(shape),
@@ -120,9 +123,9 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         "bf16": dtype is torch.bfloat16,
         # load_weights fills every parameter, and proves it. perform_initialization=False would also
         # leave out the marks by which the gradient norm knows a parameter's tensor shards.
-        "init_method": _leave_unset,
-        "output_layer_init_method": _leave_unset,
-        "embedding_init_method": _leave_unset,
+        "init_method": leave_unset,
+        "output_layer_init_method": leave_unset,
+        "embedding_init_method": leave_unset,
         "tensor_model_parallel_size": cfg.parallel.tensor,
         "pipeline_model_parallel_size": cfg.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": cfg.parallel.interleaved_chunks,
@@ -145,7 +148,11 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": sum_gradients,
         **_recompute(cfg.model.recompute),
-        **({"fp8": "hybrid", "fp8_recipe": "tensorwise"} if cfg.model.fp8 else {}),
+        **fp8.transformer_fields(
+            cfg.model,
+            stage_layers=shape.layers // cfg.parallel.pipeline,
+            has_experts=shape.experts > 0,
+        ),
         **backend.transformer_overrides(),
     }
     return TransformerConfig(**values)

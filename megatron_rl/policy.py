@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import Backend, select_backend
+from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.model import build_model, count_parameters, unwrap
 from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.weights.load import load_weights
@@ -26,6 +27,7 @@ class Policy:
     shape: ModelShape
     chunks: list[DistributedDataParallel]
     parallel: ParallelConfig
+    has_fp8: bool
 
     @property
     def device(self) -> torch.device:
@@ -40,8 +42,10 @@ class Policy:
     @property
     def position_multiple(self) -> int:
         """A microbatch's positions must be a multiple of this."""
-        local = self.parallel.tensor if self.has_sequence_parallelism else 1
-        return math.lcm(self.parallel.context * local, self.sequence_multiple)
+        ranks = self.parallel.context
+        if self.has_sequence_parallelism:
+            ranks *= self.parallel.tensor
+        return math.lcm(ranks * (POSITION_MULTIPLE if self.has_fp8 else 1), self.sequence_multiple)
 
     @property
     def sequence_multiple(self) -> int:
@@ -73,12 +77,14 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)
     backend = select_backend(cfg.model)
+    backend.check_offload(cfg.optimizer)
+    backend.check_offload(cfg.sft.optimizer)
     backend.init_distributed(
         cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s
     )
     try:
         chunks = build_model(backend, cfg, shape)
         load_weights(chunks, shape, cfg.model.path)
-        yield Policy(backend, shape, chunks, cfg.parallel)
+        yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
     finally:
         backend.shutdown()

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 
 from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches
-from megatron_rl.protocol.config import ModelConfig, ParallelConfig
+from megatron_rl.protocol.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.protocol.process import InputError
 
 Layers = Literal["local", "transformer_engine"]
@@ -68,6 +68,14 @@ class Backend:
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
+
+    def check_offload(self, optimizer: OptimizerConfig) -> None:
+        """Raise InputError when optimizer state shall leave a GPU that is not there."""
+        if optimizer.offload and self.device.type == "cpu":
+            raise InputError(
+                "optimizer.offload = true needs a CUDA device, and this host has none: here "
+                "optimizer state is in host memory anyway; nearest possible: false"
+            )
 
     def host_group(self, timeout_s: float) -> dist.ProcessGroup:
         """A new group of all trainer ranks for tensors in host memory. Collective."""
@@ -156,8 +164,11 @@ def select_backend(model: ModelConfig) -> Backend:
             "transformer-engine, and one of them is missing here: use 'auto' or 'local'"
         )
     layers: Layers = "transformer_engine" if has_engine and model.layers != "local" else "local"
-    if model.fp8 and layers != "transformer_engine":
-        raise InputError("model.fp8 needs TransformerEngine, which this host does not have")
+    if model.fp8 != "none" and layers != "transformer_engine":
+        raise InputError(
+            f"model.fp8 = {model.fp8!r} needs a CUDA device and the package transformer-engine, "
+            "and one of them is missing here: nearest possible: 'none'"
+        )
     cpu_adam.replace_torch_fallback()
     if not torch.cuda.is_available():
         cpu_patches.install()

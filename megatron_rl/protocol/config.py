@@ -31,8 +31,13 @@ class ModelConfig(Section):
     """Compute dtype of trainer and generators; master weights are always float32."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
-    fp8: bool = False
-    """FP8 matrix products through TransformerEngine."""
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
+    """Matrix products in FP8 through TransformerEngine, and how tensors are scaled for them."""
+    fp8_bf16_edge_layers: int = Field(default=0, ge=0)
+    """First layers, and as many last ones, that stay in bfloat16; delayed scaling knows none."""
+    fp8_parameters: bool = False
+    """Keep the weights of FP8 products in FP8, and gather them so; needs
+    parallel.distributed_optimizer, and no delayed scaling. Generators get the rounded ones."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, those of core attention, or those of
     every layer."""
@@ -115,6 +120,9 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat = 1.0
     """Global gradient norm limit."""
+    offload: bool = False
+    """Keep masters and moments in host memory and update them there; GPU only, needs
+    parallel.distributed_optimizer."""
 
 
 class LossConfig(Section):
@@ -358,6 +366,41 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
             )
-        if self.model.fp8 and self.model.layers == "local":
-            raise ValueError("model.fp8 needs model.layers = 'transformer_engine' or 'auto'")
+        self._check_fp8()
+        if self.optimizer.offload and not self.parallel.distributed_optimizer:
+            raise ValueError(
+                "optimizer.offload=true needs parallel.distributed_optimizer=true: set it"
+            )
         return self
+
+    def _check_fp8(self) -> None:
+        model = self.model
+        if model.fp8 == "none":
+            if model.fp8_parameters or model.fp8_bf16_edge_layers:
+                raise ValueError(
+                    "model.fp8_parameters and model.fp8_bf16_edge_layers need FP8, and "
+                    "model.fp8='none': choose 'blockwise', 'tensorwise' or 'delayed'"
+                )
+            return
+        if model.layers == "local":
+            raise ValueError(
+                f"model.fp8={model.fp8!r} needs model.layers='transformer_engine' or 'auto'"
+            )
+        if model.dtype != "bfloat16":
+            raise ValueError(f"model.fp8={model.fp8!r} needs model.dtype='bfloat16'")
+        if model.fp8 == "delayed" and model.fp8_bf16_edge_layers:
+            raise ValueError(
+                f"model.fp8_bf16_edge_layers={model.fp8_bf16_edge_layers} is not possible with "
+                "model.fp8='delayed', which scales all layers at once; nearest possible: 0, or "
+                "'tensorwise'"
+            )
+        if model.fp8_parameters and model.fp8 == "delayed":
+            # Loaded weights would be rounded with a scale of 1, as there are no steps before.
+            raise ValueError(
+                "model.fp8_parameters=true is not possible with model.fp8='delayed', which has no "
+                "scales for loaded weights; nearest possible: model.fp8='tensorwise'"
+            )
+        if model.fp8_parameters and not self.parallel.distributed_optimizer:
+            raise ValueError(
+                "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
+            )

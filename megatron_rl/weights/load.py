@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_rl.backend import fp8
 from megatron_rl.protocol.process import InputError
 from megatron_rl.weights.names import (
     PADDED,
@@ -40,7 +41,8 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
     """
     place = own_place()
     slices = [*trainer_slices(shape, place), *copy_slices(shape, place)]
-    parameters = named_parameters(model)
+    held = named_parameters(model)
+    parameters = fp8.exact_values(held)
     _check_cover(slices, parameters)
     for name in PADDED & parameters.keys():
         parameters[name].zero_()
@@ -49,6 +51,7 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
         _check_tensors(shape, tensors, folder)
         for part in slices:
             local_part(parameters, part).copy_(_read(tensors[part.hf], part))
+    fp8.round_to_fp8(held.values())
 
 
 def _check_cover(slices: Iterable[Slice], parameters: dict[str, Tensor]) -> None:

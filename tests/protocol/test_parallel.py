@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.protocol.config import ParallelConfig
-from megatron_rl.protocol.config_file import ConfigError, load_config
 from megatron_rl.protocol.parallel import Counts, check_sizes, nearest_divisor
 from megatron_rl.protocol.process import InputError
 
@@ -66,20 +65,6 @@ def test_impossible_sizes_are_input_errors(
 )
 def test_possible_sizes_pass(parallel: ParallelConfig, counts: Counts) -> None:
     check_sizes(parallel, counts)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["virtual_stages=2"], "needs several stages.*nearest possible: 1"),
-        (["overlap_parameters=true"], "needs parallel.distributed_optimizer=true"),
-    ],
-)
-def test_sizes_that_exclude_each_other_are_refused_at_load(
-    overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, [f"parallel.{override}" for override in overrides])
 
 
 def test_world_size_is_the_product_of_the_sizes() -> None:

@@ -1,6 +1,7 @@
 """World ranks stand where Megatron's groups say."""
 
 import pytest
+import torch.distributed as dist
 
 from megatron_rl.backend import select_backend
 from megatron_rl.protocol.config import ModelConfig, ParallelConfig
@@ -13,6 +14,8 @@ from tests.distributed import run_ranks
 def places_on_rank(parallel: ParallelConfig) -> tuple[Place, tuple[Place, ...]]:
     backend = select_backend(ModelConfig())
     backend.init_distributed(parallel, seed=0, timeout_s=30)
+    # Rank 0 holds the store through which the others may still connect.
+    dist.barrier()
     return own_place(), all_places()
 
 
