@@ -1,8 +1,9 @@
 """Batches from the rollout queue, for all ranks of the trainer.
 
 Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop and Published with the queue. One
-leader per model-parallel group (its first rank) talks to the queue and broadcasts what it got
-inside the group, so that the queue sees one peer per data-parallel rank.
+leader per data-parallel replica (its first rank) talks to the queue and broadcasts what it got
+to all ranks that work on the same sequences (tensor, context, pipeline), so that the queue sees one
+peer per data-parallel rank.
 """
 
 import time
@@ -36,7 +37,7 @@ class BatchClient:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """group: this rank's model-parallel group; its rank 0 is the leader.
+        """group: the ranks of this rank's replica; its rank 0 is the leader.
 
         world: all trainer ranks; None: the default group.
         """

@@ -42,6 +42,12 @@ def build_optimizer(
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
+            fp8_recipe=config.fp8_recipe if config.fp8 else None,
+            optimizer_cpu_offload=cfg.offload,
+            optimizer_offload_fraction=1.0,
+            overlap_cpu_optimizer_d2h_h2d=cfg.offload,
+            # Else the masters would stay on the device, beside copies in host memory.
+            use_precision_aware_optimizer=cfg.offload,
         ),
         list(model),
         use_gloo_process_groups=False,
@@ -91,9 +97,20 @@ def step_if_finite(optimizer: MegatronOptimizer, *, lr: float) -> StepResult:
         return StepResult(math.nan, was_skipped=True)
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                part.config.clip_grad,
+                norm,
+                use_decoupled_grad=_gradient_name(part) == "decoupled_grad",
+            )
     optimizer.step_with_ready_grads()
     return StepResult(norm, was_skipped=False)
+
+
+def _gradient_name(part: MegatronOptimizer) -> str:
+    """Attribute that holds gradients: offloaded masters have none, so bf16 parameters hold fp32."""
+    is_apart = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    return "decoupled_grad" if is_apart else "grad"
 
 
 def _is_finite_everywhere(optimizer: MegatronOptimizer, norm: float) -> bool:
@@ -103,10 +120,10 @@ def _is_finite_everywhere(optimizer: MegatronOptimizer, norm: float) -> bool:
     the first of them only.
     """
     grads = [
-        parameter.grad
+        gradient
         for part in optimizer.chained_optimizers
         for parameter in part.get_parameters()
-        if parameter.grad is not None
+        if (gradient := getattr(parameter, _gradient_name(part), None)) is not None
     ]
     own = torch.stack(torch._foreach_norm(grads)).sum().item() if grads else 0.0
     # The loss scale serves as a tensor on the right device.

@@ -3,6 +3,7 @@
 Runs in trainer ranks.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import Backend, select_backend
+from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.model import build_model, count_parameters, unwrap
-from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.weights.load import load_megatron, load_weights
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 
@@ -24,8 +26,8 @@ class Policy:
     backend: Backend
     shape: ModelShape
     chunks: list[DistributedDataParallel]
-    has_sequence_parallelism: bool
-    tensor_ranks: int
+    parallel: ParallelConfig
+    has_fp8: bool
 
     @property
     def device(self) -> torch.device:
@@ -40,7 +42,25 @@ class Policy:
     @property
     def position_multiple(self) -> int:
         """A microbatch's positions must be a multiple of this."""
-        return self.tensor_ranks if self.has_sequence_parallelism else 1
+        ranks = self.parallel.context
+        if self.has_sequence_parallelism:
+            ranks *= self.parallel.tensor
+        return math.lcm(ranks * (POSITION_MULTIPLE if self.has_fp8 else 1), self.sequence_multiple)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sequence's positions must be a multiple of this: context ranks hold two chunks."""
+        return 2 * self.parallel.context if self.parallel.context > 1 else 1
+
+    @property
+    def has_sequence_parallelism(self) -> bool:
+        """Whether tensor ranks divide the positions among them between their layers."""
+        return self.parallel.sequence and self.parallel.tensor > 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The count of microbatches of a step must be a multiple of this."""
+        return self.parallel.pipeline if self.parallel.virtual_stages > 1 else 1
 
     @property
     def output_layer(self) -> torch.nn.Module | None:
@@ -58,6 +78,8 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)
     backend = select_backend(cfg.model)
+    backend.check_offload(cfg.optimizer)
+    backend.check_offload(cfg.sft.optimizer)
     backend.init_distributed(
         cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s
     )
@@ -67,7 +89,6 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
             load_weights(chunks, shape, cfg.model.path)
         else:
             load_megatron(chunks, shape, cfg.model.megatron_path)
-        has_sequence_parallelism = cfg.parallel.sequence and cfg.parallel.tensor > 1
-        yield Policy(backend, shape, chunks, has_sequence_parallelism, cfg.parallel.tensor)
+        yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
     finally:
         backend.shutdown()

@@ -40,6 +40,7 @@ def tune(trainer: Trainer, batches: Iterator[MinibatchShare], metrics: StepMetri
     for step, batch in enumerate(batches, 1):
         metrics.add(trainer.update(batch, version=0))
         metrics.flush(step)
+    trainer.gather()
 
 
 def main(cfg: Config, is_control: bool) -> None:

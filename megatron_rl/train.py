@@ -57,6 +57,7 @@ def train(
     while (batch := batches.next(step, weights.admit)) is not None:
         for minibatch in batch.minibatches:
             metrics.add(trainer.update(minibatch, version=step))
+        trainer.gather()
         step += 1
         if step < steps:
             batches.request(step)  # the queue forms it while the weights travel
@@ -123,7 +124,7 @@ def open_method(
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
     slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
-    parameters = named_parameters(policy.chunks[0])
+    parameters = named_parameters(policy.chunks)
     return Reshard(parameters, slices, policy.shape, control=control, link=link, settings=settings)
 
 
@@ -150,7 +151,7 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         f"{cfg.ports.host}:{cfg.ports.batches}",
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        group=parallel_state.get_model_parallel_group(),
+        group=policy.backend.replica_group(cfg.parallel),
         device=policy.device,
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
@@ -165,6 +166,7 @@ def describe(cfg: Config, policy: Policy, weights: WeightPublisher) -> dict[str,
         "trainer/world_size": cfg.parallel.world_size,
         "trainer/tp": cfg.parallel.tensor,
         "trainer/pp": cfg.parallel.pipeline,
+        "trainer/cp": cfg.parallel.context,
         "trainer/dp": cfg.parallel.data,
         "engine": ",".join(sorted({hello.engine for hello in engines})),
         "engine_version": ",".join(sorted({hello.engine_version for hello in engines})),

@@ -15,15 +15,16 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.collate import MicroBatch, collate
+from megatron_rl.backend.context import held_positions
+from megatron_rl.collate import MicroBatch, collate, hold
 from megatron_rl.logprobs import token_logprobs
 from megatron_rl.loss import LossFunction, LossInputs
-from megatron_rl.model import packed_params
+from megatron_rl.model import gather_parameters, packed_params
 from megatron_rl.optimizer import StepResult, build_optimizer, lr_at, step_if_finite, zero_gradients
 from megatron_rl.policy import Policy
 from megatron_rl.protocol.config import LossConfig, OptimizerConfig
 from megatron_rl.protocol.metrics import Metric
-from megatron_rl.protocol.types import MinibatchShare
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 
 _SUMS = ("loss", "clipped", "entropy", "tokens", "gap", "gap_tokens", "positions")
 
@@ -73,18 +74,26 @@ class Trainer:
             *_speed(sums["positions"], seconds),
         ]
 
+    def gather(self) -> None:
+        """Complete the parameters of the last update; before anything but an update reads them."""
+        gather_parameters(self.policy.chunks)
+
     def accumulate(self, minibatch: MinibatchShare, *, version: int) -> dict[str, float]:
         """Gradient of a minibatch, left in the gradient buffers; returns sums over all ranks."""
-        multiple = self.policy.position_multiple
-        microbatches = [collate(s, multiple=multiple) for s in minibatch.microbatches]
+        # The interleaved schedule needs a multiple of the stages; the others are placeholders.
+        missing = -len(minibatch.microbatches) % self.policy.microbatch_multiple
+        shares = [*minibatch.microbatches, *([] for _ in range(missing))]
+        microbatches = [self._microbatch(share) for share in shares]
         zero_gradients(self.policy.chunks, self._optimizer)
         device = self.policy.device
+        moved = [m.to(device) for m in microbatches]
         reports = self._forward_backward(
             forward_step_func=partial(self._forward_step, version),
-            data_iterator=iter([m.to(device) for m in microbatches]),
+            # Each chunk of the model goes through all of them.
+            data_iterator=[iter(moved) for _ in self.policy.chunks],
             model=self.policy.chunks,
             num_microbatches=len(microbatches),
-            seq_length=max(m.tokens.shape[1] for m in microbatches),
+            seq_length=max(int(m.sequence_starts[-1]) for m in microbatches),
             micro_batch_size=1,
             forward_only=False,
         )
@@ -94,6 +103,20 @@ class Trainer:
         # One reduction for all metrics; only last stages hold reports.
         dist.all_reduce(local)
         return dict(zip(_SUMS, local.tolist(), strict=True))
+
+    def _microbatch(self, sequences: list[TrainSequence]) -> MicroBatch:
+        """The sequences packed, as far as this context rank holds them."""
+        policy = self.policy
+        batch = collate(
+            sequences,
+            multiple=policy.position_multiple,
+            sequence_multiple=policy.sequence_multiple,
+        )
+        ranks = policy.parallel.context
+        if ranks == 1:
+            return batch
+        rank = parallel_state.get_context_parallel_rank()
+        return hold(batch, held_positions(batch.sequence_starts, rank, ranks))
 
     def _forward_step(
         self, version: int, microbatches: Iterator[MicroBatch], model: torch.nn.Module

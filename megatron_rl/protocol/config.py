@@ -33,10 +33,16 @@ class ModelConfig(Section):
     """Compute dtype of trainer and generators; master weights are always float32."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
-    fp8: bool = False
-    """FP8 matrix products through TransformerEngine."""
-    recompute: bool = False
-    """Recompute activations of every layer in the backward pass."""
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
+    """Matrix products in FP8 through TransformerEngine, and how tensors are scaled for them."""
+    fp8_bf16_edge_layers: int = Field(default=0, ge=0)
+    """First layers, and as many last ones, that stay in bfloat16; delayed scaling knows none."""
+    fp8_parameters: bool = False
+    """Keep the weights of FP8 products in FP8, and gather them so; needs
+    parallel.distributed_optimizer, and no delayed scaling. Generators get the rounded ones."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of core attention, or those of
+    every layer."""
 
 
 class ParallelConfig(Section):
@@ -46,19 +52,53 @@ class ParallelConfig(Section):
     """Tensor-parallel ranks; must divide the attention heads and key-value heads."""
     pipeline: PositiveInt = 1
     """Pipeline stages; must divide the layers."""
+    virtual_stages: PositiveInt = 1
+    """Model chunks of a pipeline stage (interleaved schedule); pipeline x virtual_stages must
+    divide the layers."""
+    context: PositiveInt = 1
+    """Ranks that share the positions of each sequence."""
+    context_exchange: Literal["auto", "p2p", "all_gather"] = "auto"
+    """How context ranks see each other's keys and values: TransformerEngine's ring (p2p), or all
+    at once, as the local layers do; auto takes what the layers can."""
     data: PositiveInt = 1
     """Data-parallel replicas."""
     expert: PositiveInt = 1
-    """Ranks that share the experts of a layer; must divide the experts and tensor x data."""
+    """Ranks that share the experts of a layer; must divide the experts."""
+    expert_tensor: PositiveInt = 1
+    """Ranks that share each expert; expert x expert_tensor must divide tensor x context x data."""
     sequence: bool = False
     """Megatron sequence parallelism inside the tensor-parallel group; experts need it there."""
     distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel ranks."""
+    """Shard optimizer state over the data-parallel and context ranks."""
+    overlap_gradients: bool = False
+    """Reduce gradients while the backward pass of the last microbatch goes on."""
+    overlap_parameters: bool = False
+    """Gather updated parameters while the next forward pass goes on; needs
+    distributed_optimizer and overlap_gradients."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_stages={self.virtual_stages} needs several stages, and "
+                "parallel.pipeline=1: nearest possible: 1"
+            )
+        if self.overlap_parameters and not (self.distributed_optimizer and self.overlap_gradients):
+            raise ValueError(
+                "parallel.overlap_parameters=true needs parallel.distributed_optimizer=true and "
+                "parallel.overlap_gradients=true: set both, or it to false"
+            )
+        return self
 
     @property
     def world_size(self) -> int:
         """Count of trainer ranks."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def interleaved_chunks(self) -> int | None:
+        """Chunks of a stage as Megatron counts them: None for its plain schedule."""
+        return self.virtual_stages if self.virtual_stages > 1 else None
 
 
 class OptimizerConfig(Section):
@@ -82,6 +122,9 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat = 1.0
     """Global gradient norm limit."""
+    offload: bool = False
+    """Keep masters and moments in host memory and update them there; GPU only, needs
+    parallel.distributed_optimizer."""
 
 
 class LossConfig(Section):
@@ -326,6 +369,41 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
             )
-        if self.model.fp8 and self.model.layers == "local":
-            raise ValueError("model.fp8 needs model.layers = 'transformer_engine' or 'auto'")
+        self._check_fp8()
+        if self.optimizer.offload and not self.parallel.distributed_optimizer:
+            raise ValueError(
+                "optimizer.offload=true needs parallel.distributed_optimizer=true: set it"
+            )
         return self
+
+    def _check_fp8(self) -> None:
+        model = self.model
+        if model.fp8 == "none":
+            if model.fp8_parameters or model.fp8_bf16_edge_layers:
+                raise ValueError(
+                    "model.fp8_parameters and model.fp8_bf16_edge_layers need FP8, and "
+                    "model.fp8='none': choose 'blockwise', 'tensorwise' or 'delayed'"
+                )
+            return
+        if model.layers == "local":
+            raise ValueError(
+                f"model.fp8={model.fp8!r} needs model.layers='transformer_engine' or 'auto'"
+            )
+        if model.dtype != "bfloat16":
+            raise ValueError(f"model.fp8={model.fp8!r} needs model.dtype='bfloat16'")
+        if model.fp8 == "delayed" and model.fp8_bf16_edge_layers:
+            raise ValueError(
+                f"model.fp8_bf16_edge_layers={model.fp8_bf16_edge_layers} is not possible with "
+                "model.fp8='delayed', which scales all layers at once; nearest possible: 0, or "
+                "'tensorwise'"
+            )
+        if model.fp8_parameters and model.fp8 == "delayed":
+            # Loaded weights would be rounded with a scale of 1, as there are no steps before.
+            raise ValueError(
+                "model.fp8_parameters=true is not possible with model.fp8='delayed', which has no "
+                "scales for loaded weights; nearest possible: model.fp8='tensorwise'"
+            )
+        if model.fp8_parameters and not self.parallel.distributed_optimizer:
+            raise ValueError(
+                "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
+            )

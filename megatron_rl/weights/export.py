@@ -39,7 +39,7 @@ def export_tensors(model: Sequence[torch.nn.Module], shape: ModelShape) -> Itera
     Tensors come one at a time in the order of `hf_shapes`: rank 0 holds one full tensor and one
     rank's part of it besides its shards.
     """
-    parameters = named_parameters(model[0])
+    parameters = named_parameters(model)
     rank = dist.get_rank()
     sent = senders(shape, all_places())
     for name, size in hf_shapes(shape).items():

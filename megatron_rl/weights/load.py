@@ -15,6 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
+from megatron_rl.backend import fp8
 from megatron_rl.weights.hf_folder import check_tensors, open_tensors
 from megatron_rl.weights.megatron_folder import MegatronFolder
 from megatron_rl.weights.names import PADDED, copy_slices, named_parameters, trainer_slices
@@ -34,7 +35,8 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
     """
     place = own_place()
     slices = [*trainer_slices(shape, place), *copy_slices(shape, place)]
-    parameters = named_parameters(model[0])
+    held = named_parameters(model)
+    parameters = fp8.exact_values(held)
     _check_cover(slices, parameters)
     for name in PADDED & parameters.keys():
         parameters[name].zero_()
@@ -44,6 +46,7 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
         check_tensors(shape, sizes, folder)
         for part in slices:
             local_part(parameters, part).copy_(_read(tensors[part.hf], part))
+    fp8.round_to_fp8(held.values())
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.protocol.config import ParallelConfig
-from megatron_rl.protocol.parallel import check_expert_ranks, nearest_divisor
+from megatron_rl.protocol.parallel import Counts, check_sizes
 from megatron_rl.protocol.process import InputError
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -243,19 +243,12 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
 
 def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
     """Raise InputError unless the parallel sizes divide the model."""
-    counts = [("attention heads", shape.heads), ("key-value heads", shape.kv_heads)]
-    if not shape.experts:
-        counts.append(("MLP units", shape.ffn))
-    possible = math.gcd(*(count for _, count in counts))
-    for name, count in counts:
-        if count % parallel.tensor:
-            raise InputError(
-                f"parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; "
-                f"nearest possible: {nearest_divisor(possible, parallel.tensor)}"
-            )
-    if shape.layers % parallel.pipeline:
-        raise InputError(
-            f"parallel.pipeline={parallel.pipeline} does not divide the model's {shape.layers} "
-            f"layers; nearest possible: {nearest_divisor(shape.layers, parallel.pipeline)}"
-        )
-    check_expert_ranks(parallel, shape.experts)
+    counts = Counts(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        layers=shape.layers,
+        ffn=0 if shape.experts else shape.ffn,
+        experts=shape.experts,
+        expert_ffn=shape.moe_ffn,
+    )
+    check_sizes(parallel, counts)

@@ -32,7 +32,8 @@ def exported(folder: Path, parallel: ParallelConfig, dtype: str) -> list[tuple[s
         ParallelConfig(tensor=2),
         ParallelConfig(pipeline=2),
         ParallelConfig(data=2),
-        ParallelConfig(tensor=2, pipeline=2),
+        ParallelConfig(tensor=2, pipeline=2, virtual_stages=2),
+        ParallelConfig(context=2),
     ],
 )
 def test_export_equals_the_loaded_tensors_bit_for_bit(
@@ -73,6 +74,7 @@ def save_and_wait(source: Path, target: Path, parallel: ParallelConfig, dtype: s
         ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True, expert=2)),
         ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True, data=2, expert=4)),
         ("Qwen3Moe", ParallelConfig(pipeline=2, data=2, expert=2)),
+        ("Qwen3Moe", ParallelConfig(context=2, data=2, expert=2, expert_tensor=2)),
         ("Mixtral", ParallelConfig(data=2, expert=2)),
     ],
 )
