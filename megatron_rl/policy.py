@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import Backend, select_backend
-from megatron_rl.model import build_model, count_parameters, unwrap
+from megatron_rl.model import build_model, count_parameters
 from megatron_rl.protocol.config import Config
 from megatron_rl.weights.load import load_weights
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
@@ -41,11 +41,6 @@ class Policy:
     def position_multiple(self) -> int:
         """A microbatch's positions must be a multiple of this."""
         return self.tensor_ranks if self.has_sequence_parallelism else 1
-
-    @property
-    def output_layer(self) -> torch.nn.Module | None:
-        """The vocabulary projection, on the last pipeline stage only."""
-        return getattr(unwrap(self.chunks[-1]), "output_layer", None)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def main(cfg: Config) -> None:
     )
     with open_policy(cfg) as policy:
         total_steps = cfg.train.steps * cfg.train.minibatches
-        trainer = Trainer(policy, objective, cfg.optimizer, total_steps)
+        trainer = Trainer(policy, objective, cfg.optimizer, total_steps, cfg.train)
         with open_publisher(cfg, policy) as weights, open_batches(cfg, policy) as batches:
             metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
             metrics.write_start(describe(cfg, policy, weights))

@@ -5,7 +5,6 @@ Runs in trainer ranks; the same for reinforcement learning and supervised fine-t
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,12 +15,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.collate import MicroBatch, collate
-from megatron_rl.logprobs import token_logprobs
+from megatron_rl.last_stage import output_weight, select_rows, without_output_layer
+from megatron_rl.logprobs import OutputLayer, TokenLogprobs, token_logprobs
 from megatron_rl.loss import LossFunction, LossInputs
-from megatron_rl.model import packed_params
+from megatron_rl.model import packed_params, unwrap
 from megatron_rl.optimizer import StepResult, build_optimizer, lr_at, step_if_finite, zero_gradients
 from megatron_rl.policy import Policy
-from megatron_rl.protocol.config import LossConfig, OptimizerConfig
+from megatron_rl.protocol.config import LossConfig, OptimizerConfig, TrainConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare
 
@@ -42,11 +42,17 @@ class Trainer:
     """A policy, its optimizer and its objective."""
 
     def __init__(
-        self, policy: Policy, objective: Objective, optimizer: OptimizerConfig, total_steps: int
+        self,
+        policy: Policy,
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        train: TrainConfig | None = None,
     ) -> None:
         """total_steps: optimizer steps of the whole phase, for the learning-rate schedule."""
         self.policy = policy
         self._objective = objective
+        self._train = train or TrainConfig()
         self._optimizer_cfg = optimizer
         self._total_steps = total_steps
         self._steps_done = 0
@@ -100,38 +106,28 @@ class Trainer:
     ) -> tuple[Tensor, partial]:
         batch = next(microbatches)
         packed = packed_params(batch.sequence_starts, batch.longest)
-        with self._only_rows(batch.rows):
+        with without_output_layer(unwrap(model)):
             output = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
         return output, partial(self._loss, batch, version)
 
-    @contextmanager
-    def _only_rows(self, rows: Tensor) -> Iterator[None]:
-        """Compute logits only where a completion token is predicted.
-
-        The output layer of a small model with a large vocabulary is a good part of its work.
-        """
-        layer = self.policy.output_layer
-        if layer is None or self.policy.has_sequence_parallelism:
-            # Under sequence parallelism the layer sees a slice of the positions only.
-            yield
-            return
-        hook = layer.register_forward_pre_hook(lambda _, args: (args[0][rows], *args[1:]))
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _loss(
-        self, batch: MicroBatch, version: int, output: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = output[0][batch.rows] if self.policy.has_sequence_parallelism else output[0]
-        values = token_logprobs(
-            logits,
-            batch.targets,
+    def _token_logprobs(self, batch: MicroBatch, hidden: Tensor) -> TokenLogprobs:
+        """Of the microbatch's targets, from the last stage's output."""
+        rows = select_rows(
+            hidden[0], batch.rows, is_sequence_parallel=self.policy.has_sequence_parallelism
+        )
+        layer = OutputLayer(
+            output_weight(unwrap(self.policy.chunks[-1])),
             vocab_size=self.policy.shape.vocab,
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=self._objective.temperature,
+            chunk_tokens=self._train.logprob_chunk_tokens,
         )
+        return token_logprobs(rows, batch.targets, layer)
+
+    def _loss(
+        self, batch: MicroBatch, version: int, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        values = self._token_logprobs(batch, hidden)
         inputs = LossInputs(
             values.logprobs, batch.generator_logprobs, batch.advantages, batch.weights
         )

@@ -106,6 +106,8 @@ class TrainConfig(Section):
     """Optimizer steps a batch; the paper found more than 2 harmful."""
     microbatch_tokens: PositiveInt = 4096
     """Token budget (prompt and completion) of one packed microbatch."""
+    logprob_chunk_tokens: int = Field(default=2048, ge=8)
+    """Logits and all copies of them take less memory than those of so many tokens in float32."""
     advantage: str = "group_mean"
     """Entry of ADVANTAGES, or package.module:function."""
     batch_timeout_s: PositiveFloat = 600.0
