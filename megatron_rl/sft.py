@@ -52,7 +52,9 @@ def main(cfg: Config, is_control: bool) -> None:
     name, source = ("control", "control") if is_control else ("cold_start", "sft")
     with open_policy(cfg) as policy:
         objective = Objective(supervised_loss, cfg.loss)
-        trainer = Trainer(policy, objective, cfg.sft.optimizer, steps, cfg.train)
+        trainer = Trainer(
+            policy, objective, cfg.sft.optimizer, steps, train=cfg.train, run_dir=cfg.run.dir
+        )
         batches = minibatches(
             sequences,
             batch_size=cfg.sft.batch_size,

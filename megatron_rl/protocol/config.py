@@ -80,6 +80,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat = 1.0
     """Global gradient norm limit."""
+    skip_grad_norm: float = Field(default=0.0, ge=0)
+    """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
 
 
 class LossConfig(Section):
@@ -91,6 +93,9 @@ class LossConfig(Section):
     """The importance ratio is clipped below 1 - eps_low."""
     eps_high: PositiveFloat = 0.28
     """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
+    old_logprobs: Literal["generator", "recompute"] = "generator"
+    """What the importance ratio divides by. recompute: the trainer's own logprobs before the first
+    update of the batch, for one more forward pass."""
 
 
 class TrainConfig(Section):
@@ -110,6 +115,12 @@ class TrainConfig(Section):
     """Logits and all copies of them take less memory than those of so many tokens in float32."""
     advantage: str = "group_mean"
     """Entry of ADVANTAGES, or package.module:function."""
+    max_mismatch: float = Field(default=0.0, ge=0)
+    """The run stops where |trainer - generator logprob| of tokens sampled under the current version
+    is above this on average, in nats; 0: never."""
+    max_skipped_updates: PositiveInt = 5
+    """The run stops after so many skipped optimizer steps in a row, and writes the last minibatch
+    to the run folder."""
     batch_timeout_s: PositiveFloat = 600.0
     """The trainer gives up when a batch takes longer."""
     collective_timeout_s: PositiveFloat = 120.0
