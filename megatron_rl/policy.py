@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import Backend, select_backend
 from megatron_rl.backend.fp8 import POSITION_MULTIPLE
-from megatron_rl.model import build_model, count_parameters, unwrap
+from megatron_rl.model import build_model, count_parameters
 from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.weights.load import load_megatron, load_weights
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
@@ -61,11 +61,6 @@ class Policy:
     def microbatch_multiple(self) -> int:
         """The count of microbatches of a step must be a multiple of this."""
         return self.parallel.pipeline if self.parallel.virtual_stages > 1 else 1
-
-    @property
-    def output_layer(self) -> torch.nn.Module | None:
-        """The vocabulary projection, on the last pipeline stage only."""
-        return getattr(unwrap(self.chunks[-1]), "output_layer", None)
 
 
 @contextmanager

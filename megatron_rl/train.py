@@ -55,8 +55,9 @@ def train(
     batches.announce(step, is_final=step == steps)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
-        for minibatch in batch.minibatches:
-            metrics.add(trainer.update(minibatch, version=step))
+        old_logprobs = trainer.old_logprobs(batch.minibatches)
+        for minibatch, old in zip(batch.minibatches, old_logprobs, strict=True):
+            metrics.add(trainer.update(minibatch, version=step, old_logprobs=old))
         trainer.gather()
         step += 1
         if step < steps:
@@ -74,7 +75,9 @@ def main(cfg: Config) -> None:
     )
     with open_policy(cfg) as policy:
         total_steps = cfg.train.steps * cfg.train.minibatches
-        trainer = Trainer(policy, objective, cfg.optimizer, total_steps)
+        trainer = Trainer(
+            policy, objective, cfg.optimizer, total_steps, train=cfg.train, run_dir=cfg.run.dir
+        )
         with open_publisher(cfg, policy) as weights, open_batches(cfg, policy) as batches:
             metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
             metrics.write_start(describe(cfg, policy, weights))

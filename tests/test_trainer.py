@@ -42,7 +42,7 @@ def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     """Gradient in HF layout (rank 0) after forward and backward of the same minibatch."""
     with open_policy(cfg) as policy:
         trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
-        sums = trainer.accumulate(my_share(budget_tokens), version=0)
+        sums = trainer.accumulate(my_share(budget_tokens), version=0).sums
         with torch.no_grad():
             for parameter in named_parameters(policy.chunks).values():
                 parameter.copy_(parameter.main_grad)

@@ -125,6 +125,8 @@ class OptimizerConfig(Section):
     offload: bool = False
     """Keep masters and moments in host memory and update them there; GPU only, needs
     parallel.distributed_optimizer."""
+    skip_grad_norm: float = Field(default=0.0, ge=0)
+    """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
 
 
 class LossConfig(Section):
@@ -136,6 +138,9 @@ class LossConfig(Section):
     """The importance ratio is clipped below 1 - eps_low."""
     eps_high: PositiveFloat = 0.28
     """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
+    old_logprobs: Literal["generator", "recompute"] = "generator"
+    """What the importance ratio divides by. recompute: the trainer's own logprobs before the first
+    update of the batch, for one more forward pass."""
 
 
 class TrainConfig(Section):
@@ -151,8 +156,16 @@ class TrainConfig(Section):
     """Optimizer steps a batch; the paper found more than 2 harmful."""
     microbatch_tokens: PositiveInt = 4096
     """Token budget (prompt and completion) of one packed microbatch."""
+    logprob_chunk_tokens: int = Field(default=2048, ge=8)
+    """Logits and all copies of them take less memory than those of so many tokens in float32."""
     advantage: str = "group_mean"
     """Entry of ADVANTAGES, or package.module:function."""
+    max_mismatch: float = Field(default=0.0, ge=0)
+    """The run stops where |trainer - generator logprob| of tokens sampled under the current version
+    is above this on average, in nats; 0: never."""
+    max_skipped_updates: PositiveInt = 5
+    """The run stops after so many skipped optimizer steps in a row, and writes the last minibatch
+    to the run folder."""
     batch_timeout_s: PositiveFloat = 600.0
     """The trainer gives up when a batch takes longer."""
     collective_timeout_s: PositiveFloat = 120.0
