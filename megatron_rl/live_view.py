@@ -45,7 +45,8 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        # A resumed run has shown its first rows already.
+        self._offset = path.stat().st_size if path.exists() else 0
 
     def read(self) -> list[Row]:
         """Complete new rows; a line that is still being written comes the next time."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron.core import parallel_state
 
 from megatron_rl.batch_client import BatchClient
+from megatron_rl.checkpoint import Checkpoints
 from megatron_rl.loss import LOSSES
 from megatron_rl.model import DTYPES
 from megatron_rl.policy import Policy, open_policy
@@ -44,22 +45,27 @@ def train(
     trainer: Trainer,
     batches: BatchClient,
     weights: WeightPublisher,
+    checkpoints: Checkpoints,
     metrics: StepMetrics,
-    steps: int,
+    steps: range,
 ) -> None:
-    """Train until the queue has no more batches; version k is the policy after k batches."""
-    step = 0
+    """Train until the queue has no more batches; version k is the policy after k batches.
+
+    steps: from the one of the checkpoint that was resumed, or 0.
+    """
+    step = steps.start
     weights.publish(version=step)  # proves the path before any training
-    batches.announce(step, is_final=step == steps)
+    batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
         for minibatch in batch.minibatches:
             metrics.add(trainer.update(minibatch, version=step))
         step += 1
         weights.publish(version=step)
-        batches.announce(step, is_final=step == steps)
+        batches.announce(step, is_final=step == steps.stop)
+        checkpoints.save_if_due(step, trainer)
         metrics.add_entries(batch.metrics)
-        metrics.flush(step, batches.metrics + weights.metrics)
+        metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
 
 
 def main(cfg: Config) -> None:
@@ -70,10 +76,15 @@ def main(cfg: Config) -> None:
     with open_policy(cfg) as policy:
         total_steps = cfg.train.steps * cfg.train.minibatches
         trainer = Trainer(policy, objective, cfg.optimizer, total_steps)
-        with open_publisher(cfg, policy) as weights, open_batches(cfg, policy) as batches:
-            metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
-            metrics.write_start(describe(cfg, policy, weights))
-            train(trainer, batches, weights, metrics, cfg.train.steps)
+        with (
+            open_batches(cfg, policy) as batches,
+            open_checkpoints(cfg, policy, batches) as checkpoints,
+        ):
+            steps = range(checkpoints.resume(trainer), cfg.train.steps)
+            with open_publisher(cfg, policy) as weights:
+                metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
+                metrics.write_start(describe(cfg, policy, weights))
+                train(trainer, batches, weights, checkpoints, metrics, steps)
         save_hf(cfg.run.dir / "hf" / "final", policy.chunks, policy.shape, source=cfg.model.path)
 
 
@@ -146,6 +157,19 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         device=policy.device,
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
+    )
+
+
+def open_checkpoints(cfg: Config, policy: Policy, batches: BatchClient) -> Checkpoints:
+    """Checkpoints of this run; collective over all ranks."""
+    # A rank may wait so long for its own writer before it joins the others.
+    patience_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
+    return Checkpoints(
+        cfg.checkpoint,
+        cfg.run.dir,
+        Control(policy.backend.host_group(patience_s)),
+        queue_state=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
+        last_step=cfg.train.steps,
     )
 
 

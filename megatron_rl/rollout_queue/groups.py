@@ -67,6 +67,7 @@ class GroupBook:
         self._untaken: dict[int, Group] = {}
         self._in_training = 0
         self._flat: list[Group] = []
+        self._abandoned: list[Group] = []
 
     @property
     def untaken(self) -> int:
@@ -113,11 +114,21 @@ class GroupBook:
         """A new version is out: the groups in training are trained."""
         self._in_training = 0
 
+    def unfinished(self) -> list[Group]:
+        """Groups that are neither trained on nor counted as dropped, by number.
+
+        Flat groups are counted with the next batch only; abandoned ones count when a run that has
+        ended is resumed for more steps.
+        """
+        groups = [*self._untaken.values(), *self._flat, *self._abandoned]
+        return sorted(groups, key=lambda group: group.number)
+
     def abandon(self) -> list[Group]:
         """Forget and return the groups in no batch: the run is over."""
         groups = list(self._untaken.values())
         for group in groups:
             group.is_abandoned = True
+        self._abandoned += groups
         self._untaken.clear()
         return groups
 
