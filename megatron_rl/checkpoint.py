@@ -36,6 +36,8 @@ class _Flight:
     """A checkpoint that is being written."""
 
     step: int
+    queue_state: QueueState | None
+    """On rank 0."""
     folder: Path
     save: BackgroundSave
     deadline: float
@@ -123,12 +125,12 @@ class Checkpoints:
         state = self._queue_state(step)
         folder = self._folder / (checkpoint_folder.folder_name(step) + checkpoint_folder.PARTIAL)
         deadline = time.monotonic() + self._cfg.write_timeout_s
-        self._on_rank_0(step, lambda: _make_folder(folder, state))
+        self._on_rank_0(step, lambda: _make_empty(folder))
         try:
             save = BackgroundSave(sharded_state(trainer, step), folder)
         except OSError as error:
             raise self._failure(step, str(error)) from error
-        self._flight = _Flight(step, folder, save, deadline)
+        self._flight = _Flight(step, state, folder, save, deadline)
 
     def _await_flight(self) -> None:
         flight = self._flight
@@ -147,7 +149,8 @@ class Checkpoints:
         try:
             flight.save.finalize()
         except (SaveFailed, OSError) as error:
-            shutil.rmtree(flight.folder, ignore_errors=True)
+            if self._control.rank == 0:
+                shutil.rmtree(flight.folder, ignore_errors=True)
             raise self._failure(flight.step, str(error)) from error
         files = {
             name: record
@@ -161,6 +164,9 @@ class Checkpoints:
         ]
 
     def _seal(self, flight: _Flight, files: dict[str, FileRecord]) -> None:
+        assert flight.queue_state is not None
+        queue_state = msgspec.json.encode(flight.queue_state)
+        (flight.folder / checkpoint_folder.QUEUE_STATE).write_bytes(queue_state)
         final = checkpoint_folder.seal(flight.folder, flight.step, files)
         log.info("checkpoint of step %d is complete: %s", flight.step, final)
         found = checkpoint_folder.complete_checkpoints(self._folder)
@@ -203,8 +209,6 @@ class Checkpoints:
             self._control.close()
 
 
-def _make_folder(folder: Path, state: QueueState | None) -> None:
-    assert state is not None
+def _make_empty(folder: Path) -> None:
     checkpoint_folder.discard(folder)
     folder.mkdir(parents=True)
-    (folder / checkpoint_folder.QUEUE_STATE).write_bytes(msgspec.json.encode(state))

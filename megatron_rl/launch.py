@@ -65,6 +65,8 @@ class _Session:
         self.wall_s: dict[str, float] = {}
         self._supervisor = Supervisor(config.run.dir / "logs", inherited=(lock,))
         self._view = LiveView(config, console)
+        if is_resumed:
+            self._view.skip_rows()
         self._closing = ExitStack()
         self._started = time.monotonic()
 

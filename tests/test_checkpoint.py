@@ -63,9 +63,6 @@ def run_of_seven_steps(cfg: Config) -> list[str]:
             for step in range(1, 8):
                 trainer.steps_done = step
                 checkpoints.save_if_due(step, trainer)
-    with open_policy(cfg) as policy:
-        trainer, checkpoints = open_all(cfg, policy)
-        assert checkpoints.resume(trainer) == trainer.steps_done == 7
     return sorted(path.name for path in (cfg.run.dir / CHECKPOINTS).iterdir())
 
 
@@ -73,6 +70,7 @@ def test_due_steps_and_the_last_one_are_saved_and_old_ones_go(model: Path, tmp_p
     cfg = config(model, tmp_path, "checkpoint.keep_every=4", "parallel.data=2")
     expected = ["step_000004", "step_000006", "step_000007"]
     assert run_ranks(run_of_seven_steps, 2, cfg) == [expected] * 2
+    assert run_ranks(resumed, 2, cfg)[0][:2] == (7, 7)
     folder = tmp_path / CHECKPOINTS
     assert read_queue_state(folder / "step_000006") == state_at(6)
     # Both replicas wrote a part of what they hold in common.
@@ -114,23 +112,28 @@ def slow_writer(cfg: Config) -> list[Any]:
         with checkpoints:
             pass
         found.append(list(complete_checkpoints(folder)))
-    cfg = config(cfg.model.path, cfg.run.dir, f"checkpoint.resume={folder / 'step_000002'}")
-    with open_policy(
-        cfg.model_copy(update={"parallel": load_config(None, ["parallel.tensor=2"]).parallel})
-    ) as policy:
+    return [found, waited > 0.9]
+
+
+def resumed(cfg: Config) -> tuple[int, int, set[float]]:
+    """Step of the checkpoint, the optimizer's, and the values of all parameters."""
+    with open_policy(cfg) as policy:
         trainer, checkpoints = open_all(cfg, policy)
-        assert checkpoints.resume(trainer) == 2
-        values = {float(p) for p in policy.chunks[0].parameters() for p in (p.min(), p.max())}
-    return [found, waited > 0.9, values]
+        step = checkpoints.resume(trainer)
+        values = {float(v) for p in policy.chunks[0].parameters() for v in (p.min(), p.max())}
+        return step, trainer.steps_done, values
 
 
 def test_training_goes_on_while_files_are_written_and_one_save_waits_for_another(
     model: Path, tmp_path: Path
 ) -> None:
     cfg = config(model, tmp_path, "parallel.tensor=2")
+    assert run_ranks(slow_writer, 2, cfg) == [[[[], [], [2], [2, 4]], True]] * 2
     # What was trained after the copy is not in the checkpoint.
-    expected = [[[], [], [2], [2, 4]], True, {2.0}]
-    assert run_ranks(slow_writer, 2, cfg) == [expected] * 2
+    for step, value in ((4, 3.0), (2, 2.0)):
+        folder = tmp_path / CHECKPOINTS / f"step_{step:06d}"
+        cfg = config(model, tmp_path, f"checkpoint.resume={folder}")
+        assert run_ranks(resumed, 1, cfg) == [(step, 0, {value})]
 
 
 def never_written(cfg: Config) -> str:
@@ -162,7 +165,9 @@ def full_disk(cfg: Config) -> list[Any]:
         with pytest.raises(InputError) as error:
             checkpoints._await_flight()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        checkpoints._control.all(True)
         left = sorted(path.name for path in (cfg.run.dir / CHECKPOINTS).iterdir())
+        checkpoints._control.all(True)
         checkpoints.save_if_due(6, trainer)
         checkpoints._await_flight()
         return [str(error.value), left, list(complete_checkpoints(cfg.run.dir / CHECKPOINTS))]
