@@ -56,13 +56,9 @@ class BackgroundSave:
         """Copy the state and start to write it to an empty folder. Collective over all ranks."""
         strategy = _HostCopyStrategy("torch_dist", 1)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        request = dist_checkpointing.save(
-            state,
-            str(folder),
-            # Replicas write a part each of what they all hold.
-            FullyParallelSaveStrategyWrapper(strategy, group),
-            async_sharded_save=True,
-        )
+        # Replicas write a part each of what they all hold.
+        shared = FullyParallelSaveStrategyWrapper(strategy, group)
+        request = dist_checkpointing.save(state, str(folder), shared, async_sharded_save=True)
         assert request is not None and strategy.writer is not None
         self._finalize = request.finalize_fns
         self._writer = strategy.writer
@@ -86,8 +82,7 @@ class BackgroundSave:
         return self._writer.ended - self._started
 
     def wait(self, deadline: float) -> bool:
-        """Wait for this rank's writer until time.monotonic() is `deadline`; False when it is not
-        done."""
+        """Wait for this rank's writer until time.monotonic() is `deadline`; whether it is done."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return self.is_written
 

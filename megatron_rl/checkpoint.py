@@ -126,9 +126,11 @@ class Checkpoints:
         folder = self._folder / (checkpoint_folder.folder_name(step) + checkpoint_folder.PARTIAL)
         deadline = time.monotonic() + self._cfg.write_timeout_s
         self._on_rank_0(step, lambda: _make_empty(folder))
+        content = sharded_state(trainer, step)
         try:
-            save = BackgroundSave(sharded_state(trainer, step), folder)
-        except OSError as error:
+            save = BackgroundSave(content, folder)
+        # torch's archive writer turns a failed write into a RuntimeError.
+        except (OSError, RuntimeError) as error:
             raise self._failure(step, str(error)) from error
         self._flight = _Flight(step, state, folder, save, deadline)
 

@@ -7,18 +7,22 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_rl.background_save import BackgroundSave
 from megatron_rl.loss import LOSSES
+from megatron_rl.model import unwrap
+from megatron_rl.optimizer import build_optimizer
+from megatron_rl.optimizer_state import restore_optimizer_state, sharded_optimizer_state
 from megatron_rl.policy import open_policy
-from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config import Config, OptimizerConfig, ParallelConfig
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.trainer_state import restore, sharded_state
 from tests.distributed import run_ranks
-from tests.tiny_models import QWEN3_MOE, write_model
+from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model
 
 VOCAB = 200
 SAVED_AT, STEPS = 2, 4
@@ -162,3 +166,34 @@ def test_experts_are_resumed_under_any_other_split(
 def test_masters_of_a_bfloat16_model_are_resumed(dense: Path, tmp_path: Path, saved: str) -> None:
     # Were masters made anew from the weights, the same split would differ in bits.
     check(dense, tmp_path / "c", ["model.dtype=bfloat16", *splits(saved)[0]], [])
+
+
+def put_and_gather(folder: Path) -> list[str]:
+    """Names of the parameters whose optimizer state comes back changed, with many small buckets."""
+    loaded = load_on_rank(folder, ParallelConfig(data=2, distributed_optimizer=True))
+    module = unwrap(loaded.model[0])
+    buckets = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=10_000
+    )
+    chunk = DistributedDataParallel(module.config, buckets, module)
+    assert len(chunk.buffers[0].buckets) > 5
+    optimizer = build_optimizer(OptimizerConfig(), [chunk])
+    model = {"model0": module.sharded_state_dict()}
+    wanted = sharded_optimizer_state(optimizer, model, is_loading=True)
+    torch.manual_seed(3)
+    values = {
+        number: {name: torch.rand(shard.data.shape) for name, shard in state.items()}
+        for number, state in wanted.items()
+    }
+    restore_optimizer_state(optimizer, model, values)
+    gathered = sharded_optimizer_state(optimizer, model)
+    return [
+        shard.key
+        for number, state in gathered.items()
+        for name, shard in state.items()
+        if not torch.equal(shard.data, values[number][name])
+    ]
+
+
+def test_state_is_gathered_right_from_padded_buckets(dense: Path) -> None:
+    assert run_ranks(put_and_gather, 2, dense) == [[], []]

@@ -88,13 +88,17 @@ class JsonlWriter:
 def without_superseded(rows: list[dict]) -> list[dict]:
     """Rows of a run as if it had never been interrupted, but for the time it lost.
 
-    A run that was resumed after step k has taken the steps beyond k again: their earlier rows go,
-    but for those of the launcher.
+    A run that was resumed after step k has taken the steps beyond k again: what trainer and queue
+    wrote of them earlier goes.
     """
     kept: list[dict] = []
     for row in rows:
         if RESUMED in row:
-            kept = [old for old in kept if old["step"] <= row["step"] or old["source"] == "launch"]
+            kept = [
+                old
+                for old in kept
+                if old["step"] <= row["step"] or old["source"] not in ("trainer", "queue")
+            ]
         kept.append(row)
     return kept
 

@@ -45,7 +45,7 @@ def test_steps_that_were_taken_again_after_resuming_count_once() -> None:
     def row(step: int, source: str = "trainer", **more: int) -> dict:
         return {"source": source, "step": step, **more}
 
-    first = [row(-1), row(1), row(2), row(2, "queue"), row(3), row(3, "queue"), row(3, "launch")]
+    first = [row(-1), row(1), row(2), row(2, "queue"), row(3), row(3, "queue"), row(3, "sft")]
     second = [row(-1), row(2), row(3), row(4)]
     third = [row(5)]
     marks = [row(2, "launch", **{RESUMED: 1}), row(4, "launch", **{RESUMED: 1})]
