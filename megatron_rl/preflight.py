@@ -16,6 +16,7 @@ from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import CODE
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.run_folder import check_run_folder
 from megatron_rl.traces import read_traces
 from verification import settings
 
@@ -25,7 +26,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 def check(config: Config) -> None:
     """Run every check, cheapest first. Raises InputError."""
     check_tools()
-    check_run_folder(config.run.dir)
+    check_run_folder(config)
     shape = read_model_shape(config.model.path)
     check_parallel(config.parallel, shape)
     check_engine_parallel(config.generator, shape, config.model.path)
@@ -53,18 +54,6 @@ def check_tools() -> None:
 def find_compiler() -> str | None:
     """Path of the C++ compiler that extensions would be built with."""
     return shutil.which(os.environ.get("CXX") or "g++")
-
-
-def check_run_folder(run_dir: Path) -> None:
-    """A run never writes into the folder of another."""
-    if (run_dir / "config.toml").exists():
-        raise InputError(
-            f"{run_dir} already holds a run (it has a config.toml), and runs are never "
-            "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
-        )
-    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise InputError(f"cannot make the run folder {run_dir}: {existing} is no writable folder")
 
 
 def read_model_shape(folder: Path) -> dict[str, Any]:

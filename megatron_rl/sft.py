@@ -20,7 +20,7 @@ from megatron_rl.loss import supervised_loss
 from megatron_rl.policy import open_policy
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
-from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import InputError, run_main, set_up_logging
 from megatron_rl.protocol.render import Renderer
@@ -83,7 +83,8 @@ def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
 
     Tokens that went through the trainer count whole, generated ones a third (forward only).
     """
-    rows = [row for row in read_jsonl(cfg.run.dir / "metrics.jsonl") if row["source"] == "trainer"]
+    rows = without_superseded(read_jsonl(cfg.run.dir / "metrics.jsonl"))
+    rows = [row for row in rows if row["source"] == "trainer"]
     trained = sum(row.get("train/positions", 0.0) for row in rows)
     groups = ("queue/groups_trained", "queue/groups_dropped_flat")
     generated = sum(

@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron.core import parallel_state
 
 from megatron_rl.batch_client import BatchClient
+from megatron_rl.checkpoint import Checkpoints
 from megatron_rl.loss import LOSSES
 from megatron_rl.model import DTYPES
 from megatron_rl.policy import Policy, open_policy
@@ -46,13 +47,17 @@ def train(
     trainer: Trainer,
     batches: BatchClient,
     weights: WeightPublisher,
+    checkpoints: Checkpoints,
     metrics: StepMetrics,
-    steps: int,
+    steps: range,
 ) -> None:
-    """Train until the queue has no more batches; version k is the policy after k batches."""
-    step = 0
+    """Train until the queue has no more batches; version k is the policy after k batches.
+
+    steps: from the one of the checkpoint that was resumed, or 0.
+    """
+    step = steps.start
     weights.publish(version=step)  # proves the path before any training
-    batches.announce(step, is_final=step == steps)
+    batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
         old_logprobs = trainer.old_logprobs(batch.minibatches)
@@ -60,12 +65,13 @@ def train(
             metrics.add(trainer.update(minibatch, version=step, old_logprobs=old))
         trainer.gather()
         step += 1
-        if step < steps:
+        if step < steps.stop and not checkpoints.is_due(step):
             batches.request(step)  # the queue forms it while the weights travel
         weights.publish(version=step)
-        batches.announce(step, is_final=step == steps)
+        batches.announce(step, is_final=step == steps.stop)
+        checkpoints.save_if_due(step, trainer)
         metrics.add_entries(batch.metrics)
-        metrics.flush(step, batches.metrics + weights.metrics)
+        metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
 
 
 def main(cfg: Config) -> None:
@@ -78,10 +84,15 @@ def main(cfg: Config) -> None:
         trainer = Trainer(
             policy, objective, cfg.optimizer, total_steps, train=cfg.train, run_dir=cfg.run.dir
         )
-        with open_publisher(cfg, policy) as weights, open_batches(cfg, policy) as batches:
-            metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
-            metrics.write_start(describe(cfg, policy, weights))
-            train(trainer, batches, weights, metrics, cfg.train.steps)
+        with (
+            open_batches(cfg, policy) as batches,
+            open_checkpoints(cfg, policy, batches) as checkpoints,
+        ):
+            steps = range(checkpoints.resume(trainer), cfg.train.steps)
+            with open_publisher(cfg, policy) as weights:
+                metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
+                metrics.write_start(describe(cfg, policy, weights))
+                train(trainer, batches, weights, checkpoints, metrics, steps)
         save_hf(cfg.run.dir / "hf" / "final", policy.chunks, policy.shape, source=cfg.model.path)
 
 
@@ -158,6 +169,19 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         device=policy.device,
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
+    )
+
+
+def open_checkpoints(cfg: Config, policy: Policy, batches: BatchClient) -> Checkpoints:
+    """Checkpoints of this run; collective over all ranks."""
+    # A rank may wait so long for its own writer before it joins the others.
+    patience_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
+    return Checkpoints(
+        cfg.checkpoint,
+        cfg.run.dir,
+        Control(policy.backend.host_group(patience_s)),
+        queue_state=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
+        last_step=cfg.train.steps,
     )
 
 

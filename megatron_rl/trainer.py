@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -77,6 +78,20 @@ class Trainer:
         # Copies float32 masters: the weights must be loaded by now.
         self._optimizer = build_optimizer(optimizer, policy.chunks)
         self._forward_backward = get_forward_backward_func()
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """Whose state a checkpoint holds."""
+        return self._optimizer
+
+    @property
+    def steps_done(self) -> int:
+        """Calls of `update`: the place in the learning-rate schedule."""
+        return self._steps_done
+
+    @steps_done.setter
+    def steps_done(self, steps: int) -> None:
+        self._steps_done = steps
 
     def old_logprobs(self, minibatches: Sequence[MinibatchShare]) -> list[list[Tensor] | None]:
         """What the importance ratios of a batch divide by; before its first update.

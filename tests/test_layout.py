@@ -24,6 +24,7 @@ SUPERVISORS = {
     "preflight",
     "process_tree",
     "restarts",
+    "run_folder",
     "summary",
     "supervisor",
     "verify_command",

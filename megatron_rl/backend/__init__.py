@@ -16,7 +16,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     HAVE_TE,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -91,6 +94,20 @@ class Backend:
         )
         group, _ = dist.new_subgroups_by_enumeration(order.get_ranks("tp-cp-pp"))
         return group
+
+    def random_states(self) -> dict[str, Any]:
+        """All random states of this rank, as tensors by name."""
+        return {
+            "host": torch.get_rng_state(),
+            "device": torch.cuda.get_rng_state(),
+            "tracker": get_cuda_rng_tracker().get_states(),
+        }
+
+    def set_random_states(self, states: dict[str, Any]) -> None:
+        """Go on where `random_states` was taken."""
+        get_cuda_rng_tracker().set_states(states["tracker"])
+        torch.cuda.set_rng_state(states["device"])
+        torch.set_rng_state(states["host"])
 
     def shutdown(self) -> None:
         """Leave the process groups; a no-op before init_distributed."""

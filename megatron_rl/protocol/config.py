@@ -314,6 +314,24 @@ class WeightsConfig(Section):
     """With no generator left, one must come back in that time."""
 
 
+class CheckpointConfig(Section):
+    """Saving the trainer and the queue together, and going on from there."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Save after every so many batches, and after the last one; 0: never."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_every: int = Field(default=0, ge=0)
+    """Also keep for good those of steps that this divides; 0: none."""
+    resume: str = "auto"
+    """Where a run begins. auto: at the newest complete checkpoint of the run folder, if there is
+    one; never: at the start, in a new folder; else the path of a checkpoint."""
+    queue_timeout_s: PositiveFloat = 60.0
+    """The queue has this long to tell its state."""
+    write_timeout_s: PositiveFloat = 1800.0
+    """A checkpoint that is not on the disk by then ends the run."""
+
+
 class PortsConfig(Section):
     """Where the sockets of a run listen. Port 0: launch picks a free one."""
 
@@ -352,6 +370,7 @@ class Config(Section):
     verifier: VerifierConfig = VerifierConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     ports: PortsConfig = PortsConfig()
 
     @model_validator(mode="after")

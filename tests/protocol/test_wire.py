@@ -14,7 +14,9 @@ from megatron_rl.protocol.types import (
     MinibatchShare,
     NextBatch,
     Prompt,
+    PromptCursor,
     Published,
+    QueueState,
     RankBatch,
     Rollout,
     RolloutDone,
@@ -23,6 +25,7 @@ from megatron_rl.protocol.types import (
     ScoreDone,
     Stop,
     TrainSequence,
+    UnfinishedGroup,
     VersionSpan,
 )  # fmt: skip
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError, decode, encode
@@ -62,6 +65,7 @@ def examples() -> list[Any]:
     special = [
         RolloutDone(rollout), Lease(1, prompt, [0, 3], Sampling(8, 0.0)), batch,
         ScoreDone(5, Score(1.0, {"format": 0.1}, "correct")),
+        QueueState(6, PromptCursor(9, [9], [4], 1), 12, [UnfinishedGroup(11, "id")], ["before"]),
     ]  # fmt: skip
     kinds = set(map(type, special))
     return special + [plain(kind) for kind in get_args(AnyMessage) if kind not in kinds]
