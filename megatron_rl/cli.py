@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | eval | verify | report | plan-weights | doctor`.
+"""The command line: `megatron-rl run | eval | verify | report | plan | plan-weights | doctor`.
 
 Imports nothing heavy; the processes that `run` starts do.
 """
@@ -17,6 +17,9 @@ from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.process import InputError, run_main
+from megatron_rl.sizing.gpus import GPUS
+from megatron_rl.sizing.plan import Hardware, make_plan
+from megatron_rl.sizing.report import print_plan
 from megatron_rl.summary import RunFacts, render_text, summarize
 from megatron_rl.supervisor import RoleDied
 
@@ -42,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print the summary of a run again")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(handler=_report)
+    _add_plan_arguments(commands.add_parser("plan", help="say what a run needs, and if it fits"))
     plan = commands.add_parser("plan-weights", help="say what a publish moves between which ranks")
     plan.add_argument("config", type=Path, help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -58,6 +62,23 @@ def _add_run_arguments(
     parser.add_argument("--run-dir", type=Path, help="run folder; the same as run.dir=DIR")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.set_defaults(handler=handler)
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--gpu", default=Hardware.gpu, help=f"one of {', '.join(GPUS)}")
+    parser.add_argument("--gpus", type=int, help="of the whole run; default: what the config uses")
+    parser.add_argument("--mfu", type=float, default=Hardware.mfu, help="default %(default)s")
+    parser.add_argument(
+        "--mean-tokens", type=int, help="of a sequence; default: half of generator.context_tokens"
+    )
+    parser.add_argument(
+        "--gb-per-s", type=float, default=Hardware.bytes_per_s / 1e9,
+        help="that a rank sends or receives in a publish; default %(default)s",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_plan)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,6 +154,17 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
         return summary, launch.run_facts(config, summary["wall_s"], summary["hf_export"])
     facts = launch.run_facts(config, {}, None)
     return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
+
+
+def _plan(options: argparse.Namespace, console: Console) -> int:
+    for name in ("gpus", "mfu", "mean_tokens", "gb_per_s"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    hardware = Hardware(options.gpu, options.gpus, options.mfu, options.gb_per_s * 1e9)
+    plan = make_plan(load_config(options.config, options.overrides), hardware, options.mean_tokens)
+    print_plan(plan, console, as_json=options.json)
+    return 1 if plan.problems else 0
 
 
 def _plan_weights(options: argparse.Namespace, console: Console) -> int:

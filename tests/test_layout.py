@@ -23,6 +23,7 @@ SUPERVISORS = {
     "preflight",
     "process_tree",
     "restarts",
+    "sizing",
     "summary",
     "supervisor",
     "verify_command",
