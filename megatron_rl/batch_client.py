@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.protocol import wire
+from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import NextBatch, Published, RankBatch, Stop
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -35,6 +36,7 @@ class BatchClient:
         world: dist.ProcessGroup | None = None,
         device: torch.device,
         timeout_s: float,
+        keys: Keys | None = None,
     ) -> None:
         """group: this rank's model-parallel group; its rank 0 is the leader.
 
@@ -46,7 +48,8 @@ class BatchClient:
         self._timeout_s = timeout_s
         self._leader = dist.get_global_rank(group, 0)
         self._is_leader = group.rank() == 0
-        self._dealer = wire.Dealer(address, f"trainer-{dp_rank}") if self._is_leader else None
+        name = f"trainer-{dp_rank}"
+        self._dealer = wire.Dealer(address, name, keys) if self._is_leader else None
         self.metrics: list[Metric] = []
 
     def next(self, step: int, meanwhile: Callable[[], None] | None = None) -> RankBatch | None:

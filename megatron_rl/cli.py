@@ -1,5 +1,7 @@
 """The command line: `megatron-rl run | eval | verify | report | plan | plan-weights | doctor`.
 
+On several hosts `megatron-rl prepare | host` instead of `run`.
+
 Imports nothing heavy; the processes that `run` starts do.
 """
 
@@ -12,7 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl import doctor, launch, verify_command
+from megatron_rl import cluster, doctor, launch, verify_command
+from megatron_rl.ports import ports_text
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import read_jsonl
@@ -36,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="evaluate a model folder on the held-out prompts")
     _add_run_arguments(evaluate, _evaluate)
     evaluate.add_argument("--label", default="model", help="name of the evaluation in the metrics")
+    _add_run_arguments(commands.add_parser("prepare", help="several hosts: once, first"), _prepare)
+    _add_host_arguments(commands.add_parser("host", help="several hosts: then, on each"))
     verify = commands.add_parser("verify", help="grade a file of completions, and say why")
     verify.add_argument("file", type=Path, help="rollouts of a run, or JSONL of {text, answer}")
     verify.add_argument("--config", type=Path, help="TOML file; default: that of the file's run")
@@ -62,6 +67,14 @@ def _add_run_arguments(
     parser.add_argument("--run-dir", type=Path, help="run folder; the same as run.dir=DIR")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.set_defaults(handler=handler)
+
+
+def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--host", type=int, required=True, help="place of this host, from 0")
+    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--gpus-per-host", type=int, help="default: those that this host lists")
+    parser.set_defaults(handler=_host)
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +129,23 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 def _evaluate(options: argparse.Namespace, console: Console) -> int:
     return _until_death(lambda: launch.evaluate(_load(options), options.label, console))
+
+
+def _prepare(options: argparse.Namespace, console: Console) -> int:
+    config = cluster.prepare(_load(options))
+    console.print(f"{config.run.dir}: {ports_text(config.ports)}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _host(options: argparse.Namespace, console: Console) -> int:
+    return _until_death(
+        lambda: cluster.run_host(
+            options.run_dir,
+            host=options.host,
+            hosts=options.hosts,
+            gpus_per_host=options.gpus_per_host,
+        )
+    )
 
 
 def _until_death(work: Callable[[], None]) -> int:

@@ -15,9 +15,11 @@ MAX_LINES = 400
 # Modules of megatron_rl that start the other processes, so may import anything but tools and tests.
 SUPERVISORS = {
     "cli",
+    "cluster",
     "doctor",
     "launch",
     "live_view",
+    "placement",
     "plan_weights",
     "ports",
     "preflight",

@@ -64,6 +64,7 @@ class SizingPlan:
     active_parameters: int
     trainer_gpus: int
     generator_gpus: int
+    """0: on those of the trainer."""
     gpu: str
     gpu_bytes: int
     mfu: float
@@ -117,7 +118,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         parameters=model_parameters(shape),
         active_parameters=active_parameters(shape),
         trainer_gpus=config.parallel.world_size,
-        generator_gpus=_generator_gpus(config),
+        generator_gpus=0 if config.generator.shares_gpus else _generator_gpus(config),
         gpu=hardware.gpu,
         gpu_bytes=gpu.memory_bytes,
         mfu=hardware.mfu,
@@ -130,6 +131,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         problems=(
             *_trainer_problems(shape, config, trainer, gpu, mean),
             *_engine_problems(shape, config, engine, gpu),
+            *_sharing_problems(config, trainer, engine, gpu),
             *_count_problems(config, hardware.gpus),
         ),
         advice=tuple(_advice(config, hardware.gpus, step, publish)),
@@ -194,8 +196,30 @@ def _engine_problems(
     return [f"an engine rank {room}, generator.kv_tokens={generator.kv_tokens}; {remedy}"]
 
 
+def _sharing_problems(
+    config: Config, trainer: RankMemory, engine: EngineMemory, gpu: Gpu
+) -> list[str]:
+    """Both on one GPU: their sum must fit too."""
+    if not config.generator.shares_gpus:
+        return []
+    cache = config.generator.kv_tokens * engine.kv_per_token
+    total = trainer.total + engine.weights + engine.reserve + cache
+    if total <= gpu.memory_bytes:
+        return []
+    return [
+        f"a trainer rank and an engine on one GPU need {total / GIB:.1f} GiB of "
+        f"{gpu.memory_bytes / GIB:.1f}: lower generator.kv_tokens or train.microbatch_tokens"
+    ]
+
+
+def _wanted_gpus(config: Config) -> int:
+    if config.generator.shares_gpus:
+        return max(config.parallel.world_size, _generator_gpus(config))
+    return config.parallel.world_size + _generator_gpus(config)
+
+
 def _count_problems(config: Config, gpus: int | None) -> list[str]:
-    wanted = config.parallel.world_size + _generator_gpus(config)
+    wanted = _wanted_gpus(config)
     if gpus is None or wanted <= gpus:
         return []
     return [
@@ -208,7 +232,7 @@ def _count_problems(config: Config, gpus: int | None) -> list[str]:
 def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> list[str]:
     train, generator = config.train, config.generator
     found = []
-    wanted = config.parallel.world_size + _generator_gpus(config)
+    wanted = _wanted_gpus(config)
     if gpus is not None and wanted < gpus:
         found.append(f"{gpus - wanted} of {gpus} GPUs are idle: raise generator.replicas")
     if train.microbatch_tokens < generator.context_tokens:

@@ -43,7 +43,8 @@ def _model_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
     yield "parameters", f"{plan.parameters / 1e9:.2f} B"
     if plan.active_parameters != plan.parameters:
         yield "parameters that a token meets", f"{plan.active_parameters / 1e9:.2f} B"
-    yield "GPUs", f"{plan.trainer_gpus} trainer, {plan.generator_gpus} generators"
+    generators = f"{plan.generator_gpus} generators" if plan.generator_gpus else "shared"
+    yield "GPUs", f"{plan.trainer_gpus} trainer, {generators}"
 
 
 def _trainer_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:

@@ -125,6 +125,19 @@ def test_a_long_pipeline_with_few_microbatches_is_noted(config_path: Path) -> No
     assert plan.trainer.stage == 0
 
 
+def test_an_engine_on_the_trainers_gpus_must_fit_beside_it(config_path: Path) -> None:
+    shared = ("generator.shares_gpus=true", "weights.method=disk", "generator.replicas=1")
+    plan = planned(config_path, *shared, gpus=8)
+    assert plan.generator_gpus == 0
+    # Alone, each fits; 32 GiB of cache, 15 GiB of weights and the trainer do not.
+    [problem] = plan.problems
+    needed = plan.trainer.total + plan.engine.weights + plan.engine.reserve
+    needed += 262144 * plan.engine.kv_per_token
+    assert f"need {needed / GIB:.1f} GiB of 79.6" in problem
+    smaller = planned(config_path, *shared, "generator.kv_tokens=65536", "model.recompute=true")
+    assert smaller.problems == ()
+
+
 def test_what_never_fits_is_said(config_path: Path) -> None:
     [problem] = planned(
         config_path, "generator.context_tokens=4000000", "generator.kv_tokens=4000000",
