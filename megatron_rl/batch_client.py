@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.protocol import wire
+from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import (
     NextBatch,
@@ -43,6 +44,7 @@ class BatchClient:
         world: dist.ProcessGroup | None = None,
         device: torch.device,
         timeout_s: float,
+        keys: Keys | None = None,
     ) -> None:
         """group: the ranks of this rank's replica; its rank 0 is the leader.
 
@@ -54,7 +56,8 @@ class BatchClient:
         self._timeout_s = timeout_s
         self._leader = dist.get_global_rank(group, 0)
         self._is_leader = group.rank() == 0
-        self._dealer = wire.Dealer(address, f"trainer-{dp_rank}") if self._is_leader else None
+        name = f"trainer-{dp_rank}"
+        self._dealer = wire.Dealer(address, name, keys) if self._is_leader else None
         self._requested_step = -1
         self.metrics: list[Metric] = []
 

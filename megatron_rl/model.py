@@ -40,7 +40,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.backend import Backend, fp8
 from megatron_rl.protocol.config import Config
-from megatron_rl.weights.shape import ModelShape, inverse_frequencies
+from megatron_rl.weights.rotary import inverse_frequencies
+from megatron_rl.weights.shape import ModelShape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.process import InputError
+from megatron_rl.sizing.trainer_memory import ITEM_BYTES
 from megatron_rl.weights.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.names import Place, hf_shapes, place_of, trainer_slices
@@ -19,7 +20,6 @@ from megatron_rl.weights.reshard import Plan, make_plan
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.slices import Slice
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 SHOWN_RANKS = 16
 
 

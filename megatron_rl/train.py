@@ -24,6 +24,7 @@ from megatron_rl.model import DTYPES
 from megatron_rl.policy import Policy, open_policy
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.lookup import find_function
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
@@ -102,7 +103,9 @@ def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
     with ExitStack() as stack:
         link = None
         if int(os.environ["RANK"]) == 0:
-            link = GeneratorLink(stack.enter_context(Router(cfg.ports.host, cfg.ports.weights)))
+            keys = load_keys(cfg.ports.keys_dir)
+            router = Router(cfg.ports.host, cfg.ports.weights, keys)
+            link = GeneratorLink(stack.enter_context(router))
         # A rank may wait for two transfers of another rank that pass their deadline.
         patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
         control = Control(policy.backend.host_group(patience_s))
@@ -169,6 +172,7 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         device=policy.device,
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
+        keys=load_keys(cfg.ports.keys_dir),
     )
 
 

@@ -257,6 +257,9 @@ class GeneratorConfig(Section):
     """Generators that launch starts on this host."""
     tensor_parallel: PositiveInt = 1
     """Ranks of one engine."""
+    shares_gpus: bool = False
+    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk":
+    two ranks of NCCL do not share a GPU."""
     quantization: str = ""
     """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
     Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
@@ -336,7 +339,10 @@ class PortsConfig(Section):
     """Where the sockets of a run listen. Port 0: launch picks a free one."""
 
     host: str = "127.0.0.1"
-    """Loopback; other addresses need CURVE keys."""
+    """Address of the host of the queue and of trainer rank 0, where these listen. One that other
+    hosts can reach needs keys, which `megatron-rl prepare` makes."""
+    keys_dir: Path | None = None
+    """Folder with the run's CURVE keys, on a file system that all hosts share."""
     prompts: int = Field(default=0, ge=0, le=65535)
     """Queue, for generators."""
     verify: int = Field(default=0, ge=0, le=65535)
@@ -405,6 +411,11 @@ class Config(Section):
         if self.optimizer.offload and not self.parallel.distributed_optimizer:
             raise ValueError(
                 "optimizer.offload=true needs parallel.distributed_optimizer=true: set it"
+            )
+        if self.generator.shares_gpus and self.weights.method not in ("ipc", "disk"):
+            raise ValueError(
+                f"generator.shares_gpus with weights.method={self.weights.method!r}: two ranks of "
+                "NCCL do not share a GPU; use weights.method='ipc'"
             )
         return self
 

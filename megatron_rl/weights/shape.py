@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_rl.protocol.config import ParallelConfig
 from megatron_rl.protocol.parallel import Counts, check_sizes
 from megatron_rl.protocol.process import InputError
@@ -220,25 +218,6 @@ def _rope(values: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | No
         float(rope["high_freq_factor"]),
         int(rope["original_max_position_embeddings"]),
     )
-
-
-def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
-    """Rotary angles per position, [head_dim / 2] float32.
-
-    Source: the llama3 rule is that of the Llama 3.1 reference code.
-    """
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    frequencies = 1.0 / shape.rope_theta**exponents
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return frequencies
-    stretched = frequencies / scaling.factor
-    if scaling.kind == "linear":
-        return stretched
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    blend = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return (1 - blend) * stretched + blend * frequencies
 
 
 def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
