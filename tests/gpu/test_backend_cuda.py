@@ -88,7 +88,7 @@ def test_engine_layers_in_bf16_learn_like_local_ones(model_folder: Path) -> None
 @pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine is not installed")
 def test_fp8_learns_near_bf16(model_folder: Path) -> None:
     common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
-    fp8 = run_ranks(losses, 1, [*common, "model.fp8=true"], timeout_s=300)[0]
+    fp8 = run_ranks(losses, 1, [*common, "model.fp8=tensorwise"], timeout_s=300)[0]
     bf16 = run_ranks(losses, 1, common, timeout_s=300)[0]
     assert fp8 == pytest.approx(bf16, rel=5e-2)
 
