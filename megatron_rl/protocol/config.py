@@ -404,3 +404,8 @@ class Config(Section):
             raise ValueError(
                 "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
             )
+        if model.fp8_parameters and self.optimizer.offload:
+            raise ValueError(
+                "model.fp8_parameters=true and optimizer.offload=true exclude each other: set one "
+                "to false"
+            )

@@ -23,6 +23,10 @@ SHARDED = "parallel.distributed_optimizer=true"
             "no scales for loaded weights; nearest possible: model.fp8='tensorwise'",
         ),
         ("model.fp8=blockwise model.fp8_parameters=true", "needs parallel.distributed_optimizer"),
+        (
+            f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true optimizer.offload=true",
+            "exclude each other",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(overrides: str, message: str) -> None:
