@@ -102,7 +102,7 @@ def test_tensor_parallel_that_does_not_divide_the_heads(
 
 def test_pipeline_that_does_not_divide_the_layers(tmp_path: Path, overrides: list[str]) -> None:
     message = message_of(tmp_path, [*overrides, "parallel.pipeline=3"])
-    assert "does not divide the 4 layers" in message
+    assert "does not divide the model's 4 layers" in message
     assert message.endswith("nearest possible: 2")
 
 
