@@ -168,7 +168,7 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         f"{cfg.ports.host}:{cfg.ports.batches}",
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        group=policy.backend.replica_group(cfg.parallel),
+        group=policy.backend.replica_group(cfg.parallel, cfg.train.collective_timeout_s),
         device=policy.device,
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,

@@ -1,6 +1,7 @@
 """Every way to divide the work trains alike: losses and gradient norms of three steps (fp32)."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,45 +22,48 @@ COMMON = [
     "model.dtype=float32",
     "optimizer.lr=1e-3",
     "optimizer.warmup_steps=0",
-    "loss.name=clipped",
 ]
-SHARDED = "parallel.data=2 parallel.distributed_optimizer=true"
-SEQUENCE = "parallel.tensor=2 parallel.sequence=true"
-INTERLEAVED = "parallel.pipeline=2 parallel.virtual_stages=2"
-OVERLAP = "parallel.overlap_gradients=true parallel.overlap_parameters=true"
+SEQUENCE = "tensor=2 sequence=true"
+INTERLEAVED = "pipeline=2 virtual_stages=2"
+SHARDED = "data=2 distributed_optimizer=true"
+OVERLAP = "overlap_gradients=true overlap_parameters=true"
 
 DENSE = [
-    "parallel.tensor=2",
+    "tensor=2",
     SEQUENCE,
-    "parallel.pipeline=2",
+    "pipeline=2",
     INTERLEAVED,
-    "parallel.data=2",
-    "parallel.data=2 parallel.overlap_gradients=true",
+    "data=2 overlap_gradients=true",
     SHARDED,
     f"{SHARDED} {OVERLAP}",
-    "parallel.context=2",
-    f"parallel.context=2 {SEQUENCE}",
-    "parallel.context=2 parallel.pipeline=2",
-    "parallel.context=4",
-    f"parallel.context=2 {SHARDED} {OVERLAP}",
-    f"{SEQUENCE} parallel.pipeline=2",
-    f"{SEQUENCE} {INTERLEAVED}",
-    f"{SEQUENCE} {SHARDED}",
-    f"parallel.pipeline=2 {SHARDED}",
+    "context=2",
+    f"context=2 {SEQUENCE}",
+    f"pipeline=2 {SEQUENCE}",
+    f"pipeline=2 {SHARDED}",
     f"{INTERLEAVED} {SHARDED} {OVERLAP}",
-    "model.recompute=selective",
-    "model.recompute=full",
-    f"model.recompute=full parallel.context=2 {SEQUENCE}",
+    "recompute=selective",
+    "recompute=full",
+]
+MORE_DENSE = [
+    "data=2",
+    "context=4",
+    "context=2 pipeline=2",
+    f"context=2 {SHARDED} {OVERLAP}",
+    f"{INTERLEAVED} {SEQUENCE}",
+    f"{SHARDED} {SEQUENCE}",
+    f"context=2 {SEQUENCE} recompute=full",
 ]
 MIXED = [
-    f"{SHARDED} parallel.expert=2",
-    f"{SHARDED} {OVERLAP} parallel.expert=2",
-    f"{SEQUENCE} parallel.expert=2",
-    f"{SEQUENCE} parallel.expert_tensor=2",
-    f"{SEQUENCE} parallel.data=2 parallel.expert=2 parallel.expert_tensor=2",
-    "parallel.context=2 parallel.expert=2",
-    f"{INTERLEAVED} parallel.data=2 parallel.expert=2",
-    "model.recompute=selective parallel.data=2 parallel.expert=2",
+    f"{SHARDED} expert=2",
+    f"{SEQUENCE} expert=2",
+    f"{SEQUENCE} data=2 expert=2 expert_tensor=2",
+    "context=2 expert=2",
+]
+MORE_MIXED = [
+    f"{SHARDED} {OVERLAP} expert=2",
+    f"{SEQUENCE} expert_tensor=2",
+    f"{INTERLEAVED} data=2 expert=2",
+    "data=2 expert=2 recompute=selective",
 ]
 
 Curve = list[tuple[float, float]]
@@ -78,8 +82,10 @@ def train(cfg: Config) -> Curve:
 
 
 def config_of(folder: Path, layout: str) -> Config:
-    """A float32 run of the model in `folder`."""
-    return load_config(None, [*COMMON, f"model.path={folder}", *layout.split()])
+    """A float32 run of the model in `folder`; a layout is keys of `parallel` and recompute."""
+    sections = {"recompute": "model"}
+    keys = [f"{sections.get(key.split('=')[0], 'parallel')}.{key}" for key in layout.split()]
+    return load_config(None, [*COMMON, f"model.path={folder}", *keys])
 
 
 def curve_of(folder: Path, layout: str) -> Curve:
@@ -104,12 +110,17 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
     return folder, curve_of(folder, "")
 
 
-@pytest.mark.parametrize("layout", DENSE)
+def with_more(layouts: list[str], more: list[str]) -> list[Any]:
+    """All of them, `more` being run with the exhaustive tests alone."""
+    return layouts + [pytest.param(layout, marks=pytest.mark.exhaustive) for layout in more]
+
+
+@pytest.mark.parametrize("layout", with_more(DENSE, MORE_DENSE), ids=str)
 def test_dense_model_trains_alike(layout: str, dense: tuple[Path, Curve]) -> None:
     assert_alike(layout, *dense)
 
 
-@pytest.mark.parametrize("layout", MIXED)
+@pytest.mark.parametrize("layout", with_more(MIXED, MORE_MIXED), ids=str)
 def test_mixture_of_experts_trains_alike(layout: str, mixed: tuple[Path, Curve]) -> None:
     assert_alike(layout, *mixed)
 

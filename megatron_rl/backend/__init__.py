@@ -84,7 +84,7 @@ class Backend:
         """A new group of all trainer ranks for tensors in host memory. Collective."""
         return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
-    def replica_group(self, parallel: ParallelConfig) -> dist.ProcessGroup:
+    def replica_group(self, parallel: ParallelConfig, timeout_s: float) -> dist.ProcessGroup:
         """This rank's group of all that work on the same sequences. Collective."""
         if parallel.context == 1:
             return parallel_state.get_model_parallel_group()
@@ -92,7 +92,9 @@ class Backend:
         order = parallel_state.RankGenerator(
             **sizes, ep=1, dp=parallel.data, order="tp-cp-ep-dp-pp"
         )
-        group, _ = dist.new_subgroups_by_enumeration(order.get_ranks("tp-cp-pp"))
+        group, _ = dist.new_subgroups_by_enumeration(
+            order.get_ranks("tp-cp-pp"), timeout=datetime.timedelta(seconds=timeout_s)
+        )
         return group
 
     def random_states(self) -> dict[str, Any]:

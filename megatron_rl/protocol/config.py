@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_rl.protocol.parallel_config import ParallelConfig
 from megatron_rl.protocol.reward_config import RewardConfig, VerifierConfig
 from megatron_rl.protocol.section import Section
 
@@ -44,61 +45,31 @@ class ModelConfig(Section):
     """Activations computed again in the backward pass: none, those of core attention, or those of
     every layer."""
 
-
-class ParallelConfig(Section):
-    """How the trainer ranks divide the model and the batch."""
-
-    tensor: PositiveInt = 1
-    """Tensor-parallel ranks; must divide the attention heads and key-value heads."""
-    pipeline: PositiveInt = 1
-    """Pipeline stages; must divide the layers."""
-    virtual_stages: PositiveInt = 1
-    """Model chunks of a pipeline stage (interleaved schedule); pipeline x virtual_stages must
-    divide the layers."""
-    context: PositiveInt = 1
-    """Ranks that share the positions of each sequence."""
-    context_exchange: Literal["auto", "p2p", "all_gather"] = "auto"
-    """How context ranks see each other's keys and values: TransformerEngine's ring (p2p), or all
-    at once, as the local layers do; auto takes what the layers can."""
-    data: PositiveInt = 1
-    """Data-parallel replicas."""
-    expert: PositiveInt = 1
-    """Ranks that share the experts of a layer; must divide the experts."""
-    expert_tensor: PositiveInt = 1
-    """Ranks that share each expert; expert x expert_tensor must divide tensor x context x data."""
-    sequence: bool = False
-    """Megatron sequence parallelism inside the tensor-parallel group; experts need it there."""
-    distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel and context ranks."""
-    overlap_gradients: bool = False
-    """Reduce gradients while the backward pass of the last microbatch goes on."""
-    overlap_parameters: bool = False
-    """Gather updated parameters while the next forward pass goes on; needs
-    distributed_optimizer and overlap_gradients."""
-
     @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        if self.virtual_stages > 1 and self.pipeline == 1:
+    def _check_fp8(self) -> Self:
+        given = f"model.fp8={self.fp8!r}"
+        if self.fp8 == "none":
+            if self.fp8_parameters or self.fp8_bf16_edge_layers:
+                raise ValueError(
+                    "model.fp8_parameters and model.fp8_bf16_edge_layers need FP8, and "
+                    f"{given}: choose 'blockwise', 'tensorwise' or 'delayed'"
+                )
+        elif self.layers == "local":
+            raise ValueError(f"{given} needs model.layers='transformer_engine' or 'auto'")
+        elif self.dtype != "bfloat16":
+            raise ValueError(f"{given} needs model.dtype='bfloat16'")
+        elif self.fp8 == "delayed" and self.fp8_bf16_edge_layers:
             raise ValueError(
-                f"parallel.virtual_stages={self.virtual_stages} needs several stages, and "
-                "parallel.pipeline=1: nearest possible: 1"
+                f"model.fp8_bf16_edge_layers={self.fp8_bf16_edge_layers} is not possible with "
+                f"{given}, which scales all layers at once; nearest possible: 0, or 'tensorwise'"
             )
-        if self.overlap_parameters and not (self.distributed_optimizer and self.overlap_gradients):
+        elif self.fp8 == "delayed" and self.fp8_parameters:
+            # Loaded weights would be rounded with a scale of 1, as there are no steps before.
             raise ValueError(
-                "parallel.overlap_parameters=true needs parallel.distributed_optimizer=true and "
-                "parallel.overlap_gradients=true: set both, or it to false"
+                f"model.fp8_parameters=true is not possible with {given}, which has no scales for "
+                "loaded weights; nearest possible: model.fp8='tensorwise'"
             )
         return self
-
-    @property
-    def world_size(self) -> int:
-        """Count of trainer ranks."""
-        return self.tensor * self.context * self.pipeline * self.data
-
-    @property
-    def interleaved_chunks(self) -> int | None:
-        """Chunks of a stage as Megatron counts them: None for its plain schedule."""
-        return self.virtual_stages if self.virtual_stages > 1 else None
 
 
 class OptimizerConfig(Section):
@@ -407,46 +378,24 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
             )
-        self._check_fp8()
-        if self.optimizer.offload and not self.parallel.distributed_optimizer:
-            raise ValueError(
-                "optimizer.offload=true needs parallel.distributed_optimizer=true: set it"
-            )
         if self.generator.shares_gpus and self.weights.method not in ("ipc", "disk"):
             raise ValueError(
                 f"generator.shares_gpus with weights.method={self.weights.method!r}: two ranks of "
                 "NCCL do not share a GPU; use weights.method='ipc'"
             )
-        return self
-
-    def _check_fp8(self) -> None:
-        model = self.model
-        if model.fp8 == "none":
-            if model.fp8_parameters or model.fp8_bf16_edge_layers:
-                raise ValueError(
-                    "model.fp8_parameters and model.fp8_bf16_edge_layers need FP8, and "
-                    "model.fp8='none': choose 'blockwise', 'tensorwise' or 'delayed'"
-                )
-            return
-        if model.layers == "local":
-            raise ValueError(
-                f"model.fp8={model.fp8!r} needs model.layers='transformer_engine' or 'auto'"
-            )
-        if model.dtype != "bfloat16":
-            raise ValueError(f"model.fp8={model.fp8!r} needs model.dtype='bfloat16'")
-        if model.fp8 == "delayed" and model.fp8_bf16_edge_layers:
-            raise ValueError(
-                f"model.fp8_bf16_edge_layers={model.fp8_bf16_edge_layers} is not possible with "
-                "model.fp8='delayed', which scales all layers at once; nearest possible: 0, or "
-                "'tensorwise'"
-            )
-        if model.fp8_parameters and model.fp8 == "delayed":
-            # Loaded weights would be rounded with a scale of 1, as there are no steps before.
-            raise ValueError(
-                "model.fp8_parameters=true is not possible with model.fp8='delayed', which has no "
-                "scales for loaded weights; nearest possible: model.fp8='tensorwise'"
-            )
-        if model.fp8_parameters and not self.parallel.distributed_optimizer:
+        if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
             raise ValueError(
                 "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
+            )
+        for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
+            if optimizer.offload:
+                self._check_offload(f"{section}optimizer.offload")
+        return self
+
+    def _check_offload(self, key: str) -> None:
+        if not self.parallel.distributed_optimizer:
+            raise ValueError(f"{key}=true needs parallel.distributed_optimizer=true: set it")
+        if self.model.fp8_parameters:
+            raise ValueError(
+                f"{key}=true and model.fp8_parameters=true exclude each other: set one to false"
             )

@@ -49,7 +49,7 @@ def test_offload_of_optimizer_state_needs_a_device_to_leave() -> None:
 def replica(parallel: ParallelConfig) -> list[int]:
     backend = select_backend(ModelConfig())
     backend.init_distributed(parallel, seed=0, timeout_s=30)
-    members = dist.get_process_group_ranks(backend.replica_group(parallel))
+    members = dist.get_process_group_ranks(backend.replica_group(parallel, 30))
     # Rank 0 holds the store through which the others still connect.
     dist.barrier()
     return members

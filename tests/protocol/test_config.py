@@ -13,6 +13,7 @@ SHARDED = "parallel.distributed_optimizer=true"
         ("parallel.virtual_stages=2", "needs several stages.*nearest possible: 1"),
         (f"{SHARDED} parallel.overlap_parameters=true", "parallel.overlap_gradients=true: set"),
         ("optimizer.offload=true", "optimizer.offload=true needs parallel.distributed_optimizer"),
+        ("sft.optimizer.offload=true", "sft.optimizer.offload=true needs"),
         ("model.fp8=blockwise model.layers=local", "'blockwise' needs model.layers="),
         ("model.fp8=tensorwise model.dtype=float32", "'tensorwise' needs model.dtype='bfloat16'"),
         ("model.fp8_parameters=true", "need FP8, and model.fp8='none'"),
@@ -23,6 +24,10 @@ SHARDED = "parallel.distributed_optimizer=true"
             "no scales for loaded weights; nearest possible: model.fp8='tensorwise'",
         ),
         ("model.fp8=blockwise model.fp8_parameters=true", "needs parallel.distributed_optimizer"),
+        (
+            f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true optimizer.offload=true",
+            "exclude each other",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(overrides: str, message: str) -> None:
