@@ -71,7 +71,7 @@ def convert(request: Request, progress: Callable[[int, int], None]) -> Done:
     with open_source(request.source, files) as source:
         to: Kind = request.to or ("hf" if source.kind == "megatron" else "megatron")
         dtype = None if request.dtype is None else DTYPES[request.dtype]
-        reading = _Reading(source, dtype, progress, passes=2 if request.verify else 1)
+        reading = _Reading(source, dtype, progress, verify=request.verify)
         _check_space(request.target, reading.size_bytes)
         with staged(request.target) as staging:
             copy_files(files, staging)
@@ -93,19 +93,21 @@ class _Reading:
         dtype: torch.dtype | None,
         progress: Callable[[int, int], None],
         *,
-        passes: int,
+        verify: bool,
     ) -> None:
+        """verify: note digests, as everything will be read twice."""
         self.shape = source.shape
         self.digests: dict[str, bytes] = {}
         self._source = source
         self._dtype = dtype
         self._progress = progress
+        self._verify = verify
         self._done_bytes = 0
         self.size_bytes = sum(
             math.prod(size) * self.dtype_of(name).itemsize
             for name, size in hf_shapes(source.shape).items()
         )
-        self._total_bytes = passes * self.size_bytes
+        self._total_bytes = (2 if verify else 1) * self.size_bytes
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -119,7 +121,8 @@ class _Reading:
     def read(self, name: str) -> Tensor:
         """A tensor."""
         tensor = self._source.read(name).to(self.dtype_of(name)).contiguous()
-        self.digests[name] = digest(tensor)
+        if self._verify:
+            self.digests[name] = digest(tensor)
         self.advance(tensor.nbytes)
         return tensor
 

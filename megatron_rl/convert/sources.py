@@ -47,7 +47,7 @@ def open_source(folder: Path, files: Sequence[Path]) -> Iterator[Source]:
     Raises InputError for a folder that is cut off, or holds a model that is not supported.
     """
     with ExitStack() as stack:
-        if _is_megatron(folder):
+        if is_megatron_folder(folder):
             yield MegatronSource(folder, read_config(folder, files))
         elif mistral_format.is_mistral_folder(folder):
             yield MistralSource(folder, stack)
@@ -89,11 +89,6 @@ def read_config(folder: Path, files: Sequence[Path]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path} is no object of keys and values")
     return values
-
-
-def _is_megatron(folder: Path) -> bool:
-    has_weights = any(folder.glob("*.safetensors"))
-    return is_megatron_folder(folder) or not has_weights and any(folder.glob("*/.metadata"))
 
 
 class HfSource:

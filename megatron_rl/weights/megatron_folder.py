@@ -6,6 +6,7 @@ folders whose origin you trust.
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,7 +47,9 @@ _UNREADABLE = (
 
 def is_megatron_folder(folder: Path) -> bool:
     """Whether the folder looks like a Megatron checkpoint, whole or not."""
-    return any(folder.glob(TRACKER)) or any(folder.glob("*.distcp")) or _has_metadata(folder)
+    if (folder / TRACKER).is_file() or any(folder.glob("*.distcp")) or _has_metadata(folder):
+        return True
+    return any(folder.glob(f"*/{_METADATA}")) and not any(folder.glob("*.safetensors"))
 
 
 def find_tensors(folder: Path) -> Path:
@@ -58,8 +61,8 @@ def find_tensors(folder: Path) -> Path:
         return folder
     if (folder / TRACKER).is_file():
         word = (folder / TRACKER).read_text().strip()
-        named = folder / (f"iter_{int(word):07d}" if word.isdigit() else RELEASE)
-        if _has_metadata(named):
+        named = folder / (f"iter_{int(word):07d}" if word.isdecimal() else word)
+        if word and _has_metadata(named):
             return named
         raise InputError(f"{folder / TRACKER} says {word!r}, but {named / _METADATA} is missing")
     inside = [path.parent for path in folder.glob(f"*/{_METADATA}")] if folder.is_dir() else []
@@ -96,6 +99,7 @@ class MegatronFolder:
             if isinstance(found, TensorStorageMetadata)
             and key.startswith(tuple(self.prefix + part for part in _PARTS))
         }
+        self._chunks = {key: _by_first_axis(found) for key, found in self._tensors.items()}
 
     def _read_metadata(self) -> Metadata:
         try:
@@ -147,13 +151,16 @@ class MegatronFolder:
         return self._tensors[key].properties.dtype
 
     def read(self, key: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """`tensor[start : start + size]` in new memory; reads no more chunks than it lies in.
+        """`tensor[start : start + size]` in new memory, of one layer where layers are stacked.
 
-        Raises InputError when the bytes are damaged.
+        Reads no more chunks than it lies in. Raises InputError when the bytes are damaged.
         """
         chunk = ChunkStorageMetadata(torch.Size(start), torch.Size(size))
         name = self.prefix + key
-        items = create_read_items_for_chunk_list(name, self._tensors[key], [chunk])
+        by_layer = self._chunks[key]
+        chunks = self._tensors[key].chunks if by_layer is None else by_layer.get(start[0], [])
+        near = replace(self._tensors[key], chunks=chunks)
+        items = create_read_items_for_chunk_list(name, near, [chunk])
         if sum(item.lengths.numel() for item in items) != chunk.sizes.numel():
             raise InputError(f"{self.folder}: no file has all of {key}[{list(start)}]")
         planner = _Region(torch.empty(*size, dtype=self.dtype_of(key)))
@@ -166,6 +173,16 @@ class MegatronFolder:
                 "damaged; take another copy"
             ) from error
         return planner.target
+
+
+def _by_first_axis(tensor: TensorStorageMetadata) -> dict[int, list[ChunkStorageMetadata]] | None:
+    """Chunks by layer, if none has more than one; a search among all of them takes long."""
+    found: dict[int, list[ChunkStorageMetadata]] = {}
+    for chunk in tensor.chunks:
+        if chunk.sizes[0] != 1:
+            return None
+        found.setdefault(chunk.offsets[0], []).append(chunk)
+    return found
 
 
 class _Region(DefaultLoadPlanner):
