@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
     NextBatch,
     Published,
-    QueueState,
     RankBatch,
     SaveState,
     Stop,

@@ -22,7 +22,7 @@ from megatron_rl.protocol.checkpoint_folder import FileRecord
 from megatron_rl.protocol.config import CheckpointConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.types import QueueState
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer import Trainer
 from megatron_rl.trainer_state import restore, sharded_state

@@ -22,7 +22,7 @@ from megatron_rl.protocol.checkpoint_folder import (
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.types import PromptCursor, QueueState
+from megatron_rl.protocol.queue_state import PromptCursor, QueueState
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.control import Control

@@ -24,7 +24,7 @@ import msgspec
 
 from megatron_rl.protocol.config import CheckpointConfig
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.types import QueueState
+from megatron_rl.protocol.queue_state import QueueState
 
 CHECKPOINTS = "checkpoints"
 """Folder in the run folder."""

@@ -8,6 +8,7 @@ Prompt -> Rollout -> ScoredRollout -> TrainSequence -> RankBatch. Arrays travel 
 import msgspec
 import numpy as np
 
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.weight_messages import (
     Ack,
     Bucket,
@@ -161,26 +162,6 @@ class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):
     """Queue metrics of this batch: name -> (sum, count, reduce); only dp_rank 0 receives them."""
 
 
-class PromptCursor(msgspec.Struct, frozen=True):
-    """Where the stream of train prompts stands."""
-
-    draws: int
-    """Prompts given out."""
-    taken: list[int]
-    """Of these, by source."""
-    sizes: list[int]
-    """Train prompts of each source."""
-    seed: int
-    """`run.seed`, which orders them."""
-
-
-class UnfinishedGroup(msgspec.Struct, frozen=True):
-    """A training group whose completions are not trained on."""
-
-    number: int
-    prompt_id: str
-
-
 # --- prompts endpoint: queue (ROUTER) <-> generators (DEALER) -----------------------------------
 
 
@@ -288,19 +269,6 @@ class SaveState(msgspec.Struct, frozen=True, tag="SaveState"):
     """The trainer saves a checkpoint after batch number `step`; answered by QueueState."""
 
     step: int
-
-
-class QueueState(msgspec.Struct, frozen=True, tag="QueueState"):
-    """What the queue needs to go on after batch number `step`; a checkpoint holds it as JSON."""
-
-    step: int
-    cursor: PromptCursor
-    groups_opened: int
-    """Groups get numbers from here on."""
-    unfinished: list[UnfinishedGroup]
-    """Opened, but neither trained on nor counted as dropped: they are generated again."""
-    evaluated: list[str]
-    """Labels of the evaluations that are done."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="Stop"):

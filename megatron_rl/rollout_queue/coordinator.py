@@ -12,12 +12,12 @@ from typing import NamedTuple
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
     AnyMessage,
     GeneratorReady,
     NextBatch,
     Published,
-    QueueState,
     RolloutDone,
     RolloutFailed,
     SaveState,

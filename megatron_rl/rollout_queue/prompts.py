@@ -12,7 +12,8 @@ import msgspec
 from megatron_rl.protocol.config import PromptSource
 from megatron_rl.protocol.lookup import find_function
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.types import Prompt, PromptCursor
+from megatron_rl.protocol.queue_state import PromptCursor
+from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.sources import SOURCES
 
 log = logging.getLogger(__name__)

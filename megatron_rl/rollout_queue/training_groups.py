@@ -8,7 +8,8 @@ import logging
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.types import Prompt, QueueState, Sampling, UnfinishedGroup
+from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
+from megatron_rl.protocol.types import Prompt, Sampling
 from megatron_rl.rollout_queue import admission
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream

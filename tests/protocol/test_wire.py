@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
+from megatron_rl.protocol.queue_state import PromptCursor, QueueState, UnfinishedGroup
 from megatron_rl.protocol.types import (
     AnyMessage,
     Lease,
@@ -14,9 +15,7 @@ from megatron_rl.protocol.types import (
     MinibatchShare,
     NextBatch,
     Prompt,
-    PromptCursor,
     Published,
-    QueueState,
     RankBatch,
     Rollout,
     RolloutDone,
@@ -25,7 +24,6 @@ from megatron_rl.protocol.types import (
     ScoreDone,
     Stop,
     TrainSequence,
-    UnfinishedGroup,
     VersionSpan,
 )  # fmt: skip
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError, decode, encode

@@ -8,7 +8,8 @@ import msgspec
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, QUEUE_STATE, seal
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.types import NextBatch, Published, QueueState, RankBatch, SaveState, Stop
+from megatron_rl.protocol.queue_state import QueueState
+from megatron_rl.protocol.types import NextBatch, Published, RankBatch, SaveState, Stop
 from tests.rollout_queue.scripted_peers import ScriptedPeers, start_queue, write_config
 
 SAVED_AT, KILLED_AT, STEPS = 3, 5, 8

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.types import QueueState
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
