@@ -52,7 +52,8 @@ def open_source(folder: Path, files: Sequence[Path]) -> Iterator[Source]:
         elif mistral_format.is_mistral_folder(folder):
             yield MistralSource(folder, stack)
         else:
-            yield HfSource(folder, read_config(folder, files), stack)
+            config = read_config(folder, files)
+            yield HfSource(folder, config, open_tensors(folder, stack))
 
 
 def files_to_carry(folder: Path, files_from: Path | None) -> list[Path]:
@@ -96,14 +97,19 @@ class HfSource:
 
     kind = "hf"
 
-    def __init__(self, folder: Path, config: dict[str, Any], stack: ExitStack) -> None:
-        """The files stay open until `stack` closes."""
+    def __init__(self, folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """tensors: lazy slices of open files, by HF name."""
         self.config = config
         self.shape = shape_of(config, folder)
-        self._tensors = open_tensors(folder, stack)
-        sizes = {name: tuple(tensor.get_shape()) for name, tensor in self._tensors.items()}
+        self._tensors = tensors
+        sizes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
         check_tensors(self.shape, sizes, folder)
-        _check_dtypes(self._tensors, folder)
+        for name, tensor in tensors.items():
+            if tensor.get_dtype() not in _DTYPES:
+                raise InputError(
+                    f"{folder}: {name} is {tensor.get_dtype()}, but only {', '.join(_DTYPES)} are "
+                    "supported: give the model without quantisation"
+                )
 
     def dtype_of(self, name: str) -> torch.dtype:
         """See Source."""
@@ -114,39 +120,22 @@ class HfSource:
         return self._tensors[name][:]
 
 
-class MistralSource:
+class MistralSource(HfSource):
     """A folder in mistral format."""
 
     kind = "mistral"
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         """The files stay open until `stack` closes."""
-        self.config = mistral_format.read_config(folder)
-        self.shape = shape_of(self.config, folder)
-        names = {mistral_format.name_of(name): name for name in hf_shapes(self.shape)}
+        config = mistral_format.read_config(folder)
+        names = {mistral_format.name_of(name): name for name in hf_shapes(shape_of(config, folder))}
         found = open_files(sorted(folder.glob(mistral_format.WEIGHTS)), stack)
         # A tensor that is not known keeps its name, and is reported under it.
-        self._tensors = {names.get(name, name): tensor for name, tensor in found.items()}
-        sizes = {name: tuple(tensor.get_shape()) for name, tensor in self._tensors.items()}
-        check_tensors(self.shape, sizes, folder)
-        _check_dtypes(self._tensors, folder)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """See Source."""
-        return _DTYPES[self._tensors[name].get_dtype()]
+        super().__init__(folder, config, {names.get(name, name): found[name] for name in found})
 
     def read(self, name: str) -> Tensor:
         """See Source."""
-        return mistral_format.reorder(name, self._tensors[name][:], self.shape)
-
-
-def _check_dtypes(tensors: dict[str, Any], folder: Path) -> None:
-    for name, tensor in tensors.items():
-        if tensor.get_dtype() not in _DTYPES:
-            raise InputError(
-                f"{folder}: {name} is {tensor.get_dtype()}, but only {', '.join(_DTYPES)} are "
-                "supported: give the model without quantisation"
-            )
+        return mistral_format.reorder(name, super().read(name), self.shape)
 
 
 class MegatronSource:

@@ -172,6 +172,15 @@ def test_disk_without_room_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     refuse(tmp_path / "source", r"needs 0.0 GB, but .* has 0.0 GB free")
 
 
+def test_leftover_of_a_killed_conversion_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_hidden_layers=1)
+    (tmp_path / "target.partial").mkdir()
+    (tmp_path / "target.partial" / "part-0.safetensors").write_text("cut off")
+    convert(Request(tmp_path / "source", tmp_path / "target", to="hf"), silent)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+    assert not (tmp_path / "target" / "part-0.safetensors").exists()
+
+
 @pytest.mark.parametrize("to", ["hf", "megatron"])
 def test_interrupted_conversion_leaves_nothing(to: conversion.Kind, tmp_path: Path) -> None:
     write_model(tmp_path / "source", num_hidden_layers=2)
