@@ -94,7 +94,7 @@ class _Logprobs(torch.autograd.Function):
             sums[2, span] = rows.gather(1, local[span, None])[:, 0]
             exps = rows.exp()
             sums[0, span] = exps.sum(-1)
-            sums[1, span] = torch.linalg.vecdot(exps, rows)
+            sums[1, span] = exps.mul_(rows).sum(-1)
             del rows, exps
         own = maxima.clone()
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=layer.group)

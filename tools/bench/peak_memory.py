@@ -1,4 +1,4 @@
-"""The most memory that tensors held at once while a function ran.
+"""The most memory that tensors held at once while a function ran; that of the logprobs.
 
 Used by tools.bench.train and by tests.
 """
@@ -6,7 +6,10 @@ Used by tools.bench.train and by tests.
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from megatron_rl.logprobs import OutputLayer, TokenLogprobs, token_logprobs
 
 
 def peak_extra_bytes(function: Callable[[], object], device: torch.device | None = None) -> int:
@@ -31,3 +34,24 @@ def peak_extra_bytes(function: Callable[[], object], device: torch.device | None
         held += change
         peak = max(peak, held)
     return peak
+
+
+def logprob_peak_over_bound(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> float:
+    """Most extra memory of logprobs, of the forward or the backward pass, over its bound.
+
+    Extra is what is neither argument, nor result, nor gradient. hidden and the layer's weight must
+    require gradients. The weight's gradient is summed in float32, then handed on in its dtype.
+    """
+    results: list[TokenLogprobs] = []
+
+    def forward() -> None:
+        results.append(token_logprobs(hidden, targets, layer))
+
+    weight = layer.weight
+    handed_on = 0 if weight.dtype == torch.float32 else weight.nbytes
+    gradients = hidden.nbytes + 4 * weight.numel() + handed_on
+    forward_bytes = peak_extra_bytes(forward, hidden.device)
+    loss = results[0].logprobs.sum()
+    backward_bytes = peak_extra_bytes(loss.backward, hidden.device) - gradients
+    bound = layer.chunk_tokens * len(weight) * 4
+    return max(forward_bytes, backward_bytes) / bound
