@@ -78,7 +78,9 @@ class StepGuard:
         )
 
     def _write(self, result: StepResult, minibatch: MinibatchShare, version: int) -> None:
-        if parallel_state.get_model_parallel_group().rank() != 0:
+        # One of the ranks that work on the same sequences.
+        context_rank = parallel_state.get_context_parallel_rank()
+        if parallel_state.get_model_parallel_group().rank() or context_rank:
             return
         dp_rank = parallel_state.get_data_parallel_rank()
         norm = result.grad_norm if math.isfinite(result.grad_norm) else math.nan
