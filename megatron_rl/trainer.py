@@ -31,7 +31,9 @@ from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.step_guard import StepGuard
 
-ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Callable]]
+Work = tuple[MicroBatch, Tensor | None]
+"""A microbatch, and what its importance ratios divide by; None: the generators' logprobs."""
+ForwardStep = Callable[[Iterator[Work], torch.nn.Module], tuple[Tensor, Callable]]
 _SUMS = ("loss", "clipped", "entropy", "tokens", "positions")
 
 
@@ -103,7 +105,7 @@ class Trainer:
             return [None] * len(minibatches)
         with torch.no_grad():
             return [
-                self._run(self._microbatches(minibatch), self._logprob_step, is_training=False)
+                self._run(self._work(minibatch, None), self._logprob_step, is_training=False)
                 or None
                 for minibatch in minibatches
             ]
@@ -150,10 +152,9 @@ class Trainer:
         old_logprobs: Sequence[Tensor] | None = None,
     ) -> Totals:
         """Gradient of a minibatch, left in the gradient buffers."""
-        microbatches = self._microbatches(minibatch)
+        work = self._work(minibatch, old_logprobs)
         zero_gradients(self.policy.chunks, self._optimizer)
-        step = partial(self._loss_step, version, iter(old_logprobs) if old_logprobs else None)
-        reports = self._run(microbatches, step, is_training=True)
+        reports = self._run(work, partial(self._loss_step, version), is_training=True)
         local = torch.zeros(
             len(_SUMS) + MISMATCH_SIZE, dtype=torch.float64, device=self.policy.device
         )
@@ -164,11 +165,12 @@ class Trainer:
         sums, mismatch = local.cpu().split([len(_SUMS), MISMATCH_SIZE])
         return Totals(dict(zip(_SUMS, sums.tolist(), strict=True)), mismatch)
 
-    def _microbatches(self, minibatch: MinibatchShare) -> list[MicroBatch]:
+    def _work(self, minibatch: MinibatchShare, old: Sequence[Tensor] | None) -> list[Work]:
         # The interleaved schedule needs a multiple of the stages; the others are placeholders.
         missing = -len(minibatch.microbatches) % self.policy.microbatch_multiple
         shares = [*minibatch.microbatches, *([] for _ in range(missing))]
-        return [self._microbatch(share).to(self.policy.device) for share in shares]
+        batches = [self._microbatch(share).to(self.policy.device) for share in shares]
+        return list(zip(batches, old or [None] * len(batches), strict=True))
 
     def _microbatch(self, sequences: list[TrainSequence]) -> MicroBatch:
         """The sequences packed, as far as this context rank holds them."""
@@ -184,26 +186,24 @@ class Trainer:
         rank = parallel_state.get_context_parallel_rank()
         return hold(batch, held_positions(batch.sequence_starts, rank, ranks))
 
-    def _run(
-        self, microbatches: list[MicroBatch], step: ForwardStep, *, is_training: bool
-    ) -> list[Tensor]:
+    def _run(self, work: list[Work], step: ForwardStep, *, is_training: bool) -> list[Tensor]:
         """Each microbatch through the pipeline; what `step` reports of it, on last stages."""
         return self._forward_backward(
             forward_step_func=step,
             # Each chunk of the model goes through all of them.
-            data_iterator=[iter(microbatches) for _ in self.policy.chunks],
+            data_iterator=[iter(work) for _ in self.policy.chunks],
             model=self.policy.chunks,
-            num_microbatches=len(microbatches),
-            seq_length=max(int(m.sequence_starts[-1]) for m in microbatches),
+            num_microbatches=len(work),
+            seq_length=max(int(batch.sequence_starts[-1]) for batch, _ in work),
             micro_batch_size=1,
             forward_only=not is_training,
             collect_non_loss_data=not is_training,
         )
 
     def _logprob_step(
-        self, microbatches: Iterator[MicroBatch], model: torch.nn.Module
+        self, work: Iterator[Work], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Tensor]]:
-        batch = next(microbatches)
+        batch, _ = next(work)
         return self._hidden(
             batch, model
         ), lambda hidden, non_loss_data: self._token_logprobs(batch, hidden).logprobs
@@ -211,12 +211,10 @@ class Trainer:
     def _loss_step(
         self,
         version: int,
-        old_logprobs: Iterator[Tensor] | None,
-        microbatches: Iterator[MicroBatch],
+        work: Iterator[Work],
         model: torch.nn.Module,
     ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-        batch = next(microbatches)
-        old = next(old_logprobs) if old_logprobs else None
+        batch, old = next(work)
         return self._hidden(batch, model), partial(self._loss, batch, version, old)
 
     def _hidden(self, batch: MicroBatch, model: torch.nn.Module) -> Tensor:

@@ -13,14 +13,14 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.trainer import Objective, Trainer
 from tests.distributed import run_ranks
-from tests.test_trainer import VOCAB, make_sequences, my_share
+from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import write_model
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    write_model(folder, vocab_size=VOCAB, num_hidden_layers=2)
+    write_model(folder, vocab_size=VOCAB)
     return folder
 
 
@@ -92,7 +92,15 @@ def test_mismatch_is_that_of_the_policy_before_its_first_update(model_folder: Pa
 
 
 @pytest.mark.parametrize(
-    "split", [["tensor=2", "sequence=true"], ["pipeline=2"], ["data=2"]], ids=",".join
+    "split",
+    [
+        ["tensor=2", "sequence=true"],
+        ["pipeline=2"],
+        ["pipeline=2", "virtual_stages=2"],
+        ["data=2"],
+        ["context=2"],
+    ],
+    ids=",".join,
 )
 def test_updates_are_the_same_for_every_split(model_folder: Path, split: list[str]) -> None:
     alone = load(model_folder, "loss.old_logprobs=recompute")

@@ -139,10 +139,20 @@ def test_resumed_trainer_takes_the_steps_of_the_uninterrupted_one(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "saved", ["tensor=1", "pipeline=2", "data=2", SHARDED, f"tensor=2 {SHARDED}"]
+    "saved",
+    [
+        "tensor=1",
+        "pipeline=2",
+        "pipeline=2 virtual_stages=2",
+        "data=2",
+        SHARDED,
+        f"tensor=2 {SHARDED}",
+        "context=2 distributed_optimizer=true",
+    ],
 )
 def test_any_split_is_resumed_under_any_other(dense: Path, tmp_path: Path, saved: str) -> None:
     others = splits("tensor=1", "tensor=2", "tensor=2 pipeline=2", "data=2", SHARDED)
+    others += splits("pipeline=2 virtual_stages=2", "context=2 distributed_optimizer=true")
     check(dense, tmp_path / "c", *splits(saved), others)
 
 
