@@ -6,6 +6,7 @@ Used by the generator process for its two sockets.
 import zmq
 import zmq.asyncio
 
+from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import HIGH_WATER_MESSAGES, DeadlineExceeded, Dealer, decode, encode
 
@@ -13,8 +14,8 @@ from megatron_rl.protocol.wire import HIGH_WATER_MESSAGES, DeadlineExceeded, Dea
 class AsyncDealer(Dealer):
     """`wire.Dealer` with an awaitable receive."""
 
-    def __init__(self, address: str, identity: str) -> None:
-        super().__init__(address, identity)
+    def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
+        super().__init__(address, identity, keys)
         self._awaitable = zmq.asyncio.Socket.shadow(self.socket)
 
     def send(self, message: AnyMessage) -> None:

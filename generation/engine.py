@@ -12,6 +12,7 @@ from typing import Protocol
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling, VersionSpan
+from megatron_rl.protocol.wire import LOOPBACK
 
 ENGINES = {
     "sglang": "generation.sglang_engine:SGLangEngine",
@@ -142,7 +143,8 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         start_timeout_s=generator.start_timeout_s,
         request_timeout_s=generator.request_timeout_s,
         weights_timeout_s=config.weights.deadline_s,
-        host=config.ports.host,
+        # Only this process speaks with its server, wherever the run's other hosts are.
+        host=LOOPBACK[0],
         port=config.ports.engine + 2 * index,
         seed=config.run.seed + index,
         version=-1 if generator.wait_for_publish else 0,

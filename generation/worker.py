@@ -40,6 +40,7 @@ from generation.engine import Completion, Engine, EngineError, engine_setup, loa
 from generation.weight_client import WeightClient
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
 from megatron_rl.protocol.process import (
     EXIT_FAILED,
@@ -196,6 +197,7 @@ async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
     engine = load_engine(config.generator.engine)(engine_setup(config, index, renderer.stop_ids))
     identity = f"generator-{index}"
     host, ports = config.ports.host, config.ports
+    keys = load_keys(ports.keys_dir)
     try:
         started = time.monotonic()
         await engine.start()
@@ -205,8 +207,8 @@ async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
         metrics = JsonlWriter(config.run.dir / "metrics.jsonl", identity)
         with (
             contextlib.closing(metrics),
-            AsyncDealer(f"{host}:{ports.prompts}", identity) as queue,
-            AsyncDealer(f"{host}:{ports.weights}", identity) as weights,
+            AsyncDealer(f"{host}:{ports.prompts}", identity, keys) as queue,
+            AsyncDealer(f"{host}:{ports.weights}", identity, keys) as weights,
         ):
             worker = GeneratorWorker(engine, renderer, queue, config.generator.max_running)
             await worker.run(weights, metrics)

@@ -1,8 +1,9 @@
 """Batches from the rollout queue, for all ranks of the trainer.
 
 Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop, Published, and SaveState / QueueState
-with the queue. One leader per model-parallel group (its first rank) talks to the queue and
-broadcasts what it got inside the group, so that the queue sees one peer per data-parallel rank.
+with the queue. One leader per data-parallel replica (its first rank) talks to the queue and
+broadcasts what it got to all ranks that work on the same sequences (tensor, context, pipeline), so
+that the queue sees one peer per data-parallel rank.
 """
 
 import time
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.protocol import wire
+from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
@@ -42,8 +44,9 @@ class BatchClient:
         world: dist.ProcessGroup | None = None,
         device: torch.device,
         timeout_s: float,
+        keys: Keys | None = None,
     ) -> None:
-        """group: this rank's model-parallel group; its rank 0 is the leader.
+        """group: the ranks of this rank's replica; its rank 0 is the leader.
 
         world: all trainer ranks; None: the default group.
         """
@@ -53,8 +56,16 @@ class BatchClient:
         self._timeout_s = timeout_s
         self._leader = dist.get_global_rank(group, 0)
         self._is_leader = group.rank() == 0
-        self._dealer = wire.Dealer(address, f"trainer-{dp_rank}") if self._is_leader else None
+        name = f"trainer-{dp_rank}"
+        self._dealer = wire.Dealer(address, name, keys) if self._is_leader else None
+        self._requested_step = -1
         self.metrics: list[Metric] = []
+
+    def request(self, step: int) -> None:
+        """Ask for the batch of `step` before it is needed: it comes while others work."""
+        if self._dealer is not None and self._requested_step != step:
+            self._dealer.send(NextBatch(step, self._dp_rank, self._dp_size))
+        self._requested_step = step
 
     def next(self, step: int, meanwhile: Callable[[], None] | None = None) -> RankBatch | None:
         """This rank's share of the batch of `step`; None when training ends.
@@ -63,8 +74,7 @@ class BatchClient:
         and again until each has its share. Raises DeadlineExceeded after timeout_s.
         """
         started = time.monotonic()
-        if self._dealer is not None:
-            self._dealer.send(NextBatch(step, self._dp_rank, self._dp_size))
+        self.request(step)
         frame = b""
         # While the queue has no batch the leader broadcasts nothing, again and again: the others
         # wait in short collectives, so that the collective timeout can stay short too.

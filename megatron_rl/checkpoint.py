@@ -98,14 +98,15 @@ class Checkpoints:
         flight = self._flight
         if flight is not None and self._control.all(flight.save.is_written):
             self._complete(flight)
-        if not self._is_due(step):
+        if not self.is_due(step):
             return
         started = time.monotonic()
         self._await_flight()
         self._start(step, trainer)
         self.metrics.append(Metric("checkpoint/stall_s", time.monotonic() - started, "sum"))
 
-    def _is_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether batch number `step` is followed by a checkpoint; the same on every rank."""
         every = self._cfg.every_steps
         return every > 0 and (step % every == 0 or step == self._last_step)
 

@@ -1,4 +1,6 @@
-"""The command line: `megatron-rl run | eval | verify | report | plan-weights | doctor`.
+"""The command line: `megatron-rl run | eval | verify | report | plan | plan-weights | convert`.
+
+On several hosts `megatron-rl prepare | host` instead of `run`; `megatron-rl doctor` looks at one.
 
 Imports nothing heavy; the processes that `run` starts do.
 """
@@ -12,11 +14,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl import doctor, launch, verify_command
+from megatron_rl import cluster, doctor, launch, verify_command
+from megatron_rl.ports import ports_text
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.process import InputError, run_main
+from megatron_rl.sizing.gpus import GPUS
+from megatron_rl.sizing.plan import Hardware, make_plan
+from megatron_rl.sizing.report import print_plan
 from megatron_rl.summary import RunFacts, render_text, summarize
 from megatron_rl.supervisor import RoleDied
 
@@ -33,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="evaluate a model folder on the held-out prompts")
     _add_run_arguments(evaluate, _evaluate)
     evaluate.add_argument("--label", default="model", help="name of the evaluation in the metrics")
+    _add_run_arguments(commands.add_parser("prepare", help="several hosts: once, first"), _prepare)
+    _add_host_arguments(commands.add_parser("host", help="several hosts: then, on each"))
     verify = commands.add_parser("verify", help="grade a file of completions, and say why")
     verify.add_argument("file", type=Path, help="rollouts of a run, or JSONL of {text, answer}")
     verify.add_argument("--config", type=Path, help="TOML file; default: that of the file's run")
@@ -42,10 +50,12 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print the summary of a run again")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(handler=_report)
+    _add_plan_arguments(commands.add_parser("plan", help="say what a run needs, and if it fits"))
     plan = commands.add_parser("plan-weights", help="say what a publish moves between which ranks")
     plan.add_argument("config", type=Path, help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value")
     plan.set_defaults(handler=_plan_weights)
+    _add_convert_arguments(commands.add_parser("convert", help="convert a model folder"))
     check = commands.add_parser("doctor", help="say what this machine has and lacks")
     check.set_defaults(handler=_doctor)
     return parser
@@ -58,6 +68,46 @@ def _add_run_arguments(
     parser.add_argument("--run-dir", type=Path, help="run folder; the same as run.dir=DIR")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.set_defaults(handler=handler)
+
+
+def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, help="Hugging Face, mistral-format or Megatron folder")
+    parser.add_argument("target", type=Path, help="folder to make")
+    parser.add_argument("--to", choices=["hf", "megatron"], help="default: the other of the two")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float16", "bfloat16"], help="default: as they are"
+    )
+    parser.add_argument("--verify", action="store_true", help="read again and compare digests")
+    parser.add_argument("--shard-gb", type=float, default=4.0, help="size of files (default: 4)")
+    parser.add_argument(
+        "--files-from", type=Path, help="folder with config.json or tokenizer if SOURCE has none"
+    )
+    parser.set_defaults(handler=_convert)
+
+
+def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--host", type=int, required=True, help="place of this host, from 0")
+    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--gpus-per-host", type=int, help="default: those that this host lists")
+    parser.set_defaults(handler=_host)
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--gpu", default=Hardware.gpu, help=f"one of {', '.join(GPUS)}")
+    parser.add_argument("--gpus", type=int, help="of the whole run; default: what the config uses")
+    parser.add_argument("--mfu", type=float, default=Hardware.mfu, help="default %(default)s")
+    parser.add_argument(
+        "--mean-tokens", type=int, help="of a sequence; default: half of generator.context_tokens"
+    )
+    parser.add_argument(
+        "--gb-per-s", type=float, default=Hardware.bytes_per_s / 1e9,
+        help="that a rank sends or receives in a publish; default %(default)s",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_plan)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,6 +145,23 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 def _evaluate(options: argparse.Namespace, console: Console) -> int:
     return _until_death(lambda: launch.evaluate(_load(options), options.label, console))
+
+
+def _prepare(options: argparse.Namespace, console: Console) -> int:
+    config = cluster.prepare(_load(options))
+    console.print(f"{config.run.dir}: {ports_text(config.ports)}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _host(options: argparse.Namespace, console: Console) -> int:
+    return _until_death(
+        lambda: cluster.run_host(
+            options.run_dir,
+            host=options.host,
+            hosts=options.hosts,
+            gpus_per_host=options.gpus_per_host,
+        )
+    )
 
 
 def _until_death(work: Callable[[], None]) -> int:
@@ -135,12 +202,42 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
     return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
 
 
+def _plan(options: argparse.Namespace, console: Console) -> int:
+    for name in ("gpus", "mfu", "mean_tokens", "gb_per_s"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    hardware = Hardware(options.gpu, options.gpus, options.mfu, options.gb_per_s * 1e9)
+    plan = make_plan(load_config(options.config, options.overrides), hardware, options.mean_tokens)
+    print_plan(plan, console, as_json=options.json)
+    return 1 if plan.problems else 0
+
+
 def _plan_weights(options: argparse.Namespace, console: Console) -> int:
-    # Needs torch, which the other commands do without.
+    # Needs torch, which most commands do without.
     from megatron_rl.plan_weights import plan_weights
 
     plan_weights(load_config(options.config, options.overrides), console)
     return 0
+
+
+def _convert(options: argparse.Namespace, console: Console) -> int:
+    # Needs torch, which most commands do without.
+    from megatron_rl import convert_command
+    from megatron_rl.convert.conversion import Request
+
+    if not options.shard_gb > 0:
+        raise InputError(f"--shard-gb {options.shard_gb}: give a size above 0")
+    request = Request(
+        options.source,
+        options.target,
+        to=options.to,
+        dtype=options.dtype,
+        verify=options.verify,
+        shard_bytes=int(options.shard_gb * 1e9),
+        files_from=options.files_from,
+    )
+    return convert_command.run(request, console)
 
 
 def _doctor(options: argparse.Namespace, console: Console) -> int:

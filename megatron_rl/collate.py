@@ -4,7 +4,7 @@ Runs in trainer ranks. The only place that converts between "this position predi
 and "this token": row `rows[i]` of the model's output predicts `targets[i]`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,16 +43,21 @@ def placeholder() -> TrainSequence:
     return TrainSequence(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), one - 1, 0.0, 0.0)
 
 
-def collate(sequences: list[TrainSequence], *, multiple: int = 1) -> MicroBatch:
-    """Pack sequences into one microbatch without padding between them.
+def collate(
+    sequences: list[TrainSequence], *, multiple: int = 1, sequence_multiple: int = 1
+) -> MicroBatch:
+    """Pack sequences into one microbatch.
 
     multiple: the count of positions is padded up to a multiple of it by a sequence without
     weight (sequence parallelism needs a multiple of the tensor-parallel size).
+    sequence_multiple: every sequence is padded at its end to a multiple of it, which `multiple` is
+    one of (context parallelism cuts each into equal chunks).
     """
     sequences = list(sequences) or [placeholder()]
-    missing = -sum(len(s.token_ids) for s in sequences) % multiple
-    lengths = [len(s.token_ids) for s in sequences] + ([missing] if missing else [])
-    tokens = np.concatenate([s.token_ids for s in sequences] + [np.zeros(missing, np.int32)])
+    padded = [_pad(s.token_ids, sequence_multiple) for s in sequences]
+    missing = -sum(map(len, padded)) % multiple
+    lengths = [len(ids) for ids in padded] + ([missing] if missing else [])
+    tokens = np.concatenate([*padded, np.zeros(missing, np.int32)])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = [
         np.arange(start + s.prompt_length - 1, start + len(s.token_ids) - 1)
@@ -75,6 +80,29 @@ def collate(sequences: list[TrainSequence], *, multiple: int = 1) -> MicroBatch:
         weights=_tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
         versions=_tensor(np.concatenate([s.token_versions for s in sequences]), torch.int64),
     )
+
+
+def hold(batch: MicroBatch, positions: Tensor) -> MicroBatch:
+    """What a context rank that holds these positions sees: their tokens, and the rows among them.
+
+    positions: int64, in the rank's order. `sequence_starts` stay those of the whole microbatch.
+    """
+    places = torch.full((batch.tokens.shape[1],), -1)
+    places[positions] = torch.arange(len(positions))
+    rows = places[batch.rows]
+    is_held = rows >= 0
+    per_row = ("targets", "generator_logprobs", "advantages", "weights", "versions")
+    return replace(
+        batch,
+        tokens=batch.tokens[:, positions],
+        position_ids=batch.position_ids[:, positions],
+        rows=rows[is_held],
+        **{name: getattr(batch, name)[is_held] for name in per_row},
+    )
+
+
+def _pad(token_ids: np.ndarray, multiple: int) -> np.ndarray:
+    return np.pad(token_ids, (0, -len(token_ids) % multiple))
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:

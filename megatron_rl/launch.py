@@ -30,6 +30,7 @@ from rich.console import Console
 
 from megatron_rl import preflight
 from megatron_rl.live_view import LiveView
+from megatron_rl.placement import gpu_environment, listed_gpus, place
 from megatron_rl.ports import ports_text, resolve_ports
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import dump_toml
@@ -65,6 +66,7 @@ class _Session:
         self.wall_s: dict[str, float] = {}
         self._supervisor = Supervisor(config.run.dir / "logs", inherited=(lock,))
         self._view = LiveView(config, console)
+        self._gpus = listed_gpus()
         if is_resumed:
             self._view.skip_rows()
         self._closing = ExitStack()
@@ -96,11 +98,14 @@ class _Session:
 
     def start(
         self, name: str, module: str, config_path: Path, arguments: Sequence[str] = (), *,
-        outlives: str | None = None, restarts: RestartRule | None = None,
+        outlives: str | None = None, restarts: RestartRule | None = None, gpus: range = range(0),
     ) -> None:  # fmt: skip
-        """Start one Python process of the run."""
+        """Start one Python process of the run; it sees `gpus` alone, if any are given."""
         command = [sys.executable, "-m", module, "--config", str(config_path), *arguments]
-        self._supervisor.start(name, command, outlives=outlives, restarts=restarts)
+        environment = gpu_environment(gpus, self._gpus) if gpus else {}
+        self._supervisor.start(
+            name, command, outlives=outlives, restarts=restarts, environment=environment
+        )
 
     def start_ranks(self, name: str, module: str, arguments: list[str]) -> None:
         """Start the trainer ranks under torchrun."""
@@ -149,6 +154,12 @@ class _Session:
         }
         with closing(JsonlWriter(self.config.run.dir / "metrics.jsonl", "launch")) as metrics:
             metrics.write(self._view.last_step, values)
+
+    def engine_gpus(self) -> dict[int, range]:
+        """GPUs of each generator; {} on a host without any. Raises InputError."""
+        if not self._gpus:
+            return {}
+        return place(self.config, hosts=1, gpus_per_host=len(self._gpus))[0].engines
 
     @contextmanager
     def phase(self, name: str, text: str) -> Iterator[None]:
@@ -317,6 +328,7 @@ def _start_serving(session: _Session, config_path: Path, label: str = "") -> str
     queue = f"queue{suffix}"
     only = ["--evaluate-only", label] if label else []
     session.start(queue, "megatron_rl.rollout_queue.server", config_path, only)
+    gpus = session.engine_gpus()
     for i in range(session.config.generator.replicas):
         name = f"generator-{i}{suffix}"
         rule = RestartRule(
@@ -328,7 +340,7 @@ def _start_serving(session: _Session, config_path: Path, label: str = "") -> str
         )
         session.start(
             name, "generation.worker", config_path, ["--index", str(i)],
-            outlives=queue, restarts=rule,
+            outlives=queue, restarts=rule, gpus=gpus.get(i, range(0)),
         )  # fmt: skip
     session.start(f"verifier{suffix}", "verification.worker", config_path, outlives=queue)
     return queue

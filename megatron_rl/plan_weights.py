@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.process import InputError
+from megatron_rl.sizing.trainer_memory import ITEM_BYTES
 from megatron_rl.weights.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.names import Place, hf_shapes, place_of, trainer_slices
@@ -19,7 +20,6 @@ from megatron_rl.weights.reshard import Plan, make_plan
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.slices import Slice
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 SHOWN_RANKS = 16
 
 
@@ -94,7 +94,13 @@ def forecast(config: Config) -> Forecast:
 
 def _senders(shape: ModelShape, config: Config) -> dict[int, list[Slice]]:
     parallel = config.parallel
-    like = Place(Share(0, parallel.tensor), Share(0, parallel.pipeline), Share(0, parallel.expert))
+    like = Place(
+        Share(0, parallel.tensor),
+        Share(0, parallel.pipeline),
+        Share(0, parallel.expert),
+        Share(0, parallel.expert_tensor),
+        parallel.virtual_stages,
+    )
     ranks = range(parallel.world_size)
     return {rank: trainer_slices(shape, place_of(rank, len(ranks), like)) for rank in ranks}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.ports import check_ports
 from megatron_rl.protocol.config import Config, GeneratorConfig, ParallelConfig, SftConfig
-from megatron_rl.protocol.parallel import check_expert_ranks
+from megatron_rl.protocol.parallel import Counts, check_sizes
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import CODE
 from megatron_rl.rollout_queue.evaluation import select_held_out
@@ -28,8 +28,9 @@ def check(config: Config) -> None:
     check_tools()
     check_run_folder(config)
     shape = read_model_shape(config.model.path)
-    check_parallel(config.parallel, shape, config.model.path)
+    check_parallel(config.parallel, shape)
     check_engine_parallel(config.generator, shape, config.model.path)
+    check_megatron_path(config)
     check_ports(config)
     check_traces(config.sft)
     check_prompts(config)
@@ -86,22 +87,23 @@ def read_model_shape(folder: Path) -> dict[str, Any]:
     return shape
 
 
-def check_parallel(parallel: ParallelConfig, shape: dict[str, Any], folder: Path) -> None:
+def check_parallel(parallel: ParallelConfig, shape: dict[str, Any]) -> None:
     """The parallel sizes divide the heads, the layers and the experts."""
-    heads = shape["num_attention_heads"]
-    kv_heads = shape.get("num_key_value_heads") or heads
-    tensor, pipeline, layers = parallel.tensor, parallel.pipeline, shape["num_hidden_layers"]
-    if heads % tensor or kv_heads % tensor:
-        raise InputError(
-            f"parallel.tensor = {tensor} does not divide the {heads} attention heads and "
-            f"{kv_heads} key-value heads of {folder}: choose {_divisors(heads, kv_heads)}"
-        )
-    if layers % pipeline:
-        raise InputError(
-            f"parallel.pipeline = {pipeline} does not divide the {layers} layers of {folder}: "
-            f"choose {_divisors(layers)}"
-        )
-    check_expert_ranks(parallel, shape.get("num_local_experts") or shape.get("num_experts") or 0)
+    heads, experts = shape["num_attention_heads"], _experts(shape)
+    ffn = shape.get("intermediate_size", 0)
+    counts = Counts(
+        heads=heads,
+        kv_heads=shape.get("num_key_value_heads") or heads,
+        layers=shape["num_hidden_layers"],
+        ffn=0 if experts else ffn,
+        experts=experts,
+        expert_ffn=shape.get("moe_intermediate_size", ffn),
+    )
+    check_sizes(parallel, counts)
+
+
+def _experts(shape: dict[str, Any]) -> int:
+    return shape.get("num_local_experts") or shape.get("num_experts") or 0
 
 
 def check_engine_parallel(generator: GeneratorConfig, shape: dict[str, Any], folder: Path) -> None:
@@ -111,6 +113,21 @@ def check_engine_parallel(generator: GeneratorConfig, shape: dict[str, Any], fol
         raise InputError(
             f"generator.tensor_parallel = {generator.tensor_parallel} does not divide the {heads} "
             f"attention heads of {folder}: choose {_divisors(heads)}"
+        )
+
+
+def check_megatron_path(config: Config) -> None:
+    """Only reinforcement learning starts from a Megatron checkpoint; engines read HF folders."""
+    path = config.model.megatron_path
+    if path is None:
+        return
+    if not path.is_dir():
+        raise InputError(f"model.megatron_path = {path}: there is no such folder")
+    if config.sft.steps or not config.train.steps:
+        raise InputError(
+            f"model.megatron_path = {path} is read by reinforcement learning alone, without "
+            "sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert`, "
+            "and give that as model.path"
         )
 
 

@@ -40,6 +40,7 @@ def tune(trainer: Trainer, batches: Iterator[MinibatchShare], metrics: StepMetri
     for step, batch in enumerate(batches, 1):
         metrics.add(trainer.update(batch, version=0))
         metrics.flush(step)
+    trainer.gather()
 
 
 def main(cfg: Config, is_control: bool) -> None:
@@ -51,7 +52,10 @@ def main(cfg: Config, is_control: bool) -> None:
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
     name, source = ("control", "control") if is_control else ("cold_start", "sft")
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, Objective(supervised_loss, cfg.loss), cfg.sft.optimizer, steps)
+        objective = Objective(supervised_loss, cfg.loss)
+        trainer = Trainer(
+            policy, objective, cfg.sft.optimizer, steps, train=cfg.train, run_dir=cfg.run.dir
+        )
         batches = minibatches(
             sequences,
             batch_size=cfg.sft.batch_size,

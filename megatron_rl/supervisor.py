@@ -14,9 +14,10 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import psutil
@@ -62,6 +63,8 @@ class Role:
     """Name of the role that tells this one to end; it must not end long before that one does."""
     restarts: RestartRule | None = None
     """None when its death ends the run."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of this role alone."""
     ended: float | None = None
     """time.monotonic() when its end was noticed."""
     restart_at: float | None = None
@@ -130,15 +133,17 @@ class Supervisor:
     def start(
         self, name: str, command: list[str], *,
         outlives: str | None = None, restarts: RestartRule | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Role:  # fmt: skip
         """Start a child; its stdout and stderr are appended to `log_dir/<name>.out`."""
         if restarts is not None:
             restarts.ready_path.unlink(missing_ok=True)
-        return self._start(name, command, outlives, restarts)
+        return self._start(name, command, outlives, restarts, dict(environment))
 
     def _start(
-        self, name: str, command: list[str], outlives: str | None, restarts: RestartRule | None
-    ) -> Role:
+        self, name: str, command: list[str], outlives: str | None,
+        restarts: RestartRule | None, environment: dict[str, str],
+    ) -> Role:  # fmt: skip
         log_path = self.log_dir / f"{name}.out"
         ready = {READY_FILE_VARIABLE: str(restarts.ready_path)} if restarts is not None else {}
         with log_path.open("ab") as out:
@@ -147,11 +152,12 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | child_environment() | self.extra_environment | ready,
+                env=os.environ | child_environment() | self.extra_environment | environment | ready,
                 process_group=0,
                 pass_fds=self.inherited,
             )
-        role = Role(name, command, process, log_path, time.monotonic(), outlives, restarts)
+        started = time.monotonic()
+        role = Role(name, command, process, log_path, started, outlives, restarts, environment)
         self.roles[name] = role
         log.info("started %s, pid %d: %s", name, process.pid, " ".join(command))
         return role
@@ -230,7 +236,7 @@ class Supervisor:
         with role.log_path.open("a") as out:
             how = how_it_ended(role.exit_code)
             out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
-        self._start(role.name, role.command, role.outlives, rule)
+        self._start(role.name, role.command, role.outlives, rule, role.environment)
         return Restart(role.name, role.exit_code, count, rule.limit)
 
     def is_running(self, name: str) -> bool:

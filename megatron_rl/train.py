@@ -24,6 +24,7 @@ from megatron_rl.model import DTYPES
 from megatron_rl.policy import Policy, open_policy
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.lookup import find_function
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
@@ -31,12 +32,14 @@ from megatron_rl.step_metrics import StepMetrics
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.control import Control
 from megatron_rl.weights.exchange import ExchangeSettings, Reshard
-from megatron_rl.weights.export import bucketed, export_tensors, save_hf
+from megatron_rl.weights.export import export_tensors, save_hf
 from megatron_rl.weights.full_tensors import Broadcast, Disk
+from megatron_rl.weights.hf_folder import bucketed
 from megatron_rl.weights.link import GeneratorLink
 from megatron_rl.weights.names import named_parameters, trainer_slices
 from megatron_rl.weights.publisher import Method, WeightPublisher
 from megatron_rl.weights.ranks import all_places
+from megatron_rl.weights.transport import IPC
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +61,13 @@ def train(
     batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
-        for minibatch in batch.minibatches:
-            metrics.add(trainer.update(minibatch, version=step))
+        old_logprobs = trainer.old_logprobs(batch.minibatches)
+        for minibatch, old in zip(batch.minibatches, old_logprobs, strict=True):
+            metrics.add(trainer.update(minibatch, version=step, old_logprobs=old))
+        trainer.gather()
         step += 1
+        if step < steps.stop and not checkpoints.is_due(step):
+            batches.request(step)  # the queue forms it while the weights travel
         weights.publish(version=step)
         batches.announce(step, is_final=step == steps.stop)
         checkpoints.save_if_due(step, trainer)
@@ -75,7 +82,9 @@ def main(cfg: Config) -> None:
     )
     with open_policy(cfg) as policy:
         total_steps = cfg.train.steps * cfg.train.minibatches
-        trainer = Trainer(policy, objective, cfg.optimizer, total_steps)
+        trainer = Trainer(
+            policy, objective, cfg.optimizer, total_steps, train=cfg.train, run_dir=cfg.run.dir
+        )
         with (
             open_batches(cfg, policy) as batches,
             open_checkpoints(cfg, policy, batches) as checkpoints,
@@ -94,7 +103,9 @@ def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
     with ExitStack() as stack:
         link = None
         if int(os.environ["RANK"]) == 0:
-            link = GeneratorLink(stack.enter_context(Router(cfg.ports.host, cfg.ports.weights)))
+            keys = load_keys(cfg.ports.keys_dir)
+            router = Router(cfg.ports.host, cfg.ports.weights, keys)
+            link = GeneratorLink(stack.enter_context(router))
         # A rank may wait for two transfers of another rank that pass their deadline.
         patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
         control = Control(policy.backend.host_group(patience_s))
@@ -115,7 +126,7 @@ def open_method(
     """How this run moves weights."""
     settings = ExchangeSettings(
         host=cfg.ports.host,
-        backend=policy.backend.collectives,
+        backend=IPC if cfg.weights.method == "ipc" else policy.backend.collectives,
         dtype=DTYPES[cfg.model.dtype],
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,
@@ -130,16 +141,20 @@ def open_method(
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
     slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
-    parameters = named_parameters(policy.chunks[0])
+    parameters = named_parameters(policy.chunks)
     return Reshard(parameters, slices, policy.shape, control=control, link=link, settings=settings)
 
 
 def chosen_method(method: str, quantization: str) -> str:
     """How weights move: a quantised engine's parameters are not the model's, so no slice fits."""
-    if method != "reshard" or not quantization:
+    full = {"reshard": "broadcast", "ipc": "disk"}
+    if method not in full or not quantization:
         return method
-    log.info("generator.quantization=%s: weights.method is broadcast, not reshard", quantization)
-    return "broadcast"
+    chosen = full[method]
+    log.info(
+        "generator.quantization=%s: weights.method is %s, not %s", quantization, chosen, method
+    )
+    return chosen
 
 
 def buckets_of(policy: Policy, bucket_bytes: int) -> Iterator[list]:
@@ -153,10 +168,11 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         f"{cfg.ports.host}:{cfg.ports.batches}",
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        group=parallel_state.get_model_parallel_group(),
+        group=policy.backend.replica_group(cfg.parallel, cfg.train.collective_timeout_s),
         device=policy.device,
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
+        keys=load_keys(cfg.ports.keys_dir),
     )
 
 
@@ -181,6 +197,7 @@ def describe(cfg: Config, policy: Policy, weights: WeightPublisher) -> dict[str,
         "trainer/world_size": cfg.parallel.world_size,
         "trainer/tp": cfg.parallel.tensor,
         "trainer/pp": cfg.parallel.pipeline,
+        "trainer/cp": cfg.parallel.context,
         "trainer/dp": cfg.parallel.data,
         "engine": ",".join(sorted({hello.engine for hello in engines})),
         "engine_version": ",".join(sorted({hello.engine_version for hello in engines})),

@@ -15,15 +15,19 @@ MAX_LINES = 400
 # Modules of megatron_rl that start the other processes, so may import anything but tools and tests.
 SUPERVISORS = {
     "cli",
+    "convert_command",
+    "cluster",
     "doctor",
     "launch",
     "live_view",
+    "placement",
     "plan_weights",
     "ports",
     "preflight",
     "process_tree",
     "restarts",
     "run_folder",
+    "sizing",
     "summary",
     "supervisor",
     "verify_command",
@@ -38,6 +42,7 @@ ALLOWED = {
     "verification": {"protocol"},
     "backend": {"protocol"},
     "weights": {"protocol", "backend"},
+    "convert": {"protocol", "weights"},
     "trainer": {"protocol", "weights", "backend"},
     "supervisors": {
         "protocol",
@@ -46,6 +51,7 @@ ALLOWED = {
         "verification",
         "backend",
         "weights",
+        "convert",
         "trainer",
     },
     "tools": {
@@ -55,6 +61,7 @@ ALLOWED = {
         "verification",
         "backend",
         "weights",
+        "convert",
         "trainer",
         "supervisors",
     },
@@ -174,7 +181,12 @@ def test_the_import_check_finds_violations(module: str, source: str) -> None:
 
 def test_devices_are_named_only_in_the_backend() -> None:
     # generation/sglang_cpu holds the flags of SGLang's own CPU mode.
-    exempt = (ROOT / "megatron_rl" / "backend", ROOT / "generation" / "sglang_cpu")
+    # megatron_rl/weights/memory serves engines, too, which cannot load the backend.
+    exempt = (
+        ROOT / "megatron_rl" / "backend",
+        ROOT / "megatron_rl" / "weights" / "memory",
+        ROOT / "generation" / "sglang_cpu",
+    )
     found = {
         module_name(path): device_names(path.read_text())
         for path in source_files()
@@ -210,6 +222,7 @@ def test_files_are_short() -> None:
         ("verification.worker", HEAVY),
         ("generation.worker", {"megatron", "sglang"}),
         ("megatron_rl.launch", {"torch", "megatron", "sglang"}),
+        ("megatron_rl.convert.conversion", {"transformers", "megatron", "sglang"}),
     ],
 )
 def test_a_process_loads_no_foreign_heavy_library(module: str, forbidden: set[str]) -> None:

@@ -1,7 +1,8 @@
 """Entry of the verifier: `python -m verification.worker --config RUN_DIR/config.toml`.
 
-A DEALER "verifier" connected to the queue's verify endpoint. Sends VerifierReady at start and every
-2 s, receives ScoreRequest, answers ScoreDone or ScoreFailed, ends on Stop. One thread:
+A DEALER "verifier" (or "verifier-INDEX") connected to the queue's verify endpoint. Sends
+VerifierReady at start and every 2 s, receives ScoreRequest, answers ScoreDone or ScoreFailed, ends
+on Stop. One thread:
 
 | waits for | woken by | does |
 |---|---|---|
@@ -24,6 +25,7 @@ import zmq
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.reward_config import LANES
 from megatron_rl.protocol.types import (
@@ -123,12 +125,13 @@ class Verifier:
         self._pool.submit(request)
 
 
-def serve(config: Config) -> None:
-    """Connect to the queue of a run and grade until told to stop."""
+def serve(config: Config, role: str) -> None:
+    """Connect to the queue of a run under the name `role` and grade until told to stop."""
     check_sources(config.prompts)
     rules = RewardRules.of(config)
     address = f"{config.ports.host}:{config.ports.verify}"
-    with Dealer(address, ROLE) as dealer, Pool(config.verifier, rules) as pool:
+    keys = load_keys(config.ports.keys_dir)
+    with Dealer(address, role, keys) as dealer, Pool(config.verifier, rules) as pool:
         capacity = {name: config.verifier.lane(name).max_pending for name in LANES}
         log.info("verifier serves %s, room by lane: %s", address, capacity)
         Verifier(dealer, pool, rules=rules, capacity=capacity).run()
@@ -138,16 +141,18 @@ def main() -> int:
     """Entry of the process; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--index", type=int, default=0, help="which verifier of the run this is")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
-    return run_main(ROLE, lambda: _main(arguments.config, arguments.overrides))
+    role = f"{ROLE}-{arguments.index}" if arguments.index else ROLE
+    return run_main(role, lambda: _main(arguments.config, arguments.overrides, role))
 
 
-def _main(path: Path, overrides: list[str]) -> None:
-    set_up_logging(ROLE)
+def _main(path: Path, overrides: list[str], role: str) -> None:
+    set_up_logging(role)
     config = load_config(path, overrides)
-    set_up_logging(ROLE, config.run.dir / "logs")
-    serve(config)
+    set_up_logging(role, config.run.dir / "logs")
+    serve(config, role)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,17 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_rl.protocol.parallel_config import ParallelConfig
 from megatron_rl.protocol.reward_config import RewardConfig, VerifierConfig
 from megatron_rl.protocol.section import Section
+from megatron_rl.protocol.trainer_config import (
+    CheckpointConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SftConfig,
+    TrainConfig,
+)
 
 
 class RunConfig(Section):
@@ -20,113 +29,6 @@ class RunConfig(Section):
     """Folder for everything that the run leaves."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
-
-
-class ModelConfig(Section):
-    """The policy."""
-
-    path: Path = Path("model")
-    """HF folder: config.json, *.safetensors, tokenizer."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of trainer and generators; master weights are always float32."""
-    layers: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
-    fp8: bool = False
-    """FP8 matrix products through TransformerEngine."""
-    recompute: bool = False
-    """Recompute activations of every layer in the backward pass."""
-
-
-class ParallelConfig(Section):
-    """How the trainer ranks divide the model and the batch."""
-
-    tensor: PositiveInt = 1
-    """Tensor-parallel ranks; must divide the attention heads and key-value heads."""
-    pipeline: PositiveInt = 1
-    """Pipeline stages; must divide the layers."""
-    data: PositiveInt = 1
-    """Data-parallel replicas."""
-    expert: PositiveInt = 1
-    """Ranks that share the experts of a layer; must divide the experts and tensor x data."""
-    sequence: bool = False
-    """Megatron sequence parallelism inside the tensor-parallel group; experts need it there."""
-    distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel ranks."""
-
-    @property
-    def world_size(self) -> int:
-        """Count of trainer ranks."""
-        return self.tensor * self.pipeline * self.data
-
-
-class OptimizerConfig(Section):
-    """AdamW with float32 masters."""
-
-    lr: float = Field(default=1e-6, ge=0)
-    """Peak learning rate."""
-    warmup_steps: int = Field(default=10, ge=0)
-    """Optimizer steps of linear warm-up."""
-    decay: Literal["constant", "linear"] = "constant"
-    """Schedule after the warm-up; linear ends at min_lr_ratio * lr on the last step."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate of the linear schedule over lr."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of Adam's first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of Adam's second moment."""
-    eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    clip_grad_norm: PositiveFloat = 1.0
-    """Global gradient norm limit."""
-
-
-class LossConfig(Section):
-    """The policy loss."""
-
-    name: str = "clipped"
-    """Entry of LOSSES, or package.module:function."""
-    eps_low: float = Field(default=0.2, gt=0, lt=1)
-    """The importance ratio is clipped below 1 - eps_low."""
-    eps_high: PositiveFloat = 0.28
-    """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
-
-
-class TrainConfig(Section):
-    """Steps and batch shape of reinforcement learning."""
-
-    steps: int = Field(default=100, ge=0)
-    """Batches to train on."""
-    groups_per_batch: PositiveInt = 16
-    """Groups of completions, flat ones not counted, that make a batch."""
-    group_size: int = Field(default=16, ge=2)
-    """Completions of one prompt."""
-    minibatches: PositiveInt = 1
-    """Optimizer steps a batch; the paper found more than 2 harmful."""
-    microbatch_tokens: PositiveInt = 4096
-    """Token budget (prompt and completion) of one packed microbatch."""
-    advantage: str = "group_mean"
-    """Entry of ADVANTAGES, or package.module:function."""
-    batch_timeout_s: PositiveFloat = 600.0
-    """The trainer gives up when a batch takes longer."""
-    collective_timeout_s: PositiveFloat = 120.0
-    """A collective among trainer ranks that takes longer ends the run."""
-
-
-class SftConfig(Section):
-    """Supervised cold start, and its control."""
-
-    traces: Path | None = None
-    """JSONL of {"messages", "response"}; no cold start without it."""
-    steps: int = Field(default=0, ge=0)
-    """Optimizer steps."""
-    batch_size: PositiveInt = 32
-    """Traces a step."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """Learning rate and schedule of the cold start."""
-    control: bool = False
-    """After RL, continue the cold start on the same traces for RL's compute, and evaluate."""
 
 
 class PromptSource(Section):
@@ -199,6 +101,9 @@ class GeneratorConfig(Section):
     """Generators that launch starts on this host."""
     tensor_parallel: PositiveInt = 1
     """Ranks of one engine."""
+    shares_gpus: bool = False
+    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk":
+    two ranks of NCCL do not share a GPU."""
     quantization: str = ""
     """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
     Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
@@ -239,10 +144,11 @@ class EvalConfig(Section):
 class WeightsConfig(Section):
     """Publishing weights to the generators."""
 
-    method: Literal["reshard", "broadcast", "disk"] = "reshard"
-    """reshard: slices from shard to shard. broadcast: full tensors by way of rank 0, for engines
-    without our loader; quantised ones get it instead of reshard. disk: a folder that every engine
-    reads."""
+    method: Literal["reshard", "ipc", "broadcast", "disk"] = "reshard"
+    """reshard: slices from shard to shard. ipc: the same through memory that ranks of one host
+    share, for a GPU that trainer and engine share. broadcast: full tensors by way of rank 0, for
+    engines without our loader; quantised ones get it instead of reshard. disk: a folder that every
+    engine reads; quantised ones get it instead of ipc."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """What running requests keep across a publish. keep: keys and values of older weights, as in
     the paper; recompute: tokens alone."""
@@ -255,29 +161,14 @@ class WeightsConfig(Section):
     """With no generator left, one must come back in that time."""
 
 
-class CheckpointConfig(Section):
-    """Saving the trainer and the queue together, and going on from there."""
-
-    every_steps: int = Field(default=0, ge=0)
-    """Save after every so many batches, and after the last one; 0: never."""
-    keep_last: PositiveInt = 2
-    """Newest checkpoints to keep."""
-    keep_every: int = Field(default=0, ge=0)
-    """Also keep for good those of steps that this divides; 0: none."""
-    resume: str = "auto"
-    """Where a run begins. auto: at the newest complete checkpoint of the run folder, if there is
-    one; never: at the start, in a new folder; else the path of a checkpoint."""
-    queue_timeout_s: PositiveFloat = 60.0
-    """The queue has this long to tell its state."""
-    write_timeout_s: PositiveFloat = 1800.0
-    """A checkpoint that is not on the disk by then ends the run."""
-
-
 class PortsConfig(Section):
     """Where the sockets of a run listen. Port 0: launch picks a free one."""
 
     host: str = "127.0.0.1"
-    """Loopback; other addresses need CURVE keys."""
+    """Address of the host of the queue and of trainer rank 0, where these listen. One that other
+    hosts can reach needs keys, which `megatron-rl prepare` makes."""
+    keys_dir: Path | None = None
+    """Folder with the run's CURVE keys, on a file system that all hosts share."""
     prompts: int = Field(default=0, ge=0, le=65535)
     """Queue, for generators."""
     verify: int = Field(default=0, ge=0, le=65535)
@@ -342,6 +233,24 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
             )
-        if self.model.fp8 and self.model.layers == "local":
-            raise ValueError("model.fp8 needs model.layers = 'transformer_engine' or 'auto'")
+        if self.generator.shares_gpus and self.weights.method not in ("ipc", "disk"):
+            raise ValueError(
+                f"generator.shares_gpus with weights.method={self.weights.method!r}: two ranks of "
+                "NCCL do not share a GPU; use weights.method='ipc'"
+            )
+        if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
+            raise ValueError(
+                "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
+            )
+        for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
+            if optimizer.offload:
+                self._check_offload(f"{section}optimizer.offload")
         return self
+
+    def _check_offload(self, key: str) -> None:
+        if not self.parallel.distributed_optimizer:
+            raise ValueError(f"{key}=true needs parallel.distributed_optimizer=true: set it")
+        if self.model.fp8_parameters:
+            raise ValueError(
+                f"{key}=true and model.fp8_parameters=true exclude each other: set one to false"
+            )

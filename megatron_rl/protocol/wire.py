@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
 
 HIGH_WATER_MESSAGES = 20_000
@@ -23,6 +24,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 class WireError(RuntimeError):
     """A peer sent something that is no message, or a socket could not be used."""
+
+    peer = ""
+    """Who sent it, where that is known."""
 
 
 class DeadlineExceeded(TimeoutError):
@@ -68,16 +72,17 @@ def check_loopback(host: str) -> None:
     """Raise WireError for a bind address that other hosts could reach without keys."""
     if host not in LOOPBACK:
         raise WireError(
-            f"refusing to bind {host} without CURVE keys: use 127.0.0.1, or configure keys "
-            "(wire.keys_dir) before opening a socket to other hosts"
+            f"refusing to bind {host} without CURVE keys: use 127.0.0.1, or have `megatron-rl "
+            "prepare` make keys (ports.keys_dir) before opening a socket to other hosts"
         )
 
 
 class Router:
     """A bound ROUTER: many peers, each known by the identity that its DEALER chose."""
 
-    def __init__(self, host: str, port: int) -> None:
-        check_loopback(host)
+    def __init__(self, host: str, port: int, keys: Keys | None = None) -> None:
+        if keys is None:
+            check_loopback(host)
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 2_000)
@@ -86,6 +91,9 @@ class Router:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A restarted peer takes over the identity of its dead predecessor.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         try:
             self.socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
@@ -109,10 +117,15 @@ class Router:
         """Next (peer, message), or None when nothing came in time."""
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
             return None
-        peer, *frames = self.socket.recv_multipart()
-        if len(frames) != 1:
-            raise WireError(f"received {len(frames)} frames from {peer!r}, expected 1")
-        return peer.decode(errors="replace"), decode(frames[0])
+        identity, *frames = self.socket.recv_multipart()
+        peer = identity.decode(errors="replace")
+        try:
+            if len(frames) != 1:
+                raise WireError(f"received {len(frames)} frames from {peer}, expected 1")
+            return peer, decode(frames[0])
+        except WireError as error:
+            error.peer = peer
+            raise
 
     def close(self) -> None:
         """Close the socket and its context."""
@@ -134,7 +147,7 @@ class Router:
 class Dealer:
     """A connected DEALER with a stable identity."""
 
-    def __init__(self, address: str, identity: str) -> None:
+    def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
         self.address = address
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -144,6 +157,11 @@ class Dealer:
         self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        if keys is not None:
+            public, secret = zmq.curve_keypair()
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
         self.socket.connect(f"tcp://{address}")
 
     def send(self, message: AnyMessage) -> None:

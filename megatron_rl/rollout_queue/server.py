@@ -18,6 +18,7 @@ import zmq
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
@@ -90,8 +91,9 @@ def main(config: Config, evaluate_only: str) -> None:
             VERIFY: config.ports.verify,
             BATCHES: config.ports.batches,
         }
+        keys = load_keys(config.ports.keys_dir)
         routers = {
-            endpoint: stack.enter_context(Router(config.ports.host, port))
+            endpoint: stack.enter_context(Router(config.ports.host, port, keys))
             for endpoint, port in ports.items()
         }
         log.info("serving on %s, ports %s", config.ports.host, ports)

@@ -4,15 +4,18 @@ Used by engines that receive slices; needs torch alone. Read off SGLang 0.5.23, 
 are: its layers fuse queries, keys and values, gate and up, and all experts of a layer.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of it."""

@@ -6,9 +6,12 @@ ranks that describe their parameters by slices can exchange weights without know
 other.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Slice(NamedTuple):

@@ -43,8 +43,8 @@ class Queue:
                 group.scored = make_group(0, rewards).scored
                 self.book.close(group)
         numbers = [group.number for group in self.book.candidates() if group.is_complete][:BATCH]
-        groups, flat = self.book.take(numbers)
-        self.book.finish_training()
+        groups, flat = self.book.take(numbers, 0)
+        self.book.finish_training(1)
         return groups + flat
 
     def save(self, step: int) -> QueueState:

@@ -1,0 +1,1 @@
+"""What a run will need, from sizes alone: memory, FLOPs, seconds, bytes. No torch, no device."""

@@ -1,0 +1,148 @@
+"""A run on two hosts, here two processes: the Slurm script, encrypted sockets, roles apart."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.metrics import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# No name of the loopback device in protocol/wire.py: treated as reachable from other hosts.
+ADDRESS = "127.0.0.2"
+STEPS = 3
+CONFIG = f"""
+[model]
+path = "FOLDER/model"
+dtype = "float32"
+[train]
+steps = {STEPS}
+batch_timeout_s = 60
+groups_per_batch = 2
+group_size = 4
+[sampling]
+max_new_tokens = 16
+[queue]
+max_staleness = 1
+[generator]
+engine = "hf"
+max_running = 16
+kv_tokens = 2048
+context_tokens = 64
+max_restarts = 0
+[weights]
+deadline_s = 20
+[eval]
+prompts = 0
+[reward]
+length_margin_tokens = 16
+[reward.tasks.any_text]
+gate = "none"
+compare = "exact"
+[[prompts]]
+path = "FOLDER/prompts.jsonl"
+"""
+
+
+@pytest.fixture(scope="module")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, prompts and configuration."""
+    folder = tmp_path_factory.mktemp("hosts")
+    make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "model")]
+    subprocess.run(make, cwd=ROOT, check=True, timeout=100)
+    with (folder / "prompts.jsonl").open("w") as file:
+        for number in range(100):
+            row = {"task": "any_text", "messages": [{"role": "user", "content": f"{number}="}],
+                   "answer": "1", "split": "train"}  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    path = folder / "config.toml"
+    path.write_text(CONFIG.replace("FOLDER", str(folder)))
+    return path
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """`megatron-rl ARGUMENTS`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.cli", *arguments],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+# What srun does for one task on each node.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+export SLURM_NNODES=$SLURM_JOB_NUM_NODES
+for node in $(seq 0 $((SLURM_NNODES - 1))); do
+    SLURM_NODEID=$node "$@" &
+    tasks+=($!)
+done
+for task in "${tasks[@]}"; do
+    wait -n || { code=$?; kill "${tasks[@]}"; exit $code; }
+done
+"""
+
+
+def prepare(config_path: Path, run_dir: Path) -> None:
+    """The run folder, with keys."""
+    done = start("prepare", "--config", str(config_path), "--run-dir", str(run_dir),
+                 f"ports.host={ADDRESS}")  # fmt: skip
+    text, _ = done.communicate(timeout=60)
+    assert done.returncode == 0, text
+
+
+def test_a_run_on_two_hosts_trains_and_ends_on_both(config_path: Path, tmp_path: Path) -> None:
+    run_dir, inputs = tmp_path / "a run", config_path.parent
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    # The trainer fills the first node of one GPU, the generator is on the second.
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable,
+        "SLURM_JOB_NUM_NODES": "2", "HEAD_ADDRESS": ADDRESS, "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "examples/launch.sh", str(config_path), "--model", str(inputs / "model"),
+         "--prompts", str(inputs / "prompts.jsonl"), "--run-dir", str(run_dir),
+         "--gpus-per-node", "1", "train.minibatches=2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=250, env=os.environ | job,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"RL steps +{STEPS}, {STEPS * 8} rollouts trained", done.stdout), done.stdout
+    config = load_config(run_dir / "config.toml")
+    assert (config.ports.host, config.train.minibatches) == (ADDRESS, 2)
+    keys = config.ports.keys_dir
+    assert keys == run_dir / "keys" and keys.stat().st_mode & 0o077 == 0
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert max(row["step"] for row in rows if "train/loss" in row) == STEPS
+    outputs = {path.name for path in (run_dir / "logs").glob("*.out")}
+    assert outputs == {"queue.out", "trainer.out", "generator-0.out", "verifier-0.out",
+                       "verifier-1.out"}  # fmt: skip
+    assert (run_dir / "hf" / "final" / "config.json").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_host_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    prepare(config_path, run_dir)
+    # Without the first host nobody answers; the generator waits for weights until it is killed.
+    host = start("host", str(run_dir), "--host", "1", "--hosts", "2", "--gpus-per-host", "1")
+    ready = run_dir / "logs" / "generator-0.ready"
+    process = psutil.Process(host.pid)
+    for _ in range(600):
+        if ready.exists() or host.poll() is not None:
+            break
+        psutil.wait_procs([process], timeout=0.1)
+    children = process.children(recursive=True)
+    [generator] = [child for child in children if "generation.worker" in child.cmdline()]
+    generator.kill()
+    text, _ = host.communicate(timeout=30)
+    assert host.returncode == 1 and "generator-0 ended with signal 9" in text
+    assert not any(child.is_running() for child in children)
