@@ -5,9 +5,10 @@ under `optimizer.state.{param,exp_avg,exp_avg_sq}.KEY`, where KEY is the paramet
 shards are the model's: so it is read back under any other split, with or without the distributed
 optimizer. A float32 model has no masters beside its parameters, and saves none.
 
-Megatron's own formats do less in 0.16.1: that of the plain optimizer and that of the distributed
-one cannot be read as one another, and the latter ("fully_reshardable") drops the padding between
-buckets but places parameters by offsets that count it (distrib_optimizer.py:1117 and 1489).
+Megatron's own formats are not used. In 0.16.1 that of the plain optimizer and that of the
+distributed one cannot be read as one another; and the latter, "fully_reshardable", drops the
+padding between buckets but places parameters by offsets that count it (distrib_optimizer.py:1117
+and 1489), so that with several buckets nearly all moments are saved wrong.
 """
 
 from collections.abc import Iterator, Mapping
