@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def run(request: Request, console: Console) -> int:
-    """Convert; exit code 1 when the verification finds a difference. Raises InputError."""
+    """Convert; exit code 1 when the disk fails or is found at fault. Raises InputError."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     columns = (*columns, TransferSpeedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True)
@@ -28,8 +28,8 @@ def run(request: Request, console: Console) -> int:
             done = convert(
                 request, lambda read, total: bar.update(task, completed=read, total=total)
             )
-    except VerificationFailed as failure:
-        log.error("%s", failure)
+    except (VerificationFailed, OSError) as failure:
+        log.error("%s is not made: %s", request.target, failure)
         return 1
     checked = ", every digest compared" if request.verify else ""
     console.print(

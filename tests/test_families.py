@@ -105,6 +105,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them(
     [
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             r"layers of different attention \(layer_types\) are not supported",

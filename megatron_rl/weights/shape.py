@@ -152,7 +152,8 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str, folder: Path)
             f"{folder}: quantised weights (quantization_config) are not supported: give the model "
             "in bfloat16, float16 or float32"
         )
-    if values.get("partial_rotary_factor", 1) != 1:
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1)) != 1:
         raise InputError(f"{folder}: partial_rotary_factor must be 1")
     # transformers applies Qwen's layer_types one by one; Mistral's one window is for all layers.
     if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:

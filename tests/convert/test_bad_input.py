@@ -206,6 +206,22 @@ def test_command_says_one_line_and_exits_with_2(
     assert main(["convert", "a", "b", "--shard-gb", "0"]) == 2
 
 
+def test_disk_that_fails_is_one_line_and_exits_with_1(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "source", num_hidden_layers=2)
+    caplog.clear()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversion, "write_tensors", fail)
+    source, target = tmp_path / "source", tmp_path / "target"
+    assert main(["convert", str(source), str(target), "--to", "hf"]) == 1
+    assert caplog.messages == [f"{target} is not made: [Errno 28] No space left on device"]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_command_converts_there_and_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
