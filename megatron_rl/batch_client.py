@@ -50,7 +50,14 @@ class BatchClient:
         self._is_leader = group.rank() == 0
         name = f"trainer-{dp_rank}"
         self._dealer = wire.Dealer(address, name, keys) if self._is_leader else None
+        self._requested_step = -1
         self.metrics: list[Metric] = []
+
+    def request(self, step: int) -> None:
+        """Ask for the batch of `step` before it is needed: it comes while others work."""
+        if self._dealer is not None and self._requested_step != step:
+            self._dealer.send(NextBatch(step, self._dp_rank, self._dp_size))
+        self._requested_step = step
 
     def next(self, step: int, meanwhile: Callable[[], None] | None = None) -> RankBatch | None:
         """This rank's share of the batch of `step`; None when training ends.
@@ -59,8 +66,7 @@ class BatchClient:
         and again until each has its share. Raises DeadlineExceeded after timeout_s.
         """
         started = time.monotonic()
-        if self._dealer is not None:
-            self._dealer.send(NextBatch(step, self._dp_rank, self._dp_size))
+        self.request(step)
         frame = b""
         # While the queue has no batch the leader broadcasts nothing, again and again: the others
         # wait in short collectives, so that the collective timeout can stay short too.

@@ -37,6 +37,7 @@ from megatron_rl.weights.link import GeneratorLink
 from megatron_rl.weights.names import named_parameters, trainer_slices
 from megatron_rl.weights.publisher import Method, WeightPublisher
 from megatron_rl.weights.ranks import all_places
+from megatron_rl.weights.transport import IPC
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ def train(
         for minibatch in batch.minibatches:
             metrics.add(trainer.update(minibatch, version=step))
         step += 1
+        if step < steps:
+            batches.request(step)  # the queue forms it while the weights travel
         weights.publish(version=step)
         batches.announce(step, is_final=step == steps)
         metrics.add_entries(batch.metrics)
@@ -107,7 +110,7 @@ def open_method(
     """How this run moves weights."""
     settings = ExchangeSettings(
         host=cfg.ports.host,
-        backend=policy.backend.collectives,
+        backend=IPC if cfg.weights.method == "ipc" else policy.backend.collectives,
         dtype=DTYPES[cfg.model.dtype],
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,
@@ -128,10 +131,14 @@ def open_method(
 
 def chosen_method(method: str, quantization: str) -> str:
     """How weights move: a quantised engine's parameters are not the model's, so no slice fits."""
-    if method != "reshard" or not quantization:
+    full = {"reshard": "broadcast", "ipc": "disk"}
+    if method not in full or not quantization:
         return method
-    log.info("generator.quantization=%s: weights.method is broadcast, not reshard", quantization)
-    return "broadcast"
+    chosen = full[method]
+    log.info(
+        "generator.quantization=%s: weights.method is %s, not %s", quantization, chosen, method
+    )
+    return chosen
 
 
 def buckets_of(policy: Policy, bucket_bytes: int) -> Iterator[list]:

@@ -10,6 +10,8 @@ from megatron_rl.train import chosen_method
     ("method", "quantization", "expected"),
     [
         ("reshard", "", "reshard"),
+        ("ipc", "", "ipc"),
+        ("ipc", "fp8", "disk"),
         ("reshard", "fp8", "broadcast"),
         ("broadcast", "fp8", "broadcast"),
         ("disk", "fp8", "disk"),

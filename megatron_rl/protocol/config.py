@@ -200,8 +200,8 @@ class GeneratorConfig(Section):
     tensor_parallel: PositiveInt = 1
     """Ranks of one engine."""
     shares_gpus: bool = False
-    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk":
-    two ranks of NCCL do not share a GPU."""
+    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk",
+    or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
     quantization: str = ""
     """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
     Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
@@ -242,10 +242,11 @@ class EvalConfig(Section):
 class WeightsConfig(Section):
     """Publishing weights to the generators."""
 
-    method: Literal["reshard", "broadcast", "disk"] = "reshard"
-    """reshard: slices from shard to shard. broadcast: full tensors by way of rank 0, for engines
-    without our loader; quantised ones get it instead of reshard. disk: a folder that every engine
-    reads."""
+    method: Literal["reshard", "ipc", "broadcast", "disk"] = "reshard"
+    """reshard: slices from shard to shard. ipc: the same through memory that ranks of one host
+    share, for a GPU that trainer and engine share. broadcast: full tensors by way of rank 0, for
+    engines without our loader; quantised ones get it instead of reshard. disk: a folder that every
+    engine reads; quantised ones get it instead of ipc."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """What running requests keep across a publish. keep: keys and values of older weights, as in
     the paper; recompute: tokens alone."""
@@ -329,10 +330,13 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
             )
-        if self.generator.shares_gpus and self.weights.method != "disk":
+        possible = ("disk", "ipc") if self.parallel.world_size == 1 else ("disk",)
+        if self.generator.shares_gpus and self.weights.method not in possible:
+            # An engine sees its own GPUs alone, and memory of others cannot be opened there.
             raise ValueError(
-                f"generator.shares_gpus with weights.method={self.weights.method!r}: two ranks of "
-                "NCCL do not share a GPU; use weights.method='disk'"
+                f"generator.shares_gpus with {self.parallel.world_size} trainer ranks needs "
+                f"weights.method {' or '.join(possible)}, not {self.weights.method!r}: two ranks "
+                "of NCCL do not share a GPU"
             )
         if self.model.fp8 and self.model.layers == "local":
             raise ValueError("model.fp8 needs model.layers = 'transformer_engine' or 'auto'")

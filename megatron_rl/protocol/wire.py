@@ -25,6 +25,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 class WireError(RuntimeError):
     """A peer sent something that is no message, or a socket could not be used."""
 
+    peer = ""
+    """Who sent it, where that is known."""
+
 
 class DeadlineExceeded(TimeoutError):
     """A peer did not answer in time."""
@@ -114,10 +117,15 @@ class Router:
         """Next (peer, message), or None when nothing came in time."""
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
             return None
-        peer, *frames = self.socket.recv_multipart()
-        if len(frames) != 1:
-            raise WireError(f"received {len(frames)} frames from {peer!r}, expected 1")
-        return peer.decode(errors="replace"), decode(frames[0])
+        identity, *frames = self.socket.recv_multipart()
+        peer = identity.decode(errors="replace")
+        try:
+            if len(frames) != 1:
+                raise WireError(f"received {len(frames)} frames from {peer}, expected 1")
+            return peer, decode(frames[0])
+        except WireError as error:
+            error.peer = peer
+            raise
 
     def close(self) -> None:
         """Close the socket and its context."""

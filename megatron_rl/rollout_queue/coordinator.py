@@ -139,18 +139,17 @@ class Coordinator:
     def _on_published(self, published: Published, now: float) -> None:
         self._progress_at = now
         self._published = published.version
-        self._groups.finish_training()
+        self._groups.finish_training(published.version)
         if published.is_final:
             self._finished_at = now
             self._abandon_groups()
-        if self._config.eval.prompts and not self._evaluate_only:
-            self._labels.extend(
-                label_at(
-                    published.version,
-                    is_final=published.is_final,
-                    every_steps=self._config.eval.every_steps,
-                )
-            )
+        self._labels.extend(self._labels_at(published.version, is_final=published.is_final))
+
+    def _labels_at(self, version: int, *, is_final: bool) -> list[str]:
+        evaluation = self._config.eval
+        if not evaluation.prompts or self._evaluate_only:
+            return []
+        return label_at(version, is_final=is_final, every_steps=evaluation.every_steps)
 
     def _abandon_groups(self) -> None:
         groups = self._groups.abandon()
@@ -233,8 +232,7 @@ class Coordinator:
     def _form_batch(self, now: float) -> tuple[int, list[Group]] | None:
         """Form the batch that is asked for, if it is due: (step, groups)."""
         asked = self._desk.next_to_form()
-        # No update while an evaluation runs: it would change the version that is measured.
-        if asked is None or self._evaluation is not None or asked[0] > self._published:
+        if asked is None or not self._may_train_on(asked[0]):
             return None
         step, dp_size = asked
         train, queue = self._config.train, self._config.queue
@@ -247,7 +245,7 @@ class Coordinator:
         )
         if numbers is None:
             return None
-        groups, flat_groups = self._groups.take(numbers)
+        groups, flat_groups = self._groups.take(numbers, step)
         self._desk.put(
             form_batch(
                 step,
@@ -267,6 +265,15 @@ class Coordinator:
             self._leases.late_rollouts,
         )
         return step, groups
+
+    def _may_train_on(self, version: int) -> bool:
+        """Whether its batch may be formed: also while the version is being published.
+
+        Not while an evaluation runs, or before one: an update would change what it measures.
+        """
+        if self._evaluation is not None or version > self._published + 1:
+            return False
+        return version <= self._published or not self._labels_at(version, is_final=False)
 
     def _next_lease(self, now: float) -> Outgoing | None:
         min_version = self._min_version()

@@ -4,6 +4,7 @@ Used by the rollout queue.
 """
 
 import dataclasses
+from collections import Counter
 
 from megatron_rl.protocol.types import Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
@@ -65,7 +66,8 @@ class GroupBook:
 
     def __init__(self) -> None:
         self._untaken: dict[int, Group] = {}
-        self._in_training = 0
+        self._in_training: Counter[int] = Counter()
+        """Groups by the step that trains on them."""
         self._flat: list[Group] = []
 
     @property
@@ -76,7 +78,7 @@ class GroupBook:
     @property
     def untrained(self) -> int:
         """Groups that hold a place of the admission bound."""
-        return len(self._untaken) + self._in_training
+        return len(self._untaken) + self._in_training.total()
 
     @property
     def complete(self) -> int:
@@ -102,16 +104,20 @@ class GroupBook:
             for group in self._untaken.values()
         ]
 
-    def take(self, numbers: list[int]) -> tuple[list[Group], list[Group]]:
-        """Move groups into training; they, and the flat groups dropped since the last call."""
+    def take(self, numbers: list[int], step: int) -> tuple[list[Group], list[Group]]:
+        """Move groups into the batch of a step.
+
+        Returns them, and the flat groups dropped since the last call.
+        """
         groups = [self._untaken.pop(number) for number in numbers]
-        self._in_training += len(groups)
+        self._in_training[step] += len(groups)
         flat, self._flat = self._flat, []
         return groups, flat
 
-    def finish_training(self) -> None:
-        """A new version is out: the groups in training are trained."""
-        self._in_training = 0
+    def finish_training(self, version: int) -> None:
+        """A version is out: the groups of the steps before it are trained."""
+        for step in [step for step in self._in_training if step < version]:
+            del self._in_training[step]
 
     def abandon(self) -> list[Group]:
         """Forget and return the groups in no batch: the run is over."""

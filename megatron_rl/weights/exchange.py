@@ -28,15 +28,16 @@ from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import Fence, Hello, LeaveGroup, Pause, Receive, Resume
 from megatron_rl.weights.control import Control
 from megatron_rl.weights.engine_layout import engine_slices, hf_slices
-from megatron_rl.weights.group import close_group, join_group, open_store
+from megatron_rl.weights.group import open_store
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.link import GeneratorLink, GeneratorLost
-from megatron_rl.weights.parcels import connect, send
+from megatron_rl.weights.parcels import send
 from megatron_rl.weights.publisher import Member, Outcome
 from megatron_rl.weights.receiver import Report
 from megatron_rl.weights.reshard import Parcel, Plan, make_plan
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice
+from megatron_rl.weights.transport import Buffers, Channel
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class ExchangeSettings:
     host: str
     """Where the stores of the groups listen."""
     backend: str
-    """Collectives of the groups."""
+    """Collectives of the groups, or IPC: no groups, but memory that ranks on one host share."""
     dtype: torch.dtype
     """Of elements on the wire."""
     bucket_bytes: int
@@ -73,13 +74,18 @@ class Order(msgspec.Struct, frozen=True):
 class _Stream:
     """One trainer rank's end of the exchange with one generator."""
 
-    def __init__(self, rounds: list[list[Parcel]], store: dist.TCPStore | None) -> None:
+    def __init__(self, rounds: list[list[Parcel]]) -> None:
         self.rounds = rounds
-        self.store = store
-        self.group: dist.ProcessGroup | None = None
+        self.channel: Channel | None = None
         self.name = ""
         self.port = 0
         self.attempts = 0
+
+    @property
+    def store(self) -> dist.TCPStore:
+        """Of the exchange; rank 0 opens it before the first transfer."""
+        assert self.channel is not None
+        return self.channel.store
 
 
 class Reshard:
@@ -101,6 +107,7 @@ class Reshard:
         self._control, self._link, self._settings = control, link, settings
         self._streams: dict[str, _Stream] = {}
         self._groups_made = 0
+        self._buffers = Buffers()
         self.peak_bytes = 0
         """Most memory of buffers that this rank has needed."""
 
@@ -187,27 +194,19 @@ class Reshard:
         """This rank's part; why it failed."""
         stream = self._streams[name]
         try:
-            if stream.group is None:
-                if stream.store is None:
-                    stream.store = open_store(
-                        receive.address, receive.port, is_master=False, timeout_s=receive.deadline_s
-                    )
-                stream.group = join_group(
-                    stream.store,
-                    self._control.rank,
-                    receive.world_size,
-                    name=receive.group_name,
-                    backend=receive.backend,
-                    timeout_s=receive.deadline_s,
+            if stream.channel is None:
+                store = open_store(
+                    receive.address, receive.port, is_master=False, timeout_s=receive.deadline_s
                 )
-                connect(stream.group, next(iter(self._parameters.values())).device)
+                stream.channel = Channel(store, self._control.rank, self._buffers)
+            device = next(iter(self._parameters.values())).device
             peak_bytes = send(
                 stream.rounds,
                 self._parameters,
-                stream.group,
+                stream.channel.open(receive, device, ends_at),
                 dtype=self._settings.dtype,
                 version=receive.version,
-                deadline_s=ends_at - time.monotonic(),
+                ends_at=ends_at,
             )
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
         except RuntimeError as error:
@@ -262,7 +261,7 @@ class Reshard:
                 continue
             self._groups_made += 1
             plan = self.plan(member.hello, loads)
-            stream = _Stream(plan.of_sender(self._control.rank), None)
+            stream = _Stream(plan.of_sender(self._control.rank))
             # Unique also among runs: another publisher's group is another one.
             stream.name = f"{self._settings.name}-{self._groups_made}"
             if self._link is not None:
@@ -289,17 +288,17 @@ class Reshard:
 
     def _open_store(self, stream: _Stream, plan: Plan, member: Member) -> None:
         host, timeout_s = self._settings.host, self._settings.deadline_s
-        stream.store = open_store(host, 0, is_master=True, timeout_s=timeout_s)
-        stream.port = stream.store.port
+        store = open_store(host, 0, is_master=True, timeout_s=timeout_s)
+        stream.channel, stream.port = Channel(store, self._control.rank, self._buffers), store.port
         offset = self._control.world_size
         for rank in range(offset, offset + member.hello.world_size):
-            stream.store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))
+            store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))
 
     def forget(self, name: str) -> None:
         """Close the group with a generator that is gone."""
         stream = self._streams.pop(name, None)
-        if stream is not None and stream.group is not None:
-            close_group(stream.group)
+        if stream is not None and stream.channel is not None:
+            stream.channel.close()
 
     def close(self) -> None:
         """Leave all groups."""

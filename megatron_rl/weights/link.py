@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from megatron_rl.protocol.types import Ack, AnyMessage, Failed, Hello, Ping
-from megatron_rl.protocol.wire import DeadlineExceeded, Router
+from megatron_rl.protocol.wire import DeadlineExceeded, Router, WireError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class GeneratorLink:
 
     def listen(self, wait_s: float = 0.0) -> None:
         """Take in what has arrived; waits for a first message up to wait_s."""
-        while (received := self._router.receive(wait_s)) is not None:
+        while (received := self._receive(wait_s)) is not None:
             wait_s = 0.0
             peer, message = received
             match message:
@@ -44,6 +44,14 @@ class GeneratorLink:
                     self._acks.setdefault(peer, set()).add(message.done)
                 case Failed():
                     self._failures[peer] = f"{message.doing}: {message.reason}"
+
+    def _receive(self, wait_s: float) -> tuple[str, AnyMessage] | None:
+        try:
+            return self._router.receive(wait_s)
+        except WireError as error:
+            if not error.peer:
+                raise
+            return error.peer, Failed("message", str(error))
 
     def _greet(self, peer: str, hello: Hello) -> None:
         known = self.peers.get(peer)

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.engine_layout import check_slices
-from megatron_rl.weights.group import close_group, join_group, open_store
-from megatron_rl.weights.parcels import connect, receive
+from megatron_rl.weights.group import open_store
+from megatron_rl.weights.parcels import receive
 from megatron_rl.weights.reshard import Parcel
 from megatron_rl.weights.slices import Slice
+from megatron_rl.weights.transport import Buffers, Channel
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,10 @@ class Refused(RuntimeError):
 class _Link:
     """What is kept between the transfers of one group."""
 
-    store: dist.TCPStore
-    rank: int
+    channel: Channel
     rounds: Rounds
-    group: dist.ProcessGroup | None = None
+    is_checked: bool = False
+    """Whether the plan is known to fit the parameters."""
     version: int = -1
 
 
@@ -81,6 +82,7 @@ class Receiver:
         self._may_pad_ffn = may_pad_ffn
         self._name = ""
         self._link: _Link | None = None
+        self._buffers = Buffers()
 
     def take(self, order: Receive) -> Report:
         """Do as the order says, within its deadline; never raises what a peer can cause."""
@@ -101,9 +103,10 @@ class Receiver:
 
     def leave(self) -> None:
         """Leave the group, if there is one. Senders that wait for this rank fail then."""
-        if self._link is not None and self._link.group is not None:
-            close_group(self._link.group)
+        if self._link is not None:
+            self._link.channel.close()
         self._link, self._name = None, ""
+        self._buffers = Buffers()
 
     def _link_of(self, order: Receive, rank: int) -> _Link:
         if self._link is None or self._name != order.group_name:
@@ -111,7 +114,10 @@ class Receiver:
             store = open_store(
                 order.address, order.port, is_master=False, timeout_s=order.deadline_s
             )
-            self._link, self._name = _Link(store, rank, []), order.group_name
+            self._link, self._name = (
+                _Link(Channel(store, rank, self._buffers), []),
+                order.group_name,
+            )
             self._link.rounds = msgspec.json.decode(store.get(f"plan/{rank}"), type=Rounds)
         return self._link
 
@@ -119,27 +125,19 @@ class Receiver:
         """ends_at: monotonic time."""
         parameters = self._parameters()
         self._check(order, link, parameters)
-        self._tell(f"ready/{order.attempt}/{link.rank}", b"")
-        link.store.set_timeout(timedelta(seconds=max(0.0, ends_at - time.monotonic())))
-        if link.store.get(f"go/{order.attempt}") != b"1":
+        store = link.channel.store
+        self._tell(f"ready/{order.attempt}/{link.channel.rank}", b"")
+        store.set_timeout(timedelta(seconds=max(0.0, ends_at - time.monotonic())))
+        if store.get(f"go/{order.attempt}") != b"1":
             raise Refused("trainer rank 0 called the transfer off")
-        if link.group is None:
-            link.group = join_group(
-                link.store,
-                link.rank,
-                order.world_size,
-                name=order.group_name,
-                backend=order.backend,
-                timeout_s=order.deadline_s,
-            )
-            connect(link.group, next(iter(parameters.values())).device)
+        device = next(iter(parameters.values())).device
         result = receive(
             link.rounds,
             parameters,
-            link.group,
+            link.channel.open(order, device, ends_at),
             dtype=self._dtype,
             version=order.version,
-            deadline_s=ends_at - time.monotonic(),
+            ends_at=ends_at,
         )
         link.version = order.version
         return Report(
@@ -151,18 +149,19 @@ class Receiver:
             raise Refused(
                 f"version {order.version} would replace {link.version}: it never goes back"
             )
-        if link.group is None:
+        if not link.is_checked:
             moves = [move for each in link.rounds for parcel in each for move in parcel.moves]
             slices = [
                 Slice("", 0, 0, m.rows, m.columns, m.target, m.target_row, m.target_column)
                 for m in moves
             ]
             check_slices(slices, parameters, may_pad_ffn=self._may_pad_ffn)
+            link.is_checked = True
 
     def _tell(self, key: str, value: bytes) -> None:
         assert self._link is not None
         try:
-            self._link.store.set(key, value)
+            self._link.channel.store.set(key, value)
         except dist.DistError:
             # The trainer is gone; it learns nothing more of us, and we nothing of it.
             log.warning("the exchange's store does not take %s", key)

@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,11 +20,12 @@ from generation.engine import Engine
 from megatron_rl.protocol.types import Bucket, Hello, JoinGroup, Receive
 from megatron_rl.weights.engine_layout import hf_slices
 from megatron_rl.weights.exchange import receiver_slices
-from megatron_rl.weights.group import close_group, join_group, open_group, open_store
-from megatron_rl.weights.parcels import connect, send
+from megatron_rl.weights.group import close_group, open_group, open_store
+from megatron_rl.weights.parcels import send
 from megatron_rl.weights.receiver import Report
 from megatron_rl.weights.reshard import Plan, make_plan
 from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.transport import Buffers, Channel
 
 TIMEOUT_S = 30.0
 BUCKET_BYTES = 100_000
@@ -91,7 +93,7 @@ class SliceSender:
         for rank in range(1, order.world_size):
             rounds = exchange.plan.of_receiver(rank)
             self._store.set(f"plan/{rank}", msgspec.json.encode(rounds))
-        self._group: dist.ProcessGroup | None = None
+        self._channel = Channel(self._store, 0, Buffers())
 
     def send(self, exchange: Exchange, parameters: dict[str, Tensor]) -> list[Report]:
         """What the receivers say."""
@@ -100,22 +102,17 @@ class SliceSender:
             refusal = self._store.get(f"ready/{order.attempt}/{rank}")
             assert not refusal, refusal
         self._store.set(f"go/{order.attempt}", "1")
-        if self._group is None:
-            self._group = join_group(
-                self._store, 0, order.world_size,
-                name=order.group_name, backend=order.backend, timeout_s=TIMEOUT_S,
-            )  # fmt: skip
-            connect(self._group, torch.device("cpu"))
+        ends_at = time.monotonic() + TIMEOUT_S
+        transport = self._channel.open(order, torch.device("cpu"), ends_at)
         send(
-            exchange.plan.of_sender(0), parameters, self._group,
-            dtype=torch.float32, version=order.version, deadline_s=TIMEOUT_S,
+            exchange.plan.of_sender(0), parameters, transport,
+            dtype=torch.float32, version=order.version, ends_at=ends_at,
         )  # fmt: skip
         found = [self._store.get(f"done/{order.attempt}/{rank}") for rank in ranks]
         return [msgspec.json.decode(report, type=Report) for report in found]
 
     def close(self) -> None:
-        if self._group is not None:
-            close_group(self._group)
+        self._channel.close()
 
 
 def check_reports(reports: list[Report], plan: Plan) -> None:

@@ -236,6 +236,7 @@ def test_sigterm_ends_a_worker_that_is_still_starting(models_dir: Path, tmp_path
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.exhaustive
 def test_a_server_that_fails_to_start_shows_its_log(models_dir: Path, tmp_path: Path) -> None:
     config = make_config(models_dir, tmp_path / "run")
     folder = tmp_path / "broken"

@@ -1,20 +1,24 @@
-"""Slices between two processes over NCCL.
+"""Slices between two processes over NCCL, and through memory of one GPU.
 
-Each test is a row of docs/gpu-evidence.md. Two GPUs, or one that both processes share: NCCL refuses
-that unless they seem to be on different hosts.
+Each test is a row of docs/gpu-evidence.md. NCCL takes two GPUs, or one that both processes share:
+it refuses that unless they seem to be on different hosts.
 """
 
 import os
+import time
+from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.weights.group import join_group, open_store
-from megatron_rl.weights.parcels import Digest, Received, connect, receive, send
+from megatron_rl.protocol.types import Receive
+from megatron_rl.weights.group import open_store
+from megatron_rl.weights.memory.digests import WordSums
+from megatron_rl.weights.parcels import Received, receive, send
 from megatron_rl.weights.reshard import make_plan
 from megatron_rl.weights.slices import Slice
+from megatron_rl.weights.transport import IPC, Buffers, Channel
 from tests.distributed import run_ranks
 from tests.generation.publisher import free_port
 
@@ -29,9 +33,9 @@ def matrix(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=numbers).bfloat16()
 
 
-def device_of(rank: int) -> torch.device:
+def device_of(rank: int, backend: str) -> torch.device:
     """A GPU for each rank, or one for both."""
-    count = torch.cuda.device_count()
+    count = 1 if backend == IPC else torch.cuda.device_count()
     if count == 1:
         os.environ["NCCL_HOSTID"] = f"host-{rank}"
     device = torch.device("cuda", rank % count)
@@ -39,16 +43,19 @@ def device_of(rank: int) -> torch.device:
     return device
 
 
-def exchange(port: int, expected_version: int) -> tuple[bool, Received | None, int]:
+def exchange(
+    port: int, expected_version: int, backend: str = "nccl"
+) -> tuple[bool, Received | None, int]:
     """Rank 0 holds a matrix, rank 1 its two halves by columns and a vector.
 
     Returns (whether all is right, what was received, most bytes of buffers).
     """
     rank = int(os.environ["RANK"])
-    device = device_of(rank)
+    device = device_of(rank, backend)
     store = open_store("127.0.0.1", port, is_master=rank == 0, timeout_s=LIMIT_S)
-    group = join_group(store, rank, 2, name="cuda", backend="nccl", timeout_s=LIMIT_S)
-    connect(group, device)
+    ends_at = time.monotonic() + LIMIT_S
+    order = Receive("127.0.0.1", port, "cuda", backend, 1, 2, 0, 1, LIMIT_S)
+    transport = Channel(store, rank, Buffers()).open(order, device, ends_at)
     whole, vector = matrix(ROWS, COLUMNS), matrix(1, 77)[0]
     vector_slice = Slice("v", 0, 0, 77, 1, "v", 0, 0)
     halves = [
@@ -61,21 +68,20 @@ def exchange(port: int, expected_version: int) -> tuple[bool, Received | None, i
         itemsize=2,
         bucket_bytes=1 << 20,
     )
-    options = {"dtype": torch.bfloat16, "deadline_s": LIMIT_S}
+    options = {"dtype": torch.bfloat16, "ends_at": ends_at}
     if rank == 0:
         held = {"m": whole.to(device), "v": vector.to(device)}
-        peak = send(plan.of_sender(0), held, group, version=1, **options)
-        # Until the other has received: the store is here.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        torch.cuda.synchronize()
+        peak = send(plan.of_sender(0), held, transport, version=1, **options)
+        # The store is here.
+        store.wait(["over"], timedelta(seconds=LIMIT_S))
         return True, None, peak
     held = {
         "left": torch.zeros(ROWS, CUT, dtype=torch.bfloat16, device=device),
         "right": torch.zeros(ROWS, COLUMNS - CUT, dtype=torch.bfloat16, device=device),
         "v": torch.zeros(77, dtype=torch.bfloat16, device=device),
     }
-    result = receive(plan.of_receiver(1), held, group, version=expected_version, **options)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    result = receive(plan.of_receiver(1), held, transport, version=expected_version, **options)
+    store.set("over", "")
     found = torch.cat([held["left"], held["right"]], 1).cpu()
     is_right = torch.equal(found, whole) and torch.equal(held["v"].cpu(), vector)
     return is_right, result, result.peak_bytes
@@ -90,6 +96,15 @@ def test_slices_arrive_over_nccl_bit_for_bit_in_two_buckets() -> None:
     assert max(sent_peak, peak) <= 2 << 20
 
 
+def test_slices_pass_through_memory_that_two_processes_share_on_one_gpu() -> None:
+    (_, _, sent_peak), (is_right, received, peak) = run_ranks(
+        exchange, 2, free_port(), 1, IPC, timeout_s=2 * LIMIT_S
+    )
+    assert is_right and received is not None
+    assert (received.damaged, received.payload_bytes) == (0, 2 * (ROWS * COLUMNS + 77))
+    assert 0 < sent_peak <= 2 << 20 and peak == 0
+
+
 def test_another_version_is_noticed_on_the_device() -> None:
     _, (_, received, _) = run_ranks(exchange, 2, free_port(), 2, timeout_s=2 * LIMIT_S)
     assert received is not None and received.damaged > 0
@@ -99,12 +114,12 @@ def digests() -> tuple[str, list[int], list[int]]:
     payload = matrix(64, 4099)[:, :4096].contiguous().view(-1).view(torch.uint8)
     found = []
     for device in (torch.device("cpu"), torch.device("cuda")):
-        content = Digest(device)
+        content = WordSums(device)
         content.add(payload.to(device))
         found.append(content.words())
     return found[1].device.type, found[0].tolist(), found[1].tolist()
 
 
-def test_the_digest_is_taken_on_the_device_and_is_that_of_the_host() -> None:
+def test_the_sums_are_taken_on_the_device_and_are_those_of_the_host() -> None:
     device, host_words, device_words = run_ranks(digests, 1)[0]
     assert device == "cuda" and device_words == host_words

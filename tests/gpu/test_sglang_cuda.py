@@ -1,7 +1,7 @@
 """Publishing from a trainer rank to SGLang on CUDA: slices in bf16, full tensors to an FP8 engine.
 
-Each test is a row of docs/gpu-evidence.md. Two GPUs: the first for the trainer rank, the last for
-the engine.
+Each test is a row of docs/gpu-evidence.md. The first GPU is the trainer rank's, the last one the
+engine's; over NCCL these must be two.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ LIMIT_S = 500
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(LIMIT_S + 60),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs"),
 ]
+takes_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
 PROMPT = [5, 6, 7, 8, 9, 10, 250]
 BF16_TOLERANCE = 0.05
 FP8_TOLERANCE = 0.3
@@ -55,7 +55,7 @@ def publish_changed(cfg: Config, export: Path) -> dict[str, float]:
         return {metric.name: metric.value for metric in weights.metrics}
 
 
-def make_config(folder: Path, quantization: str) -> Config:
+def make_config(folder: Path, quantization: str, method: str) -> Config:
     torch.manual_seed(5)
     sizes = {
         "vocab_size": 512,
@@ -77,7 +77,7 @@ def make_config(folder: Path, quantization: str) -> Config:
                 "kv_tokens": 8192,
                 "start_timeout_s": 300.0,
             },
-            "weights": {"bucket_bytes": 1 << 20, "deadline_s": 60.0},
+            "weights": {"method": method, "bucket_bytes": 1 << 20, "deadline_s": 60.0},
             "ports": {"weights": free_port(), "engine": free_port()},
         }
     )
@@ -120,9 +120,12 @@ async def compare_parameters(engine: SGLangEngine, cfg: Config) -> None:
 
 
 def run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str = "",
+    method: str = "reshard",
 ) -> tuple[dict[str, float], list[Completion], Path]:
-    cfg, export = make_config(folder, quantization), folder / "export"
+    cfg, export = make_config(folder, quantization, method), folder / "export"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(torch.cuda.device_count() - 1))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     for name in (layout_loader.OLD, layout_loader.NEW):
@@ -149,18 +152,34 @@ def differences(found: list[Completion], export: Path) -> torch.Tensor:
     )
 
 
+@takes_two
 def test_slices_in_bf16_reach_sglang_over_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics, found, export = run(tmp_path, monkeypatch, "")
+    check_slices(tmp_path, *run(tmp_path, monkeypatch))
+
+
+def test_slices_in_bf16_reach_sglang_by_ipc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both on the first GPU.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_slices(tmp_path, *run(tmp_path, monkeypatch, method="ipc"))
+
+
+def check_slices(
+    folder: Path, metrics: dict[str, float], found: list[Completion], export: Path
+) -> None:
+    """They arrived bit for bit, and the engine samples from them."""
     assert metrics["publish/damaged_parcels"] == 0 and metrics["publish/transfer_s"] > 0
-    report = json.loads((tmp_path / "0.json").read_text())
+    report = json.loads((folder / "0.json").read_text())
     assert "error" not in report, report["error"]
     assert report["different"] == [] and report["unused"] == []
     assert {span.version for one in found for span in one.spans} == {0}
     assert differences(found, export).abs().mean() < BF16_TOLERANCE
 
 
+@takes_two
 def test_an_fp8_engine_quantises_the_full_tensors_that_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

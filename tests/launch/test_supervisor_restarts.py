@@ -88,15 +88,15 @@ class Launched:
             text=True,
         )
 
-    def life(self, number: int) -> list[psutil.Process]:
-        """Generator, server and the server's child of one life, as soon as it is ready."""
+    def life(self, number: int) -> list[int]:
+        """Generator, server and the server's child of one life, once it was ready: their pids."""
         path = self.folder / "lives"
         deadline = time.monotonic() + 20
         while not path.exists() or path.read_text().count("\n") <= number:
             assert self.process.poll() is None, self.process.stdout.read()
             assert time.monotonic() < deadline, f"life {number} of the generator did not come"
             time.sleep(0.02)
-        return [psutil.Process(int(pid)) for pid in path.read_text().splitlines()[number].split()]
+        return [int(pid) for pid in path.read_text().splitlines()[number].split()]
 
     def tell_to_end(self, name: str) -> None:
         (self.folder / name).touch()
@@ -127,9 +127,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def is_alive(process: psutil.Process) -> bool:
+def is_alive(pid: int) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -139,18 +139,18 @@ def test_killed_generator_comes_back_and_nothing_of_the_dead_one_is_left(tmp_pat
         for number in range(2):
             generator, *left_behind = run.life(number)
             killed_at = time.monotonic()
-            os.kill(generator.pid, signal.SIGKILL)
+            os.kill(generator, signal.SIGKILL)
             new = run.life(number + 1)  # it holds the same port
             assert time.monotonic() - killed_at > PAUSE_S * 2**number
-            assert not any(is_alive(process) for process in left_behind)
-            assert all(is_alive(process) for process in new)
+            assert not any(is_alive(pid) for pid in left_behind)
+            assert all(is_alive(pid) for pid in new)
         run.tell_to_end("queue")
         code, output = run.end()
     assert code == 0
     assert re.findall(r"exit_code=(-?\d+), count=(\d)", output) == [("-9", "1"), ("-9", "2")]
     assert run.generator_log.count("generator says hello") == 3
     assert "--- ended with signal 9; restart 2 of 2 ---" in run.generator_log
-    assert not any(is_alive(process) for process in new)
+    assert not any(is_alive(pid) for pid in new)
 
 
 def test_the_run_ends_when_the_restarts_are_used_up(tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_the_run_ends_when_the_restarts_are_used_up(tmp_path: Path) -> None:
     assert code == 1
     assert "generator-0 ended with exit code 3; its restarts are used up" in output
     assert "generator says hello" in output
-    assert not any(is_alive(process) for process in lives)
+    assert not any(is_alive(pid) for pid in lives)
 
 
 def test_without_restarts_a_death_ends_the_run(tmp_path: Path) -> None:
     with launched(tmp_path, limit=0) as run:
-        os.kill(run.life(0)[0].pid, signal.SIGKILL)
+        os.kill(run.life(0)[0], signal.SIGKILL)
         code, output = run.end()
     assert code == 1 and "generator-0 ended with signal 9. The end of" in output
 
@@ -189,7 +189,7 @@ def test_bad_input_after_it_was_ready_is_restarted(tmp_path: Path) -> None:
 
 def test_generator_that_dies_while_the_run_ends_is_not_restarted(tmp_path: Path) -> None:
     with launched(tmp_path, limit=3) as run:
-        os.kill(run.life(0)[0].pid, signal.SIGKILL)
+        os.kill(run.life(0)[0], signal.SIGKILL)
         run.tell_to_end("queue")  # within the pause
         code, output = run.end()
     assert (code, output) == (0, "")
@@ -200,6 +200,6 @@ def test_generator_that_dies_after_the_trainer_ended_ends_the_run(tmp_path: Path
         generator = run.life(0)[0]
         run.tell_to_end("trainer")
         time.sleep(0.5)
-        os.kill(generator.pid, signal.SIGKILL)
+        os.kill(generator, signal.SIGKILL)
         code, output = run.end()
     assert code == 1 and "generator-0 ended with signal 9; it is too late for a restart" in output

@@ -80,12 +80,18 @@ class ScriptedPeers:
         dp_size: int = 1,
         hold: int = 0,
         trains: bool = True,
+        publish_s: float = 0.0,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         """hold: completions kept back until others follow, so that they straddle a publish.
 
-        on_step is called after each batch.
+        publish_s: how long a publish takes. on_step is called after each batch.
         """
+        self.publish_s = publish_s
+        self.publishing: tuple[float, int] | None = None
+        """(when it ends, version)"""
+        self.early_steps: list[int] = []
+        """Steps whose batch came during the publish before them."""
         self.on_step = on_step
         self.config, self.dp_size, self.trains = config, dp_size, trains
         host = config.ports.host
@@ -134,6 +140,7 @@ class ScriptedPeers:
             for rank, trainer in enumerate(self.trainers):
                 while (message := trainer.receive(0)) is not None:
                     self._on_trainer(rank, message)
+            self._advance()
         return queue.wait(timeout=5)
 
     def close(self) -> None:
@@ -174,13 +181,34 @@ class ScriptedPeers:
         self.ready_at = time.monotonic() + 0.5
 
     def _publish(self, version: int) -> None:
-        self.version = version
-        self._announce()
-        # Every rank but 0 asks before rank 0 announces the version: the queue must cope.
+        self.publishing = (time.monotonic() + self.publish_s, version)
+        if version < self.config.train.steps:
+            self._ask(version)
+
+    def _ask(self, version: int) -> None:
         for rank in reversed(range(self.dp_size)):
-            if rank == 0:
-                self.trainers[0].send(Published(version, version == self.config.train.steps))
             self.trainers[rank].send(NextBatch(version, rank, self.dp_size))
+
+    def _advance(self) -> None:
+        """End a publish when it is time, and train on a batch that is complete."""
+        if self.publishing is not None and time.monotonic() >= self.publishing[0]:
+            (_, self.version), self.publishing = self.publishing, None
+            self._announce()
+            is_final = self.version == self.config.train.steps
+            self.trainers[0].send(Published(self.version, is_final))
+            if is_final:
+                self._ask(self.version)
+        if len(self.shares) < self.dp_size:
+            return
+        if self.publishing is not None:
+            if self.step not in self.early_steps:
+                self.early_steps.append(self.step)
+            return
+        self.batches.append([self.shares[rank] for rank in range(self.dp_size)])
+        self.shares = {}
+        self.step += 1
+        self.on_step(self.step)
+        self._publish(self.step)
 
     def _on_generator(self, message: Lease | Stop) -> None:
         if isinstance(message, Stop):
@@ -235,9 +263,3 @@ class ScriptedPeers:
             return
         assert (message.step, message.dp_rank) == (self.step, rank)
         self.shares[rank] = message
-        if len(self.shares) == self.dp_size:
-            self.batches.append([self.shares[r] for r in range(self.dp_size)])
-            self.shares = {}
-            self.step += 1
-            self.on_step(self.step)
-            self._publish(self.step)

@@ -24,10 +24,12 @@ def test_flat_group_is_dropped_and_counted_and_frees_its_place() -> None:
         book.open(group)
     assert book.close(flat) and not book.close(useful)
     assert book.untrained == book.complete == 1
-    groups, dropped = book.take([1])
+    groups, dropped = book.take([1], 3)
     assert (groups, dropped) == ([useful], [flat])
     assert (book.untaken, book.untrained) == (0, 1)
-    book.finish_training()
+    book.finish_training(3)
+    assert book.untrained == 1
+    book.finish_training(4)
     assert book.untrained == 0
 
 

@@ -95,6 +95,24 @@ def check_files(folder: Path, peers: ScriptedPeers) -> None:
     assert min(version for version, _ in peers.leases) >= 0
 
 
+def test_batches_come_while_a_version_is_published_but_for_those_after_an_evaluation(
+    tmp_path: Path,
+) -> None:
+    config = write_config(
+        tmp_path, 40, 10, train=TRAIN, queue={"max_staleness": 2, "strict_staleness": True},
+        eval={"prompts": 8, "every_steps": 3}, generator={"max_running": 64},
+    )  # fmt: skip
+    queue = start_queue(config)
+    peers = ScriptedPeers(config, dp_size=2, publish_s=0.5)
+    try:
+        assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
+    finally:
+        queue.kill()
+        peers.close()
+    assert peers.early_steps == [1, 2, 4, 5]
+    check_batches(peers, 2)
+
+
 def test_evaluate_only_evaluates_once_and_stops(tmp_path: Path) -> None:
     config = write_config(tmp_path, 0, 5, eval={"prompts": 5}, train=TRAIN)
     queue = start_queue(config, "--evaluate-only", "control", "eval.samples=3")

@@ -25,6 +25,7 @@ from megatron_rl.weights.link import GeneratorLink
 from megatron_rl.weights.names import Place, hf_shapes, place_of, trainer_slices
 from megatron_rl.weights.publisher import Member, Method, Outcome, WeightPublisher
 from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.transport import IPC
 from tests.weights.made_up import SHAPE, allocate, fill, values
 from tests.weights.scripted_generators import Generator, host
 
@@ -154,8 +155,9 @@ def open_method(
 ) -> tuple[Method, Callable[[], None]]:
     """The method, and what makes the parameters those of `version[0]`."""
     name = control.share(f"test-{time.time_ns()}", str)
+    backend = IPC if setup.method == "ipc" else "gloo"
     settings = ExchangeSettings(
-        "127.0.0.1", "gloo", torch.float32, setup.bucket_bytes, setup.deadline_s, name
+        "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name
     )
     like = Place(Share(0, setup.tensor), Share(0, setup.pipeline), Share())
     senders = {

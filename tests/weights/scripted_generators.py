@@ -26,11 +26,11 @@ from generation.engine import EngineError
 from generation.weight_client import WeightClient
 from megatron_rl.protocol.process import die_with_parent
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
-from megatron_rl.weights import parcels, receiver
+from megatron_rl.weights import parcels, transport
 from megatron_rl.weights.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.layouts import Share
-from megatron_rl.weights.parcels import Message
+from megatron_rl.weights.messages import Message
 from megatron_rl.weights.receiver import Receiver
 from megatron_rl.weights.shape import ModelShape
 from tests.weights.made_up import SHAPE, allocate, fill
@@ -204,11 +204,11 @@ class EngineRank:
             pipe.send(answer)
 
     def take(self, order: Receive, fault: str) -> bool:
-        real_unpack, real_join = parcels.unpack, receiver.join_group
+        real_unpack, real_join = parcels.unpack, transport.join_group
         if self._rank == 0:
             bring(fault, order.deadline_s)
         self._receiver.take(order)
-        parcels.unpack, receiver.join_group = real_unpack, real_join
+        parcels.unpack, transport.join_group = real_unpack, real_join
         return True
 
     def is_right(self, version: int, fault: str) -> bool:
@@ -261,6 +261,6 @@ def bring(fault: str, deadline_s: float) -> None:
         os.killpg(0, signal.SIGKILL)
 
     if fault == "die join":
-        receiver.join_group = join
+        transport.join_group = join
     elif fault:
         parcels.unpack = unpack

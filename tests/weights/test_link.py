@@ -94,6 +94,17 @@ def test_what_one_generator_does_is_not_another_ones(peers: Peers) -> None:
     thread.join()
 
 
+@pytest.mark.parametrize("frames", [[b"garbage"], [b"", b"two"]])
+def test_what_is_no_message_is_a_failure_of_who_sent_it(peers: Peers, frames: list[bytes]) -> None:
+    one, other = peers.join("a"), peers.join("b")
+    one.socket.send_multipart(frames)
+    with pytest.raises(GeneratorLost, match="a failed: message: received .* frame"):
+        peers.link.ask("a", Pause(), soon())
+    thread = answer(other, Ack("Pause"))
+    peers.link.ask("b", Pause(), soon())
+    thread.join()
+
+
 def test_a_restart_in_the_middle_is_a_failure(peers: Peers) -> None:
     dealer = peers.join("a")
     thread = answer(dealer, Hello(1, "scripted", "1", session=2))

@@ -23,9 +23,11 @@ from generation import sglang_loader
 from generation.sglang_orders import ORDERS_VARIABLE, read_order
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights import receiver
-from megatron_rl.weights.parcels import Received, buffer_bytes
+from megatron_rl.weights.messages import buffer_bytes
+from megatron_rl.weights.parcels import Received
 from megatron_rl.weights.receiver import Receiver
 from megatron_rl.weights.reshard import Parcel
+from megatron_rl.weights.transport import GroupTransport
 from tools.bench.weights_figures import RAW_GROUP
 
 LOADER = "tools.bench.weights_loader.load"
@@ -78,28 +80,29 @@ def resident_bytes(key: str) -> int:
 def send_raw(
     rounds: Sequence[Sequence[Parcel]],
     parameters: dict[str, torch.Tensor],
-    group: dist.ProcessGroup,
+    transport: GroupTransport,
     *,
     dtype: torch.dtype,
     version: int,
-    deadline_s: float,
+    ends_at: float,
 ) -> int:
     """As `parcels.send`, but of plain bytes."""
-    return _exchange(rounds, group, dtype, dist.isend, lambda parcel: parcel.receiver, deadline_s)
+    group = transport._group
+    return _exchange(rounds, group, dtype, dist.isend, lambda parcel: parcel.receiver, ends_at)
 
 
 def receive_raw(
     rounds: Sequence[Sequence[Parcel]],
     parameters: dict[str, torch.Tensor],
-    group: dist.ProcessGroup,
+    transport: GroupTransport,
     *,
     dtype: torch.dtype,
     version: int,
-    deadline_s: float,
+    ends_at: float,
 ) -> Received:
     """As `parcels.receive`, but of plain bytes, which nobody looks at."""
-    started = time.monotonic()
-    peak = _exchange(rounds, group, dtype, dist.irecv, lambda parcel: parcel.sender, deadline_s)
+    started, group = time.monotonic(), transport._group
+    peak = _exchange(rounds, group, dtype, dist.irecv, lambda parcel: parcel.sender, ends_at)
     payload = sum(parcel.size for each in rounds for parcel in each) * dtype.itemsize
     return Received(payload, peak, time.monotonic() - started)
 
@@ -110,10 +113,9 @@ def _exchange(
     dtype: torch.dtype,
     operation: Callable[..., object],
     peer_of: Callable[[Parcel], int],
-    deadline_s: float,
+    ends_at: float,
 ) -> int:
     """One message a parcel, two rounds in flight, in memory that is kept and already mapped."""
-    ends_at = time.monotonic() + deadline_s
     largest = max(sum(buffer_bytes(parcel, dtype) for parcel in each) for each in rounds)
     flying: list[dist.Work] = []
     for number, parcels in enumerate(rounds):
