@@ -3,7 +3,7 @@
 #
 #   bash examples/one_gpu.sh --model DIR --prompts FILE [--run-dir DIR] [section.key=value ...]
 #
-# For example Qwen2.5-1.5B-Instruct. Weights travel through the run folder: have it on a fast disk.
+# For example Qwen2.5-1.5B-Instruct.
 set -euo pipefail
 HERE=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 exec bash "$HERE/launch.sh" "$HERE/one_gpu.toml" "$@"

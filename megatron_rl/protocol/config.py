@@ -102,8 +102,8 @@ class GeneratorConfig(Section):
     tensor_parallel: PositiveInt = 1
     """Ranks of one engine."""
     shares_gpus: bool = False
-    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk":
-    two ranks of NCCL do not share a GPU."""
+    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk",
+    or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
     quantization: str = ""
     """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
     Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
@@ -233,10 +233,13 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
             )
-        if self.generator.shares_gpus and self.weights.method not in ("ipc", "disk"):
+        possible = ("disk", "ipc") if self.parallel.world_size == 1 else ("disk",)
+        if self.generator.shares_gpus and self.weights.method not in possible:
+            # An engine sees its own GPUs alone, and memory of others cannot be opened there.
             raise ValueError(
-                f"generator.shares_gpus with weights.method={self.weights.method!r}: two ranks of "
-                "NCCL do not share a GPU; use weights.method='ipc'"
+                f"generator.shares_gpus with {self.parallel.world_size} trainer ranks needs "
+                f"weights.method {' or '.join(possible)}, not {self.weights.method!r}: two ranks "
+                "of NCCL do not share a GPU"
             )
         if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
             raise ValueError(

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_rl.placement import HostRoles, gpu_environment, listed_gpus, place
 from megatron_rl.protocol.config import Config, GeneratorConfig, ParallelConfig, WeightsConfig
+from megatron_rl.protocol.config_file import ConfigError, load_config
 from megatron_rl.protocol.process import InputError
 
 
@@ -63,6 +64,24 @@ def test_engines_on_the_trainers_gpus_only_where_that_is_wanted() -> None:
 def test_what_does_not_fit_is_refused(ranks: int, replicas: int, width: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         place(config(ranks, replicas, width), hosts=2, gpus_per_host=8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method", "is_possible"),
+    [(1, "ipc", True), (1, "disk", True), (2, "disk", True), (2, "ipc", False),
+     (1, "reshard", False)],
+)  # fmt: skip
+def test_shared_gpus_need_a_method_that_works_there(
+    ranks: int, method: str, is_possible: bool
+) -> None:
+    overrides = [
+        f"parallel.data={ranks}", f"weights.method={method}", "generator.shares_gpus=true",
+    ]  # fmt: skip
+    if is_possible:
+        load_config(None, overrides)
+    else:
+        with pytest.raises(ConfigError, match="two ranks of NCCL do not share a GPU"):
+            load_config(None, overrides)
 
 
 def test_a_role_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
