@@ -83,7 +83,7 @@ class OptimizerConfig(Section):
     """Global gradient norm limit."""
     offload: bool = False
     """Keep masters and moments in host memory and update them there; GPU only, needs
-    parallel.distributed_optimizer."""
+    parallel.distributed_optimizer and no checkpoints."""
     skip_grad_norm: float = Field(default=0.0, ge=0)
     """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
 
