@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -41,6 +42,11 @@ def sharded_optimizer_state(
     model: sharded state dict of this rank's chunks, its data the parameters themselves. Tensors may
     share memory with the optimizer. With is_loading their content is of no account.
     """
+    if is_loading:
+        for inner in _inner(optimizer):
+            if isinstance(inner, HybridDeviceOptimizer) and not inner.state:
+                # Allocates the state, and changes the parameters, which are loaded too.
+                inner.dummy_step()
     owners = _by_parameter(model)
     states = (
         state for part in _parts(optimizer, owners) for state in part.states(is_loading=is_loading)
@@ -57,28 +63,37 @@ def sharded_optimizer_state(
 
 
 def restore_optimizer_state(
-    optimizer: MegatronOptimizer, model: Mapping[str, Any], loaded: Mapping[str, State]
+    optimizer: MegatronOptimizer, model: Mapping[str, Any], loaded: Mapping[str, State], steps: int
 ) -> None:
     """Take in what was loaded in place of `sharded_optimizer_state(..., is_loading=True)`.
 
-    The model's parameters must hold their loaded values by now.
+    steps: the saved `adam_steps`. The model's parameters must hold their loaded values by now.
     """
     number = 0
     for part in _parts(optimizer, _by_parameter(model)):
         for parameter in part.parameters:
             part.put(parameter, loaded[str(number)])
             number += 1
-
-
-def adam_step(optimizer: MegatronOptimizer) -> int:
-    """Updates that Adam has made, for its bias correction."""
-    return max((int(group.get("step", 0)) for group in optimizer.param_groups), default=0)
-
-
-def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Make Adam go on after so many updates."""
     for group in optimizer.param_groups:
-        group["step"] = step
+        group["step"] = steps
+    for inner in _inner(optimizer):
+        if isinstance(inner, HybridDeviceOptimizer):
+            for state in inner.state.values():
+                state["step"] = torch.tensor(float(steps))
+            inner._sync_hdo_state_to_sub_optimizers()
+
+
+def adam_steps(optimizer: MegatronOptimizer) -> int:
+    """Updates that Adam has made, for its bias correction."""
+    # torch's AdamW, which updates offloaded state, counts them for each parameter.
+    counters = [*optimizer.param_groups]
+    counters += [state for inner in _inner(optimizer) for state in inner.state.values()]
+    return max((int(counter.get("step", 0)) for counter in counters), default=0)
+
+
+def _inner(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that make the updates; a rank without parameters of a kind has none."""
+    return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 
 def _by_parameter(model: Mapping[str, Any]) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
@@ -93,8 +108,9 @@ def _parts(
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:
             continue
-        # Moments of 0 where no step was taken yet: what Adam would start from.
-        part.init_state_fn(part.optimizer, part.config)
+        if not isinstance(part.optimizer, HybridDeviceOptimizer):
+            # Moments of 0 where no step was taken yet: what Adam would start from.
+            part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer):
             yield _Distributed(part)
         else:

@@ -16,9 +16,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.model import unwrap
 from megatron_rl.optimizer_state import (
-    adam_step,
+    adam_steps,
     restore_optimizer_state,
-    set_adam_step,
     sharded_optimizer_state,
 )
 from megatron_rl.policy import Policy
@@ -33,6 +32,7 @@ def sharded_state(trainer: Trainer, step: int) -> dict[str, Any]:
 
     Tensors may share memory with the trainer.
     """
+    trainer.gather()
     model = _model_state(trainer.policy)
     return {
         **model,
@@ -41,7 +41,7 @@ def sharded_state(trainer: Trainer, step: int) -> dict[str, Any]:
         "common": {
             "step": step,
             "optimizer_steps": trainer.steps_done,
-            "adam_step": adam_step(trainer.optimizer),
+            "adam_steps": adam_steps(trainer.optimizer),
             "shape": dataclasses.asdict(trainer.policy.shape),
             "model_parallel_sizes": list(_model_parallel_sizes()),
         },
@@ -70,8 +70,10 @@ def restore(trainer: Trainer, folder: Path) -> int:
     for name, chunk in _chunks(trainer.policy).items():
         chunk.load_state_dict(loaded[name])
     # A second look at the model: the first one's tensors may be gone into what was loaded.
-    restore_optimizer_state(trainer.optimizer, _model_state(trainer.policy), loaded["optimizer"])
-    set_adam_step(trainer.optimizer, common["adam_step"])
+    model = _model_state(trainer.policy)
+    restore_optimizer_state(
+        trainer.optimizer, model, loaded["optimizer"], steps=common["adam_steps"]
+    )
     trainer.steps_done = common["optimizer_steps"]
     if is_same_split:
         trainer.policy.backend.set_random_states(loaded["random"])

@@ -3,55 +3,26 @@
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megatron_rl.background_save import BackgroundSave
 from megatron_rl.loss import LOSSES
 from megatron_rl.model import unwrap
 from megatron_rl.optimizer import build_optimizer
-from megatron_rl.optimizer_state import restore_optimizer_state, sharded_optimizer_state
+from megatron_rl.optimizer_state import adam_steps, restore_optimizer_state, sharded_optimizer_state
 from megatron_rl.policy import open_policy
 from megatron_rl.protocol.config import Config, OptimizerConfig, ParallelConfig
 from megatron_rl.protocol.config_file import load_config
-from megatron_rl.protocol.packing import deal
-from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.trainer_state import restore, sharded_state
 from tests.distributed import run_ranks
+from tests.tiny_batches import VOCAB, my_share
 from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model
 
-VOCAB = 200
 SAVED_AT, STEPS = 2, 4
 TOTAL_STEPS = 10
-
-
-def minibatch(step: int) -> MinibatchShare:
-    """This data-parallel rank's part of the minibatch of a step."""
-    rng = np.random.default_rng(step)
-    lengths = [(5, 9), (3, 4), (7, 1), (4, 20), (6, 2), (2, 13), (5, 5), (3, 8)]
-    total = sum(completion for _, completion in lengths)
-    sequences = [
-        TrainSequence(
-            token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
-            prompt_length=prompt,
-            generator_logprobs=rng.normal(-5, 0.3, completion).astype(np.float32),
-            token_versions=np.zeros(completion, np.int32),
-            advantage=float(rng.normal()),
-            weight=1 / total,
-        )
-        for prompt, completion in lengths
-    ]
-    dealt = deal(
-        [len(sequence.token_ids) for sequence in sequences],
-        budget_tokens=30,
-        dp_size=parallel_state.get_data_parallel_world_size(),
-    )
-    mine = dealt[parallel_state.get_data_parallel_rank()]
-    return MinibatchShare([[sequences[i] for i in microbatch] for microbatch in mine])
 
 
 def new_trainer(cfg: Config, policy: object) -> Trainer:
@@ -62,7 +33,7 @@ def take_steps(trainer: Trainer, first: int, last: int) -> list[tuple[float, flo
     """(loss, gradient norm, learning rate) of each step."""
     taken = []
     for step in range(first, last):
-        values = {m.name: m.value for m in trainer.update(minibatch(step), version=0)}
+        values = {m.name: m.value for m in trainer.update(my_share(30, seed=step), version=0)}
         taken.append((values["train/loss"], values["train/grad_norm"], values["train/lr"]))
     return taken
 
@@ -156,7 +127,24 @@ def test_any_split_is_resumed_under_any_other(dense: Path, tmp_path: Path, saved
     check(dense, tmp_path / "c", *splits(saved), others)
 
 
-EXPERTS = ["tensor=2 sequence=true expert=2", "data=2", f"expert=2 {SHARDED}"]
+OVERLAPPED = f"{SHARDED} overlap_gradients=true overlap_parameters=true"
+FURTHER = ["pipeline=2 virtual_stages=2", OVERLAPPED, "context=2"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("saved", [*FURTHER, f"{FURTHER[0]} {OVERLAPPED}"])
+def test_interleaved_overlapped_and_context_splits_are_resumed(
+    dense: Path, tmp_path: Path, saved: str
+) -> None:
+    check(dense, tmp_path / "c", *splits(saved), splits("tensor=2", *FURTHER))
+
+
+EXPERTS = [
+    "tensor=2 sequence=true expert=2",
+    "data=2",
+    f"expert=2 {SHARDED}",
+    "tensor=2 sequence=true expert_tensor=2",
+]
 
 
 def test_experts_are_resumed_under_another_split(mixture: Path, tmp_path: Path) -> None:
@@ -195,7 +183,8 @@ def put_and_gather(folder: Path) -> list[str]:
         number: {name: torch.rand(shard.data.shape) for name, shard in state.items()}
         for number, state in wanted.items()
     }
-    restore_optimizer_state(optimizer, model, values)
+    restore_optimizer_state(optimizer, model, values, steps=5)
+    assert adam_steps(optimizer) == 5
     gathered = sharded_optimizer_state(optimizer, model)
     return [
         shard.key

@@ -9,8 +9,8 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 VOCAB = 200
 
 
-def make_sequences() -> list[TrainSequence]:
-    rng = np.random.default_rng(11)
+def make_sequences(seed: int = 11) -> list[TrainSequence]:
+    rng = np.random.default_rng(seed)
     lengths = [(5, 9), (3, 4), (7, 1), (4, 20), (6, 2), (2, 13), (5, 5), (3, 8), (1, 3)]
     total = sum(completion for _, completion in lengths)
     return [
@@ -26,9 +26,9 @@ def make_sequences() -> list[TrainSequence]:
     ]
 
 
-def my_share(budget_tokens: int) -> MinibatchShare:
+def my_share(budget_tokens: int, seed: int = 11) -> MinibatchShare:
     """This data-parallel rank's part of the same minibatch."""
-    sequences = make_sequences()
+    sequences = make_sequences(seed)
     dp_size = parallel_state.get_data_parallel_world_size()
     lengths = [len(sequence.token_ids) for sequence in sequences]
     dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)

@@ -14,15 +14,14 @@ from tests.tiny_models import write_model
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("is_distributed", ["false", "true"])
-def test_resumed_trainer_takes_the_same_steps(tmp_path: Path, is_distributed: str) -> None:
+DISTRIBUTED = "parallel.distributed_optimizer=true"
+
+
+@pytest.mark.parametrize("extra", [[], [DISTRIBUTED], [DISTRIBUTED, "optimizer.offload=true"]])
+def test_resumed_trainer_takes_the_same_steps(tmp_path: Path, extra: list[str]) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 200}
     write_model(tmp_path / "model", **sizes)
-    cfg = config(
-        tmp_path / "model",
-        "model.dtype=bfloat16",
-        f"parallel.distributed_optimizer={is_distributed}",
-    )
+    cfg = config(tmp_path / "model", "model.dtype=bfloat16", *extra)
     *expected, _ = run_ranks(saving_run, 1, cfg, tmp_path / "saved", timeout_s=300)[0]
     *taken, _ = run_ranks(resumed_run, 1, cfg, tmp_path / "saved", timeout_s=300)[0]
     # Kernels that sum in no fixed order differ in the last bits of bfloat16.

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import preflight
+from megatron_rl import cluster, preflight
 from megatron_rl.ports import listed_ports, resolve_ports
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config
 from megatron_rl.protocol.process import InputError
@@ -204,3 +205,23 @@ def test_command_line_prints_one_error_and_exits_2_without_starting(
     assert done.stderr.startswith("megatron-rl: parallel.tensor = 3 does not divide")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "other").exists()
+
+
+def test_run_of_several_hosts_is_prepared_again_to_go_on(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    settings = [*overrides, "sft.steps=0", "ports.host=127.0.0.2"]
+    config = load_config(tmp_path / "c.toml", [*settings, "train.steps=9"])
+    prepared = cluster.prepare(config)
+    keys = {path: path.read_bytes() for path in prepared.ports.keys_dir.iterdir()}
+    with pytest.raises(InputError, match="no complete checkpoint to resume from"):
+        cluster.prepare(config)
+    partial = tmp_path / "run" / CHECKPOINTS / "step.partial"
+    partial.mkdir(parents=True)
+    (partial / "queue.json").write_text("{}")
+    seal(partial, 6, {})
+    again = cluster.prepare(config)
+    assert again.ports.keys_dir == prepared.ports.keys_dir
+    # Hosts that are up already must understand those that come.
+    assert {path: path.read_bytes() for path in again.ports.keys_dir.iterdir()} == keys
+    assert (tmp_path / "run" / "config.until_step_000006.toml").exists()
