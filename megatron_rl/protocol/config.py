@@ -257,9 +257,3 @@ class Config(Section):
             raise ValueError(
                 f"{key}=true and model.fp8_parameters=true exclude each other: set one to false"
             )
-        # The cold start is never checkpointed.
-        if key == "optimizer.offload" and self.checkpoint.every_steps:
-            raise ValueError(
-                f"{key}=true with checkpoint.every_steps={self.checkpoint.every_steps}: "
-                "checkpoints do not hold state that is in host memory; nearest possible: 0"
-            )
