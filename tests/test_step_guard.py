@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.batch_client import BatchClient
+from megatron_rl.checkpoint import Checkpoints
 from megatron_rl.loss import LOSSES
 from megatron_rl.policy import Policy, open_policy
 from megatron_rl.protocol.config import Config
@@ -31,6 +32,7 @@ from megatron_rl.step_guard import read_skipped
 from megatron_rl.step_metrics import StepMetrics
 from megatron_rl.train import train
 from megatron_rl.trainer import Objective, Trainer
+from megatron_rl.weights.control import Control
 from tests.distributed import run_ranks
 from tests.tiny_models import write_model
 
@@ -207,7 +209,15 @@ def run_loop(cfg: Config, advantages: list[float]) -> tuple[list, list[int]]:
             timeout_s=20,
         ) as batches:
             metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
-            train(make_trainer(policy, cfg), batches, log, metrics, len(advantages))
+            checkpoints = Checkpoints(
+                cfg.checkpoint,
+                cfg.run.dir,
+                Control(policy.backend.host_group(20)),
+                queue_state=lambda step: None,
+                last_step=len(advantages),
+            )
+            steps = range(len(advantages))
+            train(make_trainer(policy, cfg), batches, log, checkpoints, metrics, steps)
         queue.join(20)
     return heard, log.versions
 
