@@ -48,7 +48,11 @@ def make_checkpoint(tmp_path: Path, family: str, options: dict[str, Any]) -> tup
 def differing(hf: Path, megatron: Path, parallel: ParallelConfig, dtype: str) -> list[str]:
     """Parameters that are not what the HF folder gave, after they were overwritten and loaded."""
     loaded = load_on_rank(hf, parallel, dtype)
-    parameters = dict(loaded.model[0].named_parameters())
+    parameters = {
+        f"{number}.{name}": parameter
+        for number, chunk in enumerate(loaded.model)
+        for name, parameter in chunk.named_parameters()
+    }
     expected = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     with torch.no_grad():
         for parameter in parameters.values():
