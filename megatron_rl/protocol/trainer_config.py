@@ -42,6 +42,11 @@ class ModelConfig(Section):
                     "model.fp8_parameters and model.fp8_bf16_edge_layers need FP8, and "
                     f"{given}: choose 'blockwise', 'tensorwise' or 'delayed'"
                 )
+        elif self.megatron_path is not None and self.fp8_parameters:
+            raise ValueError(
+                "model.megatron_path does not fill parameters in FP8: set "
+                "model.fp8_parameters=false, or make a HF folder with `megatron-rl convert`"
+            )
         elif self.layers == "local":
             raise ValueError(f"{given} needs model.layers='transformer_engine' or 'auto'")
         elif self.dtype != "bfloat16":

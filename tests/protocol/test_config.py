@@ -13,6 +13,10 @@ SHARDED = "parallel.distributed_optimizer=true"
         ("parallel.virtual_stages=2", "needs several stages.*nearest possible: 1"),
         (f"{SHARDED} parallel.overlap_parameters=true", "parallel.overlap_gradients=true: set"),
         ("optimizer.offload=true", "optimizer.offload=true needs parallel.distributed_optimizer"),
+        (
+            f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true model.megatron_path=m",
+            "model.megatron_path does not fill",
+        ),
         ("sft.optimizer.offload=true", "sft.optimizer.offload=true needs"),
         ("model.fp8=blockwise model.layers=local", "'blockwise' needs model.layers="),
         ("model.fp8=tensorwise model.dtype=float32", "'tensorwise' needs model.dtype='bfloat16'"),
