@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,17 @@ from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare
 from megatron_rl.step_guard import StepGuard
 
-ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Callable]]
 _SUMS = ("loss", "clipped", "entropy", "tokens", "positions")
+
+
+class Task(NamedTuple):
+    """What the pipeline does with one microbatch; every chunk of the model goes through all."""
+
+    batch: MicroBatch
+    old_logprobs: Tensor | None = None  # [completion tokens] float32; None: the generator's
+
+
+ForwardStep = Callable[[Iterator[Task], torch.nn.Module], tuple[Tensor, Callable]]
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,7 @@ class Trainer:
             return [None] * len(minibatches)
         with torch.no_grad():
             return [
-                self._run(self._microbatches(minibatch), self._logprob_step, is_training=False)
-                or None
+                self._run(self._tasks(minibatch), self._logprob_step, is_training=False) or None
                 for minibatch in minibatches
             ]
 
@@ -130,10 +139,11 @@ class Trainer:
         old_logprobs: Sequence[Tensor] | None = None,
     ) -> Totals:
         """Gradient of a minibatch, left in the gradient buffers."""
-        microbatches = self._microbatches(minibatch)
+        tasks = self._tasks(minibatch)
+        if old_logprobs is not None:
+            tasks = [Task(t.batch, old) for t, old in zip(tasks, old_logprobs, strict=True)]
         zero_gradients(self.policy.chunks, self._optimizer)
-        step = partial(self._loss_step, version, iter(old_logprobs) if old_logprobs else None)
-        reports = self._run(microbatches, step, is_training=True)
+        reports = self._run(tasks, partial(self._loss_step, version), is_training=True)
         local = torch.zeros(
             len(_SUMS) + MISMATCH_SIZE, dtype=torch.float64, device=self.policy.device
         )
@@ -144,46 +154,41 @@ class Trainer:
         sums, mismatch = local.cpu().split([len(_SUMS), MISMATCH_SIZE])
         return Totals(dict(zip(_SUMS, sums.tolist(), strict=True)), mismatch)
 
-    def _microbatches(self, minibatch: MinibatchShare) -> list[MicroBatch]:
+    def _tasks(self, minibatch: MinibatchShare) -> list[Task]:
         multiple = self.policy.position_multiple
         return [
-            collate(sequences, multiple=multiple).to(self.policy.device)
+            Task(collate(sequences, multiple=multiple).to(self.policy.device))
             for sequences in minibatch.microbatches
         ]
 
-    def _run(
-        self, microbatches: list[MicroBatch], step: ForwardStep, *, is_training: bool
-    ) -> list[Tensor]:
+    def _run(self, tasks: list[Task], step: ForwardStep, *, is_training: bool) -> list[Tensor]:
         """Each microbatch through the pipeline; what `step` reports of it, on last stages."""
         return self._forward_backward(
             forward_step_func=step,
-            data_iterator=iter(microbatches),
+            data_iterator=iter(tasks),
             model=self.policy.chunks,
-            num_microbatches=len(microbatches),
-            seq_length=max(m.tokens.shape[1] for m in microbatches),
+            num_microbatches=len(tasks),
+            seq_length=max(task.batch.tokens.shape[1] for task in tasks),
             micro_batch_size=1,
             forward_only=not is_training,
             collect_non_loss_data=not is_training,
         )
 
     def _logprob_step(
-        self, microbatches: Iterator[MicroBatch], model: torch.nn.Module
+        self, tasks: Iterator[Task], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Tensor]]:
-        batch = next(microbatches)
-        return self._hidden(
-            batch, model
-        ), lambda hidden, non_loss_data: self._token_logprobs(batch, hidden).logprobs
+        batch = next(tasks).batch
+
+        def logprobs(hidden: Tensor, non_loss_data: bool) -> Tensor:
+            return self._token_logprobs(batch, hidden).logprobs
+
+        return self._hidden(batch, model), logprobs
 
     def _loss_step(
-        self,
-        version: int,
-        old_logprobs: Iterator[Tensor] | None,
-        microbatches: Iterator[MicroBatch],
-        model: torch.nn.Module,
+        self, version: int, tasks: Iterator[Task], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-        batch = next(microbatches)
-        old = next(old_logprobs) if old_logprobs else None
-        return self._hidden(batch, model), partial(self._loss, batch, version, old)
+        task = next(tasks)
+        return self._hidden(task.batch, model), partial(self._loss, task, version)
 
     def _hidden(self, batch: MicroBatch, model: torch.nn.Module) -> Tensor:
         packed = packed_params(batch.sequence_starts, batch.longest)
@@ -204,9 +209,8 @@ class Trainer:
         )
         return token_logprobs(rows, batch.targets, layer)
 
-    def _loss(
-        self, batch: MicroBatch, version: int, old: Tensor | None, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(self, task: Task, version: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, old = task
         values = self._token_logprobs(batch, hidden)
         own = values.logprobs.detach() if old is None else old
         inputs = LossInputs(
