@@ -93,6 +93,20 @@ def test_bfloat16_products_are_reduced_in_float32() -> None:
         assert error < 0.02
 
 
+def results_without_targets() -> tuple[int, bool, bool]:
+    dist.init_process_group("gloo")
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    weight = torch.ones(PADDED // 2, HIDDEN, requires_grad=True)
+    layer = OutputLayer(weight, VOCAB, dist.group.WORLD, 1.0, 24)
+    values = token_logprobs(hidden, torch.zeros(0, dtype=torch.int64), layer)
+    values.logprobs.sum().backward()
+    return len(values.entropy), bool(weight.grad.any()), hidden.grad.shape == hidden.shape
+
+
+def test_ranks_without_targets_take_part_and_add_nothing() -> None:
+    assert run_ranks(results_without_targets, 2) == [(0, False, True)] * 2
+
+
 def overhead_of_rank(dtype: torch.dtype, n_tokens: int, chunk_tokens: int) -> float:
     """Peak of a rank's extra memory over the bound."""
     dist.init_process_group("gloo")

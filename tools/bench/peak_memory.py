@@ -12,19 +12,25 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_rl.logprobs import OutputLayer, TokenLogprobs, token_logprobs
 
 
-def peak_extra_bytes(function: Callable[[], object], device: torch.device | None = None) -> int:
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device is not the host."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
+def peak_extra_bytes(function: Callable[[], object], device: torch.device) -> int:
     """Bytes allocated at the worst moment of the call, beyond those allocated before it.
 
     On CPU every event of torch's allocator is counted, so that temporaries inside of operators
     count too; buffers of the math library do not.
     """
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
         function()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        torch.accelerator.synchronize(device)
+        return torch.accelerator.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         function()
     events = trace.profiler.kineto_results.events()

@@ -158,7 +158,7 @@ def on_gpu(folder: Path) -> dict[str, float | None]:
     """Utilisation of a GPU in bfloat16 and, with TransformerEngine, in FP8; nothing without one."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         return {}
     write_model(folder / "model", GPU.model)
     precisions = {"bf16": {"dtype": "bfloat16"}}

@@ -29,7 +29,7 @@ from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.sft import share_of
 from megatron_rl.trainer import Objective, Trainer
 from tools.bench.lengths import Lengths, magistral_like
-from tools.bench.peak_memory import logprob_peak_over_bound
+from tools.bench.peak_memory import is_accelerator, logprob_peak_over_bound
 from tools.bench.train_figures import OURS, PEERS, Measured, Sample, Work, step_flops
 from tools.bench.train_peers import PlainLoop
 
@@ -117,13 +117,15 @@ def logprob_peak(policy: Policy, cfg: Config) -> float:
 
 def wait(device: torch.device) -> None:
     """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
     """As the vendor calls it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if not is_accelerator(device):
+        return device.type
+    return torch.get_device_module(device).get_device_name(device)
 
 
 def start() -> int:
