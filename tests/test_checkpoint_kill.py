@@ -42,7 +42,7 @@ def save_until_killed(cfg: Config, victim: int, delay_s: float, resumed_at: int)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.exhaustive)])
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_resuming_finds_the_newest_complete_checkpoint_after_a_kill(
     tmp_path: Path, kills: int
 ) -> None:
