@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import TrainSequence
 
 
@@ -27,6 +28,7 @@ class MicroBatch:
     advantages: Tensor  # [completion tokens] float32
     weights: Tensor  # [completion tokens] float32
     versions: Tensor  # [completion tokens] int64, policy version that sampled the token
+    expert_choices: Tensor | None = None  # [positions, layers x experts of a token] int64, or -1
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device."""
@@ -43,11 +45,15 @@ def placeholder() -> TrainSequence:
     return TrainSequence(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), one - 1, 0.0, 0.0)
 
 
-def collate(sequences: list[TrainSequence], *, multiple: int = 1) -> MicroBatch:
+def collate(
+    sequences: list[TrainSequence], *, multiple: int = 1, choice_width: int = 0
+) -> MicroBatch:
     """Pack sequences into one microbatch without padding between them.
 
     multiple: the count of positions is padded up to a multiple of it by a sequence without
     weight (sequence parallelism needs a multiple of the tensor-parallel size).
+    choice_width: layers x experts of a token, to take the generator's choices along; else 0.
+    Raises InputError for a sequence without them.
     """
     sequences = list(sequences) or [placeholder()]
     missing = -sum(len(s.token_ids) for s in sequences) % multiple
@@ -74,7 +80,27 @@ def collate(sequences: list[TrainSequence], *, multiple: int = 1) -> MicroBatch:
         advantages=_tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
         weights=_tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
         versions=_tensor(np.concatenate([s.token_versions for s in sequences]), torch.int64),
+        expert_choices=_choices(sequences, missing, choice_width) if choice_width else None,
     )
+
+
+def _choices(sequences: list[TrainSequence], missing: int, width: int) -> Tensor:
+    """[positions, width]; -1 at the last position of each sequence, which predicts nothing."""
+    rows = []
+    for s in sequences:
+        count = len(s.token_ids) - 1
+        if len(s.expert_choices) == count * width:
+            rows.append(s.expert_choices.reshape(count, width))
+        elif s.weight:
+            raise InputError(
+                f"train.router_replay: a sequence of {count + 1} tokens has "
+                f"{len(s.expert_choices)} expert choices instead of {count * width}: does the "
+                "engine return them for this model? Else set train.router_replay=false"
+            )
+        else:
+            rows.append(np.full((count, width), -1))
+        rows.append(np.full((1, width), -1))
+    return _tensor(np.concatenate([*rows, np.full((missing, width), -1)]), torch.int64)
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:

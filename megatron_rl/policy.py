@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import Backend, select_backend
 from megatron_rl.model import build_model, count_parameters, unwrap
 from megatron_rl.protocol.config import Config
+from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.load import load_weights
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 
@@ -41,6 +43,13 @@ class Policy:
     def position_multiple(self) -> int:
         """A microbatch's positions must be a multiple of this."""
         return self.tensor_ranks if self.has_sequence_parallelism else 1
+
+    @property
+    def position_share(self) -> Share:
+        """This rank's part of a microbatch's positions between its layers."""
+        if not self.has_sequence_parallelism:
+            return Share()
+        return Share(parallel_state.get_tensor_model_parallel_rank(), self.tensor_ranks)
 
     @property
     def output_layer(self) -> torch.nn.Module | None:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.ports import check_ports
-from megatron_rl.protocol.config import Config, GeneratorConfig, ParallelConfig, SftConfig
+from megatron_rl.protocol.config import (
+    Config,
+    GeneratorConfig,
+    ParallelConfig,
+    SftConfig,
+    TrainConfig,
+)
 from megatron_rl.protocol.parallel import check_expert_ranks
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import CODE
@@ -29,6 +35,7 @@ def check(config: Config) -> None:
     shape = read_model_shape(config.model.path)
     check_parallel(config.parallel, shape, config.model.path)
     check_engine_parallel(config.generator, shape, config.model.path)
+    check_router_replay(config.train, shape, config.model.path)
     check_ports(config)
     check_traces(config.sft)
     check_prompts(config)
@@ -122,6 +129,14 @@ def check_engine_parallel(generator: GeneratorConfig, shape: dict[str, Any], fol
         raise InputError(
             f"generator.tensor_parallel = {generator.tensor_parallel} does not divide the {heads} "
             f"attention heads of {folder}: choose {_divisors(heads)}"
+        )
+
+
+def check_router_replay(train: TrainConfig, shape: dict[str, Any], folder: Path) -> None:
+    """Only a mixture of experts has choices to replay."""
+    if train.router_replay and not (shape.get("num_local_experts") or shape.get("num_experts")):
+        raise InputError(
+            f"train.router_replay = true, but {folder} has no experts: set it to false"
         )
 
 

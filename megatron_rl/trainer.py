@@ -24,6 +24,7 @@ from megatron_rl.policy import Policy
 from megatron_rl.protocol.config import LossConfig, OptimizerConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare
+from megatron_rl.router_replay import forget_choices, replayed
 
 _SUMS = ("loss", "clipped", "entropy", "tokens", "gap", "gap_tokens", "positions")
 
@@ -36,6 +37,8 @@ class Objective:
     cfg: LossConfig
     temperature: float = 1.0
     """Sampling temperature of the generators; the trainer's logits are divided by it too."""
+    replays_experts: bool = False
+    """Sequences carry the generator's expert choices, and tokens go to those experts."""
 
 
 class Trainer:
@@ -52,6 +55,8 @@ class Trainer:
         self._steps_done = 0
         # Copies float32 masters: the weights must be loaded by now.
         self._optimizer = build_optimizer(optimizer, policy.chunks)
+        shape = policy.shape
+        self._choice_width = objective.replays_experts * shape.layers * shape.experts_per_token
         self._forward_backward = get_forward_backward_func()
 
     def update(self, minibatch: MinibatchShare, *, version: int) -> list[Metric]:
@@ -76,8 +81,12 @@ class Trainer:
     def accumulate(self, minibatch: MinibatchShare, *, version: int) -> dict[str, float]:
         """Gradient of a minibatch, left in the gradient buffers; returns sums over all ranks."""
         multiple = self.policy.position_multiple
-        microbatches = [collate(s, multiple=multiple) for s in minibatch.microbatches]
+        width = self._choice_width
+        microbatches = [
+            collate(s, multiple=multiple, choice_width=width) for s in minibatch.microbatches
+        ]
         zero_gradients(self.policy.chunks, self._optimizer)
+        forget_choices(self.policy.chunks)
         device = self.policy.device
         reports = self._forward_backward(
             forward_step_func=partial(self._forward_step, version),
@@ -100,7 +109,13 @@ class Trainer:
     ) -> tuple[Tensor, partial]:
         batch = next(microbatches)
         packed = packed_params(batch.sequence_starts, batch.longest)
-        with self._only_rows(batch.rows):
+        replay = replayed(
+            model,
+            batch.expert_choices,
+            topk=self.policy.shape.experts_per_token,
+            share=self.policy.position_share,
+        )
+        with replay, self._only_rows(batch.rows):
             output = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
         return output, partial(self._loss, batch, version)
 

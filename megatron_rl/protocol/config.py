@@ -106,6 +106,9 @@ class TrainConfig(Section):
     """Optimizer steps a batch; the paper found more than 2 harmful."""
     microbatch_tokens: PositiveInt = 4096
     """Token budget (prompt and completion) of one packed microbatch."""
+    router_replay: bool = False
+    """Mixtures of experts: tokens go to the experts that the generator chose, not to those that the
+    trainer's router would; generators return them (generator.engine "sglang")."""
     advantage: str = "group_mean"
     """Entry of ADVANTAGES, or package.module:function."""
     batch_timeout_s: PositiveFloat = 600.0
@@ -337,6 +340,11 @@ class Config(Section):
                 f"generator.shares_gpus with {self.parallel.world_size} trainer ranks needs "
                 f"weights.method {' or '.join(possible)}, not {self.weights.method!r}: two ranks "
                 "of NCCL do not share a GPU"
+            )
+        if self.train.router_replay and self.generator.engine == "hf":
+            raise ValueError(
+                "train.router_replay needs an engine that returns its expert choices: "
+                "generator.engine='hf' does not; use 'sglang'"
             )
         if self.model.fp8 and self.model.layers == "local":
             raise ValueError("model.fp8 needs model.layers = 'transformer_engine' or 'auto'")
