@@ -52,6 +52,8 @@ class EngineSetup:
     """Whether a publish drops the keys and values of older weights."""
     quantization: str = ""
     """How the engine keeps its weights; "" as they come."""
+    returns_expert_choices: bool = False
+    """Whether completions carry the experts of each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Completion:
     spans: list[VersionSpan]
     finish_reason: str
     """"stop" or "length"."""
+    expert_choices: bytes = b""
+    """[prompt + completion tokens - 1, layers, experts of a token] int32, if asked for."""
 
 
 class Engine(Protocol):
@@ -151,6 +155,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         log_path=config.run.dir / "logs" / f"{generator.engine.split(':')[-1]}-{index}.log",
         recomputes_kv_cache=config.weights.kv_cache == "recompute",
         quantization=generator.quantization,
+        returns_expert_choices=config.train.router_replay,
     )
 
 

@@ -1,6 +1,7 @@
 """What SGLang's server answers, read and checked. Pure functions, used by `sglang_engine.py`."""
 
 import json
+from base64 import b64decode
 from typing import Any
 
 from generation.engine import Completion, EngineError
@@ -36,7 +37,9 @@ def read_completion(
             spans = spans_from_arrivals(arrivals, len(token_ids))
     except ValueError as error:
         raise EngineError(f"SGLang's weight versions: {error}") from error
-    return Completion(index, token_ids, logprobs, spans, finish["type"])
+    # Present if asked for: [prompt + completion - 1, layers, experts of a token] int32 in base64.
+    choices = b64decode(meta.get("routed_experts", ""))
+    return Completion(index, token_ids, logprobs, spans, finish["type"], choices)
 
 
 def check_answer(path: str, status: int, text: str) -> None:

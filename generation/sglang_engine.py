@@ -183,6 +183,7 @@ class SGLangEngine:
             "input_ids": prompt_ids,
             "sampling_params": params,
             "return_logprob": True,
+            "return_routed_experts": self._setup.returns_expert_choices,
             "stream": True,
             # The prefix cache of a version (of a publisher: epochs count these) is its own.
             "extra_key": f"{self._epoch}.{self.version}",
@@ -363,6 +364,7 @@ def server_command(setup: EngineSetup) -> list[str]:
         "--disable-overlap-schedule",
         f"--custom-weight-loader={LOADER}",
         *([f"--quantization={setup.quantization}"] if setup.quantization else []),
+        *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     return command + (sglang_cpu.server_flags() if sglang_cpu.is_needed() else [])
 

@@ -143,6 +143,7 @@ class GeneratorWorker:
             spans=completion.spans,
             finish_reason=completion.finish_reason,
             text=self._renderer.decode(completion.token_ids),
+            expert_choices=np.frombuffer(completion.expert_choices, dtype=np.int32),
         )
 
     async def _report(self, metrics: JsonlWriter) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import TrainSequence
 
 
@@ -27,6 +28,7 @@ class MicroBatch:
     advantages: Tensor  # [completion tokens] float32
     weights: Tensor  # [completion tokens] float32
     versions: Tensor  # [completion tokens] int64, policy version that sampled the token
+    expert_choices: Tensor | None = None  # [positions, layers x experts of a token] int64, or -1
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device."""
@@ -44,7 +46,11 @@ def placeholder() -> TrainSequence:
 
 
 def collate(
-    sequences: list[TrainSequence], *, multiple: int = 1, sequence_multiple: int = 1
+    sequences: list[TrainSequence],
+    *,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
+    choice_width: int = 0,
 ) -> MicroBatch:
     """Pack sequences into one microbatch.
 
@@ -52,6 +58,8 @@ def collate(
     weight (sequence parallelism needs a multiple of the tensor-parallel size).
     sequence_multiple: every sequence is padded at its end to a multiple of it, which `multiple` is
     one of (context parallelism cuts each into equal chunks).
+    choice_width: layers x experts of a token, to take the generator's choices along; else 0.
+    Raises InputError for a sequence without them.
     """
     sequences = list(sequences) or [placeholder()]
     padded = [_pad(s.token_ids, sequence_multiple) for s in sequences]
@@ -79,6 +87,7 @@ def collate(
         advantages=_tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
         weights=_tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
         versions=_tensor(np.concatenate([s.token_versions for s in sequences]), torch.int64),
+        expert_choices=_choices(sequences, lengths, choice_width) if choice_width else None,
     )
 
 
@@ -97,12 +106,33 @@ def hold(batch: MicroBatch, positions: Tensor) -> MicroBatch:
         tokens=batch.tokens[:, positions],
         position_ids=batch.position_ids[:, positions],
         rows=rows[is_held],
+        expert_choices=None if batch.expert_choices is None else batch.expert_choices[positions],
         **{name: getattr(batch, name)[is_held] for name in per_row},
     )
 
 
 def _pad(token_ids: np.ndarray, multiple: int) -> np.ndarray:
     return np.pad(token_ids, (0, -len(token_ids) % multiple))
+
+
+def _choices(sequences: list[TrainSequence], lengths: list[int], width: int) -> Tensor:
+    """[positions, width]; -1 where no choice is recorded, from where nothing is predicted.
+
+    lengths: of the sequences with their padding, and of what follows them.
+    """
+    choices = np.full((sum(lengths), width), -1)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    for sequence, start in zip(sequences, starts, strict=False):
+        count = len(sequence.token_ids) - 1
+        if len(sequence.expert_choices) == count * width:
+            choices[start : start + count] = sequence.expert_choices.reshape(count, width)
+        elif sequence.weight:
+            raise InputError(
+                f"train.router_replay: a sequence of {count + 1} tokens has "
+                f"{len(sequence.expert_choices)} expert choices instead of {count * width}: does "
+                "the engine return them for this model? Else set train.router_replay=false"
+            )
+    return _tensor(choices, torch.int64)
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:

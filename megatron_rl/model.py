@@ -120,6 +120,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
     values = {
         **_sizes(shape),
         **_experts(shape),
+        "moe_enable_routing_replay": bool(shape.experts) and cfg.train.router_replay,
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         # load_weights fills every parameter, and proves it. perform_initialization=False would also

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import Backend, select_backend
 from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.model import build_model, count_parameters
 from megatron_rl.protocol.config import Config, ParallelConfig
+from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.load import load_megatron, load_weights
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 
@@ -61,6 +63,13 @@ class Policy:
     def microbatch_multiple(self) -> int:
         """The count of microbatches of a step must be a multiple of this."""
         return self.parallel.pipeline if self.parallel.virtual_stages > 1 else 1
+
+    @property
+    def position_share(self) -> Share:
+        """This rank's part of a microbatch's positions between its layers."""
+        if not self.has_sequence_parallelism:
+            return Share()
+        return Share(parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor)
 
 
 @contextmanager

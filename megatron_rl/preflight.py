@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.ports import check_ports
-from megatron_rl.protocol.config import Config, GeneratorConfig, ParallelConfig, SftConfig
+from megatron_rl.protocol.config import (
+    Config,
+    GeneratorConfig,
+    ParallelConfig,
+    SftConfig,
+    TrainConfig,
+)
 from megatron_rl.protocol.parallel import Counts, check_sizes
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import CODE
@@ -31,6 +37,7 @@ def check(config: Config) -> None:
     check_parallel(config.parallel, shape)
     check_engine_parallel(config.generator, shape, config.model.path)
     check_megatron_path(config)
+    check_router_replay(config.train, shape, config.model.path)
     check_ports(config)
     check_traces(config.sft)
     check_prompts(config)
@@ -128,6 +135,14 @@ def check_megatron_path(config: Config) -> None:
             f"model.megatron_path = {path} is read by reinforcement learning alone, without "
             "sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert`, "
             "and give that as model.path"
+        )
+
+
+def check_router_replay(train: TrainConfig, shape: dict[str, Any], folder: Path) -> None:
+    """Only a mixture of experts has choices to replay."""
+    if train.router_replay and not (shape.get("num_local_experts") or shape.get("num_experts")):
+        raise InputError(
+            f"train.router_replay = true, but {folder} has no experts: set it to false"
         )
 
 

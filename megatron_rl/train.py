@@ -78,7 +78,10 @@ def train(
 def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
     objective = Objective(
-        find_function(LOSSES, cfg.loss.name, key="loss.name"), cfg.loss, cfg.sampling.temperature
+        find_function(LOSSES, cfg.loss.name, key="loss.name"),
+        cfg.loss,
+        cfg.sampling.temperature,
+        replays_experts=cfg.train.router_replay,
     )
     with open_policy(cfg) as policy:
         total_steps = cfg.train.steps * cfg.train.minibatches

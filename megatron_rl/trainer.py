@@ -29,6 +29,7 @@ from megatron_rl.policy import Policy
 from megatron_rl.protocol.config import LossConfig, OptimizerConfig, TrainConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from megatron_rl.router_replay import forget_choices, replayed
 from megatron_rl.step_guard import StepGuard
 
 Work = tuple[MicroBatch, Tensor | None]
@@ -53,6 +54,8 @@ class Objective:
     cfg: LossConfig
     temperature: float = 1.0
     """Sampling temperature of the generators; the trainer's logits are divided by it too."""
+    replays_experts: bool = False
+    """Sequences carry the generator's expert choices, and tokens go to those experts."""
 
 
 class Trainer:
@@ -74,6 +77,8 @@ class Trainer:
         self._optimizer_cfg = optimizer
         self._total_steps = total_steps
         self._steps_done = 0
+        shape = policy.shape
+        self._choice_width = objective.replays_experts * shape.layers * shape.experts_per_token
         train = train or TrainConfig()
         self._chunk_tokens = train.logprob_chunk_tokens
         self._guard = StepGuard(train, run_dir / "skipped")
@@ -179,6 +184,7 @@ class Trainer:
             sequences,
             multiple=policy.position_multiple,
             sequence_multiple=policy.sequence_multiple,
+            choice_width=self._choice_width,
         )
         ranks = policy.parallel.context
         if ranks == 1:
@@ -188,6 +194,7 @@ class Trainer:
 
     def _run(self, work: list[Work], step: ForwardStep, *, is_training: bool) -> list[Tensor]:
         """Each microbatch through the pipeline; what `step` reports of it, on last stages."""
+        forget_choices(self.policy.chunks)
         return self._forward_backward(
             forward_step_func=step,
             # Each chunk of the model goes through all of them.
@@ -219,7 +226,13 @@ class Trainer:
 
     def _hidden(self, batch: MicroBatch, model: torch.nn.Module) -> Tensor:
         packed = packed_params(batch.sequence_starts, batch.longest)
-        with without_output_layer(unwrap(model)):
+        replay = replayed(
+            model,
+            batch.expert_choices,
+            topk=self.policy.shape.experts_per_token,
+            share=self.policy.position_share,
+        )
+        with replay, without_output_layer(unwrap(model)):
             return model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
 
     def _token_logprobs(self, batch: MicroBatch, hidden: Tensor) -> TokenLogprobs:

@@ -248,6 +248,11 @@ class Config(Section):
         for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
             if optimizer.offload:
                 self._check_offload(f"{section}optimizer.offload")
+        if self.train.router_replay and self.generator.engine == "hf":
+            raise ValueError(
+                "train.router_replay needs an engine that returns its expert choices: "
+                "generator.engine='hf' does not; use 'sglang'"
+            )
         return self
 
     def _check_offload(self, key: str) -> None:

@@ -122,6 +122,9 @@ class TrainConfig(Section):
     """Token budget (prompt and completion) of one packed microbatch."""
     logprob_chunk_tokens: int = Field(default=2048, ge=8)
     """Logits and all copies of them take less memory than those of so many tokens in float32."""
+    router_replay: bool = False
+    """Mixtures of experts: tokens go to the experts that the generator chose, not to those that the
+    trainer's router would; generators return them (generator.engine "sglang")."""
     advantage: str = "group_mean"
     """Entry of ADVANTAGES, or package.module:function."""
     max_mismatch: float = Field(default=0.0, ge=0)

@@ -72,6 +72,10 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
+def _no_choices() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
 class Rollout(msgspec.Struct, frozen=True):
     """One finished completion of a leased group."""
 
@@ -89,6 +93,8 @@ class Rollout(msgspec.Struct, frozen=True):
     """"stop" (end of sequence) or "length"."""
     text: str
     """Completion decoded without the end-of-sequence token."""
+    expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
+    """[(all tokens - 1) x layers x experts of a token] int32; empty without train.router_replay."""
 
     @property
     def oldest_version(self) -> int:
@@ -141,6 +147,8 @@ class TrainSequence(msgspec.Struct, frozen=True):
     advantage: float
     weight: float
     """Loss weight of every completion token; weights of a minibatch sum to 1 over its tokens."""
+    expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
+    """As in Rollout."""
 
 
 class MinibatchShare(msgspec.Struct, frozen=True):

@@ -85,6 +85,7 @@ def _to_sequence(rollout: Rollout, advantage: float, weight: float) -> TrainSequ
         token_versions=versions.astype(np.int32),
         advantage=advantage,
         weight=weight,
+        expert_choices=rollout.expert_choices,
     )
 
 

@@ -24,7 +24,9 @@ def test_a_completion_is_read_with_its_versions() -> None:
     assert completion.index == 3
     assert completion.logprobs == [-0.5, -1.5]
     assert completion.spans == [VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)]
-    assert completion.finish_reason == "stop"
+    assert completion.finish_reason == "stop" and completion.expert_choices == b""
+    event["meta_info"]["routed_experts"] = "AwAAAAEAAAA="  # 3 and 1 as int32
+    assert read_completion(event, 3, []).expert_choices == b"\3\0\0\0\1\0\0\0"
 
 
 def test_a_server_that_reports_no_versions_is_read_by_arrival() -> None:
@@ -79,6 +81,9 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     assert {"--disable-overlap-schedule", "--weight-version=-1", "--tp-size=2"} <= set(command)
     assert ("--device" in command) == sglang_cpu.is_needed()
     assert not any("--quantization" in word for word in command)
+    assert "--enable-return-routed-experts" not in command
+    choosing = dataclasses.replace(setup, returns_expert_choices=True)
+    assert "--enable-return-routed-experts" in server_command(choosing)
     assert "--quantization=fp8" in server_command(dataclasses.replace(setup, quantization="fp8"))
 
 

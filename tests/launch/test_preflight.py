@@ -77,6 +77,11 @@ def test_good_input_passes(tmp_path: Path, overrides: list[str]) -> None:
     check(tmp_path, overrides)
 
 
+def test_a_dense_model_has_no_choices_to_replay(tmp_path: Path, overrides: list[str]) -> None:
+    message = message_of(tmp_path, [*overrides, "train.router_replay=true"])
+    assert "train.router_replay = true, but" in message and "has no experts" in message
+
+
 def test_unknown_key_names_the_nearest(tmp_path: Path, overrides: list[str]) -> None:
     with pytest.raises(ConfigError, match="train.grop_size.*did you mean 'train.group_size'"):
         check(tmp_path, [*overrides, "train.grop_size=4"])

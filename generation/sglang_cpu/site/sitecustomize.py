@@ -19,6 +19,7 @@ PATCHES = {
     "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
     "sglang.srt.layers.moe.fused_moe_native": "absent_experts",
     "sglang.srt.layers.sampler": "inverse_sampling",
+    "sglang.srt.state_capturer.base": "unpinned_memory",
 }
 """SGLang's module -> ours, whose `install` is called with it."""
 
