@@ -1,8 +1,9 @@
 """Batches from the rollout queue, for all ranks of the trainer.
 
-Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop and Published with the queue. One
-leader per model-parallel group (its first rank) talks to the queue and broadcasts what it got
-inside the group, so that the queue sees one peer per data-parallel rank.
+Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop, Published, and SaveState / QueueState
+with the queue. One leader per data-parallel replica (its first rank) talks to the queue and
+broadcasts what it got to all ranks that work on the same sequences (tensor, context, pipeline), so
+that the queue sees one peer per data-parallel rank.
 """
 
 import time
@@ -16,8 +17,15 @@ import torch.distributed as dist
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
-from megatron_rl.protocol.types import NextBatch, Published, RankBatch, Stop
-from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.protocol.queue_state import QueueState
+from megatron_rl.protocol.types import (
+    NextBatch,
+    Published,
+    RankBatch,
+    SaveState,
+    Stop,
+)
+from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 
 _ANSWER = RankBatch | Stop
 _TURN_S = 2.0
@@ -38,7 +46,7 @@ class BatchClient:
         timeout_s: float,
         keys: Keys | None = None,
     ) -> None:
-        """group: this rank's model-parallel group; its rank 0 is the leader.
+        """group: the ranks of this rank's replica; its rank 0 is the leader.
 
         world: all trainer ranks; None: the default group.
         """
@@ -92,6 +100,18 @@ class BatchClient:
         """Tell the queue that all generators hold `version`."""
         if self._dealer is not None and self._dp_rank == 0:
             self._dealer.send(Published(version, is_final))
+
+    def queue_state(self, step: int, timeout_s: float) -> QueueState | None:
+        """The queue's state after batch number `step`, on the first leader; None elsewhere.
+
+        No request for a batch may be open. Raises DeadlineExceeded.
+        """
+        if self._dealer is None or self._dp_rank != 0:
+            return None
+        answer = self._dealer.request(SaveState(step), timeout_s)
+        if not isinstance(answer, QueueState):
+            raise WireError(f"the queue answered SaveState by {type(answer).__name__}")
+        return answer
 
     def _receive(self) -> bytes | None:
         """On the leader a frame, or b"" when none came for a while; elsewhere None."""

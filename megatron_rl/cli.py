@@ -1,6 +1,6 @@
-"""The command line: `megatron-rl run | eval | verify | report | plan | plan-weights | doctor`.
+"""The command line: `megatron-rl run | eval | verify | report | plan | plan-weights | convert`.
 
-On several hosts `megatron-rl prepare | host` instead of `run`.
+On several hosts `megatron-rl prepare | host` instead of `run`; `megatron-rl doctor` looks at one.
 
 Imports nothing heavy; the processes that `run` starts do.
 """
@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("config", type=Path, help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value")
     plan.set_defaults(handler=_plan_weights)
+    _add_convert_arguments(commands.add_parser("convert", help="convert a model folder"))
     check = commands.add_parser("doctor", help="say what this machine has and lacks")
     check.set_defaults(handler=_doctor)
     return parser
@@ -67,6 +68,21 @@ def _add_run_arguments(
     parser.add_argument("--run-dir", type=Path, help="run folder; the same as run.dir=DIR")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.set_defaults(handler=handler)
+
+
+def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, help="Hugging Face, mistral-format or Megatron folder")
+    parser.add_argument("target", type=Path, help="folder to make")
+    parser.add_argument("--to", choices=["hf", "megatron"], help="default: the other of the two")
+    parser.add_argument(
+        "--dtype", choices=["float32", "float16", "bfloat16"], help="default: as they are"
+    )
+    parser.add_argument("--verify", action="store_true", help="read again and compare digests")
+    parser.add_argument("--shard-gb", type=float, default=4.0, help="size of files (default: 4)")
+    parser.add_argument(
+        "--files-from", type=Path, help="folder with config.json or tokenizer if SOURCE has none"
+    )
+    parser.set_defaults(handler=_convert)
 
 
 def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
@@ -198,11 +214,30 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
 
 
 def _plan_weights(options: argparse.Namespace, console: Console) -> int:
-    # Needs torch, which the other commands do without.
+    # Needs torch, which most commands do without.
     from megatron_rl.plan_weights import plan_weights
 
     plan_weights(load_config(options.config, options.overrides), console)
     return 0
+
+
+def _convert(options: argparse.Namespace, console: Console) -> int:
+    # Needs torch, which most commands do without.
+    from megatron_rl import convert_command
+    from megatron_rl.convert.conversion import Request
+
+    if not options.shard_gb > 0:
+        raise InputError(f"--shard-gb {options.shard_gb}: give a size above 0")
+    request = Request(
+        options.source,
+        options.target,
+        to=options.to,
+        dtype=options.dtype,
+        verify=options.verify,
+        shard_bytes=int(options.shard_gb * 1e9),
+        files_from=options.files_from,
+    )
+    return convert_command.run(request, console)
 
 
 def _doctor(options: argparse.Namespace, console: Console) -> int:

@@ -16,11 +16,12 @@ from megatron_rl import preflight
 from megatron_rl.placement import HostRoles, gpu_environment, listed_gpus, place
 from megatron_rl.ports import resolve_ports
 from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import dump_toml, load_config
+from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.keys import make_keys
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.restarts import RestartRule
+from megatron_rl.run_folder import check_run_folder, write_config
 from megatron_rl.supervisor import POLL_S, Supervisor
 
 QUEUE = "queue"
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 def prepare(config: Config) -> Config:
     """Check the configuration, choose ports on this host, make keys, write the run folder.
 
-    Raises InputError.
+    In the folder of a run with a complete checkpoint that run goes on. Raises InputError.
     """
     if config.sft.steps or config.sft.control:
         raise InputError(
@@ -44,20 +45,21 @@ def prepare(config: Config) -> Config:
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
     preflight.check(config)
+    resumed = check_run_folder(config)
     run_dir = config.run.dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     ports = resolve_ports(config).ports
     if ports.host not in LOOPBACK and ports.keys_dir is None:
         ports = ports.model_copy(update={"keys_dir": run_dir / "keys"})
         try:
-            make_keys(ports.keys_dir)
+            if resumed is None or not ports.keys_dir.exists():
+                make_keys(ports.keys_dir)
         except FileExistsError as error:
             raise InputError(f"{ports.keys_dir} exists: name another run folder") from error
     run = config.run.model_copy(update={"dir": run_dir})
     resolved = config.model_copy(update={"run": run, "ports": ports})
     (run_dir / "logs").mkdir(exist_ok=True)
-    with (run_dir / "config.toml").open("x") as file:
-        file.write(dump_toml(resolved))
+    write_config(resolved, resumed)
     return resolved
 
 

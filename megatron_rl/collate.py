@@ -4,7 +4,7 @@ Runs in trainer ranks. The only place that converts between "this position predi
 and "this token": row `rows[i]` of the model's output predicts `targets[i]`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,19 +46,26 @@ def placeholder() -> TrainSequence:
 
 
 def collate(
-    sequences: list[TrainSequence], *, multiple: int = 1, choice_width: int = 0
+    sequences: list[TrainSequence],
+    *,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
+    choice_width: int = 0,
 ) -> MicroBatch:
-    """Pack sequences into one microbatch without padding between them.
+    """Pack sequences into one microbatch.
 
     multiple: the count of positions is padded up to a multiple of it by a sequence without
     weight (sequence parallelism needs a multiple of the tensor-parallel size).
+    sequence_multiple: every sequence is padded at its end to a multiple of it, which `multiple` is
+    one of (context parallelism cuts each into equal chunks).
     choice_width: layers x experts of a token, to take the generator's choices along; else 0.
     Raises InputError for a sequence without them.
     """
     sequences = list(sequences) or [placeholder()]
-    missing = -sum(len(s.token_ids) for s in sequences) % multiple
-    lengths = [len(s.token_ids) for s in sequences] + ([missing] if missing else [])
-    tokens = np.concatenate([s.token_ids for s in sequences] + [np.zeros(missing, np.int32)])
+    padded = [_pad(s.token_ids, sequence_multiple) for s in sequences]
+    missing = -sum(map(len, padded)) % multiple
+    lengths = [len(ids) for ids in padded] + ([missing] if missing else [])
+    tokens = np.concatenate([*padded, np.zeros(missing, np.int32)])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = [
         np.arange(start + s.prompt_length - 1, start + len(s.token_ids) - 1)
@@ -80,27 +87,49 @@ def collate(
         advantages=_tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
         weights=_tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
         versions=_tensor(np.concatenate([s.token_versions for s in sequences]), torch.int64),
-        expert_choices=_choices(sequences, missing, choice_width) if choice_width else None,
+        expert_choices=_choices(sequences, lengths, choice_width) if choice_width else None,
     )
 
 
-def _choices(sequences: list[TrainSequence], missing: int, width: int) -> Tensor:
-    """[positions, width]; -1 at the last position of each sequence, which predicts nothing."""
-    rows = []
-    for s in sequences:
+def _choices(sequences: list[TrainSequence], lengths: list[int], width: int) -> Tensor:
+    """[positions, width]; -1 from the last token of each sequence on: nothing is predicted there."""
+    choices = np.full((sum(lengths), width), -1)
+    starts = np.cumsum([0, *lengths])
+    for s, start in zip(sequences, starts, strict=False):
         count = len(s.token_ids) - 1
         if len(s.expert_choices) == count * width:
-            rows.append(s.expert_choices.reshape(count, width))
+            choices[start : start + count] = s.expert_choices.reshape(count, width)
         elif s.weight:
             raise InputError(
                 f"train.router_replay: a sequence of {count + 1} tokens has "
                 f"{len(s.expert_choices)} expert choices instead of {count * width}: does the "
                 "engine return them for this model? Else set train.router_replay=false"
             )
-        else:
-            rows.append(np.full((count, width), -1))
-        rows.append(np.full((1, width), -1))
-    return _tensor(np.concatenate([*rows, np.full((missing, width), -1)]), torch.int64)
+    return _tensor(choices, torch.int64)
+
+
+def hold(batch: MicroBatch, positions: Tensor) -> MicroBatch:
+    """What a context rank that holds these positions sees: their tokens, and the rows among them.
+
+    positions: int64, in the rank's order. `sequence_starts` stay those of the whole microbatch.
+    """
+    places = torch.full((batch.tokens.shape[1],), -1)
+    places[positions] = torch.arange(len(positions))
+    rows = places[batch.rows]
+    is_held = rows >= 0
+    per_row = ("targets", "generator_logprobs", "advantages", "weights", "versions")
+    return replace(
+        batch,
+        tokens=batch.tokens[:, positions],
+        position_ids=batch.position_ids[:, positions],
+        rows=rows[is_held],
+        expert_choices=None if batch.expert_choices is None else batch.expert_choices[positions],
+        **{name: getattr(batch, name)[is_held] for name in per_row},
+    )
+
+
+def _pad(token_ids: np.ndarray, multiple: int) -> np.ndarray:
+    return np.pad(token_ids, (0, -len(token_ids) % multiple))
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:

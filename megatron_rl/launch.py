@@ -38,6 +38,7 @@ from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.restarts import Restart, RestartRule
+from megatron_rl.run_folder import check_run_folder, locked, step_of, write_config
 from megatron_rl.summary import RESTARTS, RunFacts, render_text, summarize
 from megatron_rl.supervisor import POLL_S, Supervisor
 
@@ -56,12 +57,18 @@ log = logging.getLogger(__name__)
 class _Session:
     """What the phases of one run share: the children, the view, the clock of phases."""
 
-    def __init__(self, config: Config, console: Console) -> None:
+    def __init__(
+        self, config: Config, console: Console, *, lock: int, is_resumed: bool = False
+    ) -> None:
+        """lock: descriptor that keeps other launchers out of the run folder."""
         self.config = config
+        self.is_resumed = is_resumed
         self.wall_s: dict[str, float] = {}
-        self._supervisor = Supervisor(config.run.dir / "logs")
+        self._supervisor = Supervisor(config.run.dir / "logs", inherited=(lock,))
         self._view = LiveView(config, console)
         self._gpus = listed_gpus()
+        if is_resumed:
+            self._view.skip_rows()
         self._closing = ExitStack()
         self._started = time.monotonic()
 
@@ -179,8 +186,24 @@ def run(config: Config, console: Console) -> None:
     Raises InputError before anything starts, RoleDied, DeadlineExceeded.
     """
     preflight.check(config)
-    config = _prepare_run_folder(config)
-    with _Session(config, console) as session:
+    with locked(config.run.dir) as lock:
+        # Once more: another launcher may have had the lock until now.
+        resumed = check_run_folder(config)
+        config = _prepare_run_folder(config, resumed)
+        if resumed is not None:
+            console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
+        _run_phases(config, console, lock=lock, is_resumed=resumed is not None)
+
+
+def _resumption_text(config: Config, resumed: Path) -> str:
+    return (
+        f"Resuming {config.run.dir} after step {step_of(resumed)} of {config.train.steps}, from "
+        f"{resumed}. What was generated but not trained on is generated again."
+    )
+
+
+def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool) -> None:
+    with _Session(config, console, lock=lock, is_resumed=is_resumed) as session:
         if config.train.steps:
             _train(session)
         else:
@@ -203,14 +226,19 @@ def evaluate(config: Config, label: str, console: Console) -> None:
     no_training = {
         "sft": config.sft.model_copy(update={"steps": 0, "control": False}),
         "train": config.train.model_copy(update={"steps": 0}),
+        "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
     }
     config = config.model_copy(update=no_training)
     preflight.check(config)
-    config = _prepare_run_folder(config)
-    with _Session(config, console) as session, session.phase("evaluation", f"evaluation {label}"):
-        queue = _serve_evaluation(session, label, config.model.path)
-        session.wait_for(queue, f"evaluation {label}", _eval_limit_s(config))
-        session.end_serving()
+    with locked(config.run.dir) as lock:
+        config = _prepare_run_folder(config, None)
+        with (
+            _Session(config, console, lock=lock) as session,
+            session.phase("evaluation", f"evaluation {label}"),
+        ):
+            queue = _serve_evaluation(session, label, config.model.path)
+            session.wait_for(queue, f"evaluation {label}", _eval_limit_s(config))
+            session.end_serving()
     console.print(f"Completions: {config.run.dir}/rollouts/eval_{label}.jsonl", soft_wrap=True)
 
 
@@ -255,6 +283,10 @@ def _cold_start(session: _Session) -> Path:
     """Folder of the model that reinforcement learning starts from."""
     if not session.config.sft.steps:
         return session.config.model.path
+    if session.is_resumed:
+        # A checkpoint of another folder comes without its cold start: only the shape is needed.
+        folder = session.hf_folder(COLD_START)
+        return folder if folder.exists() else session.config.model.path
     with session.phase("cold_start", "supervised cold start"):
         session.start_ranks("sft", "megatron_rl.sft", [])
         session.wait_for("sft")
@@ -318,14 +350,12 @@ def _eval_limit_s(config: Config) -> float:
     return config.generator.start_timeout_s + config.eval.timeout_s + _EVAL_MARGIN_S
 
 
-def _prepare_run_folder(config: Config) -> Config:
+def _prepare_run_folder(config: Config, resumed: Path | None) -> Config:
     """Resolve ports and save the tree that all processes read."""
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = resolve_ports(config.model_copy(update={"run": run_config}))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
-    # Exclusive: of two launchers that passed the check of the folder at once, one fails here.
-    with (resolved.run.dir / "config.toml").open("x") as file:
-        file.write(dump_toml(resolved))
+    write_config(resolved, resumed)
     handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")
     handler.setFormatter(
         logging.Formatter("%(asctime)s launch %(levelname)s %(name)s: %(message)s")

@@ -47,6 +47,10 @@ class MetricsTail:
         self._path = path
         self._offset = 0
 
+    def skip(self) -> None:
+        """Pass over the rows that are there."""
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+
     def read(self) -> list[Row]:
         """Complete new rows; a line that is still being written comes the next time."""
         if not self._path.exists():
@@ -93,6 +97,10 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def skip_rows(self) -> None:
+        """Do not show what is in the metrics so far: an earlier launcher of the run has."""
+        self._tail.skip()
 
     @property
     def last_step(self) -> int:

@@ -1,16 +1,22 @@
-"""Log-probabilities of given tokens under vocabulary-parallel logits.
+"""Logprobs of given tokens from hidden states: output layer and softmax, some rows at a time.
 
-Runs in trainer ranks. The only place that turns "predicts next" rows into "is this token" values
-is `collate.py`; here row i of the logits is already the one that predicts target i.
+Runs in trainer ranks of the last pipeline stage. No [tokens, vocabulary] tensor ever exists: a pass
+computes the logits of a few rows, reduces them and drops them, and the backward pass computes them
+again. The only place that turns "predicts next" rows into "is this token" values is `collate.py`;
+here row i of the hidden states is already the one that predicts target i.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_TOKENS = 1024
+COPIES = 3
+"""Float32 copies of a pass's logits that memory is kept for: the logits, their exponentials, and
+the rounded copies and products that bfloat16 needs."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -22,88 +28,116 @@ class TokenLogprobs(NamedTuple):
     """[tokens] float32 in nats, not differentiable."""
 
 
-def token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    temperature: float,
-) -> TokenLogprobs:
-    """Logprob of targets[i] and entropy of row i under softmax(logits / temperature).
+@dataclass(frozen=True)
+class OutputLayer:
+    """The projection from hidden states to the vocabulary, cut by rows over a group's ranks."""
 
-    logits: [tokens, padded vocabulary / ranks of group], this rank's columns; targets: [tokens]
-    int64, global ids below vocab_size. Columns from vocab_size on are padding and count as -inf.
+    weight: Tensor  # [padded vocabulary / ranks, hidden], this rank's rows
+    vocab_size: int  # ids from here on are padding: they count as -inf, and are never computed
+    group: dist.ProcessGroup
+    temperature: float  # logits are divided by it
+    chunk_tokens: int  # extra memory is below chunk_tokens * padded vocabulary / ranks * 4 bytes
+
+    @property
+    def first_id(self) -> int:
+        """Token id of this rank's first row."""
+        return self.group.rank() * len(self.weight)
+
+    @property
+    def true_weight(self) -> Tensor:
+        """This rank's rows without the padding; there may be none."""
+        return self.weight.detach()[: max(0, self.vocab_size - self.first_id)]
+
+    def spans(self, n_tokens: int) -> Iterator[slice]:
+        """Rows of one pass after the other."""
+        size = max(1, self.chunk_tokens // COPIES)
+        return (slice(start, start + size) for start in range(0, n_tokens, size))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, this rank's ids] float32, of a product in the dtype of the weight."""
+        rows = torch.mm(hidden, self.true_weight.t()).float()
+        return rows if self.temperature == 1.0 else rows.div_(self.temperature)
+
+
+def token_logprobs(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> TokenLogprobs:
+    """Logprob of targets[i] and entropy under softmax(logits of hidden[i] / temperature).
+
+    hidden: [tokens, hidden], equal on all ranks of the group; its gradient is this rank's part of
+    the sum over the group. targets: [tokens] int64, global ids below vocab_size.
     """
-    logprobs, entropy = _VocabParallelLogprobs.apply(
-        logits, targets, vocab_size, group, temperature
-    )
+    logprobs, entropy = _Logprobs.apply(hidden.to(layer.weight.dtype), layer.weight, targets, layer)
     return TokenLogprobs(logprobs, entropy)
 
 
-def _chunk(logits: Tensor, start: int, n_true: int, temperature: float) -> Tensor:
-    """Rows of one chunk as a float32 copy, scaled, with padded columns at -inf."""
-    rows = logits[start : start + CHUNK_TOKENS].to(torch.float32, copy=True)
-    if temperature != 1.0:
-        rows /= temperature
-    rows[:, n_true:] = float("-inf")
-    return rows
-
-
-class _VocabParallelLogprobs(torch.autograd.Function):
-    """Chunked over tokens, so that no float32 copy of all logits ever exists."""
+class _Logprobs(torch.autograd.Function):
+    """d logprob / d logit = (is target - softmax) / temperature."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        group: dist.ProcessGroup,
-        temperature: float,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layer: OutputLayer
     ) -> tuple[Tensor, Tensor]:
-        n_tokens, n_columns = logits.shape
-        first_column = group.rank() * n_columns
-        n_true = max(0, min(n_columns, vocab_size - first_column))
-        local = targets - first_column
-        is_local = (local >= 0) & (local < n_columns)
-        local = local.clamp(0, n_columns - 1)
+        n_ids = len(layer.true_weight)
+        local = targets - layer.first_id
+        is_local = (local >= 0) & (local < n_ids)
+        local = local.clamp(0, max(n_ids - 1, 0))
 
-        maxima = logits.new_full((n_tokens,), float("-inf"), dtype=torch.float32)
-        if n_true:
-            maxima = logits[:, :n_true].amax(dim=-1).float() / temperature
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-
-        # Rows: sum of exp, sum of exp * logit, logit of the target; all relative to the maximum.
-        sums = torch.zeros(3, n_tokens, dtype=torch.float32, device=logits.device)
-        for start in range(0, n_tokens, CHUNK_TOKENS):
-            span = slice(start, start + CHUNK_TOKENS)
-            rows = _chunk(logits, start, n_true, temperature)
+        # Of each row: largest logit; then, relative to it, sum of exp, sum of exp * logit, and the
+        # target's logit. A rank that holds padding alone adds nothing.
+        n_tokens = len(hidden)
+        lowest = torch.finfo(torch.float32).min
+        maxima = torch.full((n_tokens,), lowest, dtype=torch.float32, device=hidden.device)
+        sums = torch.zeros(3, n_tokens, dtype=torch.float32, device=hidden.device)
+        for span in layer.spans(n_tokens) if n_ids else ():
+            rows = layer.logits(hidden[span])
+            maxima[span] = rows.amax(-1)
             rows -= maxima[span, None]
-            sums[2, span] = rows.gather(1, local[span, None])[:, 0].masked_fill(~is_local[span], 0)
+            sums[2, span] = rows.gather(1, local[span, None])[:, 0]
             exps = rows.exp()
             sums[0, span] = exps.sum(-1)
-            # exp(-inf) * -inf would be NaN: padded columns add nothing.
-            sums[1, span] = (exps[:, :n_true] * rows[:, :n_true]).sum(-1)
-        dist.all_reduce(sums, group=group)
+            sums[1, span] = exps.mul_(rows).sum(-1)
+            del rows, exps
+        own = maxima.clone()
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=layer.group)
+        shift = own - maxima
+        sums[2] = (sums[2] + shift).masked_fill(~is_local, 0)
+        sums[1] = shift.exp() * (sums[1] + shift * sums[0])
+        sums[0] *= shift.exp()
+        dist.all_reduce(sums, group=layer.group)
 
         log_z = sums[0].log()
-        ctx.save_for_backward(logits, local, is_local, maxima + log_z)
-        ctx.n_true, ctx.temperature = n_true, temperature
+        ctx.save_for_backward(hidden, local, is_local, maxima + log_z)
+        ctx.layer = layer
         entropy = log_z - sums[1] / sums[0]
         ctx.mark_non_differentiable(entropy)
         return sums[2] - log_z, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, is_local, log_z = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        for start in range(0, len(logits), CHUNK_TOKENS):
-            span = slice(start, start + CHUNK_TOKENS)
-            rows = _chunk(logits, start, ctx.n_true, ctx.temperature)
-            softmax = rows.sub_(log_z[span, None]).exp_()
-            slope = grad[span, None] / ctx.temperature
-            rows = softmax.mul_(-slope)
-            rows.scatter_add_(1, local[span, None], slope * is_local[span, None])
-            out[span] = rows
-        return out, None, None, None, None
+        hidden, local, is_local, log_z = ctx.saved_tensors
+        layer: OutputLayer = ctx.layer
+        weight = layer.true_weight
+        slope = grad / layer.temperature
+        grad_hidden = torch.zeros_like(hidden)
+        # Parts of a sum: in float32, as Megatron's gradient buffers are.
+        grad_weight = torch.zeros_like(layer.weight, dtype=torch.float32)
+        for span in layer.spans(len(hidden)) if len(weight) else ():
+            rows = layer.logits(hidden[span])
+            rows.sub_(log_z[span, None]).exp_().mul_(-slope[span, None])
+            rows.scatter_add_(1, local[span, None], (slope * is_local)[span, None])
+            rows = rows.to(weight.dtype)
+            torch.mm(rows, weight, out=grad_hidden[span])
+            _add_product(grad_weight[: len(weight)], rows, hidden[span])
+            del rows
+        return grad_hidden, grad_weight, None, None
+
+
+def _add_product(total: Tensor, rows: Tensor, hidden: Tensor) -> None:
+    """total += rows^T @ hidden, summed in the dtype of `total`."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(rows.t(), hidden)
+        return
+    # In slabs whose product is no larger than `rows`.
+    width = max(1, rows.numel() // hidden.shape[1])
+    for start in range(0, len(total), width):
+        slab = slice(start, start + width)
+        total[slab] += rows[:, slab].t() @ hidden

@@ -19,7 +19,7 @@ class LossInputs:
     """Completion tokens of one microbatch, all sequences concatenated."""
 
     trainer_logprobs: Tensor  # [tokens] float32, differentiable
-    generator_logprobs: Tensor  # [tokens] float32, under the version that sampled each token
+    old_logprobs: Tensor  # [tokens] float32, as loss.old_logprobs says
     advantages: Tensor  # [tokens] float32, the sequence's advantage at each of its tokens
     weights: Tensor  # [tokens] float32, loss weight; they sum to 1 over the minibatch
 
@@ -40,10 +40,10 @@ def clipped_loss(inputs: LossInputs, cfg: LossConfig) -> LossOutput:
     """Clipped surrogate with clip-higher, no KL term, no reference model.
 
     -sum_t w_t * min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t) with
-    r_t = exp(trainer - generator logprob).
+    r_t = exp(trainer - old logprob).
     Source: Magistral (arXiv 2506.10910), section 2.1.
     """
-    ratio = (inputs.trainer_logprobs - inputs.generator_logprobs).exp()
+    ratio = (inputs.trainer_logprobs - inputs.old_logprobs).exp()
     free = ratio * inputs.advantages
     clipped = ratio.clamp(1 - cfg.eps_low, 1 + cfg.eps_high) * inputs.advantages
     loss = -(inputs.weights * torch.minimum(free, clipped)).sum()

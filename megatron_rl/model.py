@@ -6,7 +6,7 @@ The order on a rank:
     check_parallel(shape, cfg.parallel)
     backend = select_backend(cfg.model)
     backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=120)
-    model = build_model(backend, cfg, shape)            # one chunk per rank; weights still unset
+    model = build_model(backend, cfg, shape)            # the rank's chunks; weights still unset
     load_weights(model, shape, cfg.model.path)          # megatron_rl.weights.load
     optimizer = build_optimizer(cfg.optimizer, model)   # copies the masters: after the load
 
@@ -38,7 +38,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.backend import Backend
+from megatron_rl.backend import Backend, fp8
 from megatron_rl.protocol.config import Config
 from megatron_rl.weights.rotary import inverse_frequencies
 from megatron_rl.weights.shape import ModelShape
@@ -47,38 +47,76 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[DistributedDataParallel]:
-    """This rank's part of the model: one chunk, parameters not yet filled."""
+    """This rank's part of the model, a chunk for each virtual stage; parameters not yet filled."""
     config = transformer_config(backend, cfg, shape)
+    data_parallel = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+        overlap_grad_reduce=cfg.parallel.overlap_gradients,
+        overlap_param_gather=cfg.parallel.overlap_parameters,
+        fp8_param_gather=cfg.model.fp8_parameters,
+        # The optimizer step skips and counts non-finite gradients; Megatron's check would raise.
+        check_for_nan_in_grad=False,
+    )
+    chunks = [
+        DistributedDataParallel(
+            config,
+            data_parallel,
+            _build_chunk(backend, config, shape, number),
+            # The reductions of later chunks hide behind the backward passes of earlier ones.
+            disable_bucketing=number > 0,
+        )
+        for number in range(cfg.parallel.virtual_stages)
+    ]
+    if cfg.parallel.overlap_gradients:
+        # Else each microbatch's backward pass would reduce what the ones before it have summed.
+        holds = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = holds if len(holds) > 1 else holds[0]
+    return chunks
+
+
+def gather_parameters(model: Sequence[DistributedDataParallel]) -> None:
+    """Have every parameter whole on this rank, also where the next forward pass would gather it.
+
+    Collective. Call before parameters are read outside a forward pass: with
+    parallel.overlap_parameters an optimizer step leaves each rank with its own part of them new.
+    """
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _build_chunk(
+    backend: Backend, config: TransformerConfig, shape: ModelShape, number: int
+) -> torch.nn.Module:
+    """Chunk `number` of the rank, in the compute dtype."""
+    stage = {"ignore_virtual": False, "vp_stage": number}
     module: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=backend.layer_spec(config),
-        vocab_size=shape.padded_vocab(cfg.parallel.tensor),
+        transformer_layer_spec=backend.layer_spec(config, number),
+        vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=shape.is_tied,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         parallel_output=True,
+        vp_stage=number,
     )
     # Megatron knows no linear scaling and fixes llama3's constants, so the angles are given.
     module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
     module.to(backend.device)
     mark_experts(module)
-    if config.bf16:
-        module = Float16Module(config, module)
-    data_parallel = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=cfg.parallel.distributed_optimizer,
-        # The optimizer step skips and counts non-finite gradients; Megatron's check would raise.
-        check_for_nan_in_grad=False,
-    )
-    return [DistributedDataParallel(config, data_parallel, module)]
+    return Float16Module(config, module) if config.bf16 else module
 
 
 def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> TransformerConfig:
     """Megatron's description of `shape` under the run's dtype and parallel sizes."""
     dtype = DTYPES[cfg.model.dtype]
+    # Rounding whatever the memory held to FP8 could leave scales that are not finite.
+    leave_unset = torch.nn.init.zeros_ if cfg.model.fp8_parameters else _leave_unset
     values = {
         **_sizes(shape),
         **_experts(shape),
@@ -87,24 +125,36 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         "bf16": dtype is torch.bfloat16,
         # load_weights fills every parameter, and proves it. perform_initialization=False would also
         # leave out the marks by which the gradient norm knows a parameter's tensor shards.
-        "init_method": _leave_unset,
-        "output_layer_init_method": _leave_unset,
-        "embedding_init_method": _leave_unset,
+        "init_method": leave_unset,
+        "output_layer_init_method": leave_unset,
+        "embedding_init_method": leave_unset,
         "tensor_model_parallel_size": cfg.parallel.tensor,
         "pipeline_model_parallel_size": cfg.parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": cfg.parallel.interleaved_chunks,
+        "context_parallel_size": cfg.parallel.context,
+        "cp_comm_type": backend.context_exchange(
+            cfg.parallel, has_window=shape.sliding_window is not None
+        ),
         "expert_model_parallel_size": cfg.parallel.expert,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": cfg.parallel.expert_tensor,
         "pipeline_dtype": dtype,
         # Packed microbatches differ in length. Megatron then refuses the default token dispatcher
         # even for models without experts.
         "variable_seq_lengths": cfg.parallel.pipeline > 1,
+        # Two stages that exchange both directions in one batch would mix them up.
+        "overlap_p2p_comm": cfg.parallel.virtual_stages > 1,
+        "batch_p2p_comm": cfg.parallel.virtual_stages == 1,
         "moe_token_dispatcher_type": "alltoall",
         "sequence_parallel": cfg.parallel.sequence and cfg.parallel.tensor > 1,
         # Without this the schedule divides losses by tokens and DDP averages over its ranks.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": sum_gradients,
-        **_recompute(cfg),
-        **({"fp8": "hybrid", "fp8_recipe": "tensorwise"} if cfg.model.fp8 else {}),
+        **_recompute(cfg.model.recompute),
+        **fp8.transformer_fields(
+            cfg.model,
+            stage_layers=shape.layers // cfg.parallel.pipeline,
+            has_experts=shape.experts > 0,
+        ),
         **backend.transformer_overrides(),
     }
     return TransformerConfig(**values)
@@ -164,14 +214,17 @@ def _leave_unset(weight: torch.Tensor) -> None:
     """Initialization that keeps whatever the memory held."""
 
 
-def _recompute(cfg: Config) -> dict[str, str | int]:
-    if not cfg.model.recompute:
-        return {}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
+def _recompute(kind: str) -> dict[str, str | int]:
+    match kind:
+        case "selective":
+            return {"recompute_granularity": "selective"}
+        case "full":
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+    return {}
 
 
 def sum_gradients(

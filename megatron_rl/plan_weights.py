@@ -94,7 +94,13 @@ def forecast(config: Config) -> Forecast:
 
 def _senders(shape: ModelShape, config: Config) -> dict[int, list[Slice]]:
     parallel = config.parallel
-    like = Place(Share(0, parallel.tensor), Share(0, parallel.pipeline), Share(0, parallel.expert))
+    like = Place(
+        Share(0, parallel.tensor),
+        Share(0, parallel.pipeline),
+        Share(0, parallel.expert),
+        Share(0, parallel.expert_tensor),
+        parallel.virtual_stages,
+    )
     ranks = range(parallel.world_size)
     return {rank: trainer_slices(shape, place_of(rank, len(ranks), like)) for rank in ranks}
 

@@ -3,6 +3,7 @@
 Runs in trainer ranks.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend import Backend, select_backend
-from megatron_rl.model import build_model, count_parameters, unwrap
-from megatron_rl.protocol.config import Config
+from megatron_rl.backend.fp8 import POSITION_MULTIPLE
+from megatron_rl.model import build_model, count_parameters
+from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.weights.layouts import Share
-from megatron_rl.weights.load import load_weights
+from megatron_rl.weights.load import load_megatron, load_weights
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 
 
@@ -26,8 +28,8 @@ class Policy:
     backend: Backend
     shape: ModelShape
     chunks: list[DistributedDataParallel]
-    has_sequence_parallelism: bool
-    tensor_ranks: int
+    parallel: ParallelConfig
+    has_fp8: bool
 
     @property
     def device(self) -> torch.device:
@@ -42,37 +44,55 @@ class Policy:
     @property
     def position_multiple(self) -> int:
         """A microbatch's positions must be a multiple of this."""
-        return self.tensor_ranks if self.has_sequence_parallelism else 1
+        ranks = self.parallel.context
+        if self.has_sequence_parallelism:
+            ranks *= self.parallel.tensor
+        return math.lcm(ranks * (POSITION_MULTIPLE if self.has_fp8 else 1), self.sequence_multiple)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sequence's positions must be a multiple of this: context ranks hold two chunks."""
+        return 2 * self.parallel.context if self.parallel.context > 1 else 1
+
+    @property
+    def has_sequence_parallelism(self) -> bool:
+        """Whether tensor ranks divide the positions among them between their layers."""
+        return self.parallel.sequence and self.parallel.tensor > 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The count of microbatches of a step must be a multiple of this."""
+        return self.parallel.pipeline if self.parallel.virtual_stages > 1 else 1
 
     @property
     def position_share(self) -> Share:
-        """This rank's part of a microbatch's positions between its layers."""
+        """This rank's part, between its layers, of the positions that its context rank holds."""
         if not self.has_sequence_parallelism:
             return Share()
-        return Share(parallel_state.get_tensor_model_parallel_rank(), self.tensor_ranks)
-
-    @property
-    def output_layer(self) -> torch.nn.Module | None:
-        """The vocabulary projection, on the last pipeline stage only."""
-        return getattr(unwrap(self.chunks[-1]), "output_layer", None)
+        return Share(parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor)
 
 
 @contextmanager
 def open_policy(cfg: Config) -> Iterator[Policy]:
-    """Join the trainer ranks, build the model and load `cfg.model.path` straight into shards.
+    """Join the trainer ranks, build the model and load its weights straight into shards.
 
-    Leaves the process groups at the end. Raises InputError before anything is built.
+    They are those of `cfg.model.megatron_path`, or else of `cfg.model.path`. Leaves the process
+    groups at the end. Raises InputError, for impossible sizes before anything is built.
     """
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)
     backend = select_backend(cfg.model)
+    backend.check_offload(cfg.optimizer)
+    backend.check_offload(cfg.sft.optimizer)
     backend.init_distributed(
         cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s
     )
     try:
         chunks = build_model(backend, cfg, shape)
-        load_weights(chunks, shape, cfg.model.path)
-        has_sequence_parallelism = cfg.parallel.sequence and cfg.parallel.tensor > 1
-        yield Policy(backend, shape, chunks, has_sequence_parallelism, cfg.parallel.tensor)
+        if cfg.model.megatron_path is None:
+            load_weights(chunks, shape, cfg.model.path)
+        else:
+            load_megatron(chunks, shape, cfg.model.megatron_path)
+        yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
     finally:
         backend.shutdown()

@@ -17,11 +17,12 @@ from megatron_rl.protocol.config import (
     SftConfig,
     TrainConfig,
 )
-from megatron_rl.protocol.parallel import check_expert_ranks
+from megatron_rl.protocol.parallel import Counts, check_sizes
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import CODE
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.run_folder import check_run_folder
 from megatron_rl.traces import read_traces
 from verification import settings
 
@@ -31,11 +32,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 def check(config: Config) -> None:
     """Run every check, cheapest first. Raises InputError."""
     check_tools()
-    check_run_folder(config.run.dir)
+    check_run_folder(config)
     shape = read_model_shape(config.model.path)
-    check_parallel(config.parallel, shape, config.model.path)
+    check_parallel(config.parallel, shape)
     check_engine_parallel(config.generator, shape, config.model.path)
     check_router_replay(config.train, shape, config.model.path)
+    check_megatron_path(config)
     check_ports(config)
     check_traces(config.sft)
     check_prompts(config)
@@ -59,18 +61,6 @@ def check_tools() -> None:
 def find_compiler() -> str | None:
     """Path of the C++ compiler that extensions would be built with."""
     return shutil.which(os.environ.get("CXX") or "g++")
-
-
-def check_run_folder(run_dir: Path) -> None:
-    """A run never writes into the folder of another."""
-    if (run_dir / "config.toml").exists():
-        raise InputError(
-            f"{run_dir} already holds a run (it has a config.toml), and runs are never "
-            "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
-        )
-    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise InputError(f"cannot make the run folder {run_dir}: {existing} is no writable folder")
 
 
 def read_model_shape(folder: Path) -> dict[str, Any]:
@@ -104,22 +94,23 @@ def read_model_shape(folder: Path) -> dict[str, Any]:
     return shape
 
 
-def check_parallel(parallel: ParallelConfig, shape: dict[str, Any], folder: Path) -> None:
+def check_parallel(parallel: ParallelConfig, shape: dict[str, Any]) -> None:
     """The parallel sizes divide the heads, the layers and the experts."""
-    heads = shape["num_attention_heads"]
-    kv_heads = shape.get("num_key_value_heads") or heads
-    tensor, pipeline, layers = parallel.tensor, parallel.pipeline, shape["num_hidden_layers"]
-    if heads % tensor or kv_heads % tensor:
-        raise InputError(
-            f"parallel.tensor = {tensor} does not divide the {heads} attention heads and "
-            f"{kv_heads} key-value heads of {folder}: choose {_divisors(heads, kv_heads)}"
-        )
-    if layers % pipeline:
-        raise InputError(
-            f"parallel.pipeline = {pipeline} does not divide the {layers} layers of {folder}: "
-            f"choose {_divisors(layers)}"
-        )
-    check_expert_ranks(parallel, shape.get("num_local_experts") or shape.get("num_experts") or 0)
+    heads, experts = shape["num_attention_heads"], _experts(shape)
+    ffn = shape.get("intermediate_size", 0)
+    counts = Counts(
+        heads=heads,
+        kv_heads=shape.get("num_key_value_heads") or heads,
+        layers=shape["num_hidden_layers"],
+        ffn=0 if experts else ffn,
+        experts=experts,
+        expert_ffn=shape.get("moe_intermediate_size", ffn),
+    )
+    check_sizes(parallel, counts)
+
+
+def _experts(shape: dict[str, Any]) -> int:
+    return shape.get("num_local_experts") or shape.get("num_experts") or 0
 
 
 def check_engine_parallel(generator: GeneratorConfig, shape: dict[str, Any], folder: Path) -> None:
@@ -137,6 +128,21 @@ def check_router_replay(train: TrainConfig, shape: dict[str, Any], folder: Path)
     if train.router_replay and not (shape.get("num_local_experts") or shape.get("num_experts")):
         raise InputError(
             f"train.router_replay = true, but {folder} has no experts: set it to false"
+        )
+
+
+def check_megatron_path(config: Config) -> None:
+    """Only reinforcement learning starts from a Megatron checkpoint; engines read HF folders."""
+    path = config.model.megatron_path
+    if path is None:
+        return
+    if not path.is_dir():
+        raise InputError(f"model.megatron_path = {path}: there is no such folder")
+    if config.sft.steps or not config.train.steps:
+        raise InputError(
+            f"model.megatron_path = {path} is read by reinforcement learning alone, without "
+            "sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert`, "
+            "and give that as model.path"
         )
 
 

@@ -20,7 +20,7 @@ from megatron_rl.loss import supervised_loss
 from megatron_rl.policy import open_policy
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
-from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import InputError, run_main, set_up_logging
 from megatron_rl.protocol.render import Renderer
@@ -40,6 +40,7 @@ def tune(trainer: Trainer, batches: Iterator[MinibatchShare], metrics: StepMetri
     for step, batch in enumerate(batches, 1):
         metrics.add(trainer.update(batch, version=0))
         metrics.flush(step)
+    trainer.gather()
 
 
 def main(cfg: Config, is_control: bool) -> None:
@@ -51,7 +52,10 @@ def main(cfg: Config, is_control: bool) -> None:
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
     name, source = ("control", "control") if is_control else ("cold_start", "sft")
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, Objective(supervised_loss, cfg.loss), cfg.sft.optimizer, steps)
+        objective = Objective(supervised_loss, cfg.loss)
+        trainer = Trainer(
+            policy, objective, cfg.sft.optimizer, steps, train=cfg.train, run_dir=cfg.run.dir
+        )
         batches = minibatches(
             sequences,
             batch_size=cfg.sft.batch_size,
@@ -79,7 +83,8 @@ def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
 
     Tokens that went through the trainer count whole, generated ones a third (forward only).
     """
-    rows = [row for row in read_jsonl(cfg.run.dir / "metrics.jsonl") if row["source"] == "trainer"]
+    rows = without_superseded(read_jsonl(cfg.run.dir / "metrics.jsonl"))
+    rows = [row for row in rows if row["source"] == "trainer"]
     trained = sum(row.get("train/positions", 0.0) for row in rows)
     groups = ("queue/groups_trained", "queue/groups_dropped_flat")
     generated = sum(

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.protocol.metrics import without_superseded
+
 Row = dict[str, Any]
 Interval = tuple[float, float]
 
@@ -41,6 +43,7 @@ class RunFacts:
 
 def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
     """The content of summary.json."""
+    rows = without_superseded(rows)
     trainer = [row for row in rows if row.get("source") == "trainer"]
     steps = [row for row in trainer if "train/loss" in row]
     start = next((row for row in trainer if "model/parameters" in row), {})

@@ -106,6 +106,8 @@ class Supervisor:
     """A role may end this long before the one that it must outlive."""
     first_pause_s: float = 1.0
     """Before the first restart of a role; doubles for each further one."""
+    inherited: tuple[int, ...] = ()
+    """File descriptors that all children hold too."""
     roles: dict[str, Role] = field(default_factory=dict)
     _restarts: collections.Counter[str] = field(default_factory=collections.Counter)
     """Of each replica, over all phases."""
@@ -152,6 +154,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=os.environ | child_environment() | self.extra_environment | environment | ready,
                 process_group=0,
+                pass_fds=self.inherited,
             )
         started = time.monotonic()
         role = Role(name, command, process, log_path, started, outlives, restarts, environment)

@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron.core import parallel_state
 
 from megatron_rl.batch_client import BatchClient
+from megatron_rl.checkpoint import Checkpoints
 from megatron_rl.loss import LOSSES
 from megatron_rl.model import DTYPES
 from megatron_rl.policy import Policy, open_policy
@@ -31,8 +32,9 @@ from megatron_rl.step_metrics import StepMetrics
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.control import Control
 from megatron_rl.weights.exchange import ExchangeSettings, Reshard
-from megatron_rl.weights.export import bucketed, export_tensors, save_hf
+from megatron_rl.weights.export import export_tensors, save_hf
 from megatron_rl.weights.full_tensors import Broadcast, Disk
+from megatron_rl.weights.hf_folder import bucketed
 from megatron_rl.weights.link import GeneratorLink
 from megatron_rl.weights.names import named_parameters, trainer_slices
 from megatron_rl.weights.publisher import Method, WeightPublisher
@@ -46,24 +48,31 @@ def train(
     trainer: Trainer,
     batches: BatchClient,
     weights: WeightPublisher,
+    checkpoints: Checkpoints,
     metrics: StepMetrics,
-    steps: int,
+    steps: range,
 ) -> None:
-    """Train until the queue has no more batches; version k is the policy after k batches."""
-    step = 0
+    """Train until the queue has no more batches; version k is the policy after k batches.
+
+    steps: from the one of the checkpoint that was resumed, or 0.
+    """
+    step = steps.start
     weights.publish(version=step)  # proves the path before any training
-    batches.announce(step, is_final=step == steps)
+    batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
-        for minibatch in batch.minibatches:
-            metrics.add(trainer.update(minibatch, version=step))
+        old_logprobs = trainer.old_logprobs(batch.minibatches)
+        for minibatch, old in zip(batch.minibatches, old_logprobs, strict=True):
+            metrics.add(trainer.update(minibatch, version=step, old_logprobs=old))
+        trainer.gather()
         step += 1
-        if step < steps:
+        if step < steps.stop and not checkpoints.is_due(step):
             batches.request(step)  # the queue forms it while the weights travel
         weights.publish(version=step)
-        batches.announce(step, is_final=step == steps)
+        batches.announce(step, is_final=step == steps.stop)
+        checkpoints.save_if_due(step, trainer)
         metrics.add_entries(batch.metrics)
-        metrics.flush(step, batches.metrics + weights.metrics)
+        metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
 
 
 def main(cfg: Config) -> None:
@@ -76,11 +85,18 @@ def main(cfg: Config) -> None:
     )
     with open_policy(cfg) as policy:
         total_steps = cfg.train.steps * cfg.train.minibatches
-        trainer = Trainer(policy, objective, cfg.optimizer, total_steps)
-        with open_publisher(cfg, policy) as weights, open_batches(cfg, policy) as batches:
-            metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
-            metrics.write_start(describe(cfg, policy, weights))
-            train(trainer, batches, weights, metrics, cfg.train.steps)
+        trainer = Trainer(
+            policy, objective, cfg.optimizer, total_steps, train=cfg.train, run_dir=cfg.run.dir
+        )
+        with (
+            open_batches(cfg, policy) as batches,
+            open_checkpoints(cfg, policy, batches) as checkpoints,
+        ):
+            steps = range(checkpoints.resume(trainer), cfg.train.steps)
+            with open_publisher(cfg, policy) as weights:
+                metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
+                metrics.write_start(describe(cfg, policy, weights))
+                train(trainer, batches, weights, checkpoints, metrics, steps)
         save_hf(cfg.run.dir / "hf" / "final", policy.chunks, policy.shape, source=cfg.model.path)
 
 
@@ -128,7 +144,7 @@ def open_method(
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
     slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
-    parameters = named_parameters(policy.chunks[0])
+    parameters = named_parameters(policy.chunks)
     return Reshard(parameters, slices, policy.shape, control=control, link=link, settings=settings)
 
 
@@ -155,11 +171,24 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         f"{cfg.ports.host}:{cfg.ports.batches}",
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        group=parallel_state.get_model_parallel_group(),
+        group=policy.backend.replica_group(cfg.parallel, cfg.train.collective_timeout_s),
         device=policy.device,
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
         keys=load_keys(cfg.ports.keys_dir),
+    )
+
+
+def open_checkpoints(cfg: Config, policy: Policy, batches: BatchClient) -> Checkpoints:
+    """Checkpoints of this run; collective over all ranks."""
+    # A rank may wait so long for its own writer before it joins the others.
+    patience_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
+    return Checkpoints(
+        cfg.checkpoint,
+        cfg.run.dir,
+        Control(policy.backend.host_group(patience_s)),
+        queue_state=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
+        last_step=cfg.train.steps,
     )
 
 
@@ -171,6 +200,7 @@ def describe(cfg: Config, policy: Policy, weights: WeightPublisher) -> dict[str,
         "trainer/world_size": cfg.parallel.world_size,
         "trainer/tp": cfg.parallel.tensor,
         "trainer/pp": cfg.parallel.pipeline,
+        "trainer/cp": cfg.parallel.context,
         "trainer/dp": cfg.parallel.data,
         "engine": ",".join(sorted({hello.engine for hello in engines})),
         "engine_version": ",".join(sorted({hello.engine_version for hello in engines})),

@@ -1,8 +1,9 @@
 """Packing sequences into one microbatch: rows, targets and per-token values."""
 
 import numpy as np
+import torch
 
-from megatron_rl.collate import collate
+from megatron_rl.collate import collate, hold
 from megatron_rl.protocol.types import TrainSequence
 
 
@@ -42,6 +43,25 @@ def test_positions_are_padded_to_the_multiple_by_a_sequence_without_targets() ->
     assert batch.tokens.shape == (1, 8)
     assert batch.sequence_starts.tolist() == [0, 5, 8]
     assert batch.rows.tolist() == [1, 2, 3]
+
+
+def test_sequences_are_padded_for_context_ranks_at_their_ends() -> None:
+    first, second = make_sequence([1, 2, 3, 4, 5], 2, 1.0, 1.0), make_sequence([6, 7], 1, 1.0, 1.0)
+    batch = collate([first, second], multiple=16, sequence_multiple=4)
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 0, 0, 0, 0, 0, 0]]
+    assert batch.sequence_starts.tolist() == [0, 8, 12, 16]
+    assert batch.rows.tolist() == [1, 2, 3, 8] and batch.targets.tolist() == [3, 4, 5, 7]
+
+
+def test_a_context_rank_sees_its_positions_and_their_rows() -> None:
+    whole = collate([make_sequence([1, 2, 3, 4, 5, 6, 7, 8], 2, 1.0, 1.0)], sequence_multiple=4)
+    batch = hold(whole, torch.tensor([0, 1, 6, 7]))
+    assert batch.tokens.tolist() == [[1, 2, 7, 8]]
+    assert batch.position_ids.tolist() == [[0, 1, 6, 7]]
+    # Rows 1 to 6 predict; this rank holds positions 1 and 6, its second and third.
+    assert batch.rows.tolist() == [1, 2] and batch.targets.tolist() == [3, 8]
+    assert batch.generator_logprobs.tolist() == [-1, -6]
+    assert batch.sequence_starts.tolist() == [0, 8]
 
 
 def test_empty_microbatch_runs_one_token_without_weight() -> None:

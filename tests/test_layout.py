@@ -15,6 +15,7 @@ MAX_LINES = 400
 # Modules of megatron_rl that start the other processes, so may import anything but tools and tests.
 SUPERVISORS = {
     "cli",
+    "convert_command",
     "cluster",
     "doctor",
     "launch",
@@ -25,6 +26,7 @@ SUPERVISORS = {
     "preflight",
     "process_tree",
     "restarts",
+    "run_folder",
     "sizing",
     "summary",
     "supervisor",
@@ -40,6 +42,7 @@ ALLOWED = {
     "verification": {"protocol"},
     "backend": {"protocol"},
     "weights": {"protocol", "backend"},
+    "convert": {"protocol", "weights"},
     "trainer": {"protocol", "weights", "backend"},
     "supervisors": {
         "protocol",
@@ -48,6 +51,7 @@ ALLOWED = {
         "verification",
         "backend",
         "weights",
+        "convert",
         "trainer",
     },
     "tools": {
@@ -57,6 +61,7 @@ ALLOWED = {
         "verification",
         "backend",
         "weights",
+        "convert",
         "trainer",
         "supervisors",
     },
@@ -176,11 +181,13 @@ def test_the_import_check_finds_violations(module: str, source: str) -> None:
 
 def test_devices_are_named_only_in_the_backend() -> None:
     # generation/sglang_cpu holds the flags of SGLang's own CPU mode.
-    # megatron_rl/weights/memory serves engines, too, which cannot load the backend.
+    # megatron_rl/weights/memory serves engines, too, which cannot load the backend; benchmarks
+    # measure devices.
     exempt = (
         ROOT / "megatron_rl" / "backend",
         ROOT / "megatron_rl" / "weights" / "memory",
         ROOT / "generation" / "sglang_cpu",
+        ROOT / "tools" / "bench",
     )
     found = {
         module_name(path): device_names(path.read_text())
@@ -217,6 +224,7 @@ def test_files_are_short() -> None:
         ("verification.worker", HEAVY),
         ("generation.worker", {"megatron", "sglang"}),
         ("megatron_rl.launch", {"torch", "megatron", "sglang"}),
+        ("megatron_rl.convert.conversion", {"transformers", "megatron", "sglang"}),
     ],
 )
 def test_a_process_loads_no_foreign_heavy_library(module: str, forbidden: set[str]) -> None:

@@ -37,16 +37,7 @@ LLAMA3 = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 16,
 }
-FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("Llama", {"rope_parameters": LLAMA3}),
-    (
-        "Llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-    ),
-    ("Mistral", {"sliding_window": 16}),
-    ("Qwen2", {}),
-    ("Qwen3", {"head_dim": 32}),
-]
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def padded_and_packed(folder: Path, parallel: ParallelConfig, ids: Tensor) -> list[Tensor] | None:
@@ -74,11 +65,9 @@ def test_llama_logits_equal_those_of_transformers(is_tied: bool, tmp_path: Path)
         assert_logits_equal(tmp_path / "llama", parallel, model)
 
 
-@pytest.mark.parametrize(("family", "options"), FAMILIES)
-def test_other_families_equal_transformers(
-    family: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    model = write_model(tmp_path / "model", family=family, **options)
+@pytest.mark.parametrize("scaling", [LLAMA3, LINEAR])
+def test_stretched_frequencies_equal_transformers(scaling: dict[str, Any], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", rope_parameters=scaling)
     assert_logits_equal(tmp_path / "model", ParallelConfig(tensor=2), model)
 
 
@@ -116,13 +105,13 @@ def test_parameters_are_counted_without_padding(tmp_path: Path) -> None:
 
 
 def gradients(
-    folder: Path, parallel: ParallelConfig, shares: Sequence[Sequence[Tensor]], recompute: bool
+    folder: Path, parallel: ParallelConfig, shares: Sequence[Sequence[Tensor]], recompute: str
 ) -> dict[str, Tensor]:
     """main_grad by name after this data-parallel rank's share of the batches."""
     loaded = load_on_rank(folder, parallel, recompute=recompute)
     rank = torch.distributed.get_rank() if parallel.data > 1 else 0
     accumulate_gradients(loaded, shares[rank], scale=1 / 100)
-    named = named_parameters(loaded.model[0])
+    named = named_parameters(loaded.model)
     return {name: parameter.main_grad.clone() for name, parameter in named.items()}
 
 
@@ -131,11 +120,11 @@ def test_gradient_is_a_sum_over_microbatches_and_data_ranks(tmp_path: Path) -> N
     model = write_model(folder)
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, VOCAB, (1, n), generator=generator) for n in (9, 30, 12, 17)]
-    [alone] = run_ranks(gradients, 1, folder, ParallelConfig(), [batches], False)
-    [recomputed] = run_ranks(gradients, 1, folder, ParallelConfig(), [batches], True)
+    [alone] = run_ranks(gradients, 1, folder, ParallelConfig(), [batches], "none")
+    [recomputed] = run_ranks(gradients, 1, folder, ParallelConfig(), [batches], "full")
     # The ranks get different counts of tokens: an average over ranks or tokens would show.
     shares = [batches[:2], batches[2:]]
-    halves = run_ranks(gradients, 2, folder, ParallelConfig(data=2), shares, False)
+    halves = run_ranks(gradients, 2, folder, ParallelConfig(data=2), shares, "none")
     for name, expected in alone.items():
         for found in (recomputed, *halves):
             torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)

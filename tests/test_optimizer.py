@@ -35,7 +35,7 @@ def steps_around_an_infinity(
     """Steps with gradient 1, infinities on the last rank, 1; whether each changed weights."""
     loaded = load_on_rank(folder, parallel, dtype)
     optimizer = build_optimizer(OptimizerConfig(clip_grad_norm=0.5), loaded.model)
-    parameters = named_parameters(loaded.model[0])
+    parameters = named_parameters(loaded.model)
     results, changes = [], []
     for is_poisoned in (False, True, False):
         zero_gradients(loaded.model, optimizer)

@@ -144,10 +144,11 @@ def expected(folder: Path) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["model.recompute=true"],
+        ["model.recompute=full"],
         ["parallel.tensor=2", "parallel.sequence=true"],
-        ["parallel.pipeline=2", "model.recompute=true"],
+        ["parallel.pipeline=2", "model.recompute=full"],
         ["parallel.data=2", "parallel.expert=2"],
+        ["parallel.context=2"],
     ],
     ids=",".join,
 )

@@ -7,10 +7,8 @@ the weight export. The reference is transformers' own model with an obvious per-
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -18,14 +16,12 @@ from megatron_rl.loss import LOSSES, LossInputs, clipped_loss
 from megatron_rl.policy import open_policy
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
-from megatron_rl.protocol.packing import deal
-from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.export import export_tensors
+from megatron_rl.weights.names import named_parameters
 from tests.distributed import run_ranks
+from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import QWEN3_MOE, write_model
-
-VOCAB = 200
 
 
 @pytest.fixture(scope="module")
@@ -42,40 +38,13 @@ def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_sequences() -> list[TrainSequence]:
-    rng = np.random.default_rng(11)
-    lengths = [(5, 9), (3, 4), (7, 1), (4, 20), (6, 2), (2, 13), (5, 5), (3, 8), (1, 3)]
-    total = sum(completion for _, completion in lengths)
-    return [
-        TrainSequence(
-            token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
-            prompt_length=prompt,
-            generator_logprobs=rng.normal(-5, 0.3, completion).astype(np.float32),
-            token_versions=np.zeros(completion, np.int32),
-            advantage=float(rng.normal()),
-            weight=1 / total,
-        )
-        for prompt, completion in lengths
-    ]
-
-
-def my_share(budget_tokens: int) -> MinibatchShare:
-    """This data-parallel rank's part of the same minibatch."""
-    sequences = make_sequences()
-    dp_size = parallel_state.get_data_parallel_world_size()
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)
-    mine = dealt[parallel_state.get_data_parallel_rank()]
-    return MinibatchShare([[sequences[i] for i in microbatch] for microbatch in mine])
-
-
 def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     """Gradient in HF layout (rank 0) after forward and backward of the same minibatch."""
     with open_policy(cfg) as policy:
         trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
-        sums = trainer.accumulate(my_share(budget_tokens), version=0)
+        sums = trainer.accumulate(my_share(budget_tokens), version=0).sums
         with torch.no_grad():
-            for parameter in policy.chunks[0].parameters():
+            for parameter in named_parameters(policy.chunks).values():
                 parameter.copy_(parameter.main_grad)
         gradient = {
             name: tensor.clone() for name, tensor in export_tensors(policy.chunks, policy.shape)
@@ -113,8 +82,13 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
         (2, 1, 1, 30, []),
         (2, 1, 1, 30, ["parallel.sequence=true"]),
         (1, 2, 1, 30, []),
+        (1, 2, 1, 30, ["parallel.virtual_stages=2"]),
+        (1, 2, 1, 1000, ["parallel.virtual_stages=2"]),
         (1, 1, 2, 30, []),
         (2, 2, 1, 25, []),
+        (1, 1, 1, 30, ["parallel.context=2"]),
+        (1, 1, 1, 1, ["parallel.context=2"]),
+        (2, 1, 1, 30, ["parallel.context=2", "parallel.sequence=true"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, list) else str(value),
 )
@@ -149,7 +123,7 @@ def test_gradient_of_experts_is_equal_for_every_split(
 
 
 def test_gradient_of_experts_is_equal_when_recomputed(mixture_folder: Path) -> None:
-    extra = ["model.recompute=true", "parallel.data=2", "parallel.expert=2"]
+    extra = ["model.recompute=full", "parallel.data=2", "parallel.expert=2"]
     assert_gradient_equal(mixture_folder, extra, budget_tokens=30)
 
 

@@ -76,7 +76,7 @@ class Loaded:
 
 
 def load_on_rank(
-    folder: Path, parallel: ParallelConfig, dtype: str = "float32", *, recompute: bool = False
+    folder: Path, parallel: ParallelConfig, dtype: str = "float32", *, recompute: str = "none"
 ) -> Loaded:
     """Start Megatron on this rank and load `folder`; call inside run_ranks."""
     cfg = Config(

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import Prompt
@@ -39,10 +39,8 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     run_dir = parser.parse_args().run_dir
     folder = run_dir / "hf" / "final"
-    cfg = load_config(
-        run_dir / "config.toml",
-        [f"model.path={folder}", "parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1"],
-    )
+    cfg = load_config(run_dir / "config.toml", [f"model.path={folder}"])
+    cfg = cfg.model_copy(update={"parallel": ParallelConfig()})
     renderer = Renderer(cfg.render, folder, cfg.generator.context_tokens)
     prompts = select_held_out(load_prompts(cfg.prompts, cfg.run.seed).held_out, cfg.eval)
     findings: dict[str, object] = {}

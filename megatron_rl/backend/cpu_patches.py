@@ -12,6 +12,8 @@ from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 _CPU = torch.device("cpu")
@@ -109,11 +111,57 @@ def _split_sizes(
     tokens_per_expert: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     if point == self.cuda_dtoh_point:
-        for name in ("input_splits", "output_splits", "output_splits_tp"):
+        for name in ("input_splits", "output_splits"):
             splits = getattr(self, name)
             if isinstance(splits, torch.Tensor):
                 setattr(self, name, splits.tolist())
     return tokens_per_expert
+
+
+def _uneven_parts() -> None:
+    """Ranks that share experts exchange tokens in parts of unequal length, which gloo cannot."""
+    mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _scatter_parts(
+        mappings._reduce_scatter_along_first_dim
+    )
+
+
+def _gather_parts(of_equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(of_equal)
+    def gather(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return of_equal(input_, group, output_split_sizes, use_global_buffer)
+        gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        for rank, part in enumerate(gathered.split(output_split_sizes)):
+            if rank == group.rank():
+                part.copy_(input_)
+            if len(part):
+                dist.broadcast(part, group=group, group_src=rank)
+        return gathered
+
+    return gather
+
+
+def _scatter_parts(of_equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(of_equal)
+    def scatter(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return of_equal(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()]
+
+    return scatter
 
 
 PATCHES: dict[str, Callable[[], None]] = {
@@ -126,4 +174,5 @@ PATCHES: dict[str, Callable[[], None]] = {
     "set_generator": _set_generator,
     "router_product": define_router_product,
     "token_dispatch": _token_dispatch,
+    "uneven_parts": _uneven_parts,
 }

@@ -9,8 +9,17 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_rl.protocol.parallel_config import ParallelConfig
 from megatron_rl.protocol.reward_config import RewardConfig, VerifierConfig
 from megatron_rl.protocol.section import Section
+from megatron_rl.protocol.trainer_config import (
+    CheckpointConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SftConfig,
+    TrainConfig,
+)
 
 
 class RunConfig(Section):
@@ -20,116 +29,6 @@ class RunConfig(Section):
     """Folder for everything that the run leaves."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
-
-
-class ModelConfig(Section):
-    """The policy."""
-
-    path: Path = Path("model")
-    """HF folder: config.json, *.safetensors, tokenizer."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of trainer and generators; master weights are always float32."""
-    layers: Literal["auto", "transformer_engine", "local"] = "auto"
-    """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
-    fp8: bool = False
-    """FP8 matrix products through TransformerEngine."""
-    recompute: bool = False
-    """Recompute activations of every layer in the backward pass."""
-
-
-class ParallelConfig(Section):
-    """How the trainer ranks divide the model and the batch."""
-
-    tensor: PositiveInt = 1
-    """Tensor-parallel ranks; must divide the attention heads and key-value heads."""
-    pipeline: PositiveInt = 1
-    """Pipeline stages; must divide the layers."""
-    data: PositiveInt = 1
-    """Data-parallel replicas."""
-    expert: PositiveInt = 1
-    """Ranks that share the experts of a layer; must divide the experts and tensor x data."""
-    sequence: bool = False
-    """Megatron sequence parallelism inside the tensor-parallel group; experts need it there."""
-    distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel ranks."""
-
-    @property
-    def world_size(self) -> int:
-        """Count of trainer ranks."""
-        return self.tensor * self.pipeline * self.data
-
-
-class OptimizerConfig(Section):
-    """AdamW with float32 masters."""
-
-    lr: float = Field(default=1e-6, ge=0)
-    """Peak learning rate."""
-    warmup_steps: int = Field(default=10, ge=0)
-    """Optimizer steps of linear warm-up."""
-    decay: Literal["constant", "linear"] = "constant"
-    """Schedule after the warm-up; linear ends at min_lr_ratio * lr on the last step."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate of the linear schedule over lr."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of Adam's first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of Adam's second moment."""
-    eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    clip_grad_norm: PositiveFloat = 1.0
-    """Global gradient norm limit."""
-
-
-class LossConfig(Section):
-    """The policy loss."""
-
-    name: str = "clipped"
-    """Entry of LOSSES, or package.module:function."""
-    eps_low: float = Field(default=0.2, gt=0, lt=1)
-    """The importance ratio is clipped below 1 - eps_low."""
-    eps_high: PositiveFloat = 0.28
-    """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
-
-
-class TrainConfig(Section):
-    """Steps and batch shape of reinforcement learning."""
-
-    steps: int = Field(default=100, ge=0)
-    """Batches to train on."""
-    groups_per_batch: PositiveInt = 16
-    """Groups of completions, flat ones not counted, that make a batch."""
-    group_size: int = Field(default=16, ge=2)
-    """Completions of one prompt."""
-    minibatches: PositiveInt = 1
-    """Optimizer steps a batch; the paper found more than 2 harmful."""
-    microbatch_tokens: PositiveInt = 4096
-    """Token budget (prompt and completion) of one packed microbatch."""
-    router_replay: bool = False
-    """Mixtures of experts: tokens go to the experts that the generator chose, not to those that the
-    trainer's router would; generators return them (generator.engine "sglang")."""
-    advantage: str = "group_mean"
-    """Entry of ADVANTAGES, or package.module:function."""
-    batch_timeout_s: PositiveFloat = 600.0
-    """The trainer gives up when a batch takes longer."""
-    collective_timeout_s: PositiveFloat = 120.0
-    """A collective among trainer ranks that takes longer ends the run."""
-
-
-class SftConfig(Section):
-    """Supervised cold start, and its control."""
-
-    traces: Path | None = None
-    """JSONL of {"messages", "response"}; no cold start without it."""
-    steps: int = Field(default=0, ge=0)
-    """Optimizer steps."""
-    batch_size: PositiveInt = 32
-    """Traces a step."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """Learning rate and schedule of the cold start."""
-    control: bool = False
-    """After RL, continue the cold start on the same traces for RL's compute, and evaluate."""
 
 
 class PromptSource(Section):
@@ -303,6 +202,7 @@ class Config(Section):
     verifier: VerifierConfig = VerifierConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     ports: PortsConfig = PortsConfig()
 
     @model_validator(mode="after")
@@ -333,6 +233,11 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
             )
+        if self.train.router_replay and self.generator.engine == "hf":
+            raise ValueError(
+                "train.router_replay needs an engine that returns its expert choices: "
+                "generator.engine='hf' does not; use 'sglang'"
+            )
         possible = ("disk", "ipc") if self.parallel.world_size == 1 else ("disk",)
         if self.generator.shares_gpus and self.weights.method not in possible:
             # An engine sees its own GPUs alone, and memory of others cannot be opened there.
@@ -341,11 +246,19 @@ class Config(Section):
                 f"weights.method {' or '.join(possible)}, not {self.weights.method!r}: two ranks "
                 "of NCCL do not share a GPU"
             )
-        if self.train.router_replay and self.generator.engine == "hf":
+        if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
             raise ValueError(
-                "train.router_replay needs an engine that returns its expert choices: "
-                "generator.engine='hf' does not; use 'sglang'"
+                "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
             )
-        if self.model.fp8 and self.model.layers == "local":
-            raise ValueError("model.fp8 needs model.layers = 'transformer_engine' or 'auto'")
+        for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
+            if optimizer.offload:
+                self._check_offload(f"{section}optimizer.offload")
         return self
+
+    def _check_offload(self, key: str) -> None:
+        if not self.parallel.distributed_optimizer:
+            raise ValueError(f"{key}=true needs parallel.distributed_optimizer=true: set it")
+        if self.model.fp8_parameters:
+            raise ValueError(
+                f"{key}=true and model.fp8_parameters=true exclude each other: set one to false"
+            )

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
+RESUMED = "launch/resumed"
+"""Metric of the launcher: the run goes on after the step of the row."""
+
 Reduce = Literal["mean", "sum", "max"]
 
 
@@ -80,6 +83,24 @@ class JsonlWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def without_superseded(rows: list[dict]) -> list[dict]:
+    """Rows of a run as if it had never been interrupted, but for the time it lost.
+
+    A run that was resumed after step k has taken the steps beyond k again: what trainer and queue
+    wrote of them earlier goes.
+    """
+    kept: list[dict] = []
+    for row in rows:
+        if RESUMED in row:
+            kept = [
+                old
+                for old in kept
+                if old["step"] <= row["step"] or old["source"] not in ("trainer", "queue")
+            ]
+        kept.append(row)
+    return kept
 
 
 def read_jsonl(path: Path) -> list[dict]:

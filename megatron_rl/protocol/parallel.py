@@ -1,25 +1,86 @@
-"""Which expert-parallel sizes are possible. Used by the launcher and by trainer ranks."""
+"""Which parallel sizes a model can be divided by. Used by the launcher and by trainer ranks.
+
+Every refusal names the nearest possible size.
+"""
 
 import math
+from dataclasses import dataclass
 
 from megatron_rl.protocol.config import ParallelConfig
 from megatron_rl.protocol.process import InputError
 
 
-def check_expert_ranks(parallel: ParallelConfig, experts: int) -> None:
-    """Raise InputError unless the ranks can share `experts` experts a layer; 0 is a dense model."""
-    if not experts:
-        if parallel.expert > 1:
-            raise InputError(
-                f"parallel.expert = {parallel.expert}, but the model has no experts: use 1"
-            )
+@dataclass(frozen=True)
+class Counts:
+    """What of a model is divided among ranks."""
+
+    heads: int
+    kv_heads: int
+    layers: int
+    ffn: int = 0
+    """Units of a dense MLP; 0 where experts take its place."""
+    experts: int = 0
+    """Experts of a layer; 0 is a dense model."""
+    expert_ffn: int = 0
+    """Units of one expert."""
+
+
+def check_sizes(parallel: ParallelConfig, counts: Counts) -> None:
+    """Raise InputError unless the ranks can share the model."""
+    _check_tensor(parallel, counts)
+    _check_pipeline(parallel, counts.layers)
+    if counts.experts:
+        _check_experts(parallel, counts)
         return
-    ranks = parallel.tensor * parallel.data
-    if experts % parallel.expert or ranks % parallel.expert:
-        nearest = nearest_divisor(math.gcd(experts, ranks), parallel.expert)
+    for name in ("expert", "expert_tensor"):
+        if (size := getattr(parallel, name)) > 1:
+            raise InputError(f"parallel.{name} = {size}, but the model has no experts: use 1")
+
+
+def _check_tensor(parallel: ParallelConfig, counts: Counts) -> None:
+    size = parallel.tensor
+    heads = f"{counts.heads} attention heads and {counts.kv_heads} key-value heads"
+    possible = math.gcd(counts.heads, counts.kv_heads, counts.ffn)
+    for what, count in ((heads, math.gcd(counts.heads, counts.kv_heads)),
+                        (f"{counts.ffn} MLP units", counts.ffn)):  # fmt: skip
+        if count % size:
+            raise InputError(
+                f"parallel.tensor = {size} does not divide the model's {what}; "
+                f"nearest possible: {nearest_divisor(possible, size)}"
+            )
+
+
+def _check_pipeline(parallel: ParallelConfig, layers: int) -> None:
+    stages, chunks = parallel.pipeline, parallel.virtual_stages
+    if layers % stages:
         raise InputError(
-            f"parallel.expert = {parallel.expert} must divide the model's {experts} experts and "
-            f"parallel.tensor x parallel.data = {ranks}; nearest possible: {nearest}"
+            f"parallel.pipeline = {stages} does not divide the model's {layers} layers; "
+            f"nearest possible: {nearest_divisor(layers, stages)}"
+        )
+    if layers // stages % chunks:
+        raise InputError(
+            f"parallel.virtual_stages = {chunks} does not divide the {layers // stages} layers "
+            f"of each of parallel.pipeline = {stages} stages; "
+            f"nearest possible: {nearest_divisor(layers // stages, chunks)}"
+        )
+
+
+def _check_experts(parallel: ParallelConfig, counts: Counts) -> None:
+    ranks = parallel.tensor * parallel.context * parallel.data
+    shared = parallel.expert_tensor
+    if counts.expert_ffn % shared or ranks % shared:
+        possible = math.gcd(counts.expert_ffn, ranks)
+        raise InputError(
+            f"parallel.expert_tensor = {shared} must divide the {counts.expert_ffn} units of an "
+            f"expert and parallel.tensor x context x data = {ranks}; "
+            f"nearest possible: {nearest_divisor(possible, shared)}"
+        )
+    if counts.experts % parallel.expert or ranks // shared % parallel.expert:
+        possible = math.gcd(counts.experts, ranks // shared)
+        raise InputError(
+            f"parallel.expert = {parallel.expert} must divide the model's {counts.experts} experts "
+            f"and parallel.tensor x context x data / expert_tensor = {ranks // shared}; "
+            f"nearest possible: {nearest_divisor(possible, parallel.expert)}"
         )
     if parallel.tensor > 1 and not parallel.sequence:
         # Tensor ranks then route tokens of their own; without it each would route all of them.

@@ -27,6 +27,10 @@ class InputError(ValueError):
     """Bad input: the text says what was given, what was expected and what to do."""
 
 
+class TrainingStopped(RuntimeError):
+    """The trainer refuses to go on; the text says what it saw and what to look at."""
+
+
 class Interrupted(SystemExit):
     """SIGTERM or SIGINT arrived."""
 
@@ -82,7 +86,7 @@ def run_main(role: str, main: Callable[[], None]) -> int:
     except (ConfigError, InputError, WireError) as error:
         log.error("%s", error)
         return EXIT_BAD_INPUT
-    except DeadlineExceeded as error:
+    except (DeadlineExceeded, TrainingStopped) as error:
         log.error("%s", error)
         return EXIT_FAILED
     return 0

@@ -8,6 +8,22 @@ Prompt -> Rollout -> ScoredRollout -> TrainSequence -> RankBatch. Arrays travel 
 import msgspec
 import numpy as np
 
+from megatron_rl.protocol.queue_state import QueueState
+from megatron_rl.protocol.weight_messages import (
+    Ack,
+    Bucket,
+    Failed,
+    Fence,
+    Hello,
+    JoinGroup,
+    LeaveGroup,
+    Load,
+    Pause,
+    Ping,
+    Receive,
+    Resume,
+)
+
 
 class Message(msgspec.Struct, frozen=True):
     """One turn of a conversation."""
@@ -257,110 +273,16 @@ class Published(msgspec.Struct, frozen=True, tag="Published"):
     is_final: bool = False
 
 
+class SaveState(msgspec.Struct, frozen=True, tag="SaveState"):
+    """The trainer saves a checkpoint after batch number `step`; answered by QueueState."""
+
+    step: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="Stop"):
     """End in good order."""
 
     reason: str = ""
-
-
-# --- weights endpoint: trainer rank 0 (ROUTER) <-> generators (DEALER) ---------------------------
-
-
-class Hello(msgspec.Struct, frozen=True, tag="Hello"):
-    """A generator asks to receive weights; its engine has `world_size` ranks."""
-
-    world_size: int
-    engine: str
-    engine_version: str
-    session: int = 0
-    """Grows when the generator restarts."""
-    ffn_multiple: int = 1
-    """To what the engine pads the MLP units of a rank."""
-    expert_ranks: int = 1
-    """So many groups of the engine's ranks hold different experts."""
-    version: int = -1
-    """Policy version that it serves; -1: none, it needs a whole publish."""
-
-
-class Receive(msgspec.Struct, frozen=True, tag="Receive"):
-    """Take parcels from the trainer ranks 0..rank_offset-1; see `weights/receiver.py`."""
-
-    address: str
-    port: int
-    """Of the exchange's store, which holds the plan."""
-    group_name: str
-    backend: str
-    rank_offset: int
-    world_size: int
-    attempt: int
-    """Counts the transfers of a group."""
-    version: int
-    deadline_s: float
-
-
-class Load(msgspec.Struct, frozen=True, tag="Load"):
-    """Load a Hugging Face folder."""
-
-    folder: str
-    version: int
-
-
-class Fence(msgspec.Struct, frozen=True, tag="Fence"):
-    """Serve nothing until a later publish succeeds: the weights are incomplete or damaged."""
-
-    reason: str
-
-
-class Ping(msgspec.Struct, frozen=True, tag="Ping"):
-    """Nothing to do and no answer: where the generator is gone, sending it fails."""
-
-
-class JoinGroup(msgspec.Struct, frozen=True, tag="JoinGroup"):
-    """Join the weight group as ranks rank_offset .. rank_offset + world_size of the engine - 1."""
-
-    address: str
-    port: int
-    rank_offset: int
-    world_size: int
-    group_name: str
-    backend: str
-    timeout_s: float
-
-
-class Pause(msgspec.Struct, frozen=True, tag="Pause"):
-    """Stop between two tokens; keep requests and KV cache."""
-
-
-class Bucket(msgspec.Struct, frozen=True, tag="Bucket"):
-    """One flattened broadcast follows: these tensors, in this order."""
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    version: int
-
-
-class Resume(msgspec.Struct, frozen=True, tag="Resume"):
-    """Continue; later tokens carry `version`."""
-
-    version: int
-
-
-class LeaveGroup(msgspec.Struct, frozen=True, tag="LeaveGroup"):
-    """Leave the weight group; another publisher may open a new one."""
-
-
-class Ack(msgspec.Struct, frozen=True, tag="Ack"):
-    """The generator obeyed the message named `done`."""
-
-    done: str
-
-
-class Failed(msgspec.Struct, frozen=True, tag="Failed"):
-    """The generator could not obey the message named `doing`."""
-
-    doing: str
-    reason: str
 
 
 AnyMessage = (
@@ -375,6 +297,8 @@ AnyMessage = (
     | ScoreFailed
     | NextBatch
     | Published
+    | SaveState
+    | QueueState
     | Stop
     | Hello
     | Receive

@@ -22,6 +22,7 @@ class BatchDesk:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
+        self._first_step = 0
         self._requests: dict[int, _Request] = {}
         self._batch: list[RankBatch] = []
         self._stopped: set[int] = set()
@@ -30,7 +31,11 @@ class BatchDesk:
     @property
     def formed_steps(self) -> int:
         """Steps up to the batch formed last, that one included."""
-        return self._batch[0].step + 1 if self._batch else 0
+        return self._batch[0].step + 1 if self._batch else self._first_step
+
+    def resume_at(self, step: int) -> None:
+        """Count the batches before `step` as formed; call before any request."""
+        self._first_step = step
 
     def ask(self, peer: str, request: NextBatch) -> None:
         """Note a request. Raises WireError for one that can never be answered."""
@@ -39,10 +44,11 @@ class BatchDesk:
                 f"{peer} asks as data-parallel rank {request.dp_rank} of {request.dp_size}, others "
                 f"as ranks of {self._dp_size}"
             )
-        if request.step < self.formed_steps - 1:
+        if request.step < self.formed_steps - bool(self._batch):
             raise WireError(
                 f"{peer} asks for the batch of step {request.step}, but that of step "
-                f"{self.formed_steps - 1} is formed: the trainer went back without the queue"
+                f"{self.formed_steps - 1} is formed: the trainer went back without the queue. "
+                "Start both again, with the same checkpoint.resume"
             )
         self._dp_size = request.dp_size
         self._requests[request.dp_rank] = _Request(peer, request.step, request.dp_size)
@@ -65,7 +71,7 @@ class BatchDesk:
             if request.step >= self._steps:
                 answers.append((request.peer, Stop(f"all {self._steps} steps are done")))
                 self._stopped.add(rank)
-            elif request.step == self.formed_steps - 1:
+            elif self._batch and request.step == self.formed_steps - 1:
                 answers.append((request.peer, self._batch[rank]))
             else:
                 continue

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
     AnyMessage,
     GeneratorReady,
@@ -19,7 +20,7 @@ from megatron_rl.protocol.types import (
     Published,
     RolloutDone,
     RolloutFailed,
-    Sampling,
+    SaveState,
     ScoreDone,
     ScoreFailed,
     Stop,
@@ -32,9 +33,10 @@ from megatron_rl.rollout_queue.batches import find_advantage, form_batch
 from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases, Work
-from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream
+from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
+from megatron_rl.rollout_queue.training_groups import TrainingGroups
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +74,9 @@ class Coordinator:
         if evaluate_only and not config.eval.prompts:
             raise InputError("an evaluation is asked for, but eval.prompts = 0: raise it")
         self._held_out = select_held_out(prompts.held_out, config.eval)
-        self._stream = None
+        self._training = None
         if config.train.steps and not evaluate_only:
-            self._stream = PromptStream(prompts, config.run.seed)
+            self._training = TrainingGroups(prompts, config)
         self._advantage = find_advantage(config.train)
         self._groups = GroupBook()
         self._leases = Leases(config.queue)
@@ -82,12 +84,24 @@ class Coordinator:
         self._desk = BatchDesk(config.train.steps)
         self._evaluation: Evaluation | None = None
         self._labels = collections.deque([evaluate_only] if evaluate_only else [])
+        self._evaluated: list[str] = []
+        self._states: list[tuple[str, QueueState]] = []
+        self._first_version = 0
         self._published = -1
         self._finished_at = now if evaluate_only else None
         self._progress_at = now
         self._group_count = 0
         self.is_over = False
         """Training and all evaluations are done."""
+
+    def resume(self, state: QueueState) -> None:
+        """Go on after a saved step; call before any message. Raises InputError."""
+        assert self._training is not None
+        self._training.restore(state)
+        self._desk.resume_at(state.step)
+        self._group_count = state.groups_opened
+        self._evaluated = list(state.evaluated)
+        self._first_version = state.step
 
     # --- incoming -------------------------------------------------------------------------------
 
@@ -110,6 +124,8 @@ class Coordinator:
                 self._desk.ask(peer, message)
             case "batches", Published():
                 self._on_published(message, now)
+            case "batches", SaveState():
+                self._on_save(peer, message, now)
             case _:
                 raise WireError(f"{peer} sent {type(message).__name__} to the {endpoint} endpoint")
 
@@ -138,6 +154,11 @@ class Coordinator:
 
     def _on_published(self, published: Published, now: float) -> None:
         self._progress_at = now
+        if self._published < 0 and published.version != self._first_version:
+            raise WireError(
+                f"the trainer begins with version {published.version}, the queue with "
+                f"{self._first_version}: start both with the same checkpoint.resume"
+            )
         self._published = published.version
         self._groups.finish_training(published.version)
         if published.is_final:
@@ -149,17 +170,23 @@ class Coordinator:
         evaluation = self._config.eval
         if not evaluation.prompts or self._evaluate_only:
             return []
-        return label_at(version, is_final=is_final, every_steps=evaluation.every_steps)
+        labels = label_at(version, is_final=is_final, every_steps=evaluation.every_steps)
+        return [label for label in labels if label not in self._evaluated]
+
+    def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
+        self._progress_at = now
+        if self._training is None or self._desk.formed_steps != asked.step:
+            raise WireError(
+                f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
+            )
+        counts = {"groups_opened": self._group_count, "evaluated": list(self._evaluated)}
+        self._states.append((peer, self._training.state(asked.step, self._groups, **counts)))
 
     def _abandon_groups(self) -> None:
         groups = self._groups.abandon()
         if groups:
             completions = sum(group.size for group in groups)
-            log.warning(
-                "%d groups (%d completions) were not needed: abandoned at end",
-                len(groups),
-                completions,
-            )
+            log.warning("%d groups (%d completions) were not needed", len(groups), completions)
             self._metrics.write(self._published, {"queue/groups_abandoned": len(groups)})
 
     # --- outgoing -------------------------------------------------------------------------------
@@ -170,6 +197,8 @@ class Coordinator:
             yield Outgoing(VERIFY, *request)
         self._advance_evaluation(now)
         yield from self._batch_answers(now)
+        while self._states:
+            yield Outgoing(BATCHES, *self._states.pop())
         while (lease := self._next_lease(now)) is not None:
             yield lease
         self._check_over(now)
@@ -212,6 +241,7 @@ class Coordinator:
         results = summarize(evaluation.complete, now - evaluation.started_at)
         self._recorder.write_evaluation(evaluation.label, evaluation.complete)
         self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
+        self._evaluated.append(evaluation.label)
         log.info(
             "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts, %.1f s",
             evaluation.label,
@@ -306,42 +336,17 @@ class Coordinator:
                 return None
             if not self._leases.has_room(self._config.train.group_size, min_version):
                 return None
-            group = self._open_training_group()
-        self._group_count += 1
+            group = self._training.open(self._group_count, self._published)
+            self._groups.open(group)
+        # A group that is generated again keeps its number, which is below the count.
+        self._group_count = max(self._group_count, group.number + 1)
         return group, list(range(group.size))
 
     def _is_training_group_due(self) -> bool:
-        if self._stream is None or self._published < 0 or self._finished_at is not None:
+        if self._training is None or self._published < 0 or self._finished_at is not None:
             return False
-        train = self._config.train
-        return admission.may_open_group(
-            self._groups.untrained,
-            max_staleness=self._config.queue.max_staleness,
-            groups_per_batch=train.groups_per_batch,
-        ) and admission.is_group_needed(
-            self._groups.untaken,
-            next_step=max(self._desk.formed_steps, self._published),
-            steps=train.steps,
-            groups_per_batch=train.groups_per_batch,
-        )
-
-    def _open_training_group(self) -> Group:
-        assert self._stream is not None
-        sampling = self._config.sampling
-        group = Group(
-            self._group_count,
-            self._stream.next(),
-            Sampling(
-                sampling.max_new_tokens,
-                sampling.temperature,
-                sampling.top_p,
-                seed=_group_seed(self._config.run.seed, self._group_count),
-            ),
-            self._config.train.group_size,
-            self._published,
-        )
-        self._groups.open(group)
-        return group
+        next_step = max(self._desk.formed_steps, self._published)
+        return self._training.is_due(self._groups, next_step)
 
     # --- deadlines and end ----------------------------------------------------------------------
 
@@ -371,7 +376,11 @@ class Coordinator:
     def _check_over(self, now: float) -> None:
         if self._finished_at is None or self._labels or self._evaluation is not None:
             return
-        is_dismissed = self._desk.is_dismissed or now - self._finished_at > _DISMISS_S
+        # A last checkpoint is copied between the last publish and the last request.
+        patience_s = _DISMISS_S
+        if self._config.checkpoint.every_steps:
+            patience_s += self._config.checkpoint.write_timeout_s
+        is_dismissed = self._desk.is_dismissed or now - self._finished_at > patience_s
         self.is_over = is_dismissed or bool(self._evaluate_only)
 
     def describe(self, now: float) -> str:
@@ -387,8 +396,3 @@ class Coordinator:
         if self._evaluation is not None:
             parts.append(self._evaluation.describe(now))
         return "; ".join(parts)
-
-
-def _group_seed(run_seed: int, number: int) -> int:
-    """Sampling seed of a group: below 2**31, different for neighbouring runs and groups."""
-    return (run_seed * 1_000_003 + number * 9_973) % 2**31

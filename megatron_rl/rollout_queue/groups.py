@@ -69,6 +69,7 @@ class GroupBook:
         self._in_training: Counter[int] = Counter()
         """Groups by the step that trains on them."""
         self._flat: list[Group] = []
+        self._abandoned: list[Group] = []
 
     @property
     def untaken(self) -> int:
@@ -119,11 +120,21 @@ class GroupBook:
         for step in [step for step in self._in_training if step < version]:
             del self._in_training[step]
 
+    def unfinished(self) -> list[Group]:
+        """Groups that are neither trained on nor counted as dropped, by number.
+
+        Flat groups are counted with the next batch only; abandoned ones count when a run that has
+        ended is resumed for more steps.
+        """
+        groups = [*self._untaken.values(), *self._flat, *self._abandoned]
+        return sorted(groups, key=lambda group: group.number)
+
     def abandon(self) -> list[Group]:
         """Forget and return the groups in no batch: the run is over."""
         groups = list(self._untaken.values())
         for group in groups:
             group.is_abandoned = True
+        self._abandoned += groups
         self._untaken.clear()
         return groups
 

@@ -12,6 +12,7 @@ import msgspec
 from megatron_rl.protocol.config import PromptSource
 from megatron_rl.protocol.lookup import find_function
 from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.sources import SOURCES
 
@@ -92,15 +93,6 @@ def _interleave(lists: list[list[Prompt]]) -> list[Prompt]:
     return [items[i] for i in range(longest) for items in lists if i < len(items)]
 
 
-class PromptCursor(msgspec.Struct, frozen=True):
-    """Where a PromptStream stands."""
-
-    draws: int
-    """Prompts given out."""
-    taken: list[int]
-    """Of these, by source."""
-
-
 class PromptStream:
     """Endless train prompts: a source by weight, then the next of its shuffled epoch.
 
@@ -140,14 +132,20 @@ class PromptStream:
 
     def state(self) -> PromptCursor:
         """Where the stream stands."""
-        return PromptCursor(self._draws, list(self._taken))
+        return PromptCursor(self._draws, list(self._taken), self._sizes, self._seed)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [len(prompts) for prompts in self._sets.train]
 
     def restore(self, cursor: PromptCursor) -> None:
         """Continue where `cursor` was taken; the prompts must be the same. Raises InputError."""
-        if len(cursor.taken) != len(self._taken) or sum(cursor.taken) != cursor.draws:
+        if (cursor.sizes, cursor.seed) != (self._sizes, self._seed):
             raise InputError(
-                f"the saved prompt cursor is for {len(cursor.taken)} sources; this run has "
-                f"{len(self._taken)}: resume with the prompts of the saved run"
+                f"the saved prompt cursor is for {len(cursor.sizes)} sources of {cursor.sizes} "
+                f"train prompts with run.seed={cursor.seed}; this run has {len(self._sizes)} of "
+                f"{self._sizes} with run.seed={self._seed}: resume with the prompts and the seed "
+                "of the saved run"
             )
         self._draws = cursor.draws
         self._taken = list(cursor.taken)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zmq
 
+from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.keys import load_keys
@@ -82,6 +83,9 @@ def main(config: Config, evaluate_only: str) -> None:
             evaluate_only=evaluate_only,
             now=time.monotonic(),
         )
+        resumed = find_resume(config.checkpoint, config.run.dir)
+        if resumed is not None and config.train.steps and not evaluate_only:
+            coordinator.resume(read_queue_state(resumed))
         ports = {
             PROMPTS: config.ports.prompts,
             VERIFY: config.ports.verify,

@@ -61,7 +61,7 @@ def _changes(config: Config) -> Iterator[_Change]:
     ]
     options = (
         (False,) if parallel.distributed_optimizer else (False, True),
-        (False,) if config.model.recompute else (False, True),
+        (False,) if config.model.recompute == "full" else (False, True),
         tokens or (1,),
         [f for f in _FACTORS if f == 1 or parallel.tensor * f <= HOST_GPUS],
         _FACTORS,
@@ -91,7 +91,7 @@ def _apply(config: Config, change: _Change) -> Config:
         "train": {"microbatch_tokens": train.microbatch_tokens // change.less_tokens},
     }
     if change.recomputes:
-        updates["model"] = {"recompute": True}
+        updates["model"] = {"recompute": "full"}
     sections = {
         name: getattr(config, name).model_copy(update=values) for name, values in updates.items()
     }

@@ -51,8 +51,11 @@ def layout_of(parallel: ParallelConfig) -> Layout:
     return Layout(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
+        virtual_stages=parallel.virtual_stages,
         data=parallel.data,
+        context=parallel.context,
         expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
         is_sequence_parallel=parallel.sequence and parallel.tensor > 1,
         is_optimizer_sharded=parallel.distributed_optimizer,
     )

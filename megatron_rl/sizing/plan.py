@@ -144,7 +144,7 @@ def _generator_gpus(config: Config) -> int:
 
 def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: int) -> Step:
     gpu, setting = find_gpu(hardware.gpu), setting_of(config, mean_tokens)
-    peak = gpu.fp8_flops if config.model.fp8 else gpu.bf16_flops
+    peak = gpu.fp8_flops if config.model.fp8 != "none" else gpu.bf16_flops
     if peak is None:
         raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
     sequences = config.train.groups_per_batch * config.train.group_size

@@ -64,10 +64,12 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         layout=layout_of(config.parallel),
         microbatch=Microbatch(budget, max(1, math.ceil(passes))),
         item_bytes=ITEM_BYTES[config.model.dtype],
-        recompute="full" if config.model.recompute else "none",
+        recompute=config.model.recompute,
         # Two rounds of a publish are in flight (docs/weights.md).
         publish_buffer_bytes=2 * config.weights.bucket_bytes,
-        is_fp8=config.model.fp8,
+        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
+        is_fp8=config.model.fp8 != "none",
+        is_offloaded=config.optimizer.offload,
     )
 
 

@@ -1,4 +1,4 @@
-"""What trainer ranks agree on while they publish: bytes from rank 0, and whether all succeeded.
+"""What trainer ranks agree on while they publish or save: values, and whether all succeeded.
 
 Runs on every trainer rank, over a group of its own for host memory.
 """
@@ -31,6 +31,21 @@ class Control:
             payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         dist.broadcast(payload, src=0, group=self._group)
         return msgspec.msgpack.decode(payload.numpy().tobytes(), type=kind)
+
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """The values of all ranks, in their order, on every rank."""
+        frame = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(frame)]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(frame)] = frame
+        frames = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(frames, padded, group=self._group)
+        return [
+            msgspec.msgpack.decode(frame[: int(size)].numpy().tobytes(), type=kind)
+            for frame, size in zip(frames, sizes, strict=True)
+        ]
 
     def all(self, is_good: bool) -> bool:
         """Whether it is good on every rank."""

@@ -8,26 +8,27 @@ A publisher takes any iterator of buckets, so an exchange from shard to shard ca
 """
 
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.weights.load import INDEX, SINGLE
+from megatron_rl.weights.hf_folder import (
+    SHARD_BYTES,
+    NamedTensor,
+    carried_files,
+    copy_files,
+    write_config,
+    write_tensors,
+)
 from megatron_rl.weights.names import Place, hf_shapes, named_parameters, trainer_slices
 from megatron_rl.weights.ranks import all_places
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice, as_matrix, local_part
-
-NamedTensor = tuple[str, Tensor]
-_SHARD_BYTES = 4 << 30
-_STAGING_SUFFIX = ".partial"
+from megatron_rl.weights.staging import staged
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def export_tensors(model: Sequence[torch.nn.Module], shape: ModelShape) -> Itera
     Tensors come one at a time in the order of `hf_shapes`: rank 0 holds one full tensor and one
     rank's part of it besides its shards.
     """
-    parameters = named_parameters(model[0])
+    parameters = named_parameters(model)
     rank = dist.get_rank()
     sent = senders(shape, all_places())
     for name, size in hf_shapes(shape).items():
@@ -91,22 +92,13 @@ def _flat(parameters: dict[str, Tensor], slices: Sequence[Slice]) -> Tensor:
     return torch.cat([local_part(parameters, part).reshape(-1) for part in slices])
 
 
-def bucketed(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Group tensors in order; a bucket exceeds `bucket_bytes` only when one tensor alone does."""
-    bucket: list[NamedTensor] = []
-    held_bytes = 0
-    for name, tensor in tensors:
-        if bucket and held_bytes + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, held_bytes = [], 0
-        bucket.append((name, tensor))
-        held_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
 def save_hf(
-    folder: Path, model: Sequence[torch.nn.Module], shape: ModelShape, *, source: Path
+    folder: Path,
+    model: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    *,
+    source: Path,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
@@ -117,50 +109,9 @@ def save_hf(
         for _ in export_tensors(model, shape):
             pass
     else:
-        _write_folder(folder, export_tensors(model, shape), source)
+        with staged(folder) as staging:
+            write_tensors(staging, export_tensors(model, shape), shard_bytes)
+            copy_files(carried_files(source), staging)
+            values = json.loads((source / "config.json").read_text())
+            write_config(values, staging, next(model[0].parameters()).dtype)
     dist.barrier()
-
-
-def _write_folder(folder: Path, tensors: Iterable[NamedTensor], source: Path) -> None:
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already")
-    staging = folder.with_name(folder.name + _STAGING_SUFFIX)
-    if staging.exists():
-        shutil.rmtree(staging)
-    staging.mkdir(parents=True)
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    dtype = torch.float32
-    for number, bucket in enumerate(bucketed(tensors, _SHARD_BYTES), start=1):
-        file = f"model-{number:05d}.safetensors"
-        held = {name: tensor.cpu().contiguous() for name, tensor in bucket}
-        save_file(held, staging / file, metadata={"format": "pt"})
-        # safetensors 0.8 leaves it readable by its owner alone.
-        (staging / file).chmod(0o644)
-        weight_map.update(dict.fromkeys(held, file))
-        total_bytes += sum(tensor.nbytes for tensor in held.values())
-        dtype = bucket[0][1].dtype
-    _name_weights(staging, weight_map, total_bytes)
-    _copy_files(source, staging, dtype)
-    os.replace(staging, folder)
-
-
-def _name_weights(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
-    files = set(weight_map.values())
-    if len(files) == 1:
-        os.replace(folder / files.pop(), folder / SINGLE)
-        return
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _copy_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    for path in source.iterdir():
-        is_weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth")
-        if path.is_file() and not is_weights:
-            shutil.copyfile(path, folder / path.name)
-    values = json.loads((source / "config.json").read_text())
-    # transformers 5 writes dtype, earlier ones torch_dtype.
-    values.pop("torch_dtype", None)
-    values["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")

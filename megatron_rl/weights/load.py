@@ -1,9 +1,9 @@
-"""Hugging Face safetensors into this rank's shards. Runs on every trainer rank.
+"""A model folder into this rank's shards. Runs on every trainer rank; none holds a full model.
 
-Files are memory-mapped and only the rank's slices are read; no rank holds a full model.
+Of Hugging Face files, which are memory-mapped, only the rank's slices are read; of a Megatron
+checkpoint, the chunks that hold them.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -11,24 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
-from megatron_rl.protocol.process import InputError
-from megatron_rl.weights.names import (
-    PADDED,
-    copy_slices,
-    hf_shapes,
-    named_parameters,
-    trainer_slices,
-)
+from megatron_rl.backend import fp8
+from megatron_rl.weights.hf_folder import check_tensors, open_tensors
+from megatron_rl.weights.megatron_folder import MegatronFolder
+from megatron_rl.weights.names import PADDED, copy_slices, named_parameters, trainer_slices
 from megatron_rl.weights.ranks import own_place
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice, local_part
 
 _SHOWN = 5
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 @torch.no_grad()
@@ -40,15 +35,53 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
     """
     place = own_place()
     slices = [*trainer_slices(shape, place), *copy_slices(shape, place)]
-    parameters = named_parameters(model[0])
+    held = named_parameters(model)
+    parameters = fp8.exact_values(held)
     _check_cover(slices, parameters)
     for name in PADDED & parameters.keys():
         parameters[name].zero_()
     with ExitStack() as stack:
-        tensors = _open(folder, stack)
-        _check_tensors(shape, tensors, folder)
+        tensors = open_tensors(folder, stack)
+        sizes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+        check_tensors(shape, sizes, folder)
         for part in slices:
             local_part(parameters, part).copy_(_read(tensors[part.hf], part))
+    fp8.round_to_fp8(held.values())
+
+
+@torch.no_grad()
+def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Path) -> None:
+    """Fill every parameter of this rank from a Megatron checkpoint; every rank must call it.
+
+    Call before the optimizer is built, as `load_weights`. Optimizer state is left alone. Raises
+    InputError when the checkpoint is cut off or another model's.
+    """
+    checkpoint = MegatronFolder(folder)
+    checkpoint.check(shape)
+    chunks = [_unwrap(chunk) for chunk in model]
+    wanted = {str(n): _sharded(chunk, checkpoint.prefix) for n, chunk in enumerate(chunks)}
+    # Rows that pad the vocabulary and are not in the checkpoint become zero.
+    loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
+    for number, chunk in enumerate(chunks):
+        # Not strict: what TransformerEngine keeps beside parameters is not loaded.
+        lacking = chunk.load_state_dict(loaded[str(number)], strict=False).missing_keys
+        assert not lacking or all("_extra_state" in key for key in lacking), lacking
+
+
+def _unwrap(chunk: torch.nn.Module) -> Any:
+    """The GPTModel inside data parallelism and the bf16 wrapper."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _sharded(chunk: Any, prefix: str) -> dict[str, Any]:
+    """Which part of which tensor of a checkpoint a chunk's parameters are."""
+    state = chunk.sharded_state_dict()
+    state = {name: part for name, part in state.items() if not isinstance(part, ShardedObject)}
+    for part in state.values():
+        part.key = prefix + part.key
+    return state
 
 
 def _check_cover(slices: Iterable[Slice], parameters: dict[str, Tensor]) -> None:
@@ -68,43 +101,3 @@ def _read(source: Any, part: Slice) -> Tensor:
     if len(source.get_shape()) == 1:
         return source[rows].unsqueeze(1)
     return source[rows, part.column : part.column + part.columns]
-
-
-def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """HF name -> a lazy slice of its tensor, over all files of the folder."""
-    files = [folder / SINGLE]
-    if not files[0].is_file():
-        if not (folder / INDEX).is_file():
-            raise InputError(f"model.path: {folder} has neither {SINGLE} nor {INDEX}")
-        index = json.loads((folder / INDEX).read_text())
-        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
-    tensors = {}
-    for file in files:
-        try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{file} cannot be read as safetensors: {error}") from error
-        tensors.update((name, opened.get_slice(name)) for name in opened.keys())
-    return tensors
-
-
-def _check_tensors(shape: ModelShape, tensors: dict[str, Any], folder: Path) -> None:
-    expected = hf_shapes(shape)
-    present = set(tensors)
-    # A tied model may store its output matrix all the same; it equals the embedding.
-    optional = {"lm_head.weight"} if shape.is_tied else set()
-    optional |= {name for name in present if name.endswith("rotary_emb.inv_freq")}
-    for claim, names in (
-        ("lacks", expected.keys() - present),
-        ("has unexpected", present - expected.keys() - optional),
-    ):
-        if names:
-            shown = ", ".join(sorted(names)[:_SHOWN])
-            raise InputError(
-                f"{folder} {claim} {len(names)} tensors for {shape.architecture} with "
-                f"{shape.layers} layers: {shown}{', ...' if len(names) > _SHOWN else ''}"
-            )
-    for name, size in expected.items():
-        found = tuple(tensors[name].get_shape())
-        if found != size:
-            raise InputError(f"{folder}: {name} has shape {found}, but config.json means {size}")

@@ -27,25 +27,40 @@ from megatron_rl.weights.slices import Slice
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among the tensor, pipeline and expert ranks."""
+    """Where a rank stands among the ranks that divide the model."""
 
     tensor: Share = Share()
     pipeline: Share = Share()
     expert: Share = Share()
+    expert_tensor: Share = Share()
+    chunks: int = 1
+    """Parts of the model that each stage holds, of as many layers each."""
+
+    def layers(self, count: int) -> list[int]:
+        """The layers of the rank, of `count`, in the order of its chunks.
+
+        The stages' first chunks come before all second ones, as in the interleaved schedule.
+        Source: arXiv 2104.04473, section 2.2.
+        """
+        stage, parts = self.pipeline, self.pipeline.size * self.chunks
+        firsts = range(stage.rank, parts, stage.size)
+        return [layer for part in firsts for layer in Share(part, parts).of(count)]
 
 
 def place_of(rank: int, world_size: int, like: Place) -> Place:
     """Place of a world rank among shares of the sizes of `like`.
 
-    Megatron's order "tp-cp-ep-dp-pp": tensor ranks stand next to each other, and so do expert ranks
-    when experts have no tensor ranks of their own; stages are farthest apart.
+    Megatron's order "tp-cp-ep-dp-pp": tensor ranks stand next to each other, stages farthest apart.
+    Experts divide the ranks of a stage anew, those that share one next to each other.
     """
     stage_ranks = world_size // like.pipeline.size
     inside = rank % stage_ranks
     return Place(
         Share(inside % like.tensor.size, like.tensor.size),
         Share(rank // stage_ranks, like.pipeline.size),
-        Share(inside % like.expert.size, like.expert.size),
+        Share(inside // like.expert_tensor.size % like.expert.size, like.expert.size),
+        Share(inside % like.expert_tensor.size, like.expert_tensor.size),
+        like.chunks,
     )
 
 
@@ -53,8 +68,8 @@ def place_of(rank: int, world_size: int, like: Place) -> Place:
 class Entry:
     """One Megatron parameter and the HF tensors it is made of.
 
-    Names hold `{layer}`, which Megatron counts from the start of the stage, and those of experts
-    `{expert}`, counted from the rank's first. Experts are whole on the rank that holds them.
+    Names hold `{layer}`, counted over all chunks of the rank, and those of experts `{expert}`,
+    counted from the rank's first. Experts are shared among tensor ranks of their own.
     """
 
     megatron: str
@@ -70,7 +85,7 @@ class Entry:
     def pieces(self, shape: ModelShape, place: Place) -> list[Piece]:
         """What the rank's parameter is made of."""
         sizes = [(size[0], size[1] if len(size) > 1 else 1) for size in self.hf_shapes(shape)]
-        return self.layout(sizes, Share() if self.is_expert else place.tensor, shape)
+        return self.layout(sizes, place.expert_tensor if self.is_expert else place.tensor, shape)
 
 
 def _qkv_rows(shape: ModelShape) -> list[int]:
@@ -244,14 +259,14 @@ def _of_layer(shape: ModelShape, experts: range) -> Iterator[tuple[Entry, int]]:
 
 
 def _layer_slices(shape: ModelShape, place: Place) -> Iterator[Slice]:
-    layers, experts = place.pipeline.of(shape.layers), place.expert.of(shape.experts)
+    experts = place.expert.of(shape.experts)
     # The same in every layer and expert; computed anew for each, large models would take seconds.
     pieces = {
         entry.megatron: entry.pieces(shape, place) for entry in ARCHITECTURES[shape.architecture]
     }
-    for layer in layers:
+    for number, layer in enumerate(place.layers(shape.layers)):
         for entry, expert in _of_layer(shape, experts):
-            local = entry.megatron.format(layer=layer - layers.start, expert=expert - experts.start)
+            local = entry.megatron.format(layer=number, expert=expert - experts.start)
             names = [name.format(layer=layer, expert=expert) for name in entry.hf]
             for source, *area in pieces[entry.megatron]:
                 yield _slice(names[source], local, area)
@@ -267,28 +282,44 @@ def _slice(hf: str, local: str, area: Sequence[int]) -> Slice:
     return Slice(hf, row, column, rows, columns, local, local_row, local_column)
 
 
-# TransformerEngine puts a norm into the linear layer that follows it.
-_ENGINE_NAMES = {
+ENGINE_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+"""TransformerEngine puts a norm into the linear layer that follows it; its name -> ours."""
 # Its grouped experts are one module with a weight for each expert.
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
-def named_parameters(chunk: torch.nn.Module) -> dict[str, Tensor]:
-    """A model chunk's parameters under the names of ARCHITECTURES.
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
-    Strips the wrappers' prefixes and renames what TransformerEngine names otherwise.
+
+def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """The parameters of a rank's chunks under the names of ARCHITECTURES.
+
+    Strips the wrappers' prefixes, renames what TransformerEngine names otherwise, and goes on
+    counting layers from chunk to chunk.
     """
-    return {local_name(name): parameter for name, parameter in chunk.named_parameters()}
+    named: dict[str, Tensor] = {}
+    first = 0
+    for chunk in model:
+        layers = {0}
+        for name, parameter in chunk.named_parameters():
+            name = local_name(name)
+            if found := _LAYER.match(name):
+                layers.add(int(found[1]) + 1)
+                name = f"decoder.layers.{first + int(found[1])}.{name[found.end() :]}"
+            assert name not in named, f"two parameters are called {name}"
+            named[name] = parameter
+        first += max(layers)
+    return named
 
 
 def local_name(name: str) -> str:
-    """The name in ARCHITECTURES of what a chunk's module calls `name`."""
+    """The name in ARCHITECTURES of what a chunk's module calls `name`, but for the layer."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
-    for engine_name, ours in _ENGINE_NAMES.items():
+    for engine_name, ours in ENGINE_NAMES.items():
         if name.endswith(engine_name):
             return name.removesuffix(engine_name) + ours
     return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)

@@ -22,6 +22,11 @@ def own_place() -> Place:
             parallel_state.get_expert_model_parallel_rank(),
             parallel_state.get_expert_model_parallel_world_size(),
         ),
+        Share(
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        ),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.protocol.config import ParallelConfig
-from megatron_rl.protocol.parallel import check_expert_ranks, nearest_divisor
+from megatron_rl.protocol.parallel import Counts, check_sizes
 from megatron_rl.protocol.process import InputError
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -23,6 +23,15 @@ SUPPORTED = (
     "Qwen3MoeForCausalLM",
 )
 _VOCAB_MULTIPLE = 128
+_MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "norm_topk_prob": False},
+}
+"""What transformers 5 takes for a key that config.json leaves out, where families differ."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +93,18 @@ def read_shape(folder: Path) -> ModelShape:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
+    return shape_of(values, folder)
+
+
+def shape_of(values: dict[str, Any], folder: Path) -> ModelShape:
+    """The shape that the values of a config.json mean; `folder` is for messages.
+
+    Raises InputError for a model that this trainer cannot train.
+    """
     try:
         return _shape(values, folder)
     except KeyError as error:
-        raise InputError(f"{path} lacks the key {error}") from error
+        raise InputError(f"{folder / 'config.json'} lacks the key {error}") from error
 
 
 def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
@@ -97,12 +114,8 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
             f"{folder}: architecture {architecture} is not supported; "
             f"supported: {', '.join(SUPPORTED)}"
         )
-    if values.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
-    if values.get("mlp_bias") or (
-        values.get("attention_bias") and architecture != "Qwen2ForCausalLM"
-    ):
-        raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
+    values = {**_DEFAULTS.get(architecture, {}), **values}
+    _refuse_unsupported(values, architecture, folder)
     heads = values["num_attention_heads"]
     theta, scaling = _rope(values, folder)
     return ModelShape(
@@ -126,9 +139,30 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
     )
 
 
+def _refuse_unsupported(values: dict[str, Any], architecture: str, folder: Path) -> None:
+    """Raise InputError for what would change the arithmetic and is not computed."""
+    if values.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
+    if values.get("mlp_bias") or (
+        values.get("attention_bias") and architecture != "Qwen2ForCausalLM"
+    ):
+        raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
+    if values.get("quantization_config"):
+        raise InputError(
+            f"{folder}: quantised weights (quantization_config) are not supported: give the model "
+            "in bfloat16, float16 or float32"
+        )
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1)) != 1:
+        raise InputError(f"{folder}: partial_rotary_factor must be 1")
+    # transformers applies Qwen's layer_types one by one; Mistral's one window is for all layers.
+    if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:
+        raise InputError(f"{folder}: layers of different attention (layer_types) are not supported")
+
+
 def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[str, Any]:
     """The fields of ModelShape that describe experts; {} for a dense model."""
-    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+    if architecture not in _MIXTURES:
         return {}
     if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
         raise InputError(
@@ -141,8 +175,7 @@ def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[st
     # transformers 5 writes num_local_experts for both families, earlier ones num_experts for Qwen.
     count = values["num_local_experts" if "num_local_experts" in values else "num_experts"]
     per_token = values["num_experts_per_tok"]
-    # transformers 5 leaves Qwen3-MoE weights as they are unless the file says otherwise.
-    is_normalised = is_mixtral or values.get("norm_topk_prob", False)
+    is_normalised = is_mixtral or values["norm_topk_prob"]
     if not 1 <= per_token <= count:
         raise InputError(f"{folder}: num_experts_per_tok={per_token} of {count} experts")
     if per_token == 1 and is_normalised:
@@ -190,19 +223,12 @@ def _rope(values: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | No
 
 def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
     """Raise InputError unless the parallel sizes divide the model."""
-    counts = [("attention heads", shape.heads), ("key-value heads", shape.kv_heads)]
-    if not shape.experts:
-        counts.append(("MLP units", shape.ffn))
-    possible = math.gcd(*(count for _, count in counts))
-    for name, count in counts:
-        if count % parallel.tensor:
-            raise InputError(
-                f"parallel.tensor={parallel.tensor} does not divide the model's {count} {name}; "
-                f"nearest possible: {nearest_divisor(possible, parallel.tensor)}"
-            )
-    if shape.layers % parallel.pipeline:
-        raise InputError(
-            f"parallel.pipeline={parallel.pipeline} does not divide the model's {shape.layers} "
-            f"layers; nearest possible: {nearest_divisor(shape.layers, parallel.pipeline)}"
-        )
-    check_expert_ranks(parallel, shape.experts)
+    counts = Counts(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        layers=shape.layers,
+        ffn=0 if shape.experts else shape.ffn,
+        experts=shape.experts,
+        expert_ffn=shape.moe_ffn,
+    )
+    check_sizes(parallel, counts)

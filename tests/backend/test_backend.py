@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_rl.backend import select_backend
-from megatron_rl.protocol.config import ModelConfig, ParallelConfig
+from megatron_rl.backend import Backend, select_backend
+from megatron_rl.protocol.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.protocol.process import InputError
 from tests.distributed import run_ranks
 
@@ -30,9 +31,73 @@ def test_host_without_cuda_gets_gloo_and_local_layers() -> None:
 
 
 @needs_cpu_host
-@pytest.mark.parametrize("model", [ModelConfig(layers="transformer_engine"), ModelConfig(fp8=True)])
+@pytest.mark.parametrize(
+    "model", [ModelConfig(layers="transformer_engine"), ModelConfig(fp8="blockwise")]
+)
 def test_missing_engine_is_an_input_error(model: ModelConfig) -> None:
     assert "ransformer" in run_ranks(refusal, 1, model, ParallelConfig())[0]
+
+
+@needs_cpu_host
+def test_offload_of_optimizer_state_needs_a_device_to_leave() -> None:
+    backend = Backend(torch.device("cpu"), "gloo", "local")
+    backend.check_offload(OptimizerConfig())
+    with pytest.raises(InputError, match="needs a CUDA device.*nearest possible: false"):
+        backend.check_offload(OptimizerConfig(offload=True))
+
+
+def replica(parallel: ParallelConfig) -> list[int]:
+    backend = select_backend(ModelConfig())
+    backend.init_distributed(parallel, seed=0, timeout_s=30)
+    members = dist.get_process_group_ranks(backend.replica_group(parallel, 30))
+    # Rank 0 holds the store through which the others still connect.
+    dist.barrier()
+    return members
+
+
+@pytest.mark.parametrize(
+    ("parallel", "replicas"),
+    [
+        (ParallelConfig(pipeline=2, data=2), [[0, 2], [1, 3]]),
+        (ParallelConfig(context=2, data=2), [[0, 1], [2, 3]]),
+        (ParallelConfig(context=2, pipeline=2), [[0, 1, 2, 3]]),
+    ],
+)
+def test_a_replica_is_all_ranks_of_the_same_sequences(
+    parallel: ParallelConfig, replicas: list[list[int]]
+) -> None:
+    for rank, members in enumerate(run_ranks(replica, 4, parallel)):
+        assert rank in members and members in replicas
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "has_window", "expected"),
+    [
+        ("local", ParallelConfig(context=2), True, "all_gather"),
+        ("transformer_engine", ParallelConfig(context=2), False, "p2p"),
+        ("transformer_engine", ParallelConfig(), True, "p2p"),
+    ],
+)
+def test_context_ranks_exchange_as_the_layers_can(
+    layers: str, parallel: ParallelConfig, has_window: bool, expected: str
+) -> None:
+    backend = Backend(torch.device("cpu"), "gloo", layers)
+    assert backend.context_exchange(parallel, has_window=has_window) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "message"),
+    [
+        ("local", ParallelConfig(context_exchange="p2p"), "the local ones know 'all_gather'"),
+        ("transformer_engine", ParallelConfig(context=2), "ring knows no sliding window"),
+    ],
+)
+def test_an_exchange_that_the_layers_do_not_know_is_an_input_error(
+    layers: str, parallel: ParallelConfig, message: str
+) -> None:
+    backend = Backend(torch.device("cpu"), "gloo", layers)
+    with pytest.raises(InputError, match=message):
+        backend.context_exchange(parallel, has_window=True)
 
 
 def test_wrong_count_of_ranks_is_an_input_error() -> None:

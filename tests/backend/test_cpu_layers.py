@@ -4,17 +4,22 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_rl.backend import cpu_patches
+from megatron_rl.backend.context import held_positions
 from megatron_rl.backend.cpu_layers import CausalAttention
 from megatron_rl.model import packed
+from tests.distributed import run_ranks
 
 HEADS, KV_HEADS, DIM = 6, 2, 4
 
 
-def attention(window: int | None) -> CausalAttention:
+def attention(window: int | None, groups: ProcessGroupCollection | None = None) -> CausalAttention:
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HEADS * DIM,
@@ -22,7 +27,7 @@ def attention(window: int | None) -> CausalAttention:
         num_query_groups=KV_HEADS,
         window_size=(window - 1, 0) if window else None,
     )
-    return CausalAttention(config, 1, AttnMaskType.causal, "self")
+    return CausalAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
 
 
 def attend_slowly(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -59,6 +64,54 @@ def test_packed_and_padded_attention_equal_the_slow_version(window: int | None) 
 
     batch = [torch.stack([piece[0], piece[3]], dim=1) for piece in pieces]
     torch.testing.assert_close(core(*batch, None), torch.stack([expected[0], expected[3]], dim=1))
+
+
+def random_inputs(lengths: list[int]) -> list[Tensor]:
+    """Query, key and value of all positions, and the weights of the result in a sum."""
+    torch.manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    query, key, value, weights = (torch.randn(sum(lengths), count, DIM) for count in heads)
+    return [query, key, value, weights.flatten(1)]
+
+
+def attend_on_rank(lengths: list[int], window: int | None) -> list[Tensor]:
+    """The positions that this context rank holds, its part of the result, and its gradients."""
+    dist.init_process_group()
+    cpu_patches.install()
+    params = packed(lengths)
+    own = held_positions(params.cu_seqlens_q, dist.get_rank(), dist.get_world_size())
+    *inputs, weights = (tensor[own] for tensor in random_inputs(lengths))
+    for tensor in inputs:
+        tensor.requires_grad_()
+    core = attention(window, ProcessGroupCollection(cp=dist.group.WORLD))
+    result = core(*inputs, None, packed_seq_params=params)
+    gradients = torch.autograd.grad((result * weights).sum(), inputs)
+    return [own, result.detach(), *gradients]
+
+
+@pytest.mark.parametrize(("ranks", "window"), [(2, None), (2, 5), (3, 3)])
+def test_context_ranks_together_equal_the_slow_version(ranks: int, window: int | None) -> None:
+    lengths = [24, 12, 12]
+    *inputs, weights = random_inputs(lengths)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    pieces = zip(*(tensor.split(lengths) for tensor in inputs), strict=True)
+    expected = torch.cat([attend_slowly(*piece, window) for piece in pieces])
+    gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    together = [
+        torch.cat(parts)
+        for parts in zip(*run_ranks(attend_on_rank, ranks, lengths, window), strict=True)
+    ]
+    order = together[0].argsort()
+    for found, wanted in zip(together[1:], (expected, *gradients), strict=True):
+        torch.testing.assert_close(found[order], wanted)
+
+
+def test_a_context_rank_holds_an_early_and_a_late_chunk_of_each_sequence() -> None:
+    bounds = torch.tensor([0, 8, 12], dtype=torch.int32)
+    assert held_positions(bounds, 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert held_positions(bounds, 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
+    assert held_positions(bounds, 0, 1).tolist() == list(range(12))
 
 
 def test_other_masks_are_refused() -> None:

@@ -12,18 +12,21 @@ from megatron_rl.protocol.config import OptimizerConfig, ParallelConfig
 from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_models import QWEN3_MOE, VOCAB, accumulate_gradients, load_on_rank, write_model
 
+ALONE, STAGES = ParallelConfig(), ParallelConfig(pipeline=2)
+SHARED_EXPERTS = ParallelConfig(tensor=2, sequence=True, data=2, expert=2, expert_tensor=2)
 FAILURES = {
-    "current_device": (1, r"device=torch.cuda.current_device\(\)"),
-    "device_literals": (1, "device='cuda'"),
-    "move_to_device": (2, r"weight.data.cuda\(\)"),
-    "type_names": (1, "clip_grads.py|must be one of torch.cuda.FloatTensor"),
-    "synchronize": (2, "p2p_communication.py"),
-    "generator": (1, "torch/cuda/random.py"),
-    "router_product": (1, "'te_general_gemm' is not defined"),
-    "token_dispatch": (1, "torch.cuda.Stream"),
+    "current_device": (ALONE, r"device=torch.cuda.current_device\(\)"),
+    "device_literals": (ALONE, "device='cuda'"),
+    "move_to_device": (STAGES, r"weight.data.cuda\(\)"),
+    "type_names": (ALONE, "clip_grads.py|must be one of torch.cuda.FloatTensor"),
+    "synchronize": (STAGES, "p2p_communication.py"),
+    "generator": (ALONE, "torch/cuda/random.py"),
+    "router_product": (ALONE, "'te_general_gemm' is not defined"),
+    "token_dispatch": (ALONE, "torch.cuda.Stream"),
+    "uneven_parts": (SHARED_EXPERTS, "mappings.py"),
 }
-"""Patch -> pipeline stages of the train step that needs it, what its traceback says."""
-OF_EXPERTS = ("router_product", "token_dispatch")
+"""Patch -> how the train step that needs it is divided, what its traceback says."""
+OF_EXPERTS = ("router_product", "token_dispatch", "uneven_parts")
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +70,11 @@ def test_every_patch_is_tested() -> None:
 
 @pytest.mark.parametrize("patch", FAILURES)
 def test_train_step_fails_without(patch: str, folder: Path, mixture_folder: Path) -> None:
-    stages, message = FAILURES[patch]
+    parallel, message = FAILURES[patch]
     if patch in OF_EXPERTS:
         folder = mixture_folder
     with pytest.raises(RanksFailed, match=message):
-        run_ranks(train_step, stages, folder, ParallelConfig(pipeline=stages), [patch])
+        run_ranks(train_step, parallel.world_size, folder, parallel, [patch])
 
 
 def test_random_state_is_silently_kept_without_its_patch() -> None:
@@ -86,6 +89,6 @@ def test_patches_are_enough_for_a_train_step(parallel: ParallelConfig, folder: P
 
 
 def test_patches_are_enough_for_a_train_step_with_experts(mixture_folder: Path) -> None:
-    parallel = ParallelConfig(tensor=2, sequence=True, expert=2)
-    before, after = run_ranks(train_step, 2, mixture_folder, parallel, [])[-1]
+    parallel = SHARED_EXPERTS
+    before, after = run_ranks(train_step, 4, mixture_folder, parallel, [])[-1]
     assert after < before - 0.1

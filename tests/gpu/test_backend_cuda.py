@@ -1,6 +1,6 @@
-"""The trainer on CUDA: backend selection, TransformerEngine in bf16 and FP8, fused Adam.
+"""The trainer on CUDA: backend, TransformerEngine in bf16 and FP8, Adam, several GPUs.
 
-Each test is a row of docs/gpu-evidence.md. One GPU is enough.
+Each test is a row of docs/gpu-evidence.md. One GPU is enough but for those that say otherwise.
 """
 
 import importlib.util
@@ -17,6 +17,9 @@ from tests.distributed import run_ranks
 
 pytestmark = pytest.mark.gpu
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+needs_engine = pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine is not installed")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SHARDED = "parallel.distributed_optimizer=true"
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def test_backend_selects_cuda_nccl_and_the_engine() -> None:
     assert run_ranks(selection, 1)[0] == ("cuda", "nccl", expected)
 
 
-@pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine is not installed")
+@needs_engine
 def test_engine_layers_in_bf16_learn_like_local_ones(model_folder: Path) -> None:
     common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
     engine = run_ranks(losses, 1, [*common, "model.layers=transformer_engine"], timeout_s=300)[0]
@@ -85,12 +88,48 @@ def test_engine_layers_in_bf16_learn_like_local_ones(model_folder: Path) -> None
     assert engine[-1] < engine[0]
 
 
-@pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine is not installed")
-def test_fp8_learns_near_bf16(model_folder: Path) -> None:
+@needs_engine
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "model.fp8=delayed",
+        "model.fp8=tensorwise",
+        "model.fp8=blockwise",
+        "model.fp8=blockwise model.fp8_bf16_edge_layers=1",
+        f"model.fp8=tensorwise model.fp8_parameters=true {SHARDED}",
+        f"model.fp8=blockwise model.fp8_parameters=true {SHARDED}",
+    ],
+)
+def test_fp8_learns_near_bf16(model_folder: Path, recipe: str) -> None:
     common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
-    fp8 = run_ranks(losses, 1, [*common, "model.fp8=true"], timeout_s=300)[0]
+    fp8 = run_ranks(losses, 1, [*common, *recipe.split()], timeout_s=300)[0]
     bf16 = run_ranks(losses, 1, common, timeout_s=300)[0]
     assert fp8 == pytest.approx(bf16, rel=5e-2)
+    assert fp8 != bf16 and fp8[-1] < fp8[0]
+
+
+def test_optimizer_in_host_memory_learns_like_one_on_the_device(model_folder: Path) -> None:
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16", SHARDED]
+    away = run_ranks(losses, 1, [*common, "optimizer.offload=true"], timeout_s=300)[0]
+    here = run_ranks(losses, 1, common, timeout_s=300)[0]
+    assert away == pytest.approx(here, rel=1e-3)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel.tensor=2 parallel.sequence=true",
+        "parallel.pipeline=2 parallel.virtual_stages=2",
+        pytest.param("parallel.context=2 parallel.context_exchange=p2p", marks=needs_engine),
+        "parallel.context=2 model.layers=local",
+    ],
+)
+def test_two_gpus_learn_like_one(model_folder: Path, layout: str) -> None:
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
+    together = run_ranks(losses, 2, [*common, *layout.split()], timeout_s=300)[0]
+    alone = run_ranks(losses, 1, common, timeout_s=300)[0]
+    assert together == pytest.approx(alone, rel=1e-2)
 
 
 def adam_difference() -> float:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import preflight
+from megatron_rl import cluster, preflight
 from megatron_rl.ports import listed_ports, resolve_ports
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config
 from megatron_rl.protocol.process import InputError
@@ -60,6 +61,18 @@ def message_of(tmp_path: Path, overrides: list[str]) -> str:
     return str(caught.value)
 
 
+def test_megatron_folder_is_for_reinforcement_learning_alone(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    given = [*overrides, f'model.megatron_path="{tmp_path}/nowhere"']
+    assert "nowhere: there is no such folder" in message_of(tmp_path, given)
+    given = [*overrides, f'model.megatron_path="{tmp_path}"']
+    assert "make a HF folder of it with `megatron-rl convert`" in message_of(tmp_path, given)
+    check(tmp_path, [*given, "sft.steps=0"])
+    message = message_of(tmp_path, [*given, "sft.steps=0", "train.steps=0"])
+    assert "without sft.steps and with train.steps" in message
+
+
 def test_good_input_passes(tmp_path: Path, overrides: list[str]) -> None:
     check(tmp_path, overrides)
 
@@ -95,20 +108,20 @@ def test_incomplete_model_folder(
     assert str(tmp_path / "model") in message
 
 
-@pytest.mark.parametrize(("tensor", "choices"), [(3, "1 or 2"), (4, "1 or 2")])
+@pytest.mark.parametrize("tensor", [3, 4])
 def test_tensor_parallel_that_does_not_divide_the_heads(
-    tmp_path: Path, overrides: list[str], tensor: int, choices: str
+    tmp_path: Path, overrides: list[str], tensor: int
 ) -> None:
     message = message_of(tmp_path, [*overrides, f"parallel.tensor={tensor}"])
     assert f"parallel.tensor = {tensor}" in message
     assert "6 attention heads and 2 key-value heads" in message
-    assert message.endswith(choices)
+    assert message.endswith("nearest possible: 2")
 
 
 def test_pipeline_that_does_not_divide_the_layers(tmp_path: Path, overrides: list[str]) -> None:
     message = message_of(tmp_path, [*overrides, "parallel.pipeline=3"])
-    assert "does not divide the 4 layers" in message
-    assert message.endswith("1 or 2 or 4")
+    assert "does not divide the model's 4 layers" in message
+    assert message.endswith("nearest possible: 2")
 
 
 def test_expert_ranks_without_experts(tmp_path: Path, overrides: list[str]) -> None:
@@ -197,3 +210,23 @@ def test_command_line_prints_one_error_and_exits_2_without_starting(
     assert done.stderr.startswith("megatron-rl: parallel.tensor = 3 does not divide")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "other").exists()
+
+
+def test_run_of_several_hosts_is_prepared_again_to_go_on(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    settings = [*overrides, "sft.steps=0", "ports.host=127.0.0.2"]
+    config = load_config(tmp_path / "c.toml", [*settings, "train.steps=9"])
+    prepared = cluster.prepare(config)
+    keys = {path: path.read_bytes() for path in prepared.ports.keys_dir.iterdir()}
+    with pytest.raises(InputError, match="no complete checkpoint to resume from"):
+        cluster.prepare(config)
+    partial = tmp_path / "run" / CHECKPOINTS / "step.partial"
+    partial.mkdir(parents=True)
+    (partial / "queue.json").write_text("{}")
+    seal(partial, 6, {})
+    again = cluster.prepare(config)
+    assert again.ports.keys_dir == prepared.ports.keys_dir
+    # Hosts that are up already must understand those that come.
+    assert {path: path.read_bytes() for path in again.ports.keys_dir.iterdir()} == keys
+    assert (tmp_path / "run" / "config.until_step_000006.toml").exists()

@@ -1,6 +1,13 @@
 from pathlib import Path
 
-from megatron_rl.protocol.metrics import JsonlWriter, Metric, MetricSet, read_jsonl
+from megatron_rl.protocol.metrics import (
+    RESUMED,
+    JsonlWriter,
+    Metric,
+    MetricSet,
+    read_jsonl,
+    without_superseded,
+)
 
 
 def test_metrics_reduce_from_sums_and_counts_not_as_means_of_means() -> None:
@@ -32,3 +39,17 @@ def test_rows_are_appended_by_several_writers_and_a_torn_line_is_left_out(tmp_pa
     read = [(row["source"], row["step"], row["x"]) for row in rows]
     assert read == [("queue", 3, 1.5), ("trainer", 3, 1.5)]
     assert read_jsonl(tmp_path / "none.jsonl") == []
+
+
+def test_steps_that_were_taken_again_after_resuming_count_once() -> None:
+    def row(step: int, source: str = "trainer", **more: int) -> dict:
+        return {"source": source, "step": step, **more}
+
+    first = [row(-1), row(1), row(2), row(2, "queue"), row(3), row(3, "queue"), row(3, "sft")]
+    second = [row(-1), row(2), row(3), row(4)]
+    third = [row(5)]
+    marks = [row(2, "launch", **{RESUMED: 1}), row(4, "launch", **{RESUMED: 1})]
+    assert without_superseded(first) == first
+    assert without_superseded([*first, marks[0], *second, marks[1], *third]) == [
+        *first[:4], first[6], marks[0], *second, marks[1], *third,
+    ]  # fmt: skip

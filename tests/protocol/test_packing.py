@@ -1,6 +1,8 @@
+import math
 import random
 
-from megatron_rl.protocol.packing import deal, pack
+from megatron_rl.protocol.packing import deal, first_fit_decreasing, pack
+from tools.bench.lengths import magistral_like
 
 
 def slow_first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
@@ -18,16 +20,58 @@ def slow_first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]
     return bins
 
 
-def test_packing_matches_hand_worked_example() -> None:
+def fewest(lengths: list[int], budget: int) -> int:
+    """Least count of bins, by trying everything."""
+
+    def search(remaining: tuple[int, ...], rooms: tuple[int, ...]) -> int:
+        if not remaining:
+            return len(rooms)
+        length, rest = remaining[0], remaining[1:]
+        # A new bin; oversized sequences leave no room in theirs.
+        options = [search(rest, (*rooms, max(0, budget - length)))]
+        for place in {room: place for place, room in enumerate(rooms)}.values():
+            if length <= rooms[place]:
+                grown = (*rooms[:place], rooms[place] - length, *rooms[place + 1 :])
+                options.append(search(rest, grown))
+        return min(options)
+
+    return search(tuple(sorted(lengths, reverse=True)), ())
+
+
+def test_first_fit_matches_hand_worked_example() -> None:
     # Longest first: 7 opens A, 5 opens B, 4 fits B (9), 3 fits A (10), 2 opens C.
-    assert pack([3, 7, 2, 5, 4], 10) == [[1, 0], [3, 4], [2]]
+    assert first_fit_decreasing([3, 7, 2, 5, 4], 10) == [[1, 0], [3, 4], [2]]
 
 
-def test_packing_equals_the_slow_first_fit_on_random_lengths() -> None:
+def test_first_fit_equals_the_slow_one_on_random_lengths() -> None:
     chance = random.Random(0)
     for _ in range(100):
         lengths = [chance.randint(1, 60) for _ in range(chance.randint(0, 40))]
-        assert pack(lengths, 50) == slow_first_fit_decreasing(lengths, 50)
+        assert first_fit_decreasing(lengths, 50) == slow_first_fit_decreasing(lengths, 50)
+
+
+def test_packing_finds_what_first_fit_misses() -> None:
+    # First fit puts 4 + 4, 3 + 3 + 3, 3; two times 4 + 3 + 3 is enough.
+    assert len(first_fit_decreasing([4, 4, 3, 3, 3, 3], 10)) == 3
+    microbatches = pack([4, 4, 3, 3, 3, 3], 10)
+    assert [sorted(m) for m in microbatches] == [[1, 4, 5], [0, 2, 3]]
+
+
+def test_packing_is_between_the_fewest_and_first_fit() -> None:
+    chance = random.Random(3)
+    for _ in range(150):
+        lengths = [chance.randint(1, 25) for _ in range(chance.randint(0, 8))]
+        count, greedy = len(pack(lengths, 20)), len(first_fit_decreasing(lengths, 20))
+        assert fewest(lengths, 20) <= count <= greedy
+
+
+def test_padding_on_magistral_like_lengths_is_below_one_percent() -> None:
+    lengths = [sequence.total for sequence in magistral_like(2048, seed=9)]
+    microbatches = pack(lengths, 40_960)
+    assert sorted(i for microbatch in microbatches for i in microbatch) == list(range(2048))
+    assert max(sum(lengths[i] for i in microbatch) for microbatch in microbatches) <= 40_960
+    assert sum(lengths) / (40_960 * len(microbatches)) >= 0.99
+    assert len(microbatches) <= 1.01 * math.ceil(sum(lengths) / 40_960)
 
 
 def test_sequence_longer_than_the_budget_gets_its_own_microbatch() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
+from megatron_rl.protocol.queue_state import PromptCursor, QueueState, UnfinishedGroup
 from megatron_rl.protocol.types import (
     AnyMessage,
     Lease,
@@ -62,6 +63,7 @@ def examples() -> list[Any]:
     special = [
         RolloutDone(rollout), Lease(1, prompt, [0, 3], Sampling(8, 0.0)), batch,
         ScoreDone(5, Score(1.0, {"format": 0.1}, "correct")),
+        QueueState(6, PromptCursor(9, [9], [4], 1), 12, [UnfinishedGroup(11, "id")], ["before"]),
     ]  # fmt: skip
     kinds = set(map(type, special))
     return special + [plain(kind) for kind in get_args(AnyMessage) if kind not in kinds]

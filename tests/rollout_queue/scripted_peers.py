@@ -125,7 +125,7 @@ class ScriptedPeers:
             self.poller.register(dealer.socket, zmq.POLLIN)
         deadline = time.monotonic() + timeout_s
         if self.trains:
-            self._publish(0)
+            self._publish(self.step)
         while queue.poll() is None and time.monotonic() < deadline:
             if self.generator is None and time.monotonic() > self.alive_at:
                 self._revive_generator()

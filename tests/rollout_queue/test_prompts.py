@@ -178,7 +178,9 @@ def test_restored_stream_continues_exactly() -> None:
 def test_cursor_of_other_sources_and_missing_train_prompts_are_refused() -> None:
     stream = PromptStream(mixture(), seed=0)
     other = PromptStream(PromptSets([[make_prompt()]], [1.0], [], 0), seed=0)
-    with pytest.raises(InputError, match="is for 1 sources; this run has 2"):
+    with pytest.raises(InputError, match="is for 1 sources of .1. train .* this run has 2 of"):
         stream.restore(other.state())
+    with pytest.raises(InputError, match="run.seed=5; this run has .* run.seed=0"):
+        stream.restore(PromptStream(mixture(), seed=5).state())
     with pytest.raises(InputError, match="no train prompts"):
         PromptStream(PromptSets([], [], [make_prompt()], 0), seed=0)

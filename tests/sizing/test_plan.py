@@ -52,7 +52,8 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     assert plan.trainer.parameters == rank
     assert (states.weights, states.gradients) == (2 * rank, 4 * rank)
     assert (states.masters, states.moments) == (4 * rank // 2, 8 * rank // 2)
-    assert plan.trainer.logits == 8192 * 128512 // 4 * 8
+    # train.logprob_chunk_tokens rows at a time.
+    assert plan.trainer.logits == 2048 * 128512 // 4 * 4
     assert plan.free_bytes == GPUS["h100-80g"].memory_bytes - plan.trainer.total > 0
     # 16 groups of 16, of half of 8192 tokens; 2 replicas take 8192 at a time.
     step = plan.step
@@ -79,7 +80,7 @@ def with_remedy(config_path: Path, problem: str, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "first"),
     [
-        (["train.microbatch_tokens=65536"], "train.microbatch_tokens=16384"),
+        (["train.microbatch_tokens=65536"], "train.microbatch_tokens=32768"),
         (["parallel.tensor=1", "parallel.data=8", "parallel.sequence=false"], "model.recompute"),
         (["parallel.tensor=1", "parallel.data=1", "parallel.sequence=false"], "parallel.tensor"),
     ],
@@ -134,7 +135,7 @@ def test_an_engine_on_the_trainers_gpus_must_fit_beside_it(config_path: Path) ->
     needed = plan.trainer.total + plan.engine.weights + plan.engine.reserve
     needed += 262144 * plan.engine.kv_per_token
     assert f"need {needed / GIB:.1f} GiB of 79.6" in problem
-    smaller = planned(config_path, *shared, "generator.kv_tokens=65536", "model.recompute=true")
+    smaller = planned(config_path, *shared, "generator.kv_tokens=65536", "model.recompute=full")
     assert smaller.problems == ()
 
 
@@ -168,8 +169,8 @@ def test_the_command_prints_the_plan(config_path: Path, capsys: pytest.CaptureFi
     [
         (["--gpu", "h1000"], "--gpu 'h1000' is not known"),
         (["--mfu", "0"], "--mfu 0.0 must be above 0"),
-        (["parallel.tensor=3"], "parallel.tensor=3 does not divide"),
-        (["model.fp8=true", "--gpu", "a100-80g"], "model.fp8 needs FP8 tensor cores"),
+        (["parallel.tensor=3"], "parallel.tensor = 3 does not divide"),
+        (["model.fp8=blockwise", "--gpu", "a100-80g"], "model.fp8 needs FP8 tensor cores"),
     ],
 )
 def test_bad_input_is_one_line(

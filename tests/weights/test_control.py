@@ -1,4 +1,4 @@
-"""All ranks learn rank 0's word, and whether all succeeded."""
+"""All ranks learn rank 0's word, each other's, and whether all succeeded."""
 
 import msgspec
 import torch.distributed as dist
@@ -14,7 +14,7 @@ class Word(msgspec.Struct, frozen=True):
     numbers: dict[str, int]
 
 
-def agree() -> tuple[Word, list[str], str, bool, bool, bool]:
+def agree() -> tuple[Word, list[str], str, bool, bool, bool, list[str]]:
     dist.init_process_group("gloo")
     control = Control(dist.new_group(backend="gloo"))
     rank = control.rank
@@ -26,11 +26,12 @@ def agree() -> tuple[Word, list[str], str, bool, bool, bool]:
         control.all(True),
         control.all(rank != 1),
         control.all(rank != 2),
+        control.gather("x" * rank, str),
     )
     control.close()
     return found
 
 
 def test_every_rank_has_the_word_of_rank_0_and_one_failure_is_known_to_all() -> None:
-    expected = (Word("x", {"rank": 0}), ["0"], "", True, False, False)
+    expected = (Word("x", {"rank": 0}), ["0"], "", True, False, False, ["", "x", "xx"])
     assert run_ranks(agree, 3) == [expected] * 3

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.protocol.config import ParallelConfig
-from megatron_rl.weights import export
-from megatron_rl.weights.export import bucketed, export_tensors, save_hf, senders
+from megatron_rl.weights.export import export_tensors, save_hf, senders
+from megatron_rl.weights.hf_folder import bucketed
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.names import Place, hf_shapes, trainer_slices
 from megatron_rl.weights.ranks import place_of
@@ -32,7 +32,8 @@ def exported(folder: Path, parallel: ParallelConfig, dtype: str) -> list[tuple[s
         ParallelConfig(tensor=2),
         ParallelConfig(pipeline=2),
         ParallelConfig(data=2),
-        ParallelConfig(tensor=2, pipeline=2),
+        ParallelConfig(tensor=2, pipeline=2, virtual_stages=2),
+        ParallelConfig(context=2),
     ],
 )
 def test_export_equals_the_loaded_tensors_bit_for_bit(
@@ -73,6 +74,7 @@ def save_and_wait(source: Path, target: Path, parallel: ParallelConfig, dtype: s
         ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True, expert=2)),
         ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True, data=2, expert=4)),
         ("Qwen3Moe", ParallelConfig(pipeline=2, data=2, expert=2)),
+        ("Qwen3Moe", ParallelConfig(context=2, data=2, expert=2, expert_tensor=2)),
         ("Mixtral", ParallelConfig(data=2, expert=2)),
     ],
 )
@@ -122,12 +124,11 @@ def test_buckets_keep_order_and_size() -> None:
 def save_and_logits(
     source: Path, target: Path, parallel: ParallelConfig, ids: Tensor
 ) -> Tensor | None:
-    export._SHARD_BYTES = 200_000
     loaded = load_on_rank(source, parallel)
     with torch.no_grad():
         for parameter in loaded.model[0].parameters():
             parameter.mul_(1.25)
-    save_hf(target, loaded.model, loaded.shape, source=source)
+    save_hf(target, loaded.model, loaded.shape, source=source, shard_bytes=200_000)
     return full_logits(loaded, ids)
 
 

@@ -58,11 +58,18 @@ MIXED = replace(
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
-def places(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> list[Place]:
+def places(
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    *,
+    expert_tensor: int = 1,
+    chunks: int = 1,
+) -> list[Place]:
     """All places of these sizes, whether or not there are ranks enough."""
-    sizes = (tensor, pipeline, expert)
+    sizes = (tensor, pipeline, expert, expert_tensor)
     return [
-        Place(*(Share(rank, size) for rank, size in zip(ranks, sizes, strict=True)))
+        Place(*(Share(rank, size) for rank, size in zip(ranks, sizes, strict=True)), chunks)
         for ranks in itertools.product(*map(range, sizes))
     ]
 
@@ -124,9 +131,12 @@ SPLITS = [
     (DENSE, places(tensor=2)),
     (DENSE, places(pipeline=2)),
     (TIED, places(tensor=2, pipeline=2)),
+    (TIED, places(pipeline=2, chunks=2)),
     (MIXED, places(expert=2)),
     (MIXED, places(tensor=2, pipeline=2, expert=2)),
+    (MIXED, places(tensor=2, expert=2, expert_tensor=3)),
     (replace(MIXED, architecture="MixtralForCausalLM"), places(pipeline=4, expert=4)),
+    (replace(MIXED, layers=8), places(pipeline=2, expert=2, chunks=4)),
 ]
 
 
@@ -145,7 +155,7 @@ def test_every_element_is_held_once_by_each_kind_of_rank(
         if ".experts." in name:
             held = tensor
         else:
-            held = expert * (tensor if is_common else 1)
+            held = expert * ranks[0].expert_tensor.size * (tensor if is_common else 1)
         assert (count == held).all(), name
 
 
@@ -164,6 +174,16 @@ def test_parameters_are_covered_once_but_for_padding(shape: ModelShape, ranks: l
         for name, cells in taken.items():
             height, width = (max(cell[axis] for cell in cells) + 1 for axis in (0, 1))
             assert len(cells) == height * width, name
+
+
+def test_chunks_of_a_stage_are_dealt_in_turn() -> None:
+    # The example of megatron-core 0.16.1, transformer_block.py:get_num_layers_to_build.
+    dealt = [place.layers(8) for place in places(pipeline=2, chunks=2)]
+    assert dealt == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [place.layers(8) for place in places(pipeline=2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    first_rank = trainer_slices(TIED, places(pipeline=2, chunks=2)[0])
+    third_layer = [part.local for part in first_rank if part.hf.startswith("model.layers.2.")]
+    assert third_layer and all(name.startswith("decoder.layers.1.") for name in third_layer)
 
 
 def test_tied_output_of_a_later_stage_is_a_copy() -> None:
@@ -201,7 +221,26 @@ def test_names_of_wrappers_and_of_transformer_engine_are_translated() -> None:
     inner.decoder.layers = torch.nn.ModuleList([layer])
     wrapper = torch.nn.Module()
     wrapper.module = inner
-    assert list(named_parameters(wrapper)) == ["decoder.layers.0.input_layernorm.weight"]
+    assert list(named_parameters([wrapper])) == ["decoder.layers.0.input_layernorm.weight"]
+
+
+def chunk_of(layers: int, *others: str) -> torch.nn.Module:
+    """A chunk with norms in its layers, and `others` beside them."""
+    chunk = torch.nn.Module()
+    chunk.decoder = torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList(torch.nn.RMSNorm(1) for _ in range(layers))
+    for name in others:
+        chunk.add_module(name, torch.nn.RMSNorm(1))
+    return chunk
+
+
+def test_layers_are_counted_over_all_chunks() -> None:
+    chunks = [chunk_of(2, "embedding"), chunk_of(2, "output_layer")]
+    assert set(named_parameters(chunks)) == {
+        *(f"decoder.layers.{layer}.weight" for layer in range(4)),
+        "embedding.weight",
+        "output_layer.weight",
+    }
 
 
 def _set(**values: Any) -> Callable[[dict[str, Any]], None]:
@@ -273,8 +312,7 @@ def test_missing_folder_is_an_input_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        (ParallelConfig(tensor=3), "tensor=3 does not divide the model's 4 attention heads"),
-        (ParallelConfig(tensor=4), "tensor=4 does not divide the model's 2 key-value heads"),
+        (ParallelConfig(tensor=4), "4 does not divide .* 4 attention heads and 2 key-value heads"),
         (ParallelConfig(pipeline=4), "4 does not divide .* 2 layers; nearest possible: 2"),
         (ParallelConfig(data=2, expert=2), "the model has no experts"),
     ],

@@ -1,6 +1,7 @@
 """World ranks stand where Megatron's groups say."""
 
 import pytest
+import torch.distributed as dist
 
 from megatron_rl.backend import select_backend
 from megatron_rl.protocol.config import ModelConfig, ParallelConfig
@@ -13,6 +14,8 @@ from tests.distributed import run_ranks
 def places_on_rank(parallel: ParallelConfig) -> tuple[Place, tuple[Place, ...]]:
     backend = select_backend(ModelConfig())
     backend.init_distributed(parallel, seed=0, timeout_s=30)
+    # Rank 0 holds the store through which the others may still connect.
+    dist.barrier()
     return own_place(), all_places()
 
 
@@ -23,6 +26,9 @@ def places_on_rank(parallel: ParallelConfig) -> tuple[Place, tuple[Place, ...]]:
         ParallelConfig(pipeline=2, data=2, expert=2),
         ParallelConfig(tensor=2, data=2, expert=2),
         ParallelConfig(tensor=2, pipeline=2, expert=2),
+        ParallelConfig(pipeline=2, virtual_stages=3, data=2),
+        ParallelConfig(tensor=2, context=2, expert=2, expert_tensor=2),
+        ParallelConfig(context=2, data=2, expert=2),
     ],
 )
 def test_every_rank_knows_the_place_of_all(parallel: ParallelConfig) -> None:
@@ -35,4 +41,4 @@ def test_replicas_have_equal_places() -> None:
     like = Place(Share(0, 2), Share(0, 2), Share(0, 4))
     places = [place_of(rank, 16, like) for rank in range(16)]
     assert places[:4] == places[4:8] and len(set(places)) == 8
-    assert places[13] == Place(Share(1, 2), Share(1, 2), Share(1, 4))
+    assert places[13] == Place(Share(1, 2), Share(1, 2), Share(1, 4), Share(0, 1))

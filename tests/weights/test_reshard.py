@@ -90,6 +90,9 @@ def cases(draw: st.DrawFn) -> Case:
     data = draw(st.integers(1, 3))
     shared = math.gcd(shape.experts, tensor * data) if shape.experts else 1
     expert = draw(st.sampled_from([size for size in (1, 2, 4) if shared % size == 0]))
+    halves = [1, 2] if shape.experts and tensor * data // expert % 2 == 0 else [1]
+    expert_tensor = draw(st.sampled_from(halves))
+    chunks = draw(st.sampled_from([n for n in (1, 2) if shape.layers % (pipeline * n) == 0]))
     possible = [size for size in (0, 1, 2, 3, 4, 6) if not size or is_possible(shape, size)]
     itemsize = draw(st.sampled_from([2, 4]))
     rows = [columns for size in hf_shapes(shape).values() for columns in size[1:]]
@@ -99,7 +102,13 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         shape,
         world_size,
-        Place(Share(0, tensor), Share(0, pipeline), Share(0, expert)),
+        Place(
+            Share(0, tensor),
+            Share(0, pipeline),
+            Share(0, expert),
+            Share(0, expert_tensor),
+            chunks if pipeline > 1 else 1,
+        ),
         tuple(engines),
         itemsize,
         least * draw(st.sampled_from([1, 3, 20, 100])) + draw(st.integers(0, 9)),

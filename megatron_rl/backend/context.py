@@ -1,0 +1,30 @@
+"""Which positions of packed sequences a context rank holds.
+
+Used by trainer ranks. A sequence is cut into 2 * ranks chunks of equal length, and rank r holds
+chunks r and 2 * ranks - 1 - r: an early and a late one, so that all ranks attend to equally many
+keys. TransformerEngine's ring and Megatron's rotary angles expect this order.
+"""
+
+import torch
+from torch import Tensor
+
+
+def own_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """Numbers of the two chunks of each sequence that the rank holds, in its order."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def held_positions(bounds: Tensor, rank: int, ranks: int) -> Tensor:
+    """The rank's positions, in its order: [positions / ranks] int64 on the device of `bounds`.
+
+    bounds: [sequences + 1], where each sequence starts, and the end; 2 * ranks divides each length.
+    """
+    edges = bounds.tolist()
+    parts = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        length, rest = divmod(end - start, 2 * ranks)
+        assert not rest, f"{ranks} context ranks cannot share {end - start} positions"
+        for chunk in own_chunks(rank, ranks):
+            first = start + chunk * length
+            parts.append(torch.arange(first, first + length, device=bounds.device))
+    return torch.cat(parts)

@@ -1,0 +1,174 @@
+"""Writes a sharded state in Megatron's format "torch_dist" while the trainer goes on.
+
+Runs in trainer ranks.
+
+| thread | does                                                           | waits for             |
+|--------|----------------------------------------------------------------|-----------------------|
+| main   | plans with all ranks, copies to host memory; later writes the  | the writer, in `wait` |
+|        | metadata with all ranks                                        | with its deadline     |
+| writer | one a save: writes this rank's file, syncs it, takes its digest | nothing              |
+
+The writer touches only the copies and issues no collective. A thread rather than Megatron's forked
+writers: these need a manager process that imports the program anew, and fork a process that
+computes. It cannot outlive the rank, so a killed one leaves nothing that still writes.
+"""
+
+import io
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_rl.protocol.checkpoint_folder import FileRecord, record_file
+
+
+class SaveFailed(RuntimeError):
+    """A rank could not write its part."""
+
+
+class BackgroundSave:
+    """One save in flight on this rank."""
+
+    def __init__(self, state: dict[str, Any], folder: Path) -> None:
+        """Copy the state and start to write it to an empty folder. Collective over all ranks."""
+        strategy = _HostCopyStrategy("torch_dist", 1)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # Replicas write a part each of what they all hold.
+        shared = FullyParallelSaveStrategyWrapper(strategy, group)
+        request = dist_checkpointing.save(state, str(folder), shared, async_sharded_save=True)
+        assert request is not None and strategy.writer is not None
+        self._finalize = request.finalize_fns
+        self._writer = strategy.writer
+        self._thread = threading.Thread(target=self._writer.write, name="checkpoint", daemon=True)
+        self._started = time.monotonic()
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's writer has ended, well or not."""
+        return not self._thread.is_alive()
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """What this rank wrote."""
+        return self._writer.files
+
+    @property
+    def write_s(self) -> float:
+        """How long this rank's writer took."""
+        return self._writer.ended - self._started
+
+    def wait(self, deadline: float) -> bool:
+        """Wait for this rank's writer until time.monotonic() is `deadline`; whether it is done."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return self.is_written
+
+    def finalize(self) -> None:
+        """Write the metadata, when all ranks have written. Collective over all ranks.
+
+        Raises SaveFailed on every rank when one of them could not write.
+        """
+        try:
+            for finalize in self._finalize:
+                finalize()
+        except CheckpointException as error:
+            # Rank 0 alone knows the causes.
+            causes = "; ".join(f"rank {rank}: {why[0]}" for rank, why in error.failures.items())
+            raise SaveFailed(causes or "another rank could not write its part") from error
+
+
+class _HostCopyStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's strategy with another writer, which does not fork."""
+
+    writer: "_HostCopyWriter | None" = None
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> AsyncRequest:
+        """Plan with all ranks and copy; as the overridden method of megatron-core 0.16.1 does."""
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        self.writer = _HostCopyWriter(checkpoint_dir)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        planned, *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(flat, False), self.writer, None, 0, planner=planner
+        )
+        return AsyncRequest(None, (), [partial(save_state_dict_async_finalize, *planned)])
+
+
+class _HostCopyWriter(FileSystemWriter):
+    """torch's writer of one file a rank, which writes from copies made beforehand."""
+
+    can_run_decentralized_global_plan = False
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Copy what this rank has to write to host memory."""
+        self._plan = plan
+        self._copies = _Copies(
+            {item.index: _copy(planner.resolve_data(item)) for item in plan.items}
+        )
+        self._outcome: list[WriteResult] | Any = None
+        self.files: dict[str, FileRecord] = {}
+        self.ended = 0.0
+
+    def write(self) -> None:
+        """Write the copies; the outcome, an error too, is left for `retrieve_write_results`."""
+        try:
+            if self._plan.items:
+                self._outcome = self.write_data(self._plan, self._copies).wait()
+            else:
+                self._outcome = []
+            names = {result.storage_data.relative_path for result in self._outcome}
+            self.files = {name: record_file(Path(self.path) / name) for name in names}
+        # torch's archive writer turns a failed write into a RuntimeError.
+        except (OSError, RuntimeError) as error:
+            self._outcome = _wrap_exception(error)
+        finally:
+            self._copies = _Copies({})
+            self.ended = time.monotonic()
+
+    def retrieve_write_results(self) -> Any:
+        """What was written where, or the error; Megatron's finalization asks for it."""
+        return self._outcome
+
+
+class _Copies:
+    """The part of a planner that torch's writer asks for data."""
+
+    def __init__(self, values: dict[Any, torch.Tensor | io.BytesIO]) -> None:
+        self._values = values
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The copy of an item."""
+        return self._values[item.index]
+
+
+def _copy(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
+    if isinstance(value, io.BytesIO):
+        return value
+    value = value.detach()
+    return value.clone() if value.device.type == "cpu" else value.cpu()

@@ -1,0 +1,1 @@
+"""Conversion of model folders: Hugging Face, mistral-format and Megatron. One process, by hand."""

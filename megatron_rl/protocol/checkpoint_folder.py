@@ -1,0 +1,189 @@
+"""What a folder of checkpoints looks like, and which of them are complete.
+
+Imported by trainer ranks, which write it, and by the queue and the launcher, which read it.
+
+    checkpoints/step_000012/          complete: COMPLETE lists every other file
+        COMPLETE                      written last
+        queue.json                    the queue's state after the same batch
+        common.pt, metadata.json, .metadata, __0_0.distcp, ...   Megatron's format "torch_dist"
+    checkpoints/step_000018.partial/  being written, or what a killed run left
+
+A folder gets its name by a rename after COMPLETE is on the disk, and counts only while every file
+has the size that COMPLETE says: one that was cut off anywhere is passed over.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.protocol.config import CheckpointConfig
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.queue_state import QueueState
+
+CHECKPOINTS = "checkpoints"
+"""Folder in the run folder."""
+COMPLETE = "COMPLETE"
+QUEUE_STATE = "queue.json"
+PARTIAL = ".partial"
+_DISCARDED = ".discarded"
+_SET_ASIDE = ".set-aside"
+_NAME = re.compile(r"step_(\d{6,})")
+_DIGEST_BYTES = 16
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """What COMPLETE says of a file."""
+
+    size: int
+    """Bytes."""
+    digest: str
+    """BLAKE2b, 16 bytes, hexadecimal."""
+
+
+class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of COMPLETE."""
+
+    step: int
+    """Batches that were trained on; the policy version."""
+    files: dict[str, FileRecord]
+    """All other files by name."""
+
+
+def folder_name(step: int) -> str:
+    """Name of the checkpoint of a step."""
+    return f"step_{step:06d}"
+
+
+def record_file(path: Path) -> FileRecord:
+    """Size and digest of a file as it is now."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
+    return FileRecord(path.stat().st_size, digest.hexdigest())
+
+
+def read_completion(folder: Path) -> Completion | None:
+    """What a checkpoint says of itself; None when it is not complete."""
+    try:
+        completion = msgspec.json.decode((folder / COMPLETE).read_bytes(), type=Completion)
+        sizes = {name: (folder / name).stat().st_size for name in completion.files}
+    except (OSError, msgspec.DecodeError):
+        return None
+    is_whole = all(sizes[name] == record.size for name, record in completion.files.items())
+    return completion if is_whole and completion.files else None
+
+
+def complete_checkpoints(folder: Path) -> dict[int, Path]:
+    """Complete checkpoints by step, ascending."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        completion = read_completion(path) if match else None
+        if match and completion is not None and completion.step == int(match[1]):
+            found[completion.step] = path
+    return dict(sorted(found.items()))
+
+
+def find_resume(cfg: CheckpointConfig, run_dir: Path) -> Path | None:
+    """The checkpoint that a run begins at; None to begin at the start. Raises InputError."""
+    if cfg.resume == "never":
+        return None
+    if cfg.resume == "auto":
+        return next(reversed(complete_checkpoints(run_dir / CHECKPOINTS).values()), None)
+    folder = Path(cfg.resume)
+    if read_completion(folder) is None:
+        raise InputError(
+            f"checkpoint.resume = {cfg.resume}: that is no complete checkpoint. Expected a folder "
+            f'RUN/{CHECKPOINTS}/step_NNNNNN whose files are as its {COMPLETE} says, or "auto" or '
+            '"never"'
+        )
+    return folder
+
+
+def read_queue_state(folder: Path) -> QueueState:
+    """The queue's part of a complete checkpoint. Raises InputError."""
+    try:
+        return msgspec.json.decode((folder / QUEUE_STATE).read_bytes(), type=QueueState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(f"cannot read {folder / QUEUE_STATE}: {error}") from error
+
+
+def find_damage(folder: Path, names: Iterable[str]) -> str:
+    """The first of the files whose content is not what COMPLETE says; empty when all are."""
+    completion = read_completion(folder)
+    if completion is None:
+        return COMPLETE
+    for name in names:
+        if record_file(folder / name) != completion.files[name]:
+            return name
+    return ""
+
+
+def seal(partial: Path, step: int, files: dict[str, FileRecord]) -> Path:
+    """Declare a written checkpoint complete and give it its name; returns the folder.
+
+    files: records of those files of `partial` that others have synced to the disk; the rest is
+    synced and recorded here.
+    """
+    files = dict(files)
+    for path in sorted(partial.iterdir()):
+        if path.name not in files:
+            _sync(path)
+            files[path.name] = record_file(path)
+    _write_synced(partial / COMPLETE, msgspec.json.encode(Completion(step, files)))
+    _sync(partial)
+    final = partial.with_name(folder_name(step))
+    discard(final)
+    partial.rename(final)
+    _sync(final.parent)
+    return final
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint; killed midway, it is not taken for one."""
+    if not folder.exists():
+        return
+    doomed = folder.with_name(folder.name + _DISCARDED)
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clear_after(folder: Path, step: int) -> None:
+    """Make room for a run that goes on after `step`.
+
+    Removes what a killed run was writing or removing. Complete checkpoints of later steps, of
+    which this run knows nothing, are kept under another name.
+    """
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.endswith((PARTIAL, _DISCARDED)):
+            shutil.rmtree(path)
+    for later, path in complete_checkpoints(folder).items():
+        if later > step:
+            path.rename(path.with_name(f"{path.name}{_SET_ASIDE}-{time.time_ns()}"))
+
+
+def superfluous(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
+    """Steps whose checkpoints may go: not among the last ones, and no multiple of keep_every."""
+    ordered = sorted(steps)
+    return [step for step in ordered[:-keep_last] if not keep_every or step % keep_every]
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    _sync(temporary)
+    temporary.rename(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,106 @@
+"""The whole system, on a tiny random model, killed after a checkpoint and started again."""
+
+import collections
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.metrics import RESUMED, read_jsonl, without_superseded
+from tests.end_to_end.test_lost_generator import (
+    GROUP_SIZE,
+    GROUPS,
+    STEPS,
+    folder,
+    launched,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
+
+PROMPTS = 45
+__all__ = ["folder"]
+
+
+@pytest.fixture(scope="module")
+def few_prompts(folder: Path) -> list[str]:  # noqa: F811
+    """Overrides: so few prompts that the run takes more than one epoch of them."""
+    lines = (folder / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
+    (folder / "few.jsonl").write_text("\n".join(lines) + "\n")
+    return [f"prompts.0.path={folder / 'few.jsonl'}", "checkpoint.every_steps=3"]
+
+
+def kill_trainer(run: subprocess.Popen[str]) -> None:
+    [rank] = [
+        process
+        for process in psutil.Process(run.pid).children(recursive=True)
+        if "megatron_rl.train" in process.cmdline()
+        and "torch.distributed.run" not in (process.cmdline())
+    ]
+    os.kill(rank.pid, signal.SIGKILL)
+
+
+def kill_run(run: subprocess.Popen[str]) -> None:
+    os.kill(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [kill_trainer, kill_run])
+def test_killed_run_is_resumed_and_ends_as_if_it_had_not_been(
+    folder: Path,  # noqa: F811
+    few_prompts: list[str],
+    tmp_path: Path,
+    kill: object,
+) -> None:
+    run_dir = tmp_path / "run"
+    with launched(folder, "run", run_dir, *few_prompts) as run:
+        wait_until(lambda: newest_step(run_dir) >= 6, run)
+        kill(run)
+        first_output, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    newest = newest_step(run_dir)
+    assert 6 <= newest < STEPS
+    with launched(folder, "run", run_dir, *few_prompts) as run:
+        output, _ = run.communicate(timeout=250)
+    assert run.returncode == 0, output
+    assert f"Resuming {run_dir} after step {newest} of {STEPS}, from" in output.replace("\n", " ")
+    check_ledger(run_dir, newest)
+    with launched(folder, "run", run_dir, *few_prompts) as run:
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 2 and "has ended: it is complete after step 20" in output
+
+
+def newest_step(run_dir: Path) -> int:
+    return max(complete_checkpoints(run_dir / CHECKPOINTS), default=0)
+
+
+def check_ledger(run_dir: Path, newest: int) -> None:
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows if RESUMED in row] == [newest]
+    rows = without_superseded(rows)
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    assert steps == list(range(1, STEPS + 1))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["rollouts_trained"] == STEPS * GROUPS * GROUP_SIZE
+    assert summary["staleness_max"] <= 3 and (run_dir / "hf" / "final").exists()
+    records = [
+        record
+        for path in sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+        for record in read_jsonl(path)
+    ]
+    assert len(records) == STEPS * GROUPS * GROUP_SIZE
+    assert len({(record["group"], record["index"]) for record in records}) == len(records)
+    groups = {record["group"]: record["prompt_id"] for record in records}
+    assert len(groups) == STEPS * GROUPS and max(groups) >= PROMPTS
+    # Groups are numbered as prompts are drawn: each epoch is a stretch of numbers.
+    trained = collections.Counter((number // PROMPTS, prompt) for number, prompt in groups.items())
+    assert set(trained.values()) == {1}
+    # One is missing only where its group was flat, or not needed at the end.
+    dropped = sum(row.get("queue/groups_dropped_flat", 0) for row in rows)
+    dropped += sum(row.get("queue/groups_abandoned", 0) for row in rows)
+    assert max(groups) + 1 - len(groups) <= dropped

@@ -1,0 +1,106 @@
+"""A run folder is new, or its run goes on from a checkpoint; one launcher at a time."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import run_folder
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.metrics import RESUMED, read_jsonl
+from megatron_rl.protocol.process import InputError
+from megatron_rl.run_folder import check_run_folder, locked, write_config
+
+
+def make_checkpoint(run_dir: Path, step: int) -> Path:
+    partial = run_dir / CHECKPOINTS / "step.partial"
+    partial.mkdir(parents=True)
+    (partial / "queue.json").write_text("{}")
+    return seal(partial, step, {})
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Folder of a run that saved step 6 of 10."""
+    run_dir = tmp_path / "run"
+    make_checkpoint(run_dir, 6)
+    (run_dir / "config.toml").write_text("")
+    return run_dir
+
+
+def config(run_dir: Path, *overrides: str) -> Config:
+    return load_config(None, [f"run.dir={run_dir}", "train.steps=10", *overrides])
+
+
+def test_run_folder_with_a_complete_checkpoint_is_resumed(run_dir: Path) -> None:
+    found = check_run_folder(config(run_dir))
+    assert found == run_dir / CHECKPOINTS / "step_000006"
+    (run_dir / "summary.json").write_text("{}")
+    write_config(config(run_dir, "optimizer.lr=0.5"), found)
+    assert load_config(run_dir / "config.toml").optimizer.lr == 0.5
+    assert (run_dir / "config.until_step_000006.toml").read_text() == ""
+    assert not (run_dir / "summary.json").exists()
+    [row] = read_jsonl(run_dir / "metrics.jsonl")
+    assert (row["source"], row["step"], row[RESUMED]) == ("launch", 6, 1)
+
+
+def test_new_folder_may_begin_at_a_checkpoint_of_another(run_dir: Path, tmp_path: Path) -> None:
+    named = f"checkpoint.resume={run_dir / CHECKPOINTS / 'step_000006'}"
+    assert check_run_folder(config(tmp_path / "new", named)).name == "step_000006"
+    assert check_run_folder(config(tmp_path / "new")) is None
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["checkpoint.resume=never"], 'already holds a run .* checkpoint.resume is "never"'),
+        (["checkpoint.resume={other}"], "names a checkpoint of another folder"),
+        (["checkpoint.resume=nowhere"], "nowhere: that is no complete checkpoint"),
+        (["train.steps=5"], "after step 6, beyond train.steps=5"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(
+    run_dir: Path, tmp_path: Path, overrides: list[str], expected: str
+) -> None:
+    other = make_checkpoint(tmp_path / "other", 3)
+    with pytest.raises(InputError, match=expected):
+        check_run_folder(config(run_dir, *(text.format(other=other) for text in overrides)))
+
+
+def test_run_that_ended_goes_on_only_with_more_steps(run_dir: Path) -> None:
+    make_checkpoint(run_dir, 10)
+    assert check_run_folder(config(run_dir)).name == "step_000010"
+    (run_dir / "summary.json").write_text("{}")
+    with pytest.raises(InputError, match="has ended: it is complete after step 10.*train.steps"):
+        check_run_folder(config(run_dir))
+    assert check_run_folder(config(run_dir, "train.steps=12")).name == "step_000010"
+
+
+def test_run_without_a_complete_checkpoint_is_never_overwritten(run_dir: Path) -> None:
+    (run_dir / CHECKPOINTS / "step_000006" / "COMPLETE").unlink()
+    with pytest.raises(InputError, match="no complete checkpoint to resume from; runs are never"):
+        check_run_folder(config(run_dir))
+
+
+def test_folder_is_locked_until_the_last_child_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_LOCK_WAIT_S", 0.5)
+    program = "import sys; sys.stdin.read()"
+    with locked(tmp_path) as lock:
+        child = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, pass_fds=(lock,)
+        )
+        with pytest.raises(InputError, match="a run is going on in"), locked(tmp_path):
+            pass
+    try:
+        with pytest.raises(InputError, match="a run is going on in"), locked(tmp_path):
+            pass
+    finally:
+        child.communicate(timeout=10)
+    with locked(tmp_path):
+        pass

@@ -1,0 +1,36 @@
+"""One small minibatch, and each data-parallel rank's share of it; for tests of the trainer."""
+
+import numpy as np
+from megatron.core import parallel_state
+
+from megatron_rl.protocol.packing import deal
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+
+VOCAB = 200
+
+
+def make_sequences(seed: int = 11) -> list[TrainSequence]:
+    rng = np.random.default_rng(seed)
+    lengths = [(5, 9), (3, 4), (7, 1), (4, 20), (6, 2), (2, 13), (5, 5), (3, 8), (1, 3)]
+    total = sum(completion for _, completion in lengths)
+    return [
+        TrainSequence(
+            token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
+            prompt_length=prompt,
+            generator_logprobs=rng.normal(-5, 0.3, completion).astype(np.float32),
+            token_versions=np.zeros(completion, np.int32),
+            advantage=float(rng.normal()),
+            weight=1 / total,
+        )
+        for prompt, completion in lengths
+    ]
+
+
+def my_share(budget_tokens: int, seed: int = 11) -> MinibatchShare:
+    """This data-parallel rank's part of the same minibatch."""
+    sequences = make_sequences(seed)
+    dp_size = parallel_state.get_data_parallel_world_size()
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)
+    mine = dealt[parallel_state.get_data_parallel_rank()]
+    return MinibatchShare([[sequences[i] for i in microbatch] for microbatch in mine])

@@ -1,0 +1,112 @@
+"""How full packed microbatches are: `python -m tools.bench.packing [--quick]`.
+
+2,048 sequences (--quick: 512) of the lengths that tools/bench/lengths.py describes, a token budget
+of 40,960, one data-parallel rank and eight.
+
+| figure | what |
+|---|---|
+| fill | tokens over microbatches x budget, one rank, the worst of several draws |
+| microbatches_over_lower_bound | microbatches over tokens / budget rounded up, the worst |
+| ..._dp8 | the same where eight ranks run equally many; the bound is rounded up to a multiple |
+| imbalance_dp8 | tokens of the fullest rank over the mean, the worst |
+| ms | packing and dealing for one rank, median |
+| padding_* | 1 - fill, mean of the draws, ours and others' |
+
+ours: `deal` of the product. first_fit: the paper's greedy, longest sequence first into the first
+open microbatch with room. arrival: in order of arrival, a microbatch is closed when the next
+sequence does not fit. arrival_padded: the same, but rows are padded to the longest of their
+microbatch, as a trainer without packed attention must. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from megatron_rl.protocol.packing import Microbatch, deal, first_fit_decreasing
+from tools.bench.lengths import LONGEST, magistral_like
+
+SEQUENCES, QUICK_SEQUENCES = 2048, 512
+DRAWS = 5
+BUDGET = 40_960
+DP_SIZE = 8
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sequences")
+    count = QUICK_SEQUENCES if parser.parse_args().quick else SEQUENCES
+    draws = [[s.total for s in magistral_like(count, seed=seed)] for seed in range(DRAWS)]
+    found = [figures(lengths, BUDGET) for lengths in draws]
+    conditions = {"sequences": count, "budget_tokens": BUDGET, "draws": DRAWS, "longest": LONGEST}
+    print(json.dumps(conditions | combine(found)))
+    return 0
+
+
+def figures(lengths: Sequence[int], budget: int) -> dict[str, float]:
+    """Of one draw."""
+    total, least = sum(lengths), math.ceil(sum(lengths) / budget)
+    started = time.perf_counter()
+    (mine,) = deal(list(lengths), budget_tokens=budget, dp_size=1)
+    seconds = time.perf_counter() - started
+    ranks = deal(list(lengths), budget_tokens=budget, dp_size=DP_SIZE)
+    rank_tokens = [sum(lengths[i] for microbatch in rank for i in microbatch) for rank in ranks]
+    least_dp = math.ceil(least / DP_SIZE) * DP_SIZE
+    greedy = first_fit_decreasing(list(lengths), budget)
+    arrival = in_order_of_arrival(lengths, budget)
+    padded = in_order_of_arrival(lengths, budget, is_padded=True)
+    return {
+        "fill": total / (len(mine) * budget),
+        "microbatches_over_lower_bound": len(mine) / least,
+        "microbatches_over_lower_bound_dp8": sum(map(len, ranks)) / least_dp,
+        "imbalance_dp8": max(rank_tokens) / (total / DP_SIZE),
+        "ms": 1e3 * seconds,
+        "padding_ours": 1 - total / (len(mine) * budget),
+        "padding_first_fit": 1 - total / (len(greedy) * budget),
+        "padding_arrival": 1 - total / (len(arrival) * budget),
+        "padding_arrival_padded": 1 - total / sum(padded_tokens(m, lengths) for m in padded),
+    }
+
+
+def combine(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The worst draw of what has a target, the mean of the paddings, the median of the time."""
+    worst = {"fill": min, "ms": statistics.median}
+    return {
+        name: round(
+            (statistics.fmean if name.startswith("padding") else worst.get(name, max))(
+                [figure[name] for figure in found]
+            ),
+            4,
+        )
+        for name in found[0]
+    }
+
+
+def in_order_of_arrival(
+    lengths: Sequence[int], budget: int, *, is_padded: bool = False
+) -> list[Microbatch]:
+    """A microbatch is closed when the next sequence, or its padded rows, exceed the budget."""
+    microbatches: list[Microbatch] = [[]]
+    for index in range(len(lengths)):
+        grown = [*microbatches[-1], index]
+        tokens = padded_tokens(grown, lengths) if is_padded else sum(lengths[i] for i in grown)
+        if tokens <= budget or len(grown) == 1:
+            microbatches[-1] = grown
+        else:
+            microbatches.append([index])
+    return microbatches
+
+
+def padded_tokens(microbatch: Microbatch, lengths: Sequence[int]) -> int:
+    """Of rows as long as the longest."""
+    return len(microbatch) * max(lengths[i] for i in microbatch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""What an optimizer step costs: `python -m tools.bench.train [--quick] [--repeats N]`.
+
+Our trainer beside what one would write by hand, on the same random model and the same tokens, in
+one process with one thread. The lengths are Magistral's over 32 (tools/bench/lengths.py; --quick:
+over 64, and a smaller model). Loops take turns, and all count the tokens of the sequences alone.
+
+| loop | what |
+|---|---|
+| ours | megatron_rl.trainer: packed microbatches, float32 |
+| padded_peer | transformers and torch's AdamW; 8 rows in order of arrival, as its Trainer does |
+| budgeted_peer | the same with as many rows as fit the token budget once padded |
+| packed_peer | packed as ours packs: positions restart, SDPA with a block-diagonal mask |
+
+| figure | what; medians |
+|---|---|
+| ours_over_* | tokens/s, of steps beside each other |
+| ..._cpu | the same by processor time, which a busy machine does not change |
+| scaling_tp2, scaling_dp2 | tokens/s of two ranks over one |
+| logprob_peak_bytes_over_bound | memory of logprobs, forward and backward, beyond the gradients |
+| loss_difference | between the loops before any step: they compute the same |
+| mfu_bf16, mfu_fp8 | on GPU: model FLOP/s over the device's peak, on a larger model |
+
+busy_share is what other processes took of the cores before the steps: where it is not near 0, wall
+clocks say little. The last line is one JSON object.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.config_file import dump_toml
+from tools.bench.children import ChildFailed, run_child
+from tools.bench.contention import busy_share
+from tools.bench.lengths import LONGEST
+from tools.bench.train_figures import Measured, Work, compare, mfu, scaling
+from tools.bench.variants import ROOT
+from tools.bench.weights import child_environment, free_port, write_model
+
+TIMEOUT_S = 3600.0
+PAUSE_S = 2.0
+SCALING = {"one": {}, "tp2": {"tensor": 2}, "dp2": {"data": 2}}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of a benchmark."""
+
+    model: dict[str, Any]
+    """Of a Llama."""
+    work: Work
+    microbatch_tokens: int
+    rounds: int
+    logprob_chunk_tokens: int
+
+
+LLAMA = {
+    "max_position_embeddings": LONGEST,
+    "tie_word_embeddings": True,
+}
+FULL = Scale(
+    model=LLAMA
+    | {
+        "vocab_size": 32_768,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
+    work=Work(sequences=12, scale=1 / 32, repeats=5, has_peers=True),
+    microbatch_tokens=2048,
+    rounds=2,
+    logprob_chunk_tokens=512,
+)
+QUICK = Scale(
+    model=LLAMA
+    | {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    },
+    work=Work(sequences=24, scale=1 / 64, repeats=3, has_peers=True),
+    microbatch_tokens=1024,
+    rounds=1,
+    logprob_chunk_tokens=512,
+)
+GPU = Scale(
+    model=LLAMA
+    | {
+        "vocab_size": 131_072,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    work=Work(sequences=32, scale=1 / 4, repeats=5, has_peers=False),
+    microbatch_tokens=16_384,
+    rounds=0,
+    logprob_chunk_tokens=2048,
+)
+
+
+def main() -> int:
+    """Command line."""
+    options = _parse()
+    # As an exception, so that the children are ended too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    folder = options.work_dir or ROOT / ".cache" / "bench" / time.strftime("train-%Y%m%d-%H%M%S")
+    scale = QUICK if options.quick else FULL
+    if options.repeats:
+        scale = replace(scale, work=msgspec.structs.replace(scale.work, repeats=options.repeats))
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        write_model(folder / "model", scale.model)
+        share = busy_share(cores, PAUSE_S)
+        found = compare(run(folder / "peers", folder / "model", scale))
+        rounds = [run_round(folder / f"round-{n}", folder, scale) for n in range(scale.rounds)]
+        found |= scaling(rounds) | on_gpu(folder / "gpu")
+    except (ChildFailed, OSError) as error:
+        print(f"{error}\nall logs: {folder}", file=sys.stderr)
+        return 1
+    conditions = {
+        "mode": "quick" if options.quick else "full",
+        "repeats": scale.work.repeats,
+        "cores": len(cores),
+        "busy_share": round(share, 3),
+        "sequences": scale.work.sequences,
+        "microbatch_tokens": scale.microbatch_tokens,
+    }
+    print(json.dumps(conditions | {name: _rounded(value) for name, value in found.items()}))
+    return 0
+
+
+def run_round(run_dir: Path, folder: Path, scale: Scale) -> dict[str, Measured]:
+    """Our loop alone, on one rank and on two."""
+    scale = replace(scale, work=msgspec.structs.replace(scale.work, has_peers=False))
+    return {
+        name: run(run_dir / name, folder / "model", scale, parallel)
+        for name, parallel in SCALING.items()
+    }
+
+
+def on_gpu(folder: Path) -> dict[str, float | None]:
+    """Utilisation of a GPU in bfloat16 and, with TransformerEngine, in FP8; nothing without one."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return {}
+    write_model(folder / "model", GPU.model)
+    precisions = {"bf16": {"dtype": "bfloat16"}}
+    if importlib.util.find_spec("transformer_engine"):
+        precisions["fp8"] = {"dtype": "bfloat16", "fp8": True}
+    return {
+        f"mfu_{name}": mfu(run(folder / name, folder / "model", GPU, model=model), name)
+        for name, model in precisions.items()
+    }
+
+
+def run(
+    run_dir: Path,
+    model_folder: Path,
+    scale: Scale,
+    parallel: dict[str, int] | None = None,
+    model: dict[str, Any] | None = None,
+) -> Measured:
+    """One child process a rank, under torchrun. Raises ChildFailed."""
+    cfg = Config.model_validate(
+        {
+            "run": {"dir": run_dir},
+            "model": {"path": model_folder, "dtype": "float32"} | (model or {}),
+            "parallel": parallel or {},
+            "optimizer": {"lr": 1e-5, "warmup_steps": 0},
+            "train": {
+                "microbatch_tokens": scale.microbatch_tokens,
+                "logprob_chunk_tokens": scale.logprob_chunk_tokens,
+                "collective_timeout_s": TIMEOUT_S,
+            },
+        }
+    )
+    run_dir.mkdir(parents=True)
+    config, work = run_dir / "config.toml", run_dir / "work.json"
+    config.write_text(dump_toml(cfg))
+    work.write_bytes(msgspec.json.encode(scale.work))
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--nproc-per-node", str(cfg.parallel.world_size)]
+    command += ["--master-addr", cfg.ports.host, "--master-port", str(free_port())]
+    command += ["-m", "tools.bench.train_ranks", "--config", config, "--work", work]
+    run_child(
+        command,
+        log=run_dir / "ranks.log",
+        timeout_s=TIMEOUT_S,
+        environment=child_environment(),
+        cwd=ROOT,
+    )
+    return msgspec.json.decode((run_dir / "measured.json").read_bytes(), type=Measured)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer tokens")
+    parser.add_argument("--repeats", type=int, help="steps of each loop")
+    parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""What was measured in tools.bench.train, and its figures.
+
+Shared by its processes; needs neither torch nor Megatron.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from megatron_rl.weights.shape import ModelShape
+from tools.bench.lengths import Lengths
+
+OURS, PADDED, BUDGETED, PACKED = "ours", "padded_peer", "budgeted_peer", "packed_peer"
+PEERS = (PADDED, BUDGETED, PACKED)
+PEAK_FLOPS = {
+    "H100": {"bf16": 989e12, "fp8": 1979e12},
+    "H200": {"bf16": 989e12, "fp8": 1979e12},
+}
+"""Dense tensor-core peaks by a part of the device's name. Source: NVIDIA's data sheets (SXM)."""
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a child process is to do."""
+
+    sequences: int
+    scale: float
+    """Of the lengths."""
+    repeats: int
+    """Steps of each loop that count; one more comes before."""
+    has_peers: bool
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One optimizer step of one loop."""
+
+    loop: str
+    seconds: float
+    cpu_seconds: float
+    """Of this process: what others took of the core does not count."""
+    tokens: int
+    """Prompt and completion, without padding, over all ranks."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What one child process found."""
+
+    samples: list[Sample]
+    """By repeat, the loops of a repeat one after the other."""
+    device: str
+    step_flops: float
+    """Of the model, forward and backward, over all ranks."""
+    first_losses: dict[str, float] = {}
+    """Of each loop before any step, on the same tokens."""
+    logprob_peak_bytes_over_bound: float = 0.0
+
+
+def tokens_per_s(samples: Sequence[Sample], loop: str) -> float:
+    """Median of the loop's steps."""
+    return statistics.median(s.tokens / s.seconds for s in samples if s.loop == loop)
+
+
+def ratios(samples: Sequence[Sample], loop: str, peer: str, *, of_cpu: bool = False) -> float:
+    """Median over repeats of how many times faster `loop` was than `peer` beside it."""
+
+    def seconds(name: str) -> list[float]:
+        chosen = [s for s in samples if s.loop == name]
+        return [s.cpu_seconds if of_cpu else s.seconds for s in chosen]
+
+    return statistics.median(
+        theirs / ours for ours, theirs in zip(seconds(loop), seconds(peer), strict=True)
+    )
+
+
+def compare(measured: Measured) -> dict[str, float]:
+    """Ours beside its peers."""
+    samples = measured.samples
+    losses = measured.first_losses
+    return {
+        **{f"ours_over_{peer}": ratios(samples, OURS, peer) for peer in PEERS},
+        **{f"ours_over_{peer}_cpu": ratios(samples, OURS, peer, of_cpu=True) for peer in PEERS},
+        **{f"tokens_per_s_{name}": tokens_per_s(samples, name) for name in losses},
+        "loss_difference": max(losses.values()) - min(losses.values()),
+        "logprob_peak_bytes_over_bound": measured.logprob_peak_bytes_over_bound,
+    }
+
+
+def scaling(rounds: Sequence[dict[str, Measured]]) -> dict[str, float]:
+    """How many times faster two ranks were than one, by kind of rank; median over rounds."""
+    return {
+        f"scaling_{name}": statistics.median(
+            tokens_per_s(found[name].samples, OURS) / tokens_per_s(found["one"].samples, OURS)
+            for found in rounds
+        )
+        for name in rounds[0]
+        if name != "one"
+    }
+
+
+def step_flops(shape: ModelShape, sequences: Sequence[Lengths], parameters: int) -> float:
+    """FLOP of an optimizer step: three times a forward pass, without what is computed again.
+
+    parameters: of the whole model. Attention is causal within each sequence; logits count only
+    where a completion token is predicted.
+    """
+    table = shape.vocab * shape.hidden
+    layers = parameters - table * (1 if shape.is_tied else 2)
+    tokens = sum(s.total for s in sequences)
+    products = 2 * layers * tokens + 2 * table * sum(s.completion for s in sequences)
+    width = shape.layers * shape.heads * shape.head_dim
+    attention = sum(2 * width * s.total**2 for s in sequences)
+    return 3.0 * (products + attention)
+
+
+def mfu(measured: Measured, precision: str) -> float | None:
+    """Model FLOP/s over the device's peak; None for a device without a known one."""
+    peak = next((v for k, v in PEAK_FLOPS.items() if k in measured.device), {}).get(precision)
+    if peak is None:
+        return None
+    return measured.step_flops / statistics.median(s.seconds for s in measured.samples) / peak
