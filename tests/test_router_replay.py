@@ -148,6 +148,7 @@ def expected(folder: Path) -> tuple[float, float]:
         ["parallel.tensor=2", "parallel.sequence=true"],
         ["parallel.pipeline=2", "model.recompute=full"],
         ["parallel.data=2", "parallel.expert=2"],
+        ["parallel.context=2"],
     ],
     ids=",".join,
 )
