@@ -159,7 +159,6 @@ class Trainer:
         """Gradient of a minibatch, left in the gradient buffers."""
         work = self._work(minibatch, old_logprobs)
         zero_gradients(self.policy.chunks, self._optimizer)
-        forget_choices(self.policy.chunks)
         reports = self._run(work, partial(self._loss_step, version), is_training=True)
         local = torch.zeros(
             len(_SUMS) + MISMATCH_SIZE, dtype=torch.float64, device=self.policy.device
