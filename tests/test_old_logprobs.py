@@ -94,11 +94,11 @@ def test_mismatch_is_that_of_the_policy_before_its_first_update(model_folder: Pa
 @pytest.mark.parametrize(
     "split",
     [
-        ["tensor=2", "sequence=true"],
-        ["pipeline=2"],
         ["pipeline=2", "virtual_stages=2"],
-        ["data=2"],
-        ["context=2"],
+        *(
+            pytest.param(split, marks=pytest.mark.exhaustive)
+            for split in (["tensor=2", "sequence=true"], ["pipeline=2"], ["data=2"], ["context=2"])
+        ),
     ],
     ids=",".join,
 )

@@ -144,11 +144,16 @@ def expected(folder: Path) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["model.recompute=full"],
-        ["parallel.tensor=2", "parallel.sequence=true"],
         ["parallel.pipeline=2", "model.recompute=full"],
-        ["parallel.data=2", "parallel.expert=2"],
-        ["parallel.context=2"],
+        *(
+            pytest.param(split, marks=pytest.mark.exhaustive)
+            for split in (
+                ["model.recompute=full"],
+                ["parallel.tensor=2", "parallel.sequence=true"],
+                ["parallel.data=2", "parallel.expert=2"],
+                ["parallel.context=2"],
+            )
+        ),
     ],
     ids=",".join,
 )

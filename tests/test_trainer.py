@@ -145,6 +145,7 @@ def step_of(cfg: Config) -> tuple[float, dict[str, torch.Tensor]]:
         return metrics["train/grad_norm"], dict(export_tensors(policy.chunks, policy.shape))
 
 
+@pytest.mark.exhaustive
 def test_step_with_experts_is_equal_for_every_split(mixture_folder: Path) -> None:
     # A large epsilon makes Adam's first step follow the gradient's size, which it else forgets.
     common = [f"model.path={mixture_folder}", "model.dtype=float32", "optimizer.lr=1"]

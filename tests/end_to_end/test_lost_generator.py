@@ -154,6 +154,7 @@ def test_evaluation_survives_the_death_of_its_generator(
     assert len(records) == HELD_OUT
 
 
+@pytest.mark.exhaustive
 def test_training_survives_the_death_of_its_generator(folder: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with launched(folder, "run", run_dir) as run:

@@ -99,6 +99,7 @@ def prepare(config_path: Path, run_dir: Path) -> None:
     assert done.returncode == 0, text
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_two_hosts_trains_and_ends_on_both(config_path: Path, tmp_path: Path) -> None:
     run_dir, inputs = tmp_path / "a run", config_path.parent
     (tmp_path / "srun").write_text(SRUN)

@@ -35,7 +35,7 @@ MIXTURE = {
     "tp2-pp2-ep2": ParallelConfig(tensor=2, pipeline=2, expert=2, sequence=True),
     "pp2-ep2": ParallelConfig(pipeline=2, data=2, expert=2),
 }
-DEFAULT = {("llama-tied", 2, "tp2"), ("llama-tied", 2, "pp2")}
+DEFAULT = {("llama-tied", 2, "tp2")}
 
 
 def cases() -> Iterator:
@@ -112,6 +112,7 @@ def test_other_methods_reach_engines_of_different_layouts(
             one.check_logprobs(index, folders[-1], version=versions - 1)
 
 
+@pytest.mark.exhaustive
 def test_one_generator_goes_on_while_another_takes_its_transfer(
     fleet: Callable[[str, int], Fleet], tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_one_generator_goes_on_while_another_takes_its_transfer(
         one.check_logprobs(index, tmp_path / "1", version=0)
 
 
+@pytest.mark.exhaustive
 def test_a_refused_order_and_a_kill_amid_a_transfer_end_at_once(
     fleet: Callable[[str, int], Fleet], tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psu
         time.sleep(0.05)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(280)
 def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
     models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM, new_model: LlamaForCausalLM

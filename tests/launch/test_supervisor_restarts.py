@@ -153,6 +153,7 @@ def test_killed_generator_comes_back_and_nothing_of_the_dead_one_is_left(tmp_pat
     assert not any(is_alive(pid) for pid in new)
 
 
+@pytest.mark.exhaustive
 def test_the_run_ends_when_the_restarts_are_used_up(tmp_path: Path) -> None:
     with launched(tmp_path, limit=1, exit_code=3) as run:
         lives = run.life(0) + run.life(1)
@@ -181,6 +182,7 @@ def test_generator_that_was_never_ready_ends_the_run(
     assert run.generator_log.count("generator says hello") == 1
 
 
+@pytest.mark.exhaustive
 def test_bad_input_after_it_was_ready_is_restarted(tmp_path: Path) -> None:
     with launched(tmp_path, limit=1, exit_code=2) as run:
         run.life(1)
@@ -195,6 +197,7 @@ def test_generator_that_dies_while_the_run_ends_is_not_restarted(tmp_path: Path)
     assert (code, output) == (0, "")
 
 
+@pytest.mark.exhaustive
 def test_generator_that_dies_after_the_trainer_ended_ends_the_run(tmp_path: Path) -> None:
     with launched(tmp_path, limit=3) as run:
         generator = run.life(0)[0]

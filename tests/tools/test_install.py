@@ -46,6 +46,7 @@ def test_a_changed_requirement_is_added_to_the_environment(installed: Project) -
     assert marker.exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("damage", ["interrupted", "no interpreter"])
 def test_an_unusable_environment_is_replaced(tmp_path: Path, damage: str) -> None:
     project = Project(tmp_path)

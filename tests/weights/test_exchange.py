@@ -60,6 +60,7 @@ def test_a_generator_that_says_it_failed_gets_the_version_again(tmp_path: Path) 
     assert steps[-1].held == {"a": 4, "b": 4, "late": 4}
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_when_a_generator_is_killed_and_restarted(tmp_path: Path) -> None:
     lives = ({0: "die join"}, {1: "die pause"}, {1: "die transfer"}, {1: "die resume"}, {})
     generators = [Generator("a", 2, lives), Generator("b", 1)]

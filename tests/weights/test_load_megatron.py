@@ -149,7 +149,12 @@ def save_as_training_does(hf: Path, folder: Path, parallel: ParallelConfig) -> N
     ("family", "options", "parallel"),
     [
         ("Llama", {}, ParallelConfig(tensor=2)),
-        ("Qwen3Moe", QWEN3_MOE, ParallelConfig(data=2, expert=2)),
+        pytest.param(
+            "Qwen3Moe",
+            QWEN3_MOE,
+            ParallelConfig(data=2, expert=2),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_training_checkpoint_becomes_the_hf_folder_it_started_from(

@@ -182,7 +182,7 @@ def bytes_in_round(parcels: tuple[Parcel, ...], itemsize: int) -> dict[tuple[str
 
 
 @settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(cases())
 def test_every_element_arrives_once_within_the_buckets(case: Case) -> None:
