@@ -259,13 +259,6 @@ def packed_params(bounds: torch.Tensor, longest: int) -> PackedSeqParams:
     )
 
 
-def unwrap(chunk: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside data parallelism and the bf16 wrapper."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module
-    return chunk
-
-
 def count_parameters(shape: ModelShape) -> int:
     """Parameters of the whole model, without vocabulary padding."""
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)

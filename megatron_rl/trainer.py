@@ -23,7 +23,7 @@ from megatron_rl.logprobs import OutputLayer, TokenLogprobs, token_logprobs
 from megatron_rl.loss import LossFunction, LossInputs
 from megatron_rl.mismatch import SIZE as MISMATCH_SIZE
 from megatron_rl.mismatch import mismatch_metrics, mismatch_sums
-from megatron_rl.model import gather_parameters, packed_params, unwrap
+from megatron_rl.model import gather_parameters, packed_params
 from megatron_rl.optimizer import StepResult, build_optimizer, lr_at, step_if_finite, zero_gradients
 from megatron_rl.policy import Policy
 from megatron_rl.protocol.config import LossConfig, OptimizerConfig, TrainConfig
@@ -31,6 +31,7 @@ from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.router_replay import forget_choices, replayed
 from megatron_rl.step_guard import StepGuard
+from megatron_rl.weights.load import unwrap
 
 Work = tuple[MicroBatch, Tensor | None]
 """A microbatch, and what its importance ratios divide by; None: the generators' logprobs."""

@@ -14,7 +14,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.model import unwrap
 from megatron_rl.optimizer_state import (
     adam_steps,
     restore_optimizer_state,
@@ -23,6 +22,7 @@ from megatron_rl.optimizer_state import (
 from megatron_rl.policy import Policy
 from megatron_rl.protocol.process import InputError
 from megatron_rl.trainer import Trainer
+from megatron_rl.weights.load import unwrap
 
 log = logging.getLogger(__name__)
 

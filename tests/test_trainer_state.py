@@ -9,7 +9,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from megatron_rl.background_save import BackgroundSave
 from megatron_rl.loss import LOSSES
-from megatron_rl.model import unwrap
 from megatron_rl.optimizer import build_optimizer
 from megatron_rl.optimizer_state import adam_steps, restore_optimizer_state, sharded_optimizer_state
 from megatron_rl.policy import open_policy
@@ -17,6 +16,7 @@ from megatron_rl.protocol.config import Config, OptimizerConfig, ParallelConfig
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.trainer_state import restore, sharded_state
+from megatron_rl.weights.load import unwrap
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
 from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model

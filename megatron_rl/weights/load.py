@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_rl.backend import fp8
@@ -58,7 +59,7 @@ def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: P
     """
     checkpoint = MegatronFolder(folder)
     checkpoint.check(shape)
-    chunks = [_unwrap(chunk) for chunk in model]
+    chunks = [unwrap(chunk) for chunk in model]
     wanted = {str(n): _sharded(chunk, checkpoint.prefix) for n, chunk in enumerate(chunks)}
     # Rows that pad the vocabulary and are not in the checkpoint become zero.
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
@@ -68,14 +69,14 @@ def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: P
         assert not lacking or all("_extra_state" in key for key in lacking), lacking
 
 
-def _unwrap(chunk: torch.nn.Module) -> Any:
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
     """The GPTModel inside data parallelism and the bf16 wrapper."""
-    while hasattr(chunk, "module"):
+    while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
 
 
-def _sharded(chunk: Any, prefix: str) -> dict[str, Any]:
+def _sharded(chunk: GPTModel, prefix: str) -> dict[str, Any]:
     """Which part of which tensor of a checkpoint a chunk's parameters are."""
     state = chunk.sharded_state_dict()
     state = {name: part for name, part in state.items() if not isinstance(part, ShardedObject)}

@@ -13,12 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.convert.conversion import Request, convert
-from megatron_rl.model import unwrap
 from megatron_rl.policy import open_policy
 from megatron_rl.protocol.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.protocol.process import InputError
 from megatron_rl.weights.blocks import model_blocks
-from megatron_rl.weights.load import load_megatron
+from megatron_rl.weights.load import load_megatron, unwrap
 from megatron_rl.weights.megatron_folder import MegatronFolder
 from megatron_rl.weights.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks

@@ -20,7 +20,6 @@ from megatron.core import parallel_state
 from megatron_rl.last_stage import output_weight
 from megatron_rl.logprobs import OutputLayer
 from megatron_rl.loss import LOSSES
-from megatron_rl.model import unwrap
 from megatron_rl.policy import Policy, open_policy
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
@@ -28,6 +27,7 @@ from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.sft import share_of
 from megatron_rl.trainer import Objective, Trainer
+from megatron_rl.weights.load import unwrap
 from tools.bench.lengths import Lengths, magistral_like
 from tools.bench.peak_memory import is_accelerator, logprob_peak_over_bound
 from tools.bench.train_figures import OURS, PEERS, Measured, Sample, Work, step_flops
