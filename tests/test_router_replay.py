@@ -25,7 +25,7 @@ from megatron_rl.weights.layouts import Share
 from tests.distributed import run_ranks
 from tests.tiny_models import QWEN3_MOE, write_model
 
-VOCAB, LAYERS, EXPERTS, TOPK = 200, 2, 4, 2
+VOCAB, LAYERS, EXPERTS, TOPK = 200, 4, 4, 2
 TOKENS = 24
 
 
@@ -152,6 +152,7 @@ def expected(folder: Path) -> tuple[float, float]:
                 ["parallel.tensor=2", "parallel.sequence=true"],
                 ["parallel.data=2", "parallel.expert=2"],
                 ["parallel.context=2"],
+                ["parallel.pipeline=2", "parallel.virtual_stages=2", "model.recompute=full"],
             )
         ),
     ],

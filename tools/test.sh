@@ -3,8 +3,8 @@
 #
 # Without arguments: installs if needed, lints, and runs every test that needs no GPU and is not
 # `exhaustive` (hostile programs as every user, all of HumanEval, every layout and fault of a
-# publish). Arguments go to pytest (and skip the lint), e.g. `bash tools/test.sh tests/tools -k
-# convert`, `-m gpu` or `-m exhaustive`.
+# publish), file by file on as many cores as there are, up to four. Arguments go to pytest (and skip
+# the lint), e.g. `bash tools/test.sh tests/tools -k convert`, `-m gpu` or `-m exhaustive`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,7 +20,8 @@ export PYTHONUNBUFFERED=1
 
 lint=0
 if [ $# -eq 0 ]; then
-    set -- -m "not exhaustive"
+    # Files in their order: the longest come early.
+    set -- -m "not exhaustive" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
     .venv/bin/ruff check --quiet --output-format concise . && .venv/bin/ruff format --quiet --check . || lint=$?
     [ "$lint" -eq 0 ] || echo "[test] lint failed: run .venv/bin/ruff check --fix . and .venv/bin/ruff format ." >&2
 fi
