@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.protocol.metrics import read_jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS, GROUPS, GROUP_SIZE = 20, 4, 8
@@ -128,7 +128,6 @@ def restarts(run_dir: Path) -> list[dict]:
     return [row for row in rows if "launch/generator_restarts" in row]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("engine", "processes"), [("hf", 0), ("sglang", 2)])
 def test_evaluation_survives_the_death_of_its_generator(
     folder: Path, tmp_path: Path, engine: str, processes: int
@@ -154,7 +153,6 @@ def test_evaluation_survives_the_death_of_its_generator(
     assert len(records) == HELD_OUT
 
 
-@pytest.mark.exhaustive
 def test_training_survives_the_death_of_its_generator(folder: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with launched(folder, "run", run_dir) as run:

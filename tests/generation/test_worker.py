@@ -194,6 +194,7 @@ def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.exhaustive
 def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
     models_dir: Path, tmp_path: Path, old_model: LlamaForCausalLM
 ) -> None:
