@@ -119,6 +119,9 @@ class GeneratorWorker:
         waiting = set(lease.indices)
         self._activity.change(time.monotonic(), len(waiting))
         try:
+            if self._engine.version < 0:
+                # Meant for a dead generator of this name, or sent before the fence was known.
+                raise EngineError("it holds no published weights")
             prompt_ids = self._renderer.render(lease.prompt.messages, lease.sampling.max_new_tokens)
             answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
             async with aclosing(answers):

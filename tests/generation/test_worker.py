@@ -173,6 +173,9 @@ def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
     ):
         ready = await_kind(queue, GeneratorReady, START_S)
         assert (ready.capacity, ready.version) == (32, -1)
+        queue.send("generator-0", lease(6, 2))
+        failures = [await_kind(queue, RolloutFailed) for _ in range(2)]
+        assert {failed.reason for failed in failures} == {"it holds no published weights"}
         for model, versions in ((new_model, [0, 1]), (old_model, [0])):
             publish_phase(weights, models_dir / "old", model, versions)
             await_message(

@@ -22,6 +22,7 @@ from megatron_rl.protocol.types import (
     RankBatch,
     Rollout,
     RolloutDone,
+    RolloutFailed,
     Score,
     ScoreDone,
     ScoreRequest,
@@ -214,7 +215,12 @@ class ScriptedPeers:
         if isinstance(message, Stop):
             self.stopped.add("generator")
             return
-        assert time.monotonic() >= self.joined_at, "a lease came before the weights"
+        if time.monotonic() < self.joined_at:
+            # Sent to the one that died; the queue that went on so would run out of attempts.
+            for index in message.indices:
+                reason = "it holds no published weights"
+                self.generator.send(RolloutFailed(message.lease_id, index, reason))
+            return
         self.leases.append((self.version, message))
         self.held += [(message, index, self.version) for index in message.indices]
         self.chance.shuffle(self.held)
