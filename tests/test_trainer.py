@@ -83,12 +83,19 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
         (2, 1, 1, 30, ["parallel.sequence=true"]),
         (1, 2, 1, 30, []),
         (1, 2, 1, 30, ["parallel.virtual_stages=2"]),
-        (1, 2, 1, 1000, ["parallel.virtual_stages=2"]),
+        pytest.param(1, 2, 1, 1000, ["parallel.virtual_stages=2"], marks=pytest.mark.exhaustive),
         (1, 1, 2, 30, []),
-        (2, 2, 1, 25, []),
+        pytest.param(2, 2, 1, 25, [], marks=pytest.mark.exhaustive),
         (1, 1, 1, 30, ["parallel.context=2"]),
         (1, 1, 1, 1, ["parallel.context=2"]),
-        (2, 1, 1, 30, ["parallel.context=2", "parallel.sequence=true"]),
+        pytest.param(
+            2,
+            1,
+            1,
+            30,
+            ["parallel.context=2", "parallel.sequence=true"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, list) else str(value),
 )
@@ -109,8 +116,10 @@ EXPERT_SPLITS = [
     {"data": 2, "expert": 2},
     {"tensor": 2, "sequence": "true"},
     {"tensor": 2, "sequence": "true", "expert": 2},
-    {"pipeline": 2, "data": 2, "expert": 2},
-    {"tensor": 2, "sequence": "true", "data": 2, "expert": 2},
+    pytest.param({"pipeline": 2, "data": 2, "expert": 2}, marks=pytest.mark.exhaustive),
+    pytest.param(
+        {"tensor": 2, "sequence": "true", "data": 2, "expert": 2}, marks=pytest.mark.exhaustive
+    ),
 ]
 
 

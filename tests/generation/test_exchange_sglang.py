@@ -18,7 +18,7 @@ from tests.generation.exchange_ranks import Blow, Script
 from tests.generation.fleet import MID_TRANSFER, MODELS, TENSOR, Fleet, check_drop, publish
 from tests.generation.inspected_engine import pauses_path
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(280)]
 DENSE = {
     "tp1": ParallelConfig(),
     "tp2": ParallelConfig(tensor=2),
@@ -35,7 +35,6 @@ MIXTURE = {
     "tp2-pp2-ep2": ParallelConfig(tensor=2, pipeline=2, expert=2, sequence=True),
     "pp2-ep2": ParallelConfig(pipeline=2, data=2, expert=2),
 }
-DEFAULT = {("llama-tied", 2, "tp2")}
 
 
 def cases() -> Iterator:
@@ -43,10 +42,8 @@ def cases() -> Iterator:
     for kind in MODELS:
         for tensor_parallel in (1, 2):
             for layout in MIXTURE if kind == "qwen3-moe" else DENSE:
-                case = (kind, tensor_parallel, layout)
-                marks = () if case in DEFAULT else (pytest.mark.exhaustive,)
                 name = f"{kind}-{layout}-to-tp{tensor_parallel}"
-                yield pytest.param(*case, id=name, marks=marks)
+                yield pytest.param(kind, tensor_parallel, layout, id=name)
 
 
 def replicas(kind: str) -> int:
@@ -94,7 +91,6 @@ def test_every_engine_parameter_equals_the_export_bit_for_bit(
         one.check_logprobs(index, tmp_path / "0", version=0)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["broadcast", "disk", "ipc"])
 def test_other_methods_reach_engines_of_different_layouts(
     fleet: Callable[[str, int], Fleet], method: str, tmp_path: Path
@@ -112,7 +108,6 @@ def test_other_methods_reach_engines_of_different_layouts(
             one.check_logprobs(index, folders[-1], version=versions - 1)
 
 
-@pytest.mark.exhaustive
 def test_one_generator_goes_on_while_another_takes_its_transfer(
     fleet: Callable[[str, int], Fleet], tmp_path: Path
 ) -> None:
@@ -137,7 +132,6 @@ def test_one_generator_goes_on_while_another_takes_its_transfer(
         one.check_logprobs(index, tmp_path / "1", version=0)
 
 
-@pytest.mark.exhaustive
 def test_a_refused_order_and_a_kill_amid_a_transfer_end_at_once(
     fleet: Callable[[str, int], Fleet], tmp_path: Path
 ) -> None:

@@ -28,14 +28,14 @@ SAMPLES = [
     sample(method, seconds * repeat, transfer_s * repeat)
     for repeat in (1, 2, 3)
     for method, seconds, transfer_s in zip(
-        METHODS, (1.0, 2.0, 5.0, 8.0), (0.5, 0.75, 0.0, 0.0), strict=True
+        METHODS, (1.0, 2.0, 4.0, 5.0, 8.0), (0.5, 0.75, 0.25, 0.0, 0.0), strict=True
     )
 ]
 
 
 def test_figures_compare_the_methods_of_one_repeat() -> None:
     found = figures(SAMPLES, CFG)
-    assert found["time_over_raw"] == 1.5
+    assert found["time_over_raw"] == 1.5 and found["ipc_time_over_raw"] == 0.5
     assert found["broadcast_over_reshard"] == 2.5 and found["disk_over_reshard"] == 4.0
     assert found["wire_bytes_over_minimum"] == 1.0
     assert found["loopback_bytes_over_minimum"] == 1.1
@@ -54,9 +54,9 @@ def test_the_worst_layout_counts() -> None:
     }
 
 
-def test_growth_leaves_out_raw_transfers_and_the_first_of_a_rank(tmp_path: Path) -> None:
+def test_growth_leaves_out_other_methods_and_the_first_of_a_rank(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    rows = [("raw-1", 900), ("weights-1", 500), ("raw-1", 800), ("weights-1", 60)]
+    rows = [("raw-1", 900), ("reshard-1", 500), ("ipc-1", 800), ("reshard-1", 60)]
     text = "".join(json.dumps({"name": name, "bytes": size}) + "\n" for name, size in rows)
     (tmp_path / "logs" / "sglang-0.growth-7.jsonl").write_text(text)
     found = growth(SAMPLES, tmp_path)

@@ -6,13 +6,14 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | method | what |
 |---|---|
 | raw | reshard's rounds as plain bytes, one message a parcel, that the receivers throw away |
-| reshard, broadcast, disk | the product's, see docs/weights.md |
+| reshard, ipc, broadcast, disk | the product's, see docs/weights.md |
 
 | figure | what; medians of all publishes, the worst layout where there are several |
 |---|---|
 | wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
 | loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
 | time_over_raw | transfer of reshard over raw's beside it: first receive to last digest |
+| ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
 | broadcast_over_reshard, disk_over_reshard | whole publishes |
 | pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |
 | peak_extra_bytes_* | buffers of a rank as the exchange counts them |

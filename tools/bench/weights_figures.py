@@ -13,9 +13,9 @@ import msgspec
 from megatron_rl.protocol.config import Config
 
 TITLES = ("publish s", "transfer s", "pause s", "wire MB", "lo MB")
-METHODS = ("raw", "reshard", "broadcast", "disk")
-RAW_GROUP = "raw"
-"""Beginning of the names of groups that exchange plain bytes."""
+RAW, RESHARD = "raw", "reshard"
+METHODS = (RAW, RESHARD, "ipc", "broadcast", "disk")
+"""Names of exchanges begin with theirs."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class Sample(msgspec.Struct, frozen=True):
 def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
     """Figures of one layout."""
     by = {name: [sample for sample in samples if sample.method == name] for name in METHODS}
-    reshard = by["reshard"]
+    reshard = by[RESHARD]
     two_buckets = 2 * cfg.weights.bucket_bytes
 
     def over(top: Sequence[Sample], bottom: Sequence[Sample], key: Callable) -> float:
@@ -58,7 +58,8 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
         "loopback_bytes_over_minimum": statistics.median(
             sample.loopback_bytes / sample.minimum_bytes for sample in reshard
         ),
-        "time_over_raw": over(reshard, by["raw"], lambda sample: sum(sample.transfers_s)),
+        "time_over_raw": over(reshard, by[RAW], lambda sample: sum(sample.transfers_s)),
+        "ipc_time_over_raw": over(by["ipc"], by[RAW], lambda sample: sum(sample.transfers_s)),
         "broadcast_over_reshard": over(by["broadcast"], reshard, lambda sample: sample.seconds),
         "disk_over_reshard": over(by["disk"], reshard, lambda sample: sample.seconds),
         "pause_ms_p50": 1e3 * statistics.median(pauses),
@@ -76,9 +77,9 @@ def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
     engine = []
     for path in (run_dir / "logs").glob("*.growth-*.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        sizes = [row["bytes"] for row in rows if not row["name"].startswith(RAW_GROUP)]
+        sizes = [row["bytes"] for row in rows if row["name"].startswith(RESHARD)]
         engine.append(max(sizes[1:]))
-    trainer = [sample.trainer_growth_bytes for sample in samples if sample.method == "reshard"]
+    trainer = [sample.trainer_growth_bytes for sample in samples if sample.method == RESHARD]
     return {"growth_bytes_trainer": max(trainer), "growth_bytes_engine": max(engine)}
 
 

@@ -1,8 +1,8 @@
 """Takes the parcels of tools.bench.weights inside every rank of its SGLang servers.
 
-Stands in front of the product's loader. Under a group whose name begins with RAW_GROUP it receives
-plain bytes and throws them away: the floor of what any exchange of so many bytes takes. Each
-transfer leaves a line beside the server's log: how much the process grew meanwhile.
+Stands in the place of the product's loader. Under an exchange whose name begins with RAW it
+receives plain bytes and throws them away: the floor of what any exchange of so many bytes takes.
+Each transfer leaves a line beside the server's log: how much the process grew meanwhile.
 """
 
 import functools
@@ -24,11 +24,11 @@ from generation.sglang_orders import ORDERS_VARIABLE, read_order
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights import receiver
 from megatron_rl.weights.messages import buffer_bytes
-from megatron_rl.weights.parcels import Received
+from megatron_rl.weights.parcels import Received, receive
 from megatron_rl.weights.receiver import Receiver
 from megatron_rl.weights.reshard import Parcel
 from megatron_rl.weights.transport import GroupTransport
-from tools.bench.weights_figures import RAW_GROUP
+from tools.bench.weights_figures import RAW
 
 LOADER = "tools.bench.weights_loader.load"
 
@@ -40,16 +40,14 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
         return
     path = Path(os.environ[ORDERS_VARIABLE])
     with noted_growth(path.with_suffix(f".growth-{os.getpid()}.jsonl"), order.group_name):
-        if order.group_name.startswith(RAW_GROUP):
-            with patch.object(receiver, "receive", receive_raw):
-                _raw_receiver(model).take(order)
-        else:
-            sglang_loader.load(model, named_tensors)
+        method = order.group_name.partition("-")[0]
+        with patch.object(receiver, "receive", receive_raw if method == RAW else receive):
+            _receiver(model, method).take(order)
 
 
 @functools.cache
-def _raw_receiver(model: torch.nn.Module) -> Receiver:
-    """Another one than the product's, so that both keep their groups."""
+def _receiver(model: torch.nn.Module, method: str) -> Receiver:
+    """The product's, one a method: each keeps its group between the turns of the others."""
     return sglang_loader._receiver.__wrapped__(model)
 
 

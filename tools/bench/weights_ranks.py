@@ -28,7 +28,7 @@ from megatron_rl.weights.control import Control
 from megatron_rl.weights.exchange import Reshard, receiver_slices
 from megatron_rl.weights.link import GeneratorLink
 from megatron_rl.weights.publisher import Member, Method, Outcome
-from tools.bench.weights_figures import METHODS, RAW_GROUP, Sample
+from tools.bench.weights_figures import METHODS, RAW, Sample
 from tools.bench.weights_loader import resident_bytes, send_raw, start_peak
 
 
@@ -36,8 +36,6 @@ class Raw:
     """The messages of a reshard, but plain bytes instead of parcels."""
 
     def __init__(self, method: Reshard) -> None:
-        # The loader inside the engine knows raw transfers by it.
-        method._settings = replace(method._settings, name=f"{RAW_GROUP}-{method._settings.name}")
         self._method = method
 
     def publish(self, members: list[Member], version: int) -> Outcome:
@@ -80,12 +78,16 @@ def make_method(
     name: str, cfg: Config, policy: Policy, control: Control, link: GeneratorLink | None
 ) -> Method:
     """The product's own, or Raw."""
-    product_name = "reshard" if name == "raw" else name
+    product_name = "reshard" if name == RAW else name
     weights = cfg.weights.model_copy(update={"method": product_name})
     method = open_method(
         cfg.model_copy(update={"weights": weights}), policy, control=control, link=link
     )
-    return Raw(method) if isinstance(method, Reshard) and name == "raw" else method
+    if not isinstance(method, Reshard):
+        return method
+    # The loader inside the engine knows by it what kind of transfer comes.
+    method._settings = replace(method._settings, name=f"{name}-{method._settings.name}")
+    return Raw(method) if name == RAW else method
 
 
 def publish_all(
