@@ -10,6 +10,7 @@ second; the server ends with pytest.
 import atexit
 import importlib
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -212,6 +213,9 @@ def _fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
     finally:
         if exit_code:
             (folder / f"{rank}.error").write_text(traceback.format_exc())
+        # Such as the manager that Megatron's own checkpoints start.
+        for child in multiprocessing.active_children():
+            child.kill()
         # Skips the destructors of process groups, which may wait for ranks that left.
         os._exit(exit_code)
 

@@ -1,7 +1,9 @@
 """run_ranks returns every rank's result, and never waits for ranks that cannot come."""
 
+import multiprocessing
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +29,13 @@ def sleep() -> None:
     time.sleep(100)
 
 
+def start_child() -> int:
+    child = multiprocessing.get_context("spawn").Process(target=sleep)
+    child.start()
+    assert child.pid is not None
+    return child.pid
+
+
 def test_results_come_in_the_order_of_ranks() -> None:
     assert run_ranks(add_ranks, 2, 2.0) == [5.0, 5.0]
 
@@ -39,3 +48,9 @@ def test_failing_rank_ends_the_others() -> None:
 def test_ranks_that_hang_miss_the_deadline() -> None:
     with pytest.raises(RanksFailed, match=r"ranks \[0, 1\] missed the 1 s deadline"):
         run_ranks(sleep, 2, timeout_s=1)
+
+
+def test_children_of_ranks_end_with_them() -> None:
+    left = [psutil.Process(pid) for pid in run_ranks(start_child, 2) if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, timeout=5)
+    assert not alive

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _installed: set[str] = set()
@@ -35,6 +36,10 @@ def _current_device() -> None:
 
 def _device_literals() -> None:
     """Megatron's optimizers and schedules write device="cuda"."""
+    # torch lists its factories at a process's first `with torch.device(...)`. Were it to find the
+    # ones below, it would not know the real ones again, and that context would do nothing:
+    # transformers would leave what it creates on "meta" unset, such as rotary frequencies.
+    _device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "full", "zeros_like", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -64,6 +64,20 @@ def random_state_is_set(leave_out: Sequence[str]) -> bool:
     return torch.equal(torch.get_rng_state(), state)
 
 
+def devices_in_context() -> list[str]:
+    """Where factories without a device of their own put tensors under `with torch.device`."""
+    cpu_patches.install()
+    with torch.device("meta"):
+        made = [
+            torch.empty(1),
+            torch.tensor([1.0]),
+            torch.zeros(1),
+            torch.ones(1),
+            torch.full((1,), 2),
+        ]
+    return [tensor.device.type for tensor in made]
+
+
 def test_every_patch_is_tested() -> None:
     assert set(cpu_patches.PATCHES) == {*FAILURES, "set_generator"}
 
@@ -80,6 +94,10 @@ def test_train_step_fails_without(patch: str, folder: Path, mixture_folder: Path
 def test_random_state_is_silently_kept_without_its_patch() -> None:
     assert run_ranks(random_state_is_set, 1, ["set_generator"]) == [False]
     assert run_ranks(random_state_is_set, 1, []) == [True]
+
+
+def test_a_device_context_works_beside_the_patches() -> None:
+    assert run_ranks(devices_in_context, 1) == [["meta"] * 5]
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(pipeline=2)])

@@ -12,7 +12,16 @@ from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.weights.shape import read_shape
 from tests.tiny_models import write_model
 from tools.bench.lengths import Lengths
-from tools.bench.train_figures import PEERS, Measured, Sample, compare, mfu, scaling, step_flops
+from tools.bench.train_figures import (
+    PEERS,
+    Measured,
+    Sample,
+    check_losses,
+    compare,
+    mfu,
+    scaling,
+    step_flops,
+)
 from tools.bench.train_peers import IGNORED, PlainLoop, pack, pad
 
 
@@ -106,3 +115,10 @@ def test_labels_are_completion_tokens() -> None:
     inputs, labels = pack([first, second])
     assert inputs["position_ids"].tolist() == [[*range(6), *range(22)]]
     assert (labels != IGNORED).sum().item() == 21
+
+
+def test_loops_that_start_at_other_losses_are_not_timed() -> None:
+    check_losses({"ours": 10.4984312, "padded_peer": 10.4984304})
+    for other in (10.4978, float("nan")):
+        with pytest.raises(RuntimeError, match="different losses"):
+            check_losses({"ours": 10.4984312, "padded_peer": other})

@@ -17,7 +17,7 @@ over 64, and a smaller model). Loops take turns, and all count the tokens of the
 | ..._cpu | the same by processor time, which a busy machine does not change |
 | scaling_tp2, scaling_dp2 | tokens/s of two ranks over one |
 | logprob_peak_bytes_over_bound | memory of logprobs, forward and backward, beyond the gradients |
-| loss_difference | between the loops before any step: they compute the same |
+| loss_difference | between the loops before any step; above 1e-5 of the loss there are no figures |
 | mfu_bf16, mfu_fp8 | on GPU: model FLOP/s over the device's peak, on a larger model |
 
 busy_share is what other processes took of the cores before the steps: where it is not near 0, wall

@@ -19,6 +19,9 @@ PEAK_FLOPS = {
 }
 """Dense tensor-core peaks by a part of the device's name. Source: NVIDIA's data sheets (SXM)."""
 
+LOSS_TOLERANCE = 1e-5
+"""Relative; float32 sums in another order differ by 1e-7 to 1e-6."""
+
 
 class Work(msgspec.Struct, frozen=True):
     """What a child process is to do."""
@@ -70,6 +73,14 @@ def ratios(samples: Sequence[Sample], loop: str, peer: str, *, of_cpu: bool = Fa
     return statistics.median(
         theirs / ours for ours, theirs in zip(seconds(loop), seconds(peer), strict=True)
     )
+
+
+def check_losses(losses: dict[str, float]) -> None:
+    """Raises RuntimeError where the loops do not compute the same, so that times say nothing."""
+    ours = losses[OURS]
+    # Written so that what is no number is refused, too.
+    if not all(abs(loss - ours) <= LOSS_TOLERANCE * abs(ours) for loss in losses.values()):
+        raise RuntimeError(f"the loops start at different losses: {losses}")
 
 
 def compare(measured: Measured) -> dict[str, float]:

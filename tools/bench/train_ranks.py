@@ -30,7 +30,15 @@ from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.load import unwrap
 from tools.bench.lengths import Lengths, magistral_like
 from tools.bench.peak_memory import is_accelerator, logprob_peak_over_bound
-from tools.bench.train_figures import OURS, PEERS, Measured, Sample, Work, step_flops
+from tools.bench.train_figures import (
+    OURS,
+    PEERS,
+    Measured,
+    Sample,
+    Work,
+    check_losses,
+    step_flops,
+)
 from tools.bench.train_peers import PlainLoop
 
 CHUNKS = 4
@@ -54,6 +62,7 @@ def main(cfg: Config, work: Work) -> None:
             for name in PEERS:
                 loops[name] = partial(peer.step, sequences, name)
                 losses[name] = peer.accumulate(sequences, name)
+            check_losses(losses)
         tokens = sum(s.total for s in lengths)
         measured = Measured(
             samples=take_turns(loops, work.repeats, tokens, policy.device),
