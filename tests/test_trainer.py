@@ -116,14 +116,21 @@ EXPERT_SPLITS = [
     {"data": 2, "expert": 2},
     {"tensor": 2, "sequence": "true"},
     {"tensor": 2, "sequence": "true", "expert": 2},
-    pytest.param({"pipeline": 2, "data": 2, "expert": 2}, marks=pytest.mark.exhaustive),
-    pytest.param(
-        {"tensor": 2, "sequence": "true", "data": 2, "expert": 2}, marks=pytest.mark.exhaustive
-    ),
+]
+EXPERT_SPLITS_OF_FOUR = [
+    {"pipeline": 2, "data": 2, "expert": 2},
+    {"tensor": 2, "sequence": "true", "data": 2, "expert": 2},
 ]
 
 
-@pytest.mark.parametrize("sizes", EXPERT_SPLITS, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *EXPERT_SPLITS,
+        *(pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in EXPERT_SPLITS_OF_FOUR),
+    ],
+    ids=str,
+)
 def test_gradient_of_experts_is_equal_for_every_split(
     mixture_folder: Path, sizes: dict[str, int | str]
 ) -> None:
@@ -160,7 +167,8 @@ def test_step_with_experts_is_equal_for_every_split(mixture_folder: Path) -> Non
     common = [f"model.path={mixture_folder}", "model.dtype=float32", "optimizer.lr=1"]
     common += ["optimizer.warmup_steps=0", "optimizer.eps=10"]
     norms, weights = [], []
-    for sizes in [*EXPERT_SPLITS, {"data": 2, "expert": 2, "distributed_optimizer": "true"}]:
+    sharded = {"data": 2, "expert": 2, "distributed_optimizer": "true"}
+    for sizes in [*EXPERT_SPLITS, *EXPERT_SPLITS_OF_FOUR, sharded]:
         extra = [f"parallel.{name}={size}" for name, size in sizes.items()]
         cfg = load_config(None, [*common, *extra])
         norm, after = run_ranks(step_of, cfg.parallel.world_size, cfg)[0]
