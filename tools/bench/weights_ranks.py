@@ -28,7 +28,7 @@ from megatron_rl.weights.control import Control
 from megatron_rl.weights.exchange import Reshard, receiver_slices
 from megatron_rl.weights.link import GeneratorLink
 from megatron_rl.weights.publisher import Member, Method, Outcome
-from tools.bench.weights_figures import METHODS, RAW, Sample
+from tools.bench.weights_figures import METHODS, RAW, RESHARD, Sample
 from tools.bench.weights_loader import resident_bytes, send_raw, start_peak
 
 
@@ -78,7 +78,7 @@ def make_method(
     name: str, cfg: Config, policy: Policy, control: Control, link: GeneratorLink | None
 ) -> Method:
     """The product's own, or Raw."""
-    product_name = "reshard" if name == RAW else name
+    product_name = RESHARD if name == RAW else name
     weights = cfg.weights.model_copy(update={"method": product_name})
     method = open_method(
         cfg.model_copy(update={"weights": weights}), policy, control=control, link=link
