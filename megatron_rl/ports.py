@@ -5,6 +5,7 @@ Used by `launch.py`, `preflight.py` and `cli.py`.
 
 import random
 import socket
+from collections.abc import Set
 
 import psutil
 
@@ -26,7 +27,7 @@ def resolve_ports(config: Config) -> Config:
     for name in _NAMES:
         if getattr(ports, name) == 0:
             count = _width(name, config)
-            chosen[name] = _find_free(ports.host, count, taken)
+            chosen[name] = find_free(ports.host, count, taken)
             taken.update(range(chosen[name], chosen[name] + count))
     return config.model_copy(update={"ports": ports.model_copy(update=chosen)})
 
@@ -76,7 +77,11 @@ def _width(name: str, config: Config) -> int:
     return 2 * config.generator.replicas if name == "engine" else 1
 
 
-def _find_free(host: str, count: int, taken: set[int]) -> int:
+def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
+    """The first, an even one, of so many ports that nothing listens on. Raises InputError.
+
+    taken: not these.
+    """
     choose = random.SystemRandom()
     for _ in range(_MAX_TRIES):
         base = choose.randrange(_FIRST, _LAST - count, 2)

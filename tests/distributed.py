@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any, TextIO
 import torch
 
 from megatron_rl.protocol.process import die_with_parent
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PRELOAD = (
@@ -146,7 +146,7 @@ def _serve() -> None:
 
 
 def _run_job(job: dict[str, Any]) -> list[str]:
-    port = _free_port()
+    port = free_port()
     pids = {_fork_rank(job, rank, port): rank for rank in range(job["world_size"])}
     deadline = time.monotonic() + job["timeout_s"]
     failures: list[str] = []
@@ -218,12 +218,6 @@ def _fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
             child.kill()
         # Skips the destructors of process groups, which may wait for ranks that left.
         os._exit(exit_code)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Updates that are skipped: what they leave alone, and when and how the run ends."""
 
-import socket
 import threading
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from megatron_rl.train import train
 from megatron_rl.trainer import Objective, Trainer
 from megatron_rl.weights.control import Control
 from tests.distributed import run_ranks
+from tests.ports import free_port
 from tests.tiny_models import write_model
 
 VOCAB = 200
@@ -167,12 +167,6 @@ class PublishLog:
 
     def admit(self) -> None:
         """No generator comes."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def serve_batches(router: Router, advantages: list[float], heard: list) -> None:

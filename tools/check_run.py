@@ -13,13 +13,13 @@ import json
 import math
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.ports import find_free
 from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.render import Renderer
@@ -88,11 +88,8 @@ def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
     from megatron_rl.model import packed
     from megatron_rl.policy import open_policy
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free("127.0.0.1"))}
     tokens = torch.tensor([[token for ids in sequences for token in ids]])
     positions = torch.cat([torch.arange(len(ids)) for ids in sequences])[None]
     with open_policy(cfg) as policy:

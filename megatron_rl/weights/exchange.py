@@ -5,6 +5,7 @@ ranks, so that a generator that fails harms no other's. A transfer:
 
 | rank 0 | the other trainer ranks | the engine's ranks |
 |---|---|---|
+| find what they send, take digests | the same | |
 | Pause, then Receive | wait for its word | read the plan, check their parameters, say ready |
 | waits for all `ready`, sets `go` | | wait for `go` |
 | opens the group, sends | open the group, send | open the group, receive, compare digests |
@@ -31,13 +32,13 @@ from megatron_rl.weights.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.group import open_store
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.link import GeneratorLink, GeneratorLost
-from megatron_rl.weights.parcels import send
+from megatron_rl.weights.parcels import Ends, outgoing, send
 from megatron_rl.weights.publisher import Member, Outcome
 from megatron_rl.weights.receiver import Report
 from megatron_rl.weights.reshard import Parcel, Plan, make_plan
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice
-from megatron_rl.weights.transport import Buffers, Channel
+from megatron_rl.weights.transport import IPC, Buffers, Channel
 
 log = logging.getLogger(__name__)
 
@@ -125,10 +126,16 @@ class Reshard:
 
     def _serve(self, member: Member, version: int, outcome: Outcome) -> str:
         """Bring one generator to the version; why that failed, the same on every rank."""
+        ends = outgoing(
+            self._streams[member.name].rounds,
+            self._parameters,
+            self._settings.dtype,
+            stages_all=self._settings.backend == IPC,
+        )
         paused_at = time.monotonic()
         reason, damaged = "", 0
         for _ in range(ATTEMPTS):
-            reason, damaged = self._transfer(member, version, outcome)
+            reason, damaged = self._transfer(member, ends, version, outcome)
             outcome.damaged += damaged
             if reason or not damaged:
                 break
@@ -140,13 +147,15 @@ class Reshard:
             outcome.pauses_s.append(time.monotonic() - paused_at)
         return reason
 
-    def _transfer(self, member: Member, version: int, outcome: Outcome) -> tuple[str, int]:
+    def _transfer(
+        self, member: Member, ends: Ends, version: int, outcome: Outcome
+    ) -> tuple[str, int]:
         """(why it failed, damaged parcels), the same on every rank."""
         ends_at = time.monotonic() + self._settings.deadline_s + ENGINE_MARGIN_S
         order = self._control.share(self._prepare(member, version, ends_at), Order)
         if order.receive is None:
             return order.reason, 0
-        fault = self._send(member.name, order.receive, ends_at)
+        fault = self._send(member.name, ends, order.receive, ends_at)
         is_sent = self._control.all(not fault)
         verdict = self._verdict(member, order.receive, ends_at, outcome) if is_sent else (fault, 0)
         found = self._control.share(verdict, tuple[str, int])
@@ -164,7 +173,8 @@ class Reshard:
         receive = self._receive_message(member, stream, version)
         ready = self._keys("ready", receive)
         try:
-            self._link.ask(member.name, Pause(), ends_at)
+            # It obeys them one after the other: that it is ready answers both.
+            self._link.tell(member.name, Pause())
             self._link.tell(member.name, receive)
             self._link.wait(
                 member.name, lambda: stream.store.check(ready), ends_at, "it is not ready"
@@ -190,7 +200,7 @@ class Reshard:
             deadline_s=self._settings.deadline_s,
         )
 
-    def _send(self, name: str, receive: Receive, ends_at: float) -> str:
+    def _send(self, name: str, ends: Ends, receive: Receive, ends_at: float) -> str:
         """This rank's part; why it failed."""
         stream = self._streams[name]
         try:
@@ -201,8 +211,7 @@ class Reshard:
                 stream.channel = Channel(store, self._control.rank, self._buffers)
             device = next(iter(self._parameters.values())).device
             peak_bytes = send(
-                stream.rounds,
-                self._parameters,
+                ends,
                 stream.channel.open(receive, device, ends_at),
                 dtype=self._settings.dtype,
                 version=receive.version,

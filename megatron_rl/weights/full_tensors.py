@@ -7,7 +7,6 @@ generators stand still from the first bucket to the last.
 
 import logging
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -29,7 +28,7 @@ from megatron_rl.protocol.types import (
 )
 from megatron_rl.weights.control import Control
 from megatron_rl.weights.exchange import ExchangeSettings
-from megatron_rl.weights.group import close_group, open_group
+from megatron_rl.weights.group import close_group, join_group, open_store
 from megatron_rl.weights.link import POLL_S, GeneratorLink, GeneratorLost
 from megatron_rl.weights.publisher import Member, Outcome
 
@@ -124,18 +123,17 @@ class Broadcast:
             return
         settings = self._settings
         self._groups_made += 1
+        name, size = f"{settings.name}-{self._groups_made}", 1 + member.hello.world_size
+        deadline_s = settings.deadline_s
+        store = open_store(settings.host, 0, is_master=True, timeout_s=deadline_s)
         message = JoinGroup(
-            settings.host,
-            free_port(settings.host),
-            1,
-            1 + member.hello.world_size,
-            f"{settings.name}-{self._groups_made}",
-            settings.backend,
-            settings.deadline_s,
-        )
+            settings.host, store.port, 1, size, name, settings.backend, deadline_s
+        )  # fmt: skip
         try:
             self._link.tell(member.name, message)
-            self._groups[member.name] = open_group(message, 0)
+            self._groups[member.name] = join_group(
+                store, 0, size, name=name, backend=settings.backend, timeout_s=deadline_s
+            )
             self._link.await_ack(member.name, message, time.monotonic() + settings.deadline_s)
         except (GeneratorLost, dist.DistError) as error:
             standing.lose(member.name, f"{member.name} did not join: {error}")
@@ -238,10 +236,3 @@ def _say_goodbye(link: GeneratorLink | None, name: str) -> None:
             link.tell(name, LeaveGroup())
         except GeneratorLost as error:
             log.info("%s", error)
-
-
-def free_port(address: str) -> int:
-    """A port that nothing listens on now; SGLang wants its number beforehand."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -5,6 +5,7 @@ For broadcasts SGLang's ranks form the same group with their own `init_custom_pr
 must match is the TCP store, the prefix in front of its keys and the group's name.
 """
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -17,9 +18,12 @@ from megatron_rl.protocol.types import JoinGroup
 def open_store(address: str, port: int, *, is_master: bool, timeout_s: float) -> dist.TCPStore:
     """The store by which a group's ranks find each other; the master listens at address:port.
 
-    Raises torch's DistError when the master is not there within timeout_s, which is also the
-    deadline of each later wait for a key.
+    port: 0 for any, at the master; the store knows which. Raises torch's DistError when the master
+    is not there within timeout_s, which is also the deadline of each later wait for a key; OSError
+    at the master when it cannot listen.
     """
+    # By itself torch would listen on every interface.
+    listener = socket.create_server((address, port)).detach() if is_master else None
     return dist.TCPStore(
         address,
         port,
@@ -27,6 +31,7 @@ def open_store(address: str, port: int, *, is_master: bool, timeout_s: float) ->
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         use_libuv=True,
+        master_listen_fd=listener,
     )
 
 
@@ -53,10 +58,8 @@ def join_group(
 
 
 def open_group(message: JoinGroup, rank: int) -> dist.ProcessGroup:
-    """Form the group of a broadcast; rank 0 listens. Raises as `open_store` and `join_group` do."""
-    store = open_store(
-        message.address, message.port, is_master=rank == 0, timeout_s=message.timeout_s
-    )
+    """Form a broadcast's group as an engine. Raises as `open_store` and `join_group` do."""
+    store = open_store(message.address, message.port, is_master=False, timeout_s=message.timeout_s)
     return join_group(
         store,
         rank,

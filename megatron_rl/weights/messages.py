@@ -7,6 +7,9 @@ Shared by trainer ranks and engines; needs torch alone. A parcel travels in mess
 | one for each move of at least ALONE_BYTES | its elements | the parameter, if it is one run there |
 | the last | the other moves' elements, then the parcel's digest and version | a buffer |
 
+The digest of a parcel is one of its messages' digests, so that each of these can be taken when its
+bytes are at hand: at a sender before the transfer, where they lie in a parameter.
+
 Both ends know the messages from the plan; whether a large move needs a buffer, each end sees for
 itself. In shared memory every move needs one, at the sender.
 """
@@ -17,12 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.weights.memory import digests
-from megatron_rl.weights.memory.digests import Digest, new_digest
+from megatron_rl.weights.memory.digests import WORDS, digest, fold
 from megatron_rl.weights.reshard import Move, Parcel
 from megatron_rl.weights.slices import as_matrix
 
-TRAILER_BYTES = 8 * (digests.WORDS + 1)
+TRAILER_BYTES = 8 * (WORDS + 1)
 ALONE_BYTES = 256 << 10
 """A message of its own costs less than copying so much."""
 _ALIGNMENT = 8
@@ -45,11 +47,18 @@ class Message:
     is_staged: bool = True
     is_last: bool = False
     """Then a trailer follows the payload."""
+    digest: Tensor | None = None
+    """Of the payload, at a sender that knows it already."""
 
     @property
     def nbytes(self) -> int:
         """Length."""
         return self.payload_bytes + (TRAILER_BYTES if self.is_last else 0)
+
+    @property
+    def elements(self) -> int:
+        """Without the payload's padding."""
+        return sum(place.numel() for place in self.places)
 
     @property
     def payload(self) -> Tensor:
@@ -106,18 +115,27 @@ def _bytes_in_place(place: Tensor, dtype: torch.dtype) -> Tensor | None:
     return place.view(-1).view(torch.uint8)
 
 
+def digest_in_place(messages: Iterable[Message]) -> None:
+    """At a sender, ahead of `pack`: the digests of what is sent from where it lies."""
+    for message in messages:
+        if not message.is_staged:
+            message.digest = digest(message.payload)
+
+
 def pack(messages: Sequence[Message], dtype: torch.dtype, *, version: int) -> None:
-    """Copy what is staged into the buffers, and write the trailer."""
+    """Copy what is staged into the buffers, and write the trailer.
+
+    Digests that are known already must be of what the parameters hold now.
+    """
     last = messages[-1]
-    content = new_digest(last.trailer.device)
     # Its end is in no move.
     last.payload[-_ALIGNMENT:] = 0
     for message in messages:
         for place, held in message.staged(dtype):
             held.copy_(place)
-        content.add(message.payload)
-    last.trailer[: digests.WORDS] = content.words()
-    last.trailer[digests.WORDS] = version
+    contents = [digest(m.payload) if m.digest is None else m.digest for m in messages]
+    last.trailer[:WORDS] = fold(contents)
+    last.trailer[WORDS] = version
 
 
 def unpack(messages: Iterable[Message], dtype: torch.dtype, version: int) -> Tensor:
@@ -125,16 +143,22 @@ def unpack(messages: Iterable[Message], dtype: torch.dtype, version: int) -> Ten
 
     messages: a parcel's; one that is yielded has arrived.
     """
-    content: Digest | None = None
+    contents = []
     for message in messages:
-        content = content or new_digest(message.payload.device)
         # At once, while the processor's cache still holds it.
-        content.add(message.payload)
+        contents.append(digest(message.payload))
         for place, held in message.staged(dtype):
             place.copy_(held)
-    assert content is not None and message.is_last
-    is_whole = (content.words() == message.trailer[: digests.WORDS]).all()
-    return ~(is_whole & (message.trailer[digests.WORDS] == version))
+    assert contents and message.is_last
+    is_whole = (fold(contents) == message.trailer[:WORDS]).all()
+    return ~(is_whole & (message.trailer[WORDS] == version))
+
+
+def give_back(messages: Iterable[Message]) -> None:
+    """Keep no buffer: its memory may go."""
+    for message in messages:
+        if message.is_staged:
+            message.data = None
 
 
 def _padded(size: int) -> int:

@@ -1,20 +1,43 @@
 """Sending and receiving the parcels of a plan, round by round.
 
 Shared by trainer ranks and engines; needs torch alone. Two rounds are in flight: a rank needs at
-most twice the bytes of a round beside its parameters.
+most twice the bytes of a round beside its parameters. What can be done beforehand is: `outgoing`
+before the generator stands still, `incoming` before the senders start.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_rl.weights.messages import Message, messages_of, pack, unpack
+from megatron_rl.weights.messages import (
+    Message,
+    digest_in_place,
+    give_back,
+    messages_of,
+    pack,
+    unpack,
+)
 from megatron_rl.weights.reshard import Parcel
 from megatron_rl.weights.transport import Transport, Work
+
+
+class ParcelEnd(NamedTuple):
+    """A parcel as one end sees it; the messages that are staged lack their buffers yet."""
+
+    peer: int
+    messages: list[Message]
+
+
+Rounds = Sequence[Sequence[Parcel]]
+Ends = Sequence[Sequence[ParcelEnd]]
+"""Of a rank's parcels, round by round."""
+Flight = tuple[list[Message], list[Work]]
+"""A parcel's messages on their way."""
 
 
 @dataclass
@@ -30,80 +53,93 @@ class Received:
 
 
 @torch.no_grad()
-def send(
-    rounds: Sequence[Sequence[Parcel]],
+def outgoing(
+    rounds: Rounds, parameters: dict[str, Tensor], dtype: torch.dtype, *, stages_all: bool = False
+) -> Ends:
+    """What a sender can do ahead: find what it sends, and take digests where it lies.
+
+    The parameters must not change until all is sent. stages_all: see `messages_of`.
+    """
+    ends = _ends(rounds, parameters, dtype, is_sender=True, stages_all=stages_all)
+    for end in (end for parcels in ends for end in parcels):
+        digest_in_place(end.messages)
+    return ends
+
+
+@torch.no_grad()
+def incoming(
+    rounds: Rounds, parameters: dict[str, Tensor], dtype: torch.dtype, *, stages_all: bool = False
+) -> Ends:
+    """What a receiver can do ahead: find where everything goes."""
+    return _ends(rounds, parameters, dtype, is_sender=False, stages_all=stages_all)
+
+
+def _ends(
+    rounds: Rounds,
     parameters: dict[str, Tensor],
-    transport: Transport,
-    *,
     dtype: torch.dtype,
-    version: int,
-    ends_at: float,
+    *,
+    is_sender: bool,
+    stages_all: bool,
+) -> Ends:
+    def end_of(parcel: Parcel) -> ParcelEnd:
+        messages = messages_of(
+            parameters, parcel, dtype, is_sender=is_sender, stages_all=stages_all
+        )
+        return ParcelEnd(parcel.receiver if is_sender else parcel.sender, messages)
+
+    return [[end_of(parcel) for parcel in parcels] for parcels in rounds]
+
+
+@torch.no_grad()
+def send(
+    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
 ) -> int:
     """Send a rank's parcels; returns the most bytes of buffers at once.
 
     Returns when everything has been handed over: the parameters may change from then on. Raises
     RuntimeError (torch's own) when a receiver is gone or at `ends_at` (monotonic time).
     """
-    flying: list[Work] = []
-    for parcels in rounds:
-        held = [
-            messages_of(parameters, parcel, dtype, is_sender=True, stages_all=transport.stages_all)
-            for parcel in parcels
-        ]
+    flying: list[Flight] = []
+    for parcels in (*ends, ()):
+        held = [end.messages for end in parcels]
         transport.lend(held, ends_at, is_sender=True)
         for messages in held:
             pack(messages, dtype, version=version)
-        works = transport.send([parcel.receiver for parcel in parcels], held)
-        _wait(flying, ends_at)
-        flying = [work for each in works for work in each]
-    _wait(flying, ends_at)
+        works = transport.send([end.peer for end in parcels], held)
+        for messages, each in flying:
+            _wait(each, ends_at)
+            give_back(messages)
+        flying = list(zip(held, works, strict=True))
     transport.finish(ends_at)
     return transport.peak_bytes
 
 
 @torch.no_grad()
 def receive(
-    rounds: Sequence[Sequence[Parcel]],
-    parameters: dict[str, Tensor],
-    transport: Transport,
-    *,
-    dtype: torch.dtype,
-    version: int,
-    ends_at: float,
+    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
 ) -> Received:
     """Receive a rank's parcels into its parameters. Raises RuntimeError as `send` does."""
+    messages = [message for each in ends for end in each for message in end.messages]
+    result = Received(sum(message.elements for message in messages) * dtype.itemsize)
     started = time.monotonic()
-    device = next(iter(parameters.values())).device
-    result = Received()
-    damaged = torch.zeros((), dtype=torch.int64, device=device)
-    arriving: list[tuple[list[Message], list[Work]]] = []
+    damaged: list[Tensor] = []
+    arriving: list[Flight] = []
     arriving_from: list[int] = []
-    for parcels in (*rounds, ()):
-        held = [
-            messages_of(parameters, parcel, dtype, is_sender=False, stages_all=transport.stages_all)
-            for parcel in parcels
-        ]
+    for parcels in (*ends, ()):
+        held = [end.messages for end in parcels]
         transport.lend(held, ends_at, is_sender=False)
-        senders = [parcel.sender for parcel in parcels]
+        senders = [end.peer for end in parcels]
         works = transport.receive(senders, held)
-        damaged += _unpack_all(arriving, dtype, version, ends_at)
+        for messages, each in arriving:
+            damaged.append(unpack(_arrived(messages, each, ends_at), dtype, version))
+            give_back(messages)
         transport.release(arriving_from)
-        result.payload_bytes += sum(parcel.size for parcel in parcels) * dtype.itemsize
         arriving, arriving_from = list(zip(held, works, strict=True)), senders
-    result.damaged = int(damaged)
+    result.damaged = sum(int(each) for each in damaged)
     result.peak_bytes = transport.peak_bytes
     result.seconds = time.monotonic() - started
     return result
-
-
-def _unpack_all(
-    arriving: Sequence[tuple[list[Message], list[Work]]],
-    dtype: torch.dtype,
-    version: int,
-    ends_at: float,
-) -> Tensor | int:
-    """How many are damaged. A loop in the caller would keep its last buffers for another round."""
-    return sum(unpack(_arrived(held, works, ends_at), dtype, version) for held, works in arriving)
 
 
 def _arrived(

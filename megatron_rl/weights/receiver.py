@@ -25,10 +25,10 @@ from torch import Tensor
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.engine_layout import check_slices
 from megatron_rl.weights.group import open_store
-from megatron_rl.weights.parcels import receive
+from megatron_rl.weights.parcels import incoming, receive
 from megatron_rl.weights.reshard import Parcel
 from megatron_rl.weights.slices import Slice
-from megatron_rl.weights.transport import Buffers, Channel
+from megatron_rl.weights.transport import IPC, Buffers, Channel
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +125,7 @@ class Receiver:
         """ends_at: monotonic time."""
         parameters = self._parameters()
         self._check(order, link, parameters)
+        ends = incoming(link.rounds, parameters, self._dtype, stages_all=order.backend == IPC)
         store = link.channel.store
         self._tell(f"ready/{order.attempt}/{link.channel.rank}", b"")
         store.set_timeout(timedelta(seconds=max(0.0, ends_at - time.monotonic())))
@@ -132,8 +133,7 @@ class Receiver:
             raise Refused("trainer rank 0 called the transfer off")
         device = next(iter(parameters.values())).device
         result = receive(
-            link.rounds,
-            parameters,
+            ends,
             link.channel.open(order, device, ends_at),
             dtype=self._dtype,
             version=order.version,

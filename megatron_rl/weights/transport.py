@@ -45,9 +45,6 @@ class Work(Protocol):
 class Transport(Protocol):
     """One end of a transfer. Peers are ranks among those of the trainer and the engine."""
 
-    stages_all: bool
-    """Whether a sender needs buffers also for what it could send from where it lies."""
-
     @property
     def peak_bytes(self) -> int:
         """Most bytes of buffers at once."""
@@ -98,8 +95,6 @@ class Buffers:
 
 class GroupTransport:
     """Point to point in a process group."""
-
-    stages_all = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, buffers: Buffers) -> None:
         self._group, self._device, self._buffers = group, device, buffers
@@ -153,8 +148,6 @@ class _Location(msgspec.Struct, frozen=True):
 
 class SharedTransport:
     """Through memory of the sender that the receivers on the same host open."""
-
-    stages_all = True
 
     def __init__(self, store: dist.Store, rank: int, attempt: int, device: torch.device) -> None:
         self._store, self._rank, self._attempt, self._device = store, rank, attempt, device

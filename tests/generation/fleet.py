@@ -38,8 +38,8 @@ from tests.distributed import run_ranks
 from tests.generation import inspected_engine
 from tests.generation.exchange_ranks import Published, Script, publish_script
 from tests.generation.layout_models import write_model
-from tests.generation.publisher import free_port
 from tests.generation.tiny_model import logprobs, write_tokenizer
+from tests.ports import free_port
 
 TENSOR = ParallelConfig(tensor=2)
 MID_TRANSFER = 40

@@ -2,7 +2,6 @@
 
 import asyncio
 import multiprocessing
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,21 +19,16 @@ from generation.engine import Engine
 from megatron_rl.protocol.types import Bucket, Hello, JoinGroup, Receive
 from megatron_rl.weights.engine_layout import hf_slices
 from megatron_rl.weights.exchange import receiver_slices
-from megatron_rl.weights.group import close_group, open_group, open_store
-from megatron_rl.weights.parcels import send
+from megatron_rl.weights.group import close_group, join_group, open_store
+from megatron_rl.weights.parcels import outgoing, send
 from megatron_rl.weights.receiver import Report
 from megatron_rl.weights.reshard import Plan, make_plan
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.transport import Buffers, Channel
+from tests.ports import free_port
 
 TIMEOUT_S = 30.0
 BUCKET_BYTES = 100_000
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def join_message(group_name: str) -> JoinGroup:
@@ -104,10 +98,8 @@ class SliceSender:
         self._store.set(f"go/{order.attempt}", "1")
         ends_at = time.monotonic() + TIMEOUT_S
         transport = self._channel.open(order, torch.device("cpu"), ends_at)
-        send(
-            exchange.plan.of_sender(0), parameters, transport,
-            dtype=torch.float32, version=order.version, ends_at=ends_at,
-        )  # fmt: skip
+        ends = outgoing(exchange.plan.of_sender(0), parameters, torch.float32)
+        send(ends, transport, dtype=torch.float32, version=order.version, ends_at=ends_at)
         found = [self._store.get(f"done/{order.attempt}/{rank}") for rank in ranks]
         return [msgspec.json.decode(report, type=Report) for report in found]
 
@@ -135,7 +127,15 @@ def serve_trainer(pipe: Connection) -> None:
     closings: list[Callable[[], None]] = []
     while (asked := pipe.recv()) != "end":
         if isinstance(asked, JoinGroup):
-            group = open_group(asked, 0)
+            store = open_store(asked.address, asked.port, is_master=True, timeout_s=TIMEOUT_S)
+            group = join_group(
+                store,
+                0,
+                asked.world_size,
+                name=asked.group_name,
+                backend=asked.backend,
+                timeout_s=TIMEOUT_S,
+            )
             closings.append(partial(close_group, group))
         elif isinstance(asked, bytes):
             broadcast(torch.frombuffer(bytearray(asked), dtype=torch.uint8), group)

@@ -19,9 +19,9 @@ from tests.generation.publisher import (
     BroadcastPublisher,
     SlicePublisher,
     TrainerProcess,
-    free_port,
 )
 from tests.generation.tiny_model import EOS_ID, logprobs, mixed_logprobs
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(150)
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -11,7 +11,7 @@ import torch
 from generation.engine import Completion, EngineSetup
 from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling
-from tests.generation.publisher import free_port
+from tests.ports import free_port
 from tests.tiny_models import QWEN3_MOE, write_model
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(300)]

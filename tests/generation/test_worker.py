@@ -40,12 +40,12 @@ from megatron_rl.weights.shape import read_shape
 from tests.generation.publisher import (
     SliceSender,
     check_reports,
-    free_port,
     of_attempt,
     parameters_of,
     plan_exchange,
 )
 from tests.generation.tiny_model import logprobs
+from tests.ports import free_port
 
 START_S = 140.0
 ANSWER_S = 30.0

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.group import open_store
-from megatron_rl.weights.memory.digests import WordSums
-from megatron_rl.weights.parcels import Received, receive, send
+from megatron_rl.weights.memory.digests import word_sums
+from megatron_rl.weights.parcels import Received, incoming, outgoing, receive, send
 from megatron_rl.weights.reshard import make_plan
 from megatron_rl.weights.slices import Slice
 from megatron_rl.weights.transport import IPC, Buffers, Channel
 from tests.distributed import run_ranks
-from tests.generation.publisher import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.gpu
 ROWS, COLUMNS = 1024, 3000
@@ -71,7 +71,8 @@ def exchange(
     options = {"dtype": torch.bfloat16, "ends_at": ends_at}
     if rank == 0:
         held = {"m": whole.to(device), "v": vector.to(device)}
-        peak = send(plan.of_sender(0), held, transport, version=1, **options)
+        ends = outgoing(plan.of_sender(0), held, torch.bfloat16, stages_all=backend == IPC)
+        peak = send(ends, transport, version=1, **options)
         # The store is here.
         store.wait(["over"], timedelta(seconds=LIMIT_S))
         return True, None, peak
@@ -80,7 +81,8 @@ def exchange(
         "right": torch.zeros(ROWS, COLUMNS - CUT, dtype=torch.bfloat16, device=device),
         "v": torch.zeros(77, dtype=torch.bfloat16, device=device),
     }
-    result = receive(plan.of_receiver(1), held, transport, version=expected_version, **options)
+    ends = incoming(plan.of_receiver(1), held, torch.bfloat16, stages_all=backend == IPC)
+    result = receive(ends, transport, version=expected_version, **options)
     store.set("over", "")
     found = torch.cat([held["left"], held["right"]], 1).cpu()
     is_right = torch.equal(found, whole) and torch.equal(held["v"].cpu(), vector)
@@ -112,12 +114,8 @@ def test_another_version_is_noticed_on_the_device() -> None:
 
 def digests() -> tuple[str, list[int], list[int]]:
     payload = matrix(64, 4099)[:, :4096].contiguous().view(-1).view(torch.uint8)
-    found = []
-    for device in (torch.device("cpu"), torch.device("cuda")):
-        content = WordSums(device)
-        content.add(payload.to(device))
-        found.append(content.words())
-    return found[1].device.type, found[0].tolist(), found[1].tolist()
+    host, device = word_sums(payload), word_sums(payload.cuda())
+    return device.device.type, host.tolist(), device.tolist()
 
 
 def test_the_sums_are_taken_on_the_device_and_are_those_of_the_host() -> None:

@@ -25,8 +25,8 @@ from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.types import Sampling
 from tests.distributed import run_ranks
 from tests.generation import layout_loader
-from tests.generation.publisher import free_port
 from tests.generation.tiny_model import logprobs
+from tests.ports import free_port
 
 LIMIT_S = 500
 pytestmark = [

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -120,11 +121,6 @@ def launched(folder: Path, limit: int, **generator: int) -> Iterator[Launched]:
         if run.process.poll() is None:
             run.process.terminate()
             run.process.communicate(timeout=20)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def is_alive(pid: int) -> bool:

@@ -9,7 +9,7 @@ import zmq
 from megatron_rl.protocol.keys import Keys, load_keys, make_keys
 from megatron_rl.protocol.types import NextBatch, Stop
 from megatron_rl.protocol.wire import Dealer, Router
-from tests.protocol.test_wire import free_port
+from tests.ports import free_port
 
 ADDRESS = "127.0.0.2"
 """Not one of wire.LOOPBACK, so that it needs keys."""

@@ -1,4 +1,3 @@
-import socket
 import time
 from typing import Any, get_args
 
@@ -27,6 +26,7 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )  # fmt: skip
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError, decode, encode
+from tests.ports import free_port
 
 
 def same(one: Any, two: Any) -> bool:
@@ -113,12 +113,6 @@ def test_bad_frame_is_a_wire_error(frame: bytes) -> None:
 def test_unexpected_kind_is_a_wire_error() -> None:
     with pytest.raises(WireError):
         decode(encode(Published(1)), RankBatch | Stop)
-
-
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]
 
 
 def test_router_and_dealer_exchange_messages_and_a_restarted_peer_takes_over() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
+from megatron_rl.ports import resolve_ports
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import dump_toml
 from megatron_rl.protocol.types import (
@@ -33,16 +33,6 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import Dealer
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for opened in sockets:
-        opened.bind(("127.0.0.1", 0))
-    ports = [opened.getsockname()[1] for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
-
-
 def write_config(folder: Path, train_prompts: int, held_out: int, **sections: dict) -> Config:
     """A run folder with prompts and config.toml."""
     lines = []
@@ -52,11 +42,10 @@ def write_config(folder: Path, train_prompts: int, held_out: int, **sections: di
             "answer": str(number), "split": "train" if number < train_prompts else "held_out",
         }))  # fmt: skip
     (folder / "prompts.jsonl").write_text("\n".join(lines))
-    prompts, verify, batches = free_ports(3)
     config = Config.model_validate({
-        "run": {"dir": folder}, "prompts": [{"path": folder / "prompts.jsonl"}],
-        "ports": {"prompts": prompts, "verify": verify, "batches": batches}, **sections,
+        "run": {"dir": folder}, "prompts": [{"path": folder / "prompts.jsonl"}], **sections,
     })  # fmt: skip
+    config = resolve_ports(config)
     (folder / "config.toml").write_text(dump_toml(config))
     return config
 

@@ -1,7 +1,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,16 +27,11 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Router
+from tests.ports import free_port
 from tests.verification.requests import boxed, make_request
 
 HANG = "tests.verification.pool.hostile_tasks:hang"
 CAPACITY = 8
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _write_config(folder: Path, port: int, *, dataset: str = "chain_sum") -> Path:
@@ -116,7 +110,7 @@ def _requests() -> list[ScoreRequest]:
 
 
 def test_verifier_grades_over_sockets_and_stops_clean(tmp_path: Path) -> None:
-    port = _free_port()
+    port = free_port()
     with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)) as process:
         ready = _wait_for_ready(router)
         assert ready.capacity["answers"] == CAPACITY
@@ -141,7 +135,7 @@ def test_verifier_grades_over_sockets_and_stops_clean(tmp_path: Path) -> None:
 def test_requests_beyond_the_room_of_their_lane_are_refused_and_other_lanes_go_on(
     tmp_path: Path,
 ) -> None:
-    port = _free_port()
+    port = free_port()
     with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)):
         _wait_for_ready(router)
         hanging = [make_request(boxed("7"), request_id=i, task="hang") for i in range(30)]
@@ -167,7 +161,7 @@ def test_requests_beyond_the_room_of_their_lane_are_refused_and_other_lanes_go_o
 
 
 def test_heartbeats_continue_and_a_new_queue_is_met_again(tmp_path: Path) -> None:
-    port = _free_port()
+    port = free_port()
     with _verifier(_write_config(tmp_path, port)):
         with Router("127.0.0.1", port) as router:
             first = _wait_for_ready(router)
@@ -186,7 +180,7 @@ def test_heartbeats_continue_and_a_new_queue_is_met_again(tmp_path: Path) -> Non
 def test_grading_processes_die_with_the_verifier(
     tmp_path: Path, number: signal.Signals, exit_codes: set[int]
 ) -> None:
-    port = _free_port()
+    port = free_port()
     with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)) as process:
         _wait_for_ready(router)
         _score(router, [make_request(boxed("(x+1)(x-1)"), answer="x^2-1")])
@@ -199,7 +193,7 @@ def test_grading_processes_die_with_the_verifier(
 
 
 def test_refused_dataset_ends_the_verifier_at_once(tmp_path: Path) -> None:
-    config = _write_config(tmp_path, _free_port(), dataset="spiral_matrix")
+    config = _write_config(tmp_path, free_port(), dataset="spiral_matrix")
     result = subprocess.run(
         [sys.executable, "-m", "verification.worker", "--config", config],
         capture_output=True,

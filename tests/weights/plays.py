@@ -1,21 +1,15 @@
 """Plays of `peers.py`, and what holds in each of them."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 from tests.distributed import run_ranks
+from tests.ports import free_port
 from tests.weights.peers import Setup, Step, play
 from tests.weights.scripted_generators import Generator
 
 SLACK_S = 3.0
 """For processes that share two cores."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def publish(

@@ -21,11 +21,12 @@ from megatron_rl.weights.messages import (
     TRAILER_BYTES,
     Message,
     buffer_bytes,
+    digest_in_place,
     messages_of,
     pack,
     unpack,
 )
-from megatron_rl.weights.parcels import Received, receive, send
+from megatron_rl.weights.parcels import Received, incoming, outgoing, receive, send
 from megatron_rl.weights.reshard import PARCEL_OVERHEAD_BYTES, Move, Parcel, make_plan
 from megatron_rl.weights.slices import Slice
 from megatron_rl.weights.transport import Buffers, GroupTransport, SharedTransport, Transport
@@ -62,6 +63,7 @@ def packed(
 ) -> list[Tensor]:
     """What travels."""
     messages = lent(parameters, parcel, dtype, is_sender=True)
+    digest_in_place(messages)
     pack(messages, dtype, version=VERSION)
     return [message.data for message in messages]
 
@@ -198,6 +200,34 @@ def test_a_flipped_bit_in_any_message_of_a_parcel_is_noticed(number: int) -> Non
     assert unpacked(got, LARGE, torch.float32, travelling)
 
 
+def test_a_sender_digests_beforehand_what_lies_in_one_run_and_notices_a_later_change() -> None:
+    sent, got = large_ends()
+    [[end]] = outgoing([[LARGE]], sent, torch.float32)
+    assert end.peer == 1
+    assert [message.digest is not None for message in end.messages] == [True, False, False]
+    for is_changed in (False, True):
+        for message in end.messages:
+            if message.is_staged:
+                message.data = torch.empty(message.nbytes, dtype=torch.uint8)
+        sent["a"][0, 0] += is_changed
+        pack(end.messages, torch.float32, version=VERSION)
+        travelling = [message.data for message in end.messages]
+        assert unpacked(got, LARGE, torch.float32, travelling) == is_changed
+
+
+def test_a_packed_parcel_is_packed_anew_for_a_second_attempt() -> None:
+    """Digests of what is staged are taken of what the parameters hold then."""
+    sent, got = large_ends()
+    [[end]] = outgoing([[LARGE]], sent, torch.float32, stages_all=True)
+    for number in range(2):
+        sent["a"][:, 0] = number
+        for message in end.messages:
+            message.data = torch.empty(message.nbytes, dtype=torch.uint8)
+        pack(end.messages, torch.float32, version=VERSION)
+        assert not unpacked(got, LARGE, torch.float32, [m.data for m in end.messages])
+        assert (got["b"][4:, 0] == number).all()
+
+
 def test_messages_that_took_each_others_place_are_noticed() -> None:
     sent, got = large_ends()
     first, second, last = packed(sent, LARGE)
@@ -251,6 +281,7 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
     Returns (peak as reported, peak as counted, what was received, whether it is right).
     """
     transport, rank = open_transport(kind), dist.get_rank()
+    stages_all = kind == "shared"
     rows, columns, bucket_bytes = 64, 10, 512
     halves = [(0, 7), (7, 3)]
     senders = {
@@ -272,11 +303,13 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
     if rank < 2:
         start, width = halves[rank]
         parameters = {"a": matrix[:, start : start + width].contiguous()}
-        peak = send(plan.of_sender(rank), parameters, transport, **options)
+        ends = outgoing(plan.of_sender(rank), parameters, torch.float32, stages_all=stages_all)
+        peak = send(ends, transport, **options)
         result, is_right = None, True
     else:
         parameters = {"b": torch.zeros(32, columns)}
-        result = receive(plan.of_receiver(rank), parameters, transport, **options)
+        ends = incoming(plan.of_receiver(rank), parameters, torch.float32, stages_all=stages_all)
+        result = receive(ends, transport, **options)
         peak = result.peak_bytes
         is_right = torch.equal(parameters["b"], matrix[32 * (rank - 2) :][:32])
     assert count[1] <= 2 * bucket_bytes and peak <= plan.peak_bytes()
@@ -322,9 +355,10 @@ def transfer(deadline_s: float, role: str) -> tuple[str, float]:
     }
     try:
         if is_sender:
-            send(plan.of_sender(0), parameters, transport, **options)
+            send(outgoing(plan.of_sender(0), parameters, torch.float32), transport, **options)
         else:
-            receive(plan.of_receiver(1), parameters, transport, **options)
+            ends = incoming(plan.of_receiver(1), parameters, torch.float32)
+            receive(ends, transport, **options)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - started
     return "", time.monotonic() - started

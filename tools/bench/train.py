@@ -37,6 +37,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.ports import find_free
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import dump_toml
 from tools.bench.children import ChildFailed, run_child
@@ -44,7 +45,7 @@ from tools.bench.contention import busy_share
 from tools.bench.lengths import LONGEST
 from tools.bench.train_figures import Measured, Work, compare, mfu, scaling
 from tools.bench.variants import ROOT
-from tools.bench.weights import child_environment, free_port, write_model
+from tools.bench.weights import child_environment, write_model
 
 TIMEOUT_S = 3600.0
 PAUSE_S = 2.0
@@ -197,7 +198,7 @@ def run(
     work.write_bytes(msgspec.json.encode(scale.work))
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nproc-per-node", str(cfg.parallel.world_size)]
-    command += ["--master-addr", cfg.ports.host, "--master-port", str(free_port())]
+    command += ["--master-addr", cfg.ports.host, "--master-port", str(find_free(cfg.ports.host))]
     command += ["-m", "tools.bench.train_ranks", "--config", config, "--work", work]
     run_child(
         command,

@@ -13,6 +13,7 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
 | loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
 | time_over_raw | transfer of reshard over raw's beside it: first receive to last digest |
+| publish_over_raw | the same of whole publishes: digests at the senders, pause, all messages |
 | ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
 | broadcast_over_reshard, disk_over_reshard | whole publishes |
 | pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |
@@ -29,7 +30,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from megatron_rl.ports import resolve_ports
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import dump_toml
 from tools.bench.children import ChildFailed, run_child
@@ -143,19 +144,12 @@ def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> 
                 "kv_tokens": 8192,
             },
             "weights": {"bucket_bytes": bucket_bytes},
-            "ports": {"weights": free_port(), "engine": free_port(), "torchrun": free_port()},
         }
     )
+    cfg = resolve_ports(cfg)
     run_dir.mkdir(parents=True)
     (run_dir / "config.toml").write_text(dump_toml(cfg))
     return cfg
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_layout(cfg: Config, repeats: int) -> list[Sample]:

@@ -59,6 +59,7 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
             sample.loopback_bytes / sample.minimum_bytes for sample in reshard
         ),
         "time_over_raw": over(reshard, by[RAW], lambda sample: sum(sample.transfers_s)),
+        "publish_over_raw": over(reshard, by[RAW], lambda sample: sample.seconds),
         "ipc_time_over_raw": over(by["ipc"], by[RAW], lambda sample: sum(sample.transfers_s)),
         "broadcast_over_reshard": over(by["broadcast"], reshard, lambda sample: sample.seconds),
         "disk_over_reshard": over(by["disk"], reshard, lambda sample: sample.seconds),

@@ -23,10 +23,8 @@ from generation import sglang_loader
 from generation.sglang_orders import ORDERS_VARIABLE, read_order
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights import receiver
-from megatron_rl.weights.messages import buffer_bytes
-from megatron_rl.weights.parcels import Received, receive
+from megatron_rl.weights.parcels import Ends, Received, receive
 from megatron_rl.weights.receiver import Receiver
-from megatron_rl.weights.reshard import Parcel
 from megatron_rl.weights.transport import GroupTransport
 from tools.bench.weights_figures import RAW
 
@@ -76,8 +74,7 @@ def resident_bytes(key: str) -> int:
 
 
 def send_raw(
-    rounds: Sequence[Sequence[Parcel]],
-    parameters: dict[str, torch.Tensor],
+    ends: Ends,
     transport: GroupTransport,
     *,
     dtype: torch.dtype,
@@ -85,13 +82,11 @@ def send_raw(
     ends_at: float,
 ) -> int:
     """As `parcels.send`, but of plain bytes."""
-    group = transport._group
-    return _exchange(rounds, group, dtype, dist.isend, lambda parcel: parcel.receiver, ends_at)
+    return _exchange(ends, transport._group, dist.isend, ends_at)
 
 
 def receive_raw(
-    rounds: Sequence[Sequence[Parcel]],
-    parameters: dict[str, torch.Tensor],
+    ends: Ends,
     transport: GroupTransport,
     *,
     dtype: torch.dtype,
@@ -99,29 +94,25 @@ def receive_raw(
     ends_at: float,
 ) -> Received:
     """As `parcels.receive`, but of plain bytes, which nobody looks at."""
-    started, group = time.monotonic(), transport._group
-    peak = _exchange(rounds, group, dtype, dist.irecv, lambda parcel: parcel.sender, ends_at)
-    payload = sum(parcel.size for each in rounds for parcel in each) * dtype.itemsize
+    started = time.monotonic()
+    peak = _exchange(ends, transport._group, dist.irecv, ends_at)
+    messages = [message for each in ends for end in each for message in end.messages]
+    payload = sum(message.elements for message in messages) * dtype.itemsize
     return Received(payload, peak, time.monotonic() - started)
 
 
 def _exchange(
-    rounds: Sequence[Sequence[Parcel]],
-    group: dist.ProcessGroup,
-    dtype: torch.dtype,
-    operation: Callable[..., object],
-    peer_of: Callable[[Parcel], int],
-    ends_at: float,
+    ends: Ends, group: dist.ProcessGroup, operation: Callable[..., object], ends_at: float
 ) -> int:
     """One message a parcel, two rounds in flight, in memory that is kept and already mapped."""
-    largest = max(sum(buffer_bytes(parcel, dtype) for parcel in each) for each in rounds)
+    sizes = [[sum(message.nbytes for message in end.messages) for end in each] for each in ends]
+    largest = max(map(sum, sizes))
     flying: list[dist.Work] = []
-    for number, parcels in enumerate(rounds):
-        lengths = [buffer_bytes(parcel, dtype) for parcel in parcels]
+    for number, (parcels, lengths) in enumerate(zip(ends, sizes, strict=True)):
         buffers = _memory(number % 2, largest)[: sum(lengths)].split(lengths) if lengths else ()
         ops = [
-            dist.P2POp(operation, buffer, group=group, group_peer=peer_of(parcel))
-            for parcel, buffer in zip(parcels, buffers, strict=True)
+            dist.P2POp(operation, buffer, group=group, group_peer=end.peer)
+            for end, buffer in zip(parcels, buffers, strict=True)
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
         _wait(flying, ends_at)

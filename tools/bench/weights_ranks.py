@@ -23,7 +23,7 @@ from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
 from megatron_rl.train import open_method
-from megatron_rl.weights import exchange
+from megatron_rl.weights import exchange, parcels
 from megatron_rl.weights.control import Control
 from megatron_rl.weights.exchange import Reshard, receiver_slices
 from megatron_rl.weights.link import GeneratorLink
@@ -40,7 +40,10 @@ class Raw:
 
     def publish(self, members: list[Member], version: int) -> Outcome:
         """Exchange as many bytes as the members need."""
-        with patch.object(exchange, "send", send_raw):
+        with (
+            patch.object(exchange, "send", send_raw),
+            patch.object(parcels, "digest_in_place", lambda messages: None),
+        ):
             return self._method.publish(members, version)
 
     def forget(self, name: str) -> None:
