@@ -40,7 +40,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.restarts import Restart, RestartRule
 from megatron_rl.run_folder import check_run_folder, locked, step_of, write_config
 from megatron_rl.summary import RESTARTS, RunFacts, render_text, summarize
-from megatron_rl.supervisor import POLL_S, Supervisor
+from megatron_rl.supervisor import POLL_S, Supervisor, collective_environment
 
 COLD_START = "cold_start"
 CONTROL = "control"
@@ -64,7 +64,11 @@ class _Session:
         self.config = config
         self.is_resumed = is_resumed
         self.wall_s: dict[str, float] = {}
-        self._supervisor = Supervisor(config.run.dir / "logs", inherited=(lock,))
+        self._supervisor = Supervisor(
+            config.run.dir / "logs",
+            extra_environment=collective_environment(config.ports.host),
+            inherited=(lock,),
+        )
         self._view = LiveView(config, console)
         self._gpus = listed_gpus()
         if is_resumed:

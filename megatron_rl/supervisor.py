@@ -31,6 +31,7 @@ from megatron_rl.process_tree import (
     wait_for_none,
 )
 from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED, READY_FILE_VARIABLE
+from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.restarts import (
     Answer,
     Death,
@@ -40,6 +41,7 @@ from megatron_rl.restarts import (
     pause_before,
 )
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 TERM_GRACE_S = 6.0
 POLL_S = 0.2
 TAIL_LINES = 15
@@ -102,6 +104,7 @@ class Supervisor:
 
     log_dir: Path
     extra_environment: dict[str, str] = field(default_factory=dict)
+    """Of all children."""
     early_end_grace_s: float = 30.0
     """A role may end this long before the one that it must outlive."""
     first_pause_s: float = 1.0
@@ -285,6 +288,16 @@ def child_environment() -> dict[str, str]:
         "MEGATRON_RL_LAUNCHED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }
+
+
+def collective_environment(host: str) -> dict[str, str]:
+    """Keep gloo's sockets on loopback if those of the run are there.
+
+    By itself gloo listens where the host's name leads, which others may reach.
+    """
+    if host not in LOOPBACK or GLOO_INTERFACE in os.environ:
+        return {}
+    return {GLOO_INTERFACE: "lo"}
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:

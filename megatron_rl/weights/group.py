@@ -22,8 +22,6 @@ def open_store(address: str, port: int, *, is_master: bool, timeout_s: float) ->
     is not there within timeout_s, which is also the deadline of each later wait for a key; OSError
     at the master when it cannot listen.
     """
-    # By itself torch would listen on every interface.
-    listener = socket.create_server((address, port)).detach() if is_master else None
     return dist.TCPStore(
         address,
         port,
@@ -31,8 +29,15 @@ def open_store(address: str, port: int, *, is_master: bool, timeout_s: float) ->
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         use_libuv=True,
-        master_listen_fd=listener,
+        # By itself torch would listen on every interface.
+        master_listen_fd=_listen(address, port) if is_master else None,
     )
+
+
+def _listen(address: str, port: int) -> int:
+    """A listening socket's descriptor, whose owner is the caller."""
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place[:2], family=family).detach()
 
 
 def join_group(

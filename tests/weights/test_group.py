@@ -24,6 +24,11 @@ def test_the_master_listens_on_its_address_alone_and_serves_others() -> None:
         socket.create_connection(("127.0.0.2", master.port), timeout=5)
 
 
+def test_it_listens_on_version_6_too() -> None:
+    master = open_store("::1", 0, is_master=True, timeout_s=5)
+    assert master.port in {port for address, port, *_ in listeners() if address == "::1"}
+
+
 def test_a_port_that_is_taken_is_an_error_of_the_system() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         open_store("127.0.0.1", taken.getsockname()[1], is_master=True, timeout_s=5)
