@@ -140,8 +140,12 @@ class GradingProcess:
     def kill(self) -> None:
         """Kill the child, at its birth if it is not yet born; the zygote reports its death."""
         self._is_doomed = True
-        if self._pidfd is not None and self.exit_code is None:
+        if self._pidfd is None or self.exit_code is not None:
+            return
+        try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # It ended meanwhile and is reaped; the zygote's report is on its way.
 
     def on_birth(self, pid: int, pidfd: int) -> None:
         """The zygote has forked it."""

@@ -1,0 +1,42 @@
+"""The verifier's end of a grading process, without a zygote."""
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from verification.pool.grading_process import GradingProcess
+
+
+@pytest.fixture
+def process() -> Iterator[GradingProcess]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryFile() as last_words:
+        yield GradingProcess(0, ours, last_words)
+
+
+def dead_child() -> tuple[int, int]:
+    """(pid, pidfd) of a child that is reaped already."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(3)
+    pidfd = os.pidfd_open(pid)
+    os.waitpid(pid, 0)
+    return pid, pidfd
+
+
+def test_a_child_that_is_reaped_but_not_yet_reported_may_be_killed(process: GradingProcess) -> None:
+    process.on_birth(*dead_child())
+    process.kill()
+    process.on_death(3)
+    process.kill()
+    assert process.exit_code == 3
+
+
+def test_so_may_one_that_was_doomed_before_its_birth(process: GradingProcess) -> None:
+    process.kill()
+    process.on_birth(*dead_child())
+    process.on_death(3)
+    assert process.exit_code == 3
