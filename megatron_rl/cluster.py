@@ -22,7 +22,7 @@ from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.restarts import RestartRule
 from megatron_rl.run_folder import check_run_folder, write_config
-from megatron_rl.supervisor import POLL_S, Supervisor
+from megatron_rl.supervisor import POLL_S, Supervisor, collective_environment
 
 QUEUE = "queue"
 TRAINER = "trainer"
@@ -79,7 +79,8 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
     if not count or (gpus and len(gpus) < count):
         raise InputError(f"this host lists {len(gpus)} GPUs: give --gpus-per-host")
     roles = place(config, hosts=hosts, gpus_per_host=count)[host]
-    with Supervisor(config.run.dir / "logs") as supervisor:
+    environment = collective_environment(config.ports.host)
+    with Supervisor(config.run.dir / "logs", extra_environment=environment) as supervisor:
         _start(supervisor, config, roles, host, gpus)
         _wait(supervisor)
 

@@ -134,7 +134,7 @@ class Broadcast:
             self._groups[member.name] = join_group(
                 store, 0, size, name=name, backend=settings.backend, timeout_s=deadline_s
             )
-            self._link.await_ack(member.name, message, time.monotonic() + settings.deadline_s)
+            self._link.await_ack(member.name, message, time.monotonic() + deadline_s)
         except (GeneratorLost, dist.DistError) as error:
             standing.lose(member.name, f"{member.name} did not join: {error}")
 

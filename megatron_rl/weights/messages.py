@@ -30,11 +30,6 @@ ALONE_BYTES = 256 << 10
 _ALIGNMENT = 8
 
 
-def buffer_bytes(parcel: Parcel, dtype: torch.dtype) -> int:
-    """Bytes of a parcel's messages together."""
-    return _padded(parcel.size * dtype.itemsize) + TRAILER_BYTES
-
-
 @dataclass
 class Message:
     """One message of a parcel, as one end sees it."""

@@ -91,6 +91,12 @@ def _ends(
     return [[end_of(parcel) for parcel in parcels] for parcels in rounds]
 
 
+def payload_bytes(ends: Ends, dtype: torch.dtype) -> int:
+    """Of all parcels of a rank, without padding and digests."""
+    messages = (message for parcels in ends for end in parcels for message in end.messages)
+    return sum(message.elements for message in messages) * dtype.itemsize
+
+
 @torch.no_grad()
 def send(
     ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
@@ -120,8 +126,7 @@ def receive(
     ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
 ) -> Received:
     """Receive a rank's parcels into its parameters. Raises RuntimeError as `send` does."""
-    messages = [message for each in ends for end in each for message in end.messages]
-    result = Received(sum(message.elements for message in messages) * dtype.itemsize)
+    result = Received(payload_bytes(ends, dtype))
     started = time.monotonic()
     damaged: list[Tensor] = []
     arriving: list[Flight] = []

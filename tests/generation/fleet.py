@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from generation import sglang_cpu
+from megatron_rl.ports import resolve_ports
 from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.protocol.config_file import dump_toml
 from megatron_rl.protocol.types import (
@@ -39,7 +40,6 @@ from tests.generation import inspected_engine
 from tests.generation.exchange_ranks import Published, Script, publish_script
 from tests.generation.layout_models import write_model
 from tests.generation.tiny_model import logprobs, write_tokenizer
-from tests.ports import free_port
 
 TENSOR = ParallelConfig(tensor=2)
 MID_TRANSFER = 40
@@ -72,8 +72,7 @@ class Fleet:
         self.kind, self.tensor_parallel = kind, tensor_parallel
         write_model(folder / "model", seed=0, **MODELS[kind])
         write_tokenizer(folder / "model")
-        ports = {name: free_port() for name in ("prompts", "weights", "engine")}
-        self.config = Config.model_validate(
+        config = Config.model_validate(
             {
                 "run": {"dir": folder / "run"},
                 "model": {"path": folder / "model", "dtype": "float32"},
@@ -88,9 +87,9 @@ class Fleet:
                     "start_timeout_s": START_S,
                 },
                 "weights": {"deadline_s": 15.0, "join_timeout_s": 60.0, "bucket_bytes": 1 << 19},
-                "ports": ports,
             }
         )
+        self.config = resolve_ports(config)
         self._stack = ExitStack()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._leases = 0

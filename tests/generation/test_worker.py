@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from megatron_rl.ports import resolve_ports
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import dump_toml
 from megatron_rl.protocol.metrics import read_jsonl
@@ -45,15 +46,13 @@ from tests.generation.publisher import (
     plan_exchange,
 )
 from tests.generation.tiny_model import logprobs
-from tests.ports import free_port
 
 START_S = 140.0
 ANSWER_S = 30.0
 
 
 def make_config(models_dir: Path, run_dir: Path, **generator: Any) -> Config:
-    ports = {name: free_port() for name in ("prompts", "weights", "engine")}
-    return Config.model_validate(
+    config = Config.model_validate(
         {
             "run": {"dir": run_dir},
             "model": {"path": models_dir / "old", "dtype": "float32"},
@@ -65,9 +64,9 @@ def make_config(models_dir: Path, run_dir: Path, **generator: Any) -> Config:
                 "start_timeout_s": START_S,
                 **generator,
             },
-            "ports": ports,
         }
     )
+    return resolve_ports(config)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.weights.names import hf_shapes
+from megatron_rl.weights.reshard import Parcel
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice
 
@@ -44,3 +45,8 @@ def fill(
         source = held[part.hf][part.row :, part.column :][: part.rows, : part.columns]
         target = parameters[part.local][part.local_row :, part.local_column :]
         target[: part.rows, : part.columns] = source
+
+
+def buffer_bytes(parcel: Parcel, dtype: torch.dtype) -> int:
+    """Bytes of a parcel's messages together: elements, padded to 8 bytes, digest, version."""
+    return -(-parcel.size * dtype.itemsize // 8) * 8 + 24

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_rl.weights.memory import digests
 from megatron_rl.weights.memory.digests import digest, fold, word_sums
 
-CPU = torch.device("cpu")
 BLOCK_WORDS = digests._BLOCK_WORDS
 PAYLOAD = torch.randint(
     -(2**62), 2**62, (3 * BLOCK_WORDS + 5,), generator=torch.Generator().manual_seed(1)
@@ -60,6 +59,15 @@ def test_exchanged_blocks_and_words_change_the_digest(kind: str, data: st.DataOb
     damaged[one * size : (one + 1) * size] = PAYLOAD[other * size : (other + 1) * size]
     damaged[other * size : (other + 1) * size] = PAYLOAD[one * size : (one + 1) * size]
     assert words(kind, damaged) != words(kind, PAYLOAD)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digests_that_took_each_others_place_change_the_digest(kind: str) -> None:
+    first, second = PAYLOAD[: 8 * BLOCK_WORDS], PAYLOAD[8 * BLOCK_WORDS : 16 * BLOCK_WORDS]
+    digests_of = [torch.tensor(words(kind, each)).view(torch.uint8) for each in (first, second)]
+    there, back = torch.cat(digests_of), torch.cat(digests_of[::-1])
+    assert words(kind, there) != words(kind, back)
+    assert words(kind, torch.cat([first, second])) != words(kind, torch.cat([second, first]))
 
 
 def test_digests_that_took_each_others_place_fold_to_another() -> None:

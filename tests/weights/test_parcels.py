@@ -20,7 +20,6 @@ from megatron_rl.weights.messages import (
     ALONE_BYTES,
     TRAILER_BYTES,
     Message,
-    buffer_bytes,
     digest_in_place,
     messages_of,
     pack,
@@ -31,6 +30,7 @@ from megatron_rl.weights.reshard import PARCEL_OVERHEAD_BYTES, Move, Parcel, mak
 from megatron_rl.weights.slices import Slice
 from megatron_rl.weights.transport import Buffers, GroupTransport, SharedTransport, Transport
 from tests.distributed import run_ranks
+from tests.weights.made_up import buffer_bytes
 
 VERSION = 7
 CPU = torch.device("cpu")
@@ -52,10 +52,15 @@ def lent(
 ) -> list[Message]:
     """A parcel's messages, with buffers."""
     messages = messages_of(parameters, parcel, dtype, is_sender=is_sender)
+    lend(messages)
+    return messages
+
+
+def lend(messages: list[Message]) -> None:
+    """Give those that are staged a buffer."""
     for message in messages:
         if message.is_staged:
             message.data = torch.empty(message.nbytes, dtype=torch.uint8)
-    return messages
 
 
 def packed(
@@ -206,9 +211,7 @@ def test_a_sender_digests_beforehand_what_lies_in_one_run_and_notices_a_later_ch
     assert end.peer == 1
     assert [message.digest is not None for message in end.messages] == [True, False, False]
     for is_changed in (False, True):
-        for message in end.messages:
-            if message.is_staged:
-                message.data = torch.empty(message.nbytes, dtype=torch.uint8)
+        lend(end.messages)
         sent["a"][0, 0] += is_changed
         pack(end.messages, torch.float32, version=VERSION)
         travelling = [message.data for message in end.messages]
@@ -221,8 +224,7 @@ def test_a_packed_parcel_is_packed_anew_for_a_second_attempt() -> None:
     [[end]] = outgoing([[LARGE]], sent, torch.float32, stages_all=True)
     for number in range(2):
         sent["a"][:, 0] = number
-        for message in end.messages:
-            message.data = torch.empty(message.nbytes, dtype=torch.uint8)
+        lend(end.messages)
         pack(end.messages, torch.float32, version=VERSION)
         assert not unpacked(got, LARGE, torch.float32, [m.data for m in end.messages])
         assert (got["b"][4:, 0] == number).all()

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.weights.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layouts import Share
-from megatron_rl.weights.messages import buffer_bytes
 from megatron_rl.weights.names import Place, hf_shapes, trainer_slices
 from megatron_rl.weights.ranks import place_of
 from megatron_rl.weights.reshard import Move, Parcel, Plan, make_plan
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice
+from tests.weights.made_up import buffer_bytes
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 UNSET = -1

@@ -23,7 +23,7 @@ from generation import sglang_loader
 from generation.sglang_orders import ORDERS_VARIABLE, read_order
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights import receiver
-from megatron_rl.weights.parcels import Ends, Received, receive
+from megatron_rl.weights.parcels import Ends, Received, payload_bytes, receive
 from megatron_rl.weights.receiver import Receiver
 from megatron_rl.weights.transport import GroupTransport
 from tools.bench.weights_figures import RAW
@@ -96,9 +96,7 @@ def receive_raw(
     """As `parcels.receive`, but of plain bytes, which nobody looks at."""
     started = time.monotonic()
     peak = _exchange(ends, transport._group, dist.irecv, ends_at)
-    messages = [message for each in ends for end in each for message in end.messages]
-    payload = sum(message.elements for message in messages) * dtype.itemsize
-    return Received(payload, peak, time.monotonic() - started)
+    return Received(payload_bytes(ends, dtype), peak, time.monotonic() - started)
 
 
 def _exchange(
