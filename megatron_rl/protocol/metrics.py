@@ -6,12 +6,14 @@ reduced from its sum and count, never as a mean of means.
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
 RESUMED = "launch/resumed"
 """Metric of the launcher: the run goes on after the step of the row."""
+GROUPS_DROPPED = "queue/groups_dropped_"
+"""Metrics of the queue, with the reason at the end: groups not trained on."""
 
 Reduce = Literal["mean", "sum", "max"]
 
@@ -75,7 +77,7 @@ class JsonlWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: TextIO = path.open("a", buffering=1)
 
-    def write(self, step: int, values: dict[str, float | int | str]) -> None:
+    def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Write the values of a step; one write call, so that processes may share the file."""
         row = {"time": round(time.time(), 3), "source": self._source, "step": step, **values}
         self._file.write(json.dumps(row) + "\n")

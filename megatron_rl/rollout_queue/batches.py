@@ -3,14 +3,13 @@
 Used by the rollout queue.
 """
 
-import collections
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from megatron_rl.protocol.config import TrainConfig
 from megatron_rl.protocol.lookup import find_function
-from megatron_rl.protocol.metrics import Metric, MetricSet
+from megatron_rl.protocol.metrics import GROUPS_DROPPED, Metric, MetricSet
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import (
     MinibatchShare,
@@ -20,7 +19,8 @@ from megatron_rl.protocol.types import (
     TrainSequence,
 )  # fmt: skip
 from megatron_rl.rollout_queue.advantage import ADVANTAGES, normalize_over_minibatch, token_weight
-from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
+from megatron_rl.rollout_queue.tally import RolloutTally
 
 AdvantageFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -34,12 +34,12 @@ def form_batch(
     step: int,
     groups: list[Group],
     *,
-    flat_groups: list[Group],
+    dropped: DroppedGroups,
     config: TrainConfig,
     advantage: AdvantageFunction,
     dp_size: int,
 ) -> list[RankBatch]:
-    """Each data-parallel rank's share of the batch; `flat_groups` only enter the metrics."""
+    """Each data-parallel rank's share of the batch; `dropped` only enters the metrics."""
     ranks: list[list[MinibatchShare]] = [[] for _ in range(dp_size)]
     for number in range(config.minibatches):
         # Every minibatch gets groups of all ages.
@@ -54,7 +54,7 @@ def form_batch(
                 MinibatchShare([[sequences[i] for i in microbatch] for microbatch in microbatches])
             )
     metrics = MetricSet()
-    metrics.add(batch_metrics(step, groups, flat_groups))
+    metrics.add(batch_metrics(step, groups, dropped))
     return [
         RankBatch(step, rank, minibatches, metrics.entries() if rank == 0 else {})
         for rank, minibatches in enumerate(ranks)
@@ -89,48 +89,33 @@ def _to_sequence(rollout: Rollout, advantage: float, weight: float) -> TrainSequ
     )
 
 
-def batch_metrics(step: int, groups: list[Group], flat_groups: list[Group]) -> list[Metric]:
+def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> list[Metric]:
     """Metrics of a batch as it is consumed.
 
-    rollout/*: over the groups of the batch and the flat ones dropped since the last batch, so that
-    each generated rollout counts once: the batch alone would hide that prompts become solved.
-    queue/*: over what is trained on.
+    rollout/*: over the groups of the batch and those dropped since the last batch, so that each
+    generated rollout counts once: the batch alone would hide that prompts become solved.
+    queue/*: over what is trained on, and dropped groups by reason.
     """
     trained = [scored for group in groups for scored in group.ordered]
-    generated = trained + [scored for group in flat_groups for scored in group.ordered]
+    generated = RolloutTally(trained)
+    generated.fold(dropped.tally)
     spanning = sum(map(_spans_versions, trained))
     staleness = [step - scored.rollout.oldest_version for scored in trained]
     count = len(trained)
+    dropped_by_reason = {FLAT: 0} | dropped.reasons
     return [
-        *_rollout_metrics(generated),
+        *generated.metrics(),
         Metric("queue/staleness_versions_mean", sum(staleness), "mean", count),
         Metric("queue/staleness_versions_max", max(staleness), "max", count),
         Metric("queue/rollouts_spanning_versions", spanning, "sum", count),
         Metric("queue/rollouts_trained", count, "sum", count),
         Metric("queue/groups_trained", len(groups), "sum", len(groups)),
-        Metric("queue/groups_dropped_flat", len(flat_groups), "sum", len(flat_groups)),
+        *(
+            Metric(f"{GROUPS_DROPPED}{reason}", number, "sum", number)
+            for reason, number in dropped_by_reason.items()
+        ),
     ]
 
 
 def _spans_versions(scored: ScoredRollout) -> bool:
     return scored.rollout.oldest_version != scored.rollout.newest_version
-
-
-def _rollout_metrics(generated: list[ScoredRollout]) -> list[Metric]:
-    def mean(name: str, values: list[float]) -> Metric:
-        return Metric(name, float(sum(values)), "mean", len(values))
-
-    parts = sorted({part for scored in generated for part in scored.score.parts})
-    reasons = collections.Counter(scored.score.reason for scored in generated)
-    return [
-        *(
-            mean(f"reward/{part}", [s.score.parts.get(part, 0.0) for s in generated])
-            for part in parts
-        ),
-        *(Metric(f"reason/{reason}", count, "sum", count) for reason, count in reasons.items()),
-        mean("rollout/reward", [scored.score.reward for scored in generated]),
-        mean("rollout/correct", [scored.score.is_correct for scored in generated]),
-        mean("rollout/format", [scored.score.is_well_formed for scored in generated]),
-        mean("rollout/length_tokens", [len(scored.rollout.token_ids) for scored in generated]),
-        mean("rollout/truncated", [s.rollout.finish_reason == "length" for s in generated]),
-    ]

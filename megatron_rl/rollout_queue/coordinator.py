@@ -31,7 +31,7 @@ from megatron_rl.rollout_queue import admission
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
 from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize
-from megatron_rl.rollout_queue.groups import Group, GroupBook
+from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases, Work
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
@@ -99,6 +99,7 @@ class Coordinator:
         assert self._training is not None
         self._training.restore(state)
         self._desk.resume_at(state.step)
+        self._recorder.resume_at(state.step)
         self._group_count = state.groups_opened
         self._evaluated = list(state.evaluated)
         self._first_version = state.step
@@ -144,13 +145,17 @@ class Coordinator:
         self._progress_at = now
         group, scored = found
         group.add(scored)
-        if not group.is_complete or group.is_abandoned:
-            return
-        if not group.evaluation:
-            self._groups.close(group)
-        else:
-            assert self._evaluation is not None
-            self._evaluation.close(group)
+        if group.is_complete and not group.is_abandoned:
+            if group.evaluation:
+                assert self._evaluation is not None
+                self._evaluation.close(group)
+            elif group.is_flat:
+                self._drop(group, FLAT)
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Release a training group that is not trained on; the reason appears in all metrics."""
+        self._groups.drop(group, reason)
+        self._recorder.write_dropped(group, reason)
 
     def _on_published(self, published: Published, now: float) -> None:
         self._progress_at = now
@@ -275,25 +280,14 @@ class Coordinator:
         )
         if numbers is None:
             return None
-        groups, flat_groups = self._groups.take(numbers, step)
-        self._desk.put(
-            form_batch(
-                step,
-                groups,
-                flat_groups=flat_groups,
-                config=train,
-                advantage=self._advantage,
-                dp_size=dp_size,
-            )
+        groups, dropped = self._groups.take(numbers, step)
+        batch = form_batch(
+            step, groups, dropped=dropped, config=train, advantage=self._advantage, dp_size=dp_size
         )
-        log.info(
-            "batch of step %d: %d groups, %d flat ones dropped, %d open, %d late rollouts so far",
-            step,
-            len(groups),
-            len(flat_groups),
-            self._groups.untaken,
-            self._leases.late_rollouts,
-        )
+        self._desk.put(batch)
+        late, untaken = self._leases.late_rollouts, self._groups.untaken
+        text = "batch of step %d: %d groups, dropped before it %s, %d open, %d late rollouts so far"
+        log.info(text, step, len(groups), dict(dropped.reasons), untaken, late)
         return step, groups
 
     def _may_train_on(self, version: int) -> bool:

@@ -1,4 +1,4 @@
-"""Groups of scored rollouts: open, waiting to be trained on, in training, or dropped as flat.
+"""Groups of scored rollouts: open, waiting to be trained on, in training, or dropped.
 
 Used by the rollout queue.
 """
@@ -6,9 +6,13 @@ Used by the rollout queue.
 import dataclasses
 from collections import Counter
 
+from megatron_rl.protocol.queue_state import UnfinishedGroup
 from megatron_rl.protocol.types import Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
+from megatron_rl.rollout_queue.tally import RolloutTally
 
+FLAT = "flat"
+"""Why a group is dropped whose rewards are all equal (zero variance)."""
 _EQUAL_REWARDS = 1e-9
 
 
@@ -24,7 +28,8 @@ class Group:
     evaluation: str = ""
     """Label of the evaluation that it belongs to; empty for training."""
     is_abandoned: bool = False
-    """The run ended before it was trained on; what still arrives of it is ignored."""
+    """It was dropped, or the run ended before it was trained on: what still arrives of it is
+    ignored."""
     scored: dict[int, ScoredRollout] = dataclasses.field(default_factory=dict)
     """By index inside the group."""
 
@@ -61,6 +66,24 @@ class Group:
         return sum(len(scored.rollout.token_ids) for scored in self.scored.values())
 
 
+@dataclasses.dataclass
+class DroppedGroups:
+    """What is kept of the groups that were dropped since the last batch; rollouts are not."""
+
+    tally: RolloutTally = dataclasses.field(default_factory=RolloutTally)
+    """Over their scored rollouts."""
+    reasons: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Groups by the reason."""
+    unfinished: list[UnfinishedGroup] = dataclasses.field(default_factory=list)
+    """For a checkpoint: no metrics have counted them yet."""
+
+    def add(self, group: Group, reason: str) -> None:
+        """Count a group in."""
+        self.tally.add(group.ordered)
+        self.reasons[reason] += 1
+        self.unfinished.append(UnfinishedGroup(group.number, group.prompt.id))
+
+
 class GroupBook:
     """The training groups, from opening until the version made from them is published."""
 
@@ -68,8 +91,8 @@ class GroupBook:
         self._untaken: dict[int, Group] = {}
         self._in_training: Counter[int] = Counter()
         """Groups by the step that trains on them."""
-        self._flat: list[Group] = []
-        self._abandoned: list[Group] = []
+        self._dropped = DroppedGroups()
+        self._abandoned: list[UnfinishedGroup] = []
 
     @property
     def untaken(self) -> int:
@@ -90,13 +113,11 @@ class GroupBook:
         """Start to collect a group."""
         self._untaken[group.number] = group
 
-    def close(self, group: Group) -> bool:
-        """Note that a group is complete; True when it is flat and was dropped."""
-        if not group.is_flat:
-            return False
+    def drop(self, group: Group, reason: str) -> None:
+        """Release a group that will not be trained on; what still arrives of it is ignored."""
         del self._untaken[group.number]
-        self._flat.append(group)
-        return True
+        group.is_abandoned = True
+        self._dropped.add(group, reason)
 
     def candidates(self) -> list[UntrainedGroup]:
         """What admission needs to know of the groups in no batch."""
@@ -105,28 +126,29 @@ class GroupBook:
             for group in self._untaken.values()
         ]
 
-    def take(self, numbers: list[int], step: int) -> tuple[list[Group], list[Group]]:
+    def take(self, numbers: list[int], step: int) -> tuple[list[Group], DroppedGroups]:
         """Move groups into the batch of a step.
 
-        Returns them, and the flat groups dropped since the last call.
+        Returns them, and what is known of the groups dropped since the last call.
         """
         groups = [self._untaken.pop(number) for number in numbers]
         self._in_training[step] += len(groups)
-        flat, self._flat = self._flat, []
-        return groups, flat
+        dropped, self._dropped = self._dropped, DroppedGroups()
+        return groups, dropped
 
     def finish_training(self, version: int) -> None:
         """A version is out: the groups of the steps before it are trained."""
         for step in [step for step in self._in_training if step < version]:
             del self._in_training[step]
 
-    def unfinished(self) -> list[Group]:
+    def unfinished(self) -> list[UnfinishedGroup]:
         """Groups that are neither trained on nor counted as dropped, by number.
 
-        Flat groups are counted with the next batch only; abandoned ones count when a run that has
-        ended is resumed for more steps.
+        Dropped groups are counted with the next batch only; abandoned ones count when a run that
+        has ended is resumed for more steps.
         """
-        groups = [*self._untaken.values(), *self._flat, *self._abandoned]
+        open_groups = [UnfinishedGroup(g.number, g.prompt.id) for g in self._untaken.values()]
+        groups = [*open_groups, *self._dropped.unfinished, *self._abandoned]
         return sorted(groups, key=lambda group: group.number)
 
     def abandon(self) -> list[Group]:
@@ -134,7 +156,7 @@ class GroupBook:
         groups = list(self._untaken.values())
         for group in groups:
             group.is_abandoned = True
-        self._abandoned += groups
+        self._abandoned += [UnfinishedGroup(group.number, group.prompt.id) for group in groups]
         self._untaken.clear()
         return groups
 

@@ -64,13 +64,12 @@ class TrainingGroups:
         self, step: int, book: GroupBook, *, groups_opened: int, evaluated: list[str]
     ) -> QueueState:
         """The state of the queue when batch number `step` is trained on and no later one formed."""
-        opened = [UnfinishedGroup(group.number, group.prompt.id) for group in book.unfinished()]
         again = [UnfinishedGroup(number, prompt.id) for number, prompt in self._again]
         return QueueState(
             step=step,
             cursor=self._stream.state(),
             groups_opened=groups_opened,
-            unfinished=sorted(opened + again, key=lambda group: group.number),
+            unfinished=sorted(book.unfinished() + again, key=lambda group: group.number),
             evaluated=evaluated,
         )
 

@@ -4,10 +4,11 @@ import pytest
 
 from megatron_rl.protocol.config import TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
-from megatron_rl.protocol.types import VersionSpan
+from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
 from megatron_rl.rollout_queue.advantage import group_mean_advantages
 from megatron_rl.rollout_queue.batches import form_batch
-from megatron_rl.rollout_queue.groups import GroupBook, find_fault
+from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, GroupBook, find_fault
+from megatron_rl.rollout_queue.tally import RolloutTally
 from tests.rollout_queue.makers import make_group, make_rollout
 
 
@@ -22,10 +23,11 @@ def test_flat_group_is_dropped_and_counted_and_frees_its_place() -> None:
     flat, useful = make_group(0, [0.1, 0.1]), make_group(1, [1.0, 0.1])
     for group in (flat, useful):
         book.open(group)
-    assert book.close(flat) and not book.close(useful)
+    book.drop(flat, FLAT)
+    assert flat.is_flat and not useful.is_flat
     assert book.untrained == book.complete == 1
     groups, dropped = book.take([1], 3)
-    assert (groups, dropped) == ([useful], [flat])
+    assert groups == [useful] and dropped.reasons == {"flat": 1} and dropped.tally.count == 2
     assert (book.untaken, book.untrained) == (0, 1)
     book.finish_training(3)
     assert book.untrained == 1
@@ -51,7 +53,12 @@ def test_batch_holds_every_sequence_once_and_groups_stay_in_one_minibatch(dp_siz
     ]
     config = TrainConfig(minibatches=2, microbatch_tokens=40, groups_per_batch=5, group_size=3)
     ranks = form_batch(
-        0, groups, flat_groups=[], config=config, advantage=group_mean_advantages, dp_size=dp_size
+        0,
+        groups,
+        dropped=DroppedGroups(),
+        config=config,
+        advantage=group_mean_advantages,
+        dp_size=dp_size,
     )
     assert [share.dp_rank for share in ranks] == list(range(dp_size))
     minibatch_of: dict[int, set[int]] = {}
@@ -72,7 +79,12 @@ def test_sequence_carries_prompt_completion_logprobs_and_versions() -> None:
     group = make_group(0, [1.0, 0.1], tokens=[4, 2], versions=(3, 4), prompt_tokens=2)
     config = TrainConfig(groups_per_batch=1, group_size=2, microbatch_tokens=100)
     [share] = form_batch(
-        5, [group], flat_groups=[], config=config, advantage=group_mean_advantages, dp_size=1
+        5,
+        [group],
+        dropped=DroppedGroups(),
+        config=config,
+        advantage=group_mean_advantages,
+        dp_size=1,
     )
     longest = share.minibatches[0].microbatches[0][0]
     assert longest.token_ids.tolist() == [0, 1, 100, 101, 102, 103]
@@ -86,10 +98,13 @@ def test_batch_metrics_match_hand_worked_numbers() -> None:
         make_group(0, [1.0, 0.0], tokens=[4, 2], versions=(3, 4)),
         make_group(1, [1.0, 0.0], tokens=[6, 8], versions=(5,)),
     ]
-    flat = make_group(2, [0.0, 0.0], tokens=[5, 5])
+    dropped = DroppedGroups()
+    dropped.add(make_group(2, [0.0, 0.0], tokens=[5, 5]), FLAT)
+    unfinished = make_group(3, [])
+    dropped.add(unfinished, "prompt_unrenderable")
     config = TrainConfig(groups_per_batch=2, group_size=2)
     first, second = form_batch(
-        5, groups, flat_groups=[flat], config=config, advantage=group_mean_advantages, dp_size=2
+        5, groups, dropped=dropped, config=config, advantage=group_mean_advantages, dp_size=2
     )
     assert second.metrics == {}
     assert reduced(first.metrics) == pytest.approx(
@@ -108,8 +123,24 @@ def test_batch_metrics_match_hand_worked_numbers() -> None:
             "queue/rollouts_trained": 4,
             "queue/groups_trained": 2,
             "queue/groups_dropped_flat": 1,
+            "queue/groups_dropped_prompt_unrenderable": 1,
         }
     )
+
+
+def test_part_of_the_reward_that_few_rollouts_have_is_a_mean_over_all_of_them() -> None:
+    def tally(*parts: dict[str, float]) -> RolloutTally:
+        return RolloutTally(
+            ScoredRollout(make_rollout(), Score(sum(p.values()), p, "correct")) for p in parts
+        )
+
+    trained, dropped = tally({"format": 0.1, "style": 0.5}), tally({"format": 0.0}, {"format": 0.1})
+    trained.fold(dropped)
+    metrics = MetricSet()
+    metrics.add(trained.metrics())
+    values = metrics.values()
+    assert values["reward/style"] == pytest.approx(0.5 / 3)
+    assert values["reward/format"] == pytest.approx(0.2 / 3)
 
 
 def test_rollout_that_contradicts_itself_is_found() -> None:

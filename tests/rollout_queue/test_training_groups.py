@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.queue_state import QueueState
-from megatron_rl.rollout_queue.groups import Group, GroupBook
+from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
+from megatron_rl.rollout_queue.groups import FLAT, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group, make_prompt
@@ -32,7 +32,7 @@ class Queue:
             self.training.restore(state)
             self.opened = state.groups_opened
 
-    def step(self, chance: random.Random) -> list[Group]:
+    def step(self, chance: random.Random) -> list[UnfinishedGroup]:
         """Groups that a batch counts: trained on, or dropped as flat."""
         while self.book.complete < BATCH or chance.random() < 0.7:
             group = self.training.open(self.opened, version=0)
@@ -41,11 +41,12 @@ class Queue:
             if chance.random() < 0.7:
                 rewards = [0.0, 0.0] if chance.random() < 0.3 else [0.0, 1.0]
                 group.scored = make_group(0, rewards).scored
-                self.book.close(group)
+                if group.is_flat:
+                    self.book.drop(group, FLAT)
         numbers = [group.number for group in self.book.candidates() if group.is_complete][:BATCH]
-        groups, flat = self.book.take(numbers, 0)
+        groups, dropped = self.book.take(numbers, 0)
         self.book.finish_training(1)
-        return groups + flat
+        return [UnfinishedGroup(g.number, g.prompt.id) for g in groups] + dropped.unfinished
 
     def save(self, step: int) -> QueueState:
         return self.training.state(step, self.book, groups_opened=self.opened, evaluated=[])
@@ -62,7 +63,7 @@ def test_no_prompt_is_lost_or_counted_twice_over_many_resumptions(seed: int) -> 
             queue.step(chance)  # lost with the process
             queue = Queue(state)
     rest = [group.prompt_id for group in queue.save(30).unfinished]
-    of_prompt = collections.Counter([group.prompt.id for group in counted] + rest)
+    of_prompt = collections.Counter([group.prompt_id for group in counted] + rest)
     draws = queue.save(30).cursor.draws
     assert draws > 2 * PROMPTS and sum(of_prompt.values()) == draws
     # Epochs are whole: no prompt may be ahead of another by more than the one that is running.

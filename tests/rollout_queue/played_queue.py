@@ -1,0 +1,88 @@
+"""A coordinator with its files, fed by hand: no sockets, and a clock that the test moves."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.types import (
+    GeneratorReady,
+    Lease,
+    NextBatch,
+    Published,
+    RankBatch,
+    Rollout,
+    RolloutDone,
+    Score,
+    ScoreDone,
+    ScoreRequest,
+    VerifierReady,
+)
+from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator
+from megatron_rl.rollout_queue.prompts import PromptSets
+from megatron_rl.rollout_queue.record import Recorder
+from tests.rollout_queue.makers import make_prompt, make_rollout
+
+TokenScore = Callable[[str, int], Score]
+"""Score of completion `index` of the prompt with this id."""
+
+
+class PlayedQueue:
+    """One generator, one verifier, one trainer; a second passes with each `play`."""
+
+    def __init__(self, folder: Path, judge: TokenScore, **sections: dict) -> None:
+        train = {"steps": 4, "groups_per_batch": 2, "group_size": 4} | sections.pop("train", {})
+        eval_ = {"prompts": 0} | sections.pop("eval", {})
+        self.config = Config.model_validate(
+            {"run": {"dir": folder}, "train": train, "eval": eval_, **sections}
+        )
+        self.judge = judge
+        self.now = 1000.0
+        self.batches: list[RankBatch] = []
+        self.asked: dict[str, tuple[str, int]] = {}
+        prompts = PromptSets([[make_prompt(f"p{n}") for n in range(400)]], [1.0], [], 0)
+        metrics = JsonlWriter(folder / "metrics.jsonl", "queue")
+        self.coordinator = Coordinator(
+            self.config, prompts, recorder=Recorder(folder), metrics=metrics, now=self.now
+        )
+
+    def start(self, version: int = 0) -> None:
+        """The first publish is out, and the trainer asks for its batch."""
+        self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, version, 1), self.now)
+        self.coordinator.handle(VERIFY, "v", VerifierReady({"answers": 64}, 1), self.now)
+        self.coordinator.handle(BATCHES, "t", Published(version), self.now)
+        self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
+
+    def play(self, seconds: int, *, is_slow: bool = False) -> None:
+        """Answer all that is asked; is_slow: at most one completion a second."""
+        for _ in range(seconds):
+            self.now += 1.0
+            self._answer(limit=1 if is_slow else 8)
+            self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, 0, 1), self.now)
+            self.coordinator.handle(VERIFY, "v", VerifierReady({"answers": 64}, 1), self.now)
+            self.coordinator.tick(self.now)
+
+    def _answer(self, limit: int) -> None:
+        self.open: list[tuple[Lease, int]] = getattr(self, "open", [])
+        self._send()
+        for _ in range(min(limit, len(self.open))):
+            lease, index = self.open.pop(0)
+            rollout = self._rollout(lease, index)
+            self.coordinator.handle(PROMPTS, "g", RolloutDone(rollout), self.now)
+        self._send()
+
+    def _send(self) -> None:
+        for _, _, message in list(self.coordinator.outgoing(self.now)):
+            match message:
+                case Lease():
+                    self.open += [(message, index) for index in message.indices]
+                case ScoreRequest():
+                    prompt, index = message.text.split("/")
+                    done = ScoreDone(message.request_id, self.judge(prompt, int(index)))
+                    self.coordinator.handle(VERIFY, "v", done, self.now)
+                case RankBatch():
+                    self.batches.append(message)
+
+    def _rollout(self, lease: Lease, index: int) -> Rollout:
+        text = f"{lease.prompt.id}/{index}"
+        return make_rollout(index, lease_id=lease.lease_id, text=text)
