@@ -1,12 +1,14 @@
-"""Shows a run while it goes: a live table on a terminal, else one plain line per step.
+"""Shows a run while it goes: a live table on a terminal, else plain lines.
 
-Used by `launch.py`, in its one thread: nothing is drawn but inside `refresh`. Reads the run's
-`metrics.jsonl` as it grows.
+The plain log has one line per step; where nothing else was said for PLAIN_S, a line tells what
+rollouts come to, or what the run waits for. Used by `launch.py`, in its one thread: nothing is
+drawn but inside `refresh`. Reads the run's `metrics.jsonl` as it grows.
 """
 
 import json
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.activity_text import ActivityTotals, activity_line
+from megatron_rl.awaited import Awaited
 from megatron_rl.protocol.config import Config
 from megatron_rl.summary import RESTARTS
 from megatron_rl.supervisor import Role, how_it_ended
@@ -23,6 +27,8 @@ from megatron_rl.supervisor import Role, how_it_ended
 Row = dict[str, Any]
 
 REFRESH_S = 0.5
+PLAIN_S = 10.0
+"""So long the plain log may be silent."""
 _SHOWN_STEPS = 12
 _SHOWN_WARNINGS = 4
 _SFT_LINE_EVERY = 10
@@ -66,17 +72,29 @@ class MetricsTail:
 class LiveView:
     """The view of one run; a context manager."""
 
-    def __init__(self, config: Config, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        console: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
+        self._clock = clock
         self._console = console or Console()
         self._tail = MetricsTail(config.run.dir / "metrics.jsonl")
         self._steps: deque[Row] = deque(maxlen=_SHOWN_STEPS)
         self._evaluations: list[Row] = []
         self._warnings: deque[str] = deque(maxlen=_SHOWN_WARNINGS)
         self._sft: Row | None = None
+        self._activity = ActivityTotals()
+        """Since the last step."""
+        self._diagnosis = ""
+        self._awaited = Awaited(config)
         self._phase = "starting"
-        self._started = time.monotonic()
+        self._started = self._said_at = clock()
         self._next_refresh = 0.0
+        self._has_news = self._has_shown_rollouts = False
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -97,6 +115,12 @@ class LiveView:
         if self._live is not None:
             self._live.stop()
             self._live = None
+            # The table is gone now, and its warnings with it.
+            self._say_warnings([*self._warnings, *([] if kind else [self._diagnosis_line()])])
+        if kind is not None and self._has_shown_rollouts:
+            self._say_activity()
+            self._say_warnings([self._diagnosis_line()])
+            self._say(f"The run so far: megatron-rl report {self._config.run.dir}")
 
     def skip_rows(self) -> None:
         """Do not show what is in the metrics so far: an earlier launcher of the run has."""
@@ -110,20 +134,28 @@ class LiveView:
     def enter_phase(self, phase: str) -> None:
         """Say what the run does now."""
         self._phase = phase
-        self._say(f"[{time.monotonic() - self._started:6.1f} s] {phase}")
+        self._awaited.enter_phase(phase)
+        self._say(f"{self._elapsed()} {phase}")
 
     def refresh(self, roles: dict[str, Role]) -> None:
         """Read new metrics and show them, at most every REFRESH_S."""
-        now = time.monotonic()
+        now = self._clock()
         if now < self._next_refresh:
             return
         self._next_refresh = now + REFRESH_S
         self._take_rows()
+        awaited = self._awaited_text(roles, now)
         if self._live is not None:
-            self._live.update(self._draw(roles), refresh=True)
+            self._live.update(self._draw(roles, awaited), refresh=True)
+        elif now - self._said_at >= PLAIN_S:
+            if self._has_news:
+                self._say_activity()
+            else:
+                self._say(f"{self._elapsed()} {awaited}")
 
     def _take_rows(self) -> None:
         for row in self._tail.read():
+            self._awaited.note(row)
             if "eval/accuracy" in row:
                 self._evaluations.append(row)
                 self._say(evaluation_line(row))
@@ -131,8 +163,13 @@ class LiveView:
                 self._warnings.append(restart_line(row))
                 if self._live is None:
                     self._say(restart_line(row))
+            elif self._activity.take(row):
+                self._note_activity()
             elif row["source"] == "trainer" and "train/loss" in row:
                 self._steps.append(row)
+                # What follows the step counts anew; a fault that was named stays named.
+                self._activity, self._has_news = ActivityTotals(), False
+                self._activity.diagnosis = self._diagnosis
                 if self._live is None:
                     self._say(step_line(row, self._config.train.steps))
             elif "train/loss" in row:
@@ -140,14 +177,54 @@ class LiveView:
                 if self._live is None and row["step"] % _SFT_LINE_EVERY == 0:
                     self._say(sft_line(row))
 
+    def _note_activity(self) -> None:
+        self._has_news = True
+        if not self._has_shown_rollouts and self._live is None:
+            self._say_activity()
+        self._has_shown_rollouts = True
+        if self._activity.diagnosis != self._diagnosis:
+            self._diagnosis = self._activity.diagnosis
+            if self._live is None and self._diagnosis:
+                self._say(self._diagnosis_line())
+
+    def _diagnosis_line(self) -> str:
+        return f"warning: {self._diagnosis}" if self._diagnosis else ""
+
+    def _say_warnings(self, lines: Iterable[str]) -> None:
+        for line in filter(None, lines):
+            self._say(line)
+
+    def _say_activity(self) -> None:
+        self._has_news = False
+        self._say(f"{self._elapsed()} {self._activity_line()}")
+
+    def _activity_line(self) -> str:
+        since = f"after step {self.last_step}: " if self._steps else ""
+        return since + activity_line(self._activity)
+
+    def _elapsed(self) -> str:
+        return f"[{self._clock() - self._started:6.1f} s]"
+
+    def _awaited_text(self, roles: dict[str, Role], now: float) -> str:
+        running = {name: role for name, role in roles.items() if role.ended is None}
+        starting = [
+            name
+            for name, role in running.items()
+            if role.restarts is not None and not role.restarts.ready_path.exists()
+        ]
+        return self._awaited.text(starting, list(running), now)
+
     def _say(self, line: str) -> None:
+        self._said_at = self._clock()
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _draw(self, roles: dict[str, Role]) -> Group:
-        elapsed = time.monotonic() - self._started
+    def _draw(self, roles: dict[str, Role], awaited: str) -> Group:
+        elapsed = self._clock() - self._started
         head = f"{self._phase}   {elapsed:.0f} s   {self._config.run.dir}"
         parts: list[Any] = [Text(head), Text(self._draw_roles(roles))]
-        parts += [Text(line, style="yellow") for line in self._warnings]
+        warnings = filter(None, [*self._warnings, self._diagnosis_line()])
+        parts += [Text(line, style="yellow") for line in warnings]
+        parts.append(Text(self._activity_line() if self._has_shown_rollouts else awaited))
         if self._sft is not None and not self._steps:
             parts.append(Text(sft_line(self._sft)))
         if self._steps:

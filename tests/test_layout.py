@@ -14,6 +14,8 @@ MAX_LINES = 400
 
 # Modules of megatron_rl that start the other processes, so may import anything but tools and tests.
 SUPERVISORS = {
+    "activity_text",
+    "awaited",
     "cli",
     "convert_command",
     "cluster",

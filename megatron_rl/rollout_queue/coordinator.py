@@ -28,6 +28,7 @@ from megatron_rl.protocol.types import (
 )  # fmt: skip
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from megatron_rl.rollout_queue import admission
+from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
 from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize
@@ -79,6 +80,7 @@ class Coordinator:
             self._training = TrainingGroups(prompts, config)
         self._advantage = find_advantage(config.train)
         self._groups = GroupBook()
+        self._activity = ActivityLog(config, prompts, metrics, recorder)
         self._leases = Leases(config.queue)
         self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
@@ -135,6 +137,7 @@ class Coordinator:
         if group is None:
             return
         self._progress_at = now
+        self._activity.add_rollout(done.rollout)
         if not group.is_abandoned:
             self._scoring.submit(group, done.rollout)
 
@@ -145,6 +148,7 @@ class Coordinator:
         self._progress_at = now
         group, scored = found
         group.add(scored)
+        self._activity.add_score(group, scored)
         if group.is_complete and not group.is_abandoned:
             if group.evaluation:
                 assert self._evaluation is not None
@@ -156,6 +160,7 @@ class Coordinator:
         """Release a training group that is not trained on; the reason appears in all metrics."""
         self._groups.drop(group, reason)
         self._recorder.write_dropped(group, reason)
+        self._activity.add_dropped(reason)
 
     def _on_published(self, published: Published, now: float) -> None:
         self._progress_at = now
@@ -216,8 +221,9 @@ class Coordinator:
         elif endpoint == VERIFY:
             self._scoring.drop_verifier(peer)
 
-    def farewell(self) -> Iterator[Outgoing]:
-        """Stop for every generator and verifier."""
+    def farewell(self, now: float) -> Iterator[Outgoing]:
+        """Stop for every generator and verifier; call once, at the end."""
+        self._activity.write_rest(self._published, now)
         for generator in self._leases.generators:
             yield Outgoing(PROMPTS, generator, Stop("the run is over"))
         for verifier in self._scoring.verifiers:
@@ -348,6 +354,7 @@ class Coordinator:
         """Re-issue what is overdue; DeadlineExceeded when nothing moves any more."""
         self._leases.expire(now)
         self._scoring.expire(now)
+        self._activity.write(self._published, now, in_flight=self._leases.outstanding)
         evaluation, limit_s = self._evaluation, self._config.eval.timeout_s
         if evaluation is not None and now - evaluation.started_at > limit_s:
             raise DeadlineExceeded(f"eval.timeout_s = {limit_s:.0f} is over: {self.describe(now)}")

@@ -49,7 +49,7 @@ def serve(coordinator: Coordinator, routers: dict[str, Router]) -> None:
             coordinator.tick(now)
             tick_at = now + _TICK_S
         _send(coordinator, routers, coordinator.outgoing(now))
-    _send(coordinator, routers, coordinator.farewell())
+    _send(coordinator, routers, coordinator.farewell(time.monotonic()))
 
 
 def _receive_burst(coordinator: Coordinator, endpoint: str, router: Router) -> None:

@@ -69,7 +69,7 @@ def check_batches(peers: ScriptedPeers, max_staleness: int) -> None:
 
 
 def check_files(folder: Path, peers: ScriptedPeers) -> None:
-    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["source"] == "queue"]
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "eval/accuracy" in row]
     labels = [(row["label"], row["step"]) for row in rows]
     assert labels == [("before", 0), ("step_4", 4), ("after", 6)]
     for row in rows:
@@ -122,7 +122,9 @@ def test_evaluate_only_evaluates_once_and_stops(tmp_path: Path) -> None:
     finally:
         queue.kill()
         peers.close()
-    [row] = read_jsonl(tmp_path / "metrics.jsonl")
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert sum(row.get("activity/rollouts_for_evaluation", 0) for row in rows) == 15
+    [row] = [row for row in rows if "eval/accuracy" in row]
     assert (row["label"], row["eval/n"]) == ("control", 5)
     assert len(read_jsonl(tmp_path / "rollouts" / "eval_control.jsonl")) == 15
     assert peers.stopped == {"generator", "verifier"}

@@ -1,0 +1,100 @@
+"""What the queue's activity rows add up to, and lines about it. Pure.
+
+Used by the live view and the summary; `rollout_queue/activity.py` writes the rows.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_rl.rollout_queue.activity import DIAGNOSIS, PREFIX
+from megatron_rl.rollout_queue.diagnosis import reasons_text
+
+Row = dict[str, Any]
+
+
+class ActivityTotals:
+    """Sums over rows."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._sums: Counter[str] = Counter()
+        self.in_flight = 0
+        """Completions in flight at the last row."""
+        self.diagnosis = ""
+        """The likely fault that was named last; empty when there is none any more."""
+        for row in rows:
+            self.take(row)
+
+    def take(self, row: Row) -> bool:
+        """Add a row; False when it is none about activity."""
+        counts = {
+            name.removeprefix(PREFIX): v for name, v in row.items() if name.startswith(PREFIX)
+        }
+        if not counts:
+            return False
+        self.in_flight = counts.pop("completions_in_flight", 0)
+        self.diagnosis = counts.pop(DIAGNOSIS.removeprefix(PREFIX), self.diagnosis)
+        self._sums.update(counts)
+        return True
+
+    def counts(self) -> dict[str, int]:
+        """All sums by name without the prefix; `of_counts` reads them again."""
+        return {name: int(value) for name, value in self._sums.items() if name != "seconds"}
+
+    @classmethod
+    def of_counts(cls, counts: dict[str, int]) -> "ActivityTotals":
+        """Totals with these sums."""
+        return cls([{PREFIX + name: value for name, value in counts.items()}])
+
+    def count(self, name: str) -> int:
+        """Sum of one value by its name without the prefix."""
+        return int(self._sums[name])
+
+    def by_reason(self, area: str) -> Counter[str]:
+        """Counts by reason: of "reason", "ill_formed" or "groups_dropped"."""
+        start = f"{area}/"
+        return Counter(
+            {
+                name.removeprefix(start): int(count)
+                for name, count in self._sums.items()
+                if name.startswith(start) and count
+            }
+        )
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Completion tokens a second; None when the time is not known."""
+        seconds = self._sums["seconds"]
+        return self._sums["tokens"] / seconds if seconds else None
+
+
+def rollouts_text(totals: ActivityTotals) -> str:
+    """How many rollouts were generated and scored, and how they were."""
+    verdicts, ill_formed = totals.by_reason("reason"), totals.by_reason("ill_formed")
+    correct = verdicts.pop("correct", 0)
+    evaluated = totals.count("rollouts_for_evaluation")
+    parts = [f"{correct} correct"]
+    if verdicts:
+        parts.append(f"{verdicts.total()} not ({reasons_text(verdicts)})")
+    if ill_formed:
+        parts.append(f"{ill_formed.total()} ill-formed ({reasons_text(ill_formed)})")
+    whose = f" ({evaluated} of an evaluation)" if evaluated else ""
+    generated, scored = totals.count("rollouts_generated"), totals.count("rollouts_scored")
+    return f"{generated} generated, {scored} scored{whose}: {', '.join(parts)}"
+
+
+def groups_text(totals: ActivityTotals) -> str:
+    """How many training groups are complete, and how many were dropped and why."""
+    dropped = totals.by_reason("groups_dropped")
+    text = f"{totals.count('groups_complete')} groups complete"
+    return f"{text}, dropped: {reasons_text(dropped)}" if dropped else text
+
+
+def activity_line(totals: ActivityTotals) -> str:
+    """One line about rollouts, groups, speed and what is in flight."""
+    parts = [f"rollouts: {rollouts_text(totals)}"]
+    if totals.count("groups_complete") or totals.by_reason("groups_dropped"):
+        parts.append(groups_text(totals))
+    if totals.tokens_per_s is not None:
+        parts.append(f"{totals.tokens_per_s:,.0f} tok/s")
+    return "; ".join([*parts, f"{totals.in_flight} in flight"])

@@ -1,0 +1,164 @@
+"""What happened to rollouts since the last look, as rows of the metrics; the caller has the clock.
+
+Used by the rollout queue. Steps may be minutes apart; these rows show life between them, and say
+what is likely wrong when no group has different rewards.
+
+A row counts what happened since the row before:
+
+| value                              | counts                                                     |
+|------------------------------------|------------------------------------------------------------|
+| `activity/seconds`                 | time; 0 when it is not known how long work was under way   |
+| `activity/rollouts_generated`      | completions that generators returned                       |
+| `activity/tokens`                  | their tokens                                               |
+| `activity/rollouts_scored`         | scores, those of evaluations too                           |
+| `activity/rollouts_for_evaluation` | scores of evaluations                                      |
+| `activity/reason/REASON`           | scores by verdict                                          |
+| `activity/ill_formed/REASON`       | scores by what a gate found wrong                          |
+| `activity/groups_complete`         | training groups whose rollouts are all scored              |
+| `activity/groups_dropped/REASON`   | training groups that are not trained on                    |
+| `activity/completions_in_flight`   | at the moment of the row                                   |
+| `activity/diagnosis`               | likely fault and cure ("": none any more); not in each row |
+"""
+
+import collections
+import logging
+from pathlib import Path
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.types import Rollout, ScoredRollout
+from megatron_rl.rollout_queue.diagnosis import REFUSALS, Evidence, Finding, Setting, diagnose
+from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.prompts import PromptSets
+from megatron_rl.rollout_queue.record import Recorder
+
+log = logging.getLogger(__name__)
+
+PREFIX = "activity/"
+DIAGNOSIS = "activity/diagnosis"
+ROW_S = 5.0
+"""Rows are at least so far apart, but for the first."""
+_LATE_S = 15.0
+"""So long after the first score the likely fault is named, however few scores there are."""
+_REPEAT_FACTOR = 4
+"""A fault is named again when there are so many times as many scores."""
+_EXAMPLE_CHARS = 80
+
+Values = dict[str, float | int | str]
+
+
+class Activity:
+    """Counts events; gives a row when one is due. Pure."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._evidence = Evidence()
+        self._finding: Finding | None = None
+        self._found_at = 0
+        self._busy_since: float | None = None
+        self._last_row: float | None = None
+        self._first_score: float | None = None
+
+    def add_rollout(self, rollout: Rollout) -> None:
+        """A generator returned a completion."""
+        self._counts["rollouts_generated"] += 1
+        self._counts["tokens"] += len(rollout.token_ids)
+
+    def add_score(self, group: Group, scored: ScoredRollout) -> None:
+        """A completion of the group was scored, and is in the group."""
+        reason = scored.score.reason
+        self._counts["rollouts_scored"] += 1
+        self._evidence.reasons[reason] += 1
+        if reason in REFUSALS:
+            self._counts[f"ill_formed/{reason}"] += 1
+            if begin := scored.rollout.text.strip()[:_EXAMPLE_CHARS]:
+                self._evidence.examples.setdefault(reason, begin)
+        else:
+            self._counts[f"reason/{reason}"] += 1
+        if group.evaluation:
+            self._counts["rollouts_for_evaluation"] += 1
+            return
+        self._evidence.training[reason] += 1
+        self._evidence.truncated += scored.rollout.finish_reason == "length"
+        if group.is_complete:
+            self._counts["groups_complete"] += 1
+            self._evidence.groups += 1
+            self._evidence.flat_groups += group.is_flat
+
+    def add_dropped(self, reason: str) -> None:
+        """A training group was dropped."""
+        self._counts[f"groups_dropped/{reason}"] += 1
+
+    def take_row(
+        self, now: float, in_flight: int, *, records: Path | None, is_last: bool = False
+    ) -> Values | None:
+        """What happened since the last row; None when no row is due, or nothing happened.
+
+        records: file with the rollouts of dropped groups. Call it about once a second.
+        """
+        if in_flight and self._busy_since is None:
+            self._busy_since = now
+        if self._first_score is None:
+            if not self._counts["rollouts_scored"]:
+                return None
+            self._first_score = now
+        if self._last_row is not None and now - self._last_row < ROW_S and not is_last:
+            return None
+        diagnosis = self._new_diagnosis(now, records)
+        if not self._counts and diagnosis is None:
+            return None
+        since = self._busy_since if self._last_row is None else self._last_row
+        row: Values = {"seconds": round(now - since, 3) if since is not None else 0.0}
+        row |= {name: count for name, count in self._counts.items() if count}
+        row["completions_in_flight"] = in_flight
+        if diagnosis is not None:
+            row["diagnosis"] = diagnosis
+        self._counts.clear()
+        self._last_row = now
+        return {PREFIX + name: value for name, value in row.items()}
+
+    def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
+        """The diagnosis if it is news: of another kind, or on many more scores."""
+        assert self._first_score is not None
+        found = diagnose(
+            self._evidence,
+            self._setting,
+            is_late=now - self._first_score >= _LATE_S,
+            records=records,
+        )
+        scores = self._evidence.reasons.total()
+        known = self._finding.kind if self._finding else ""
+        is_grown = found is not None and scores >= _REPEAT_FACTOR * self._found_at
+        if (found.kind if found else "") == known and not is_grown:
+            return None
+        self._finding, self._found_at = found, scores
+        return found.text if found else ""
+
+
+class ActivityLog(Activity):
+    """Writes the rows to the metrics, and what is likely wrong to the log."""
+
+    def __init__(
+        self, config: Config, prompts: PromptSets, metrics: JsonlWriter, recorder: Recorder
+    ) -> None:
+        sources = (*prompts.train, prompts.held_out)
+        super().__init__(Setting.of(config, (prompt for source in sources for prompt in source)))
+        self._metrics = metrics
+        self._recorder = recorder
+
+    def write(self, version: int, now: float, *, in_flight: int) -> None:
+        """Write a row if one is due; arguments as in `take_row`."""
+        self._write(version, self.take_row(now, in_flight, records=self._recorder.dropped_file))
+
+    def write_rest(self, version: int, now: float) -> None:
+        """Write what is left at the end."""
+        records = self._recorder.dropped_file
+        self._write(version, self.take_row(now, 0, records=records, is_last=True))
+
+    def _write(self, version: int, row: Values | None) -> None:
+        if row is None:
+            return
+        self._metrics.write(version, row)
+        if row.get(DIAGNOSIS):
+            log.warning("%s", row[DIAGNOSIS])

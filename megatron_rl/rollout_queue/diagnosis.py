@@ -1,0 +1,223 @@
+"""Why a run learns nothing: the likely cause and the cure, from what was scored so far. Pure.
+
+Used by the rollout queue. Learning needs groups whose rewards differ. As long as there is none,
+`diagnose` looks at the reasons of the scores.
+"""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.reward_config import RewardConfig, TaskConfig
+from megatron_rl.protocol.types import Prompt
+
+UNFINISHED = "unfinished"
+_NO_THOUGHTS = frozenset({"no_think_start", "several_think_tags", "no_think_end"})
+_NO_BOX = frozenset({"no_boxed", "box_before_think_end", "unclosed_box", "empty_box"})
+_NO_CODE = frozenset(
+    {
+        "no_code_block", "code_before_think_end", "no_language_tag", "unclosed_code_block",
+        "empty_code_block",
+    }
+)  # fmt: skip
+REFUSALS = _NO_THOUGHTS | _NO_BOX | _NO_CODE | {UNFINISHED, "empty_response"}
+"""Reasons of scores that a gate gives: the completion is ill-formed and earns nothing."""
+
+_FORMS = {
+    "think_box": "<think>...</think>, then an answer in \\boxed{}",
+    "think_code": "<think>...</think>, then a fenced code block with a language tag",
+    "box": "an answer in \\boxed{}",
+    "code": "a fenced code block with a language tag",
+    "none": "any text that is not blank",
+}
+_LOOSER_GATES = {"think_box": ("box", "none"), "think_code": ("code",), "box": ("none",)}
+_MIN_ILL_FORMED = 8
+_MIN_COMPLETIONS, _MIN_GROUPS = 64, 4
+"""Less says little about a model that answers one prompt in twenty."""
+_MOSTLY = 0.9
+
+
+class Finding(NamedTuple):
+    """Why nothing is learned."""
+
+    kind: str
+    text: str
+    """What was seen, the likely cause, and the cure."""
+
+
+@dataclasses.dataclass
+class Evidence:
+    """What was scored since the run began."""
+
+    reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Of all scores, those of evaluations too."""
+    training: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Of the scores of training completions."""
+    truncated: int = 0
+    """Training completions that were cut at the length limit."""
+    examples: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Text of the first ill-formed completion of each reason, not blank."""
+    groups: int = 0
+    """Complete training groups."""
+    flat_groups: int = 0
+    """Of these, groups of equal rewards."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What the configuration says about form and reward."""
+
+    tasks: dict[str, TaskConfig]
+    """Those that the prompts name."""
+    reward: RewardConfig
+    max_new_tokens: int
+    has_system_prompt: bool
+    has_cold_start: bool
+
+    @classmethod
+    def of(cls, config: Config, prompts: Iterable[Prompt]) -> "Setting":
+        """The setting of a run with these prompts."""
+        names = sorted({prompt.task for prompt in prompts})
+        known = config.reward.all_tasks
+        return cls(
+            {name: known[name] for name in names if name in known},
+            config.reward,
+            config.sampling.max_new_tokens,
+            bool(config.render.system_prompt),
+            bool(config.sft.steps),
+        )
+
+
+def diagnose(
+    evidence: Evidence, setting: Setting, *, is_late: bool = False, records: Path | None = None
+) -> Finding | None:
+    """The likely fault; None when a group had different rewards, or too little is scored to tell.
+
+    is_late: judge by what there is, the user has waited. records: file with the rollouts of the
+    dropped groups, if there is one.
+    """
+    if evidence.groups > evidence.flat_groups:
+        return None
+    total, training = evidence.reasons.total(), evidence.training.total()
+    all_flat = evidence.groups >= (1 if is_late else _MIN_GROUPS)
+    refused = _only(evidence.reasons, REFUSALS)
+    is_refused = refused.total() == total >= (1 if is_late else _MIN_ILL_FORMED)
+    if is_refused or (all_flat and refused.total() >= _MOSTLY * total):
+        return _ill_formed(evidence, refused, setting)
+    correct, wrong = evidence.training["correct"], _wrong(evidence.training).total()
+    if not all_flat:
+        # Completions of one class alone: the groups that they belong to will be flat.
+        is_uniform = training in (correct, wrong)
+        if not is_uniform or training < (_MIN_ILL_FORMED if is_late else _MIN_COMPLETIONS):
+            return None
+    if not correct:
+        return _never_correct(evidence, setting, records)
+    if correct >= _MOSTLY * training:
+        return _too_easy(evidence)
+    return _equal_though_mixed(evidence, setting, records)
+
+
+def reasons_text(reasons: collections.Counter[str], limit: int = 4) -> str:
+    """The most frequent reasons with their counts."""
+    shown = [f"{reason} {count}" for reason, count in reasons.most_common(limit)]
+    return ", ".join(shown + ["..."] * (len(reasons) > limit))
+
+
+def _only(reasons: collections.Counter[str], names: frozenset[str]) -> collections.Counter[str]:
+    return collections.Counter({name: n for name, n in reasons.items() if name in names and n})
+
+
+def _wrong(reasons: collections.Counter[str]) -> collections.Counter[str]:
+    return _only(reasons, frozenset(reasons) - REFUSALS - {"correct"})
+
+
+def _ill_formed(evidence: Evidence, refused: collections.Counter[str], setting: Setting) -> Finding:
+    head = (
+        f"{refused.total()} of {evidence.reasons.total()} completions are ill-formed and earn 0 "
+        f"({reasons_text(refused)})."
+    )
+    worst = refused.most_common(1)[0][0]
+    if worst == UNFINISHED:
+        cause = "Cause: they are cut at the length limit. Cure:"
+        return Finding("length_limit", f"{head} {cause} {_longer(setting)}.")
+    if worst == "empty_response":
+        cure = (
+            "Cause: the model ends at once. Cure: look at render.chat_template, and at the end "
+            "tokens in generation_config.json of the model's folder."
+        )
+        return Finding("ends_at_once", f"{head} {cure}")
+    example = evidence.examples.get(worst, "")
+    shown = f" One begins: {example!r}." if example else ""
+    return Finding("ill_formed", f"{head}{shown} {_wrong_form(setting)}")
+
+
+def _longer(setting: Setting) -> str:
+    return (
+        f"raise sampling.max_new_tokens = {setting.max_new_tokens} and, as it holds the prompt "
+        "too, generator.context_tokens"
+    )
+
+
+def _wrong_form(setting: Setting) -> str:
+    wanted = "; ".join(
+        f"gate {task.gate!r} of task {name!r} wants {_FORMS[task.gate]}"
+        for name, task in setting.tasks.items()
+    )
+    asked = "say so in render.system_prompt"
+    if setting.has_system_prompt:
+        asked = "say it more plainly in render.system_prompt"
+    taught = "teach it by a cold start (sft.traces and sft.steps)"
+    if setting.has_cold_start:
+        taught = "give the cold start more steps (sft.steps) or traces of that form"
+    looser = [
+        f"gate = {' or '.join(json.dumps(gate) for gate in _LOOSER_GATES[task.gate])} beside "
+        f"compare = {json.dumps(task.compare)} in [reward.tasks.{name}]"
+        for name, task in setting.tasks.items()
+        if task.gate in _LOOSER_GATES
+    ]
+    cures = [asked, taught, *(f"accept another form, {text}" for text in looser)]
+    return (
+        f"Cause: the model does not answer in the form that is graded ({wanted}). "
+        f"Cure: {'; or '.join(cures)}."
+    )
+
+
+def _never_correct(evidence: Evidence, setting: Setting, records: Path | None) -> Finding:
+    training = evidence.training
+    text = (
+        f"None of {training.total()} training completions is right ({reasons_text(training)}). "
+        "Cause: the prompts are too hard for this model, or it writes answers in another form than "
+        "the references. Cure: "
+    )
+    if records is not None:
+        text += f"compare 'text' and 'answer' in {records}; "
+    if evidence.truncated >= training.total() / 2:
+        text += f"{evidence.truncated} were cut at the length limit, {_longer(setting)}; "
+    if setting.reward.format == 0:
+        text += "let the form alone earn something by reward.format; "
+    return Finding("never_correct", text + "give easier prompts.")
+
+
+def _too_easy(evidence: Evidence) -> Finding:
+    training = evidence.training
+    return Finding(
+        "too_easy",
+        f"{training['correct']} of {training.total()} training completions are right, and no group "
+        "has different rewards. Cause: the prompts are too easy. Cure: give harder ones.",
+    )
+
+
+def _equal_though_mixed(evidence: Evidence, setting: Setting, records: Path | None) -> Finding:
+    reward = setting.reward
+    text = (
+        f"All {evidence.groups} complete groups have equal rewards inside, though completions "
+        f"differ ({reasons_text(evidence.training)}). Cause: each prompt is solved always or "
+        f"never, or what differs does not count (reward.correct = {reward.correct:g}, "
+        f"reward.format = {reward.format:g}). Cure: prompts of middling difficulty, a larger "
+        "train.group_size, a higher sampling.temperature"
+    )
+    return Finding("equal_rewards", f"{text}; see {records}." if records else f"{text}.")
