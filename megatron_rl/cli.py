@@ -194,11 +194,13 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
     if not config_path.exists():
         raise InputError(f"{run_dir} holds no run: it has no config.toml")
     config = load_config(config_path)
+    export = launch.find_export(run_dir)
     summary_path = run_dir / "summary.json"
     if summary_path.exists():
-        summary = json.loads(summary_path.read_text())
-        return summary, launch.run_facts(config, summary["wall_s"], summary["hf_export"])
-    facts = launch.run_facts(config, {}, None)
+        # The folder may have been moved, and models deleted, since it was written.
+        summary = json.loads(summary_path.read_text()) | {"hf_export": export}
+        return summary, launch.run_facts(config, run_dir, summary["wall_s"], export)
+    facts = launch.run_facts(config, run_dir, {}, export)
     return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
 
 

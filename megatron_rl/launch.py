@@ -179,9 +179,8 @@ class _Session:
 
     def facts(self) -> RunFacts:
         """What the summary needs beside the metrics."""
-        exports = [self.hf_folder(name) for name in (FINAL, COLD_START)]
-        export = next((str(path) for path in exports if path.exists()), None)
-        return run_facts(self.config, self.wall_s, export)
+        run_dir = self.config.run.dir
+        return run_facts(self.config, run_dir, self.wall_s, find_export(run_dir))
 
 
 def run(config: Config, console: Console) -> None:
@@ -218,7 +217,9 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
     facts = session.facts()
     summary = summarize(read_jsonl(config.run.dir / "metrics.jsonl"), facts)
     (config.run.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    console.print("\n" + render_text(summary, facts), markup=False, highlight=False, soft_wrap=True)
+    # Found anew: the summary is one of the files that the text names.
+    text = render_text(summary, session.facts())
+    console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluate(config: Config, label: str, console: Console) -> None:
@@ -246,16 +247,27 @@ def evaluate(config: Config, label: str, console: Console) -> None:
     console.print(f"Completions: {config.run.dir}/rollouts/eval_{label}.jsonl", soft_wrap=True)
 
 
-def run_facts(config: Config, wall_s: dict[str, float], hf_export: str | None) -> RunFacts:
-    """The facts of a run whose phases took `wall_s`."""
+def run_facts(
+    config: Config, run_dir: Path, wall_s: dict[str, float], hf_export: str | None
+) -> RunFacts:
+    """The facts of a run whose phases took `wall_s`; run_dir: where its folder is now."""
+    names = ("summary.json", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "logs")
+    paths = [run_dir / name for name in names]
     return RunFacts(
         wall_s=wall_s,
         hf_export=hf_export,
         max_staleness=config.queue.max_staleness,
         strict_staleness=config.queue.strict_staleness,
         eval_temperature=config.eval.temperature,
-        run_dir=str(config.run.dir),
+        run_dir=str(run_dir),
+        files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
     )
+
+
+def find_export(run_dir: Path) -> str | None:
+    """The model that a run exported last, if any."""
+    paths = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
+    return next((str(path) for path in paths if path.exists()), None)
 
 
 def _train(session: _Session) -> None:

@@ -6,11 +6,14 @@ launcher knows; a number that the rows do not hold is None.
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.protocol.metrics import without_superseded
+from megatron_rl.activity_text import ActivityTotals, groups_text, rollouts_text
+from megatron_rl.protocol.metrics import GROUPS_DROPPED, without_superseded
+from megatron_rl.rollout_queue.diagnosis import reasons_text
 
 Row = dict[str, Any]
 Interval = tuple[float, float]
@@ -39,6 +42,8 @@ class RunFacts:
     eval_temperature: float = 0.0
     """`eval.temperature`; 0 is greedy."""
     run_dir: str = ""
+    files: tuple[str, ...] = ()
+    """What the run folder holds beside the exported model, for the text."""
 
 
 def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
@@ -50,6 +55,7 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
     evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     control = evaluations.get("control", {})
+    activity = ActivityTotals(rows)
     rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
     return {
         "engine": start.get("engine"),
@@ -62,7 +68,10 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         "model_parameters": start.get("model/parameters"),
         "steps": len(steps),
         "rollouts_trained": int(sum(_values(steps, "queue/rollouts_trained"))),
-        "groups_dropped_flat": int(sum(_values(steps, "queue/groups_dropped_flat"))),
+        "groups_dropped_flat": int(sum(_values(steps, f"{GROUPS_DROPPED}flat"))),
+        "groups_dropped": _groups_dropped(steps, activity),
+        "activity": activity.counts(),
+        "diagnosis": activity.diagnosis or None,
         "eval_n": (after or before).get("eval/n"),
         "accuracy_before": before.get("eval/accuracy"),
         "accuracy_after": after.get("eval/accuracy"),
@@ -89,6 +98,18 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         "control_se": control.get("eval/accuracy_se"),
         "control": CONTROL_TEXT if control else None,
     }
+
+
+def _groups_dropped(steps: list[Row], activity: ActivityTotals) -> dict[str, int]:
+    """Groups by the reason: those that the batches count, or, without a batch, all of them."""
+    if not steps:
+        return dict(activity.by_reason("groups_dropped"))
+    found: Counter[str] = Counter()
+    for row in steps:
+        for name in row:
+            if name.startswith(GROUPS_DROPPED):
+                found[name.removeprefix(GROUPS_DROPPED)] += int(row[name])
+    return dict(+found)
 
 
 def trainer_idle_fraction(rows: list[Row]) -> float | None:
@@ -137,10 +158,8 @@ def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
     if wall:
         lines.append(f"Time                {wall}")
     lines.append(f"Trained model       {summary['hf_export'] or 'none was exported'}")
-    if facts.run_dir:
-        lines.append(
-            f"Everything else     {facts.run_dir}: summary.json, metrics.jsonl, rollouts/, logs/"
-        )
+    if facts.files:
+        lines.append(f"Everything else     {facts.run_dir}: {', '.join(facts.files)}")
     return "\n".join(lines)
 
 
@@ -167,11 +186,11 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
 
 def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     if not summary["steps"]:
-        return ["No step of reinforcement learning was taken."]
+        return _stepless_lines(summary)
     bound = "" if facts.strict_staleness else " for a typical rollout; a slow group may exceed it"
     return [
-        f"RL steps            {summary['steps']}, {summary['rollouts_trained']} rollouts trained, "
-        f"{summary['groups_dropped_flat']} flat groups dropped",
+        f"RL steps            {summary['steps']}, {summary['rollouts_trained']} rollouts trained; "
+        f"groups dropped: {_dropped_text(summary)}",
         f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
         f"last 10 steps {_number(summary['reward_last10'])}",
         f"Staleness           mean {_number(summary['staleness_mean'], 2)}, "
@@ -186,6 +205,25 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"(TP {summary['tp']}, PP {summary['pp']}, DP {summary['dp']}), "
         f"{_number(summary['model_parameters'], 0)} parameters",
     ]
+
+
+def _stepless_lines(summary: dict[str, Any]) -> list[str]:
+    """What happened in a run that never trained on a batch."""
+    lines = ["No step of reinforcement learning was taken."]
+    activity = ActivityTotals.of_counts(summary.get("activity", {}))
+    if activity.count("rollouts_generated"):
+        lines.append(f"Rollouts            {rollouts_text(activity)}")
+    if activity.count("groups_complete") or summary.get("groups_dropped"):
+        lines.append(f"Groups              {groups_text(activity)}")
+    if summary.get("diagnosis"):
+        lines.append(f"Likely fault        {summary['diagnosis']}")
+    return lines
+
+
+def _dropped_text(summary: dict[str, Any]) -> str:
+    # A summary that was written before reasons were counted has flat ones alone.
+    dropped = summary.get("groups_dropped", {"flat": summary["groups_dropped_flat"]})
+    return reasons_text(Counter(dropped)) or "none"
 
 
 def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:

@@ -20,7 +20,10 @@ KEYS_OF_THE_ISSUE = {
     "staleness_max", "logprob_gap_mean", "publish_s_median", "generator_idle_fraction",
     "trainer_idle_fraction", "wall_s", "hf_export",
 }  # fmt: skip
-ADDED_KEYS = {"control", "control_accuracy", "control_se", "max_staleness", "generator_restarts"}
+ADDED_KEYS = {
+    "control", "control_accuracy", "control_se", "max_staleness", "generator_restarts",
+    "groups_dropped", "activity", "diagnosis",
+}  # fmt: skip
 
 START = {
     "time": 99.0, "source": "trainer", "step": -1, "engine": "sglang", "engine_version": "0.5.23",
@@ -176,3 +179,37 @@ def test_restarted_generators_are_counted_and_told_of() -> None:
     assert summary["generator_restarts"] == 2
     assert "died and were restarted 2 times" in render_text(summary, FACTS)
     assert "restarted" not in render_text(summarize(run_rows(), FACTS), FACTS)
+
+
+def activity_row(time: float, **counts: Any) -> dict[str, Any]:
+    values = {f"activity/{name}": value for name, value in counts.items()}
+    return {"time": time, "source": "queue", "step": 0} | values
+
+
+def test_run_without_a_step_says_what_happened_and_what_is_likely_wrong() -> None:
+    bad = {"ill_formed/no_think_start": 30, "ill_formed/no_boxed": 2}
+    rows = [
+        activity_row(1.0, rollouts_generated=40, rollouts_scored=32, tokens=400, **bad),
+        activity_row(
+            6.0, rollouts_scored=8, groups_complete=5, **bad, diagnosis="Cause: x. Cure: y.",
+            **{"groups_dropped/flat": 4, "groups_dropped/attempts_exhausted": 1},
+        ),
+    ]  # fmt: skip
+    summary = summarize(rows, RunFacts())
+    assert summary["groups_dropped"] == {"flat": 4, "attempts_exhausted": 1}
+    assert summary["activity"]["ill_formed/no_think_start"] == 60
+    text = render_text(summary, RunFacts())
+    assert "40 generated, 40 scored: 0 correct, 64 ill-formed (no_think_start 60, no_box" in text
+    assert "5 groups complete, dropped: flat 4, attempts_exhausted 1" in text
+    assert "Cause: x. Cure: y." in text
+
+
+def test_groups_dropped_are_those_that_the_batches_count() -> None:
+    rows = [
+        *run_rows(), activity_row(111.0, **{"groups_dropped/flat": 50}),
+        step_row(4, 112.0, **{"queue/groups_dropped_prompt_unrenderable": 2}),
+    ]  # fmt: skip
+    summary = summarize(rows, FACTS)
+    assert summary["groups_dropped"] == {"flat": 3, "prompt_unrenderable": 2}
+    assert "groups dropped: flat 3, prompt_unrenderable 2" in render_text(summary, FACTS)
+    assert "groups dropped: none" in render_text(summarize([step_row(1, 2.0)], FACTS), FACTS)
