@@ -18,8 +18,8 @@ class Awaited:
         self._config = config
         self._phase = ""
         self._is_tuned = self._has_started = self._has_published = self._has_rollouts = False
-        self._said = ""
-        self._since = 0.0
+        self._since: dict[str, float] = {}
+        """When each thing that is awaited now was first awaited."""
 
     def enter_phase(self, phase: str) -> None:
         """The run does something else now."""
@@ -34,30 +34,29 @@ class Awaited:
         self._has_rollouts |= "activity/rollouts_scored" in row
 
     def text(self, starting: Sequence[str], running: Sequence[str], now: float) -> str:
-        """What is awaited, and for how long already.
+        """What is awaited, and for how long already each.
 
         starting: names of the generators whose engine is not ready. running: all roles.
         """
-        text = self._what(starting, running)
-        if text != self._said:
-            self._said, self._since = text, now
-        return f"{text}: {now - self._since:.0f} s so far"
+        awaited = self._what(starting, running)
+        self._since = {what: self._since.get(what, now) for what in awaited}
+        return "; ".join(f"{what}: {now - self._since[what]:.0f} s so far" for what in awaited)
 
-    def _what(self, starting: Sequence[str], running: Sequence[str]) -> str:
-        engines = ""
+    def _what(self, starting: Sequence[str], running: Sequence[str]) -> list[str]:
+        engines = []
         if starting:
             limit_s = self._config.generator.start_timeout_s
             verb = "starts its engine" if len(starting) == 1 else "start their engines"
-            engines = f"{', '.join(starting)} {verb} (at most {limit_s:.0f} s)"
+            engines = [f"{', '.join(starting)} {verb} (at most {limit_s:.0f} s)"]
         if any(name.startswith("sft") for name in running):
             tuned = "supervised steps go on" if self._is_tuned else "trainer ranks load the model"
-            return "; ".join(filter(None, [tuned, engines]))
+            return [tuned, *engines]
         if engines:
             return engines
         if "trainer" in running and not self._has_started:
-            return "trainer ranks load the model and meet the generators"
+            return ["trainer ranks load the model and meet the generators"]
         if "trainer" in running and not self._has_published:
-            return "the first weights travel to the generators"
+            return ["the first weights travel to the generators"]
         if not self._has_rollouts:
-            return "the first completions are generated"
-        return f"no news: {self._phase} goes on"
+            return ["the first completions are generated"]
+        return [f"no news, {self._phase} goes on"]
