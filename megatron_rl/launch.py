@@ -29,6 +29,11 @@ from typing import Self
 from rich.console import Console
 
 from megatron_rl import preflight
+from megatron_rl.backend.environment import (
+    collective_environment,
+    device_of_host,
+    role_environment,
+)
 from megatron_rl.live_view import LiveView
 from megatron_rl.placement import gpu_environment, listed_gpus, place
 from megatron_rl.ports import ports_text, resolve_ports
@@ -40,7 +45,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.restarts import Restart, RestartRule
 from megatron_rl.run_folder import check_run_folder, locked, step_of, write_config
 from megatron_rl.summary import RESTARTS, RunFacts, render_text, summarize
-from megatron_rl.supervisor import POLL_S, Supervisor, collective_environment
+from megatron_rl.supervisor import POLL_S, Supervisor
 
 COLD_START = "cold_start"
 CONTROL = "control"
@@ -71,6 +76,7 @@ class _Session:
         )
         self._view = LiveView(config, console)
         self._gpus = listed_gpus()
+        self._device = device_of_host(self._gpus)
         if is_resumed:
             self._view.skip_rows()
         self._closing = ExitStack()
@@ -102,11 +108,17 @@ class _Session:
 
     def start(
         self, name: str, module: str, config_path: Path, arguments: Sequence[str] = (), *,
-        outlives: str | None = None, restarts: RestartRule | None = None, gpus: range = range(0),
+        outlives: str | None = None, restarts: RestartRule | None = None,
+        gpus: range | None = None,
     ) -> None:  # fmt: skip
-        """Start one Python process of the run; it sees `gpus` alone, if any are given."""
+        """Start one Python process of the run.
+
+        gpus: those that it sees, none of them on a host without any; None: it needs no device.
+        """
         command = [sys.executable, "-m", module, "--config", str(config_path), *arguments]
-        environment = gpu_environment(gpus, self._gpus) if gpus else {}
+        environment = role_environment("cpu" if gpus is None else self._device)
+        if gpus:
+            environment |= gpu_environment(gpus, self._gpus)
         self._supervisor.start(
             name, command, outlives=outlives, restarts=restarts, environment=environment
         )
@@ -118,7 +130,7 @@ class _Session:
         command += ["--master-addr", self.config.ports.host]
         command += ["--master-port", str(self.config.ports.torchrun)]
         command += ["-m", module, "--config", str(self.config_path), *arguments]
-        self._supervisor.start(name, command)
+        self._supervisor.start(name, command, environment=role_environment(self._device))
 
     def wait_for(self, name: str, what: str = "", limit_s: float | None = None) -> None:
         """Wait until the role has ended in good order.

@@ -38,7 +38,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.backend import Backend, fp8
+from megatron_rl.backend import fp8
+from megatron_rl.backend.device import Backend
 from megatron_rl.protocol.config import Config
 from megatron_rl.weights.rotary import inverse_frequencies
 from megatron_rl.weights.shape import ModelShape

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_rl.backend import Backend, select_backend
+from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.model import build_model, count_parameters
 from megatron_rl.protocol.config import Config, ParallelConfig

@@ -31,7 +31,6 @@ from megatron_rl.process_tree import (
     wait_for_none,
 )
 from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED, READY_FILE_VARIABLE
-from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.restarts import (
     Answer,
     Death,
@@ -41,7 +40,6 @@ from megatron_rl.restarts import (
     pause_before,
 )
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 TERM_GRACE_S = 6.0
 POLL_S = 0.2
 TAIL_LINES = 15
@@ -275,12 +273,9 @@ class Supervisor:
 
 
 def child_environment() -> dict[str, str]:
-    """What every child needs to find: our packages, one thread, no hub, no compiled graphs."""
+    """What every child needs to find: our packages, its launcher, no hub."""
     root = str(Path(megatron_rl.__file__).resolve().parent.parent)
     return {
-        # More threads than cores slow SGLang's CPU server by a factor of ten.
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
@@ -288,16 +283,6 @@ def child_environment() -> dict[str, str]:
         "MEGATRON_RL_LAUNCHED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }
-
-
-def collective_environment(host: str) -> dict[str, str]:
-    """Keep gloo's sockets on loopback if those of the run are there.
-
-    By itself gloo listens where the host's name leads, which others may reach.
-    """
-    if host not in LOOPBACK or GLOO_INTERFACE in os.environ:
-        return {}
-    return {GLOO_INTERFACE: "lo"}
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
