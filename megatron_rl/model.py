@@ -258,16 +258,3 @@ def packed_params(bounds: torch.Tensor, longest: int) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def count_parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model, without vocabulary padding."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    bias = shape.head_dim * (shape.heads + 2 * shape.kv_heads) if shape.has_qkv_bias else 0
-    qk_norm = 2 * shape.head_dim if shape.has_qk_norm else 0
-    mlp = 3 * shape.hidden * shape.ffn
-    if shape.experts:
-        mlp = shape.experts * shape.hidden * (3 * shape.moe_ffn + 1)
-    layer = attention + bias + qk_norm + mlp + 2 * shape.hidden
-    tables = 1 if shape.is_tied else 2
-    return shape.layers * layer + shape.hidden * (tables * shape.vocab + 1)

@@ -14,10 +14,11 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.backend.fp8 import POSITION_MULTIPLE
-from megatron_rl.model import build_model, count_parameters
+from megatron_rl.model import build_model
 from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.load import load_megatron, load_weights
+from megatron_rl.weights.names import hf_shapes
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 
 
@@ -39,7 +40,7 @@ class Policy:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        return count_parameters(self.shape)
+        return sum(math.prod(size) for size in hf_shapes(self.shape).values())
 
     @property
     def position_multiple(self) -> int:
