@@ -16,6 +16,7 @@ from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.model import build_model
 from megatron_rl.protocol.config import Config, ParallelConfig
+from megatron_rl.weights.export import save_hf
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.load import load_megatron, load_weights
 from megatron_rl.weights.names import hf_shapes
@@ -71,6 +72,14 @@ class Policy:
         if not self.has_sequence_parallelism:
             return Share()
         return Share(parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor)
+
+    def export(self, cfg: Config, name: str) -> None:
+        """Write the model as the run's Hugging Face folder of that name; every rank must call it.
+
+        A run that was killed after its export, or is made longer, finds an older one there.
+        """
+        folder = cfg.run.dir / "hf" / name
+        save_hf(folder, self.chunks, self.shape, source=cfg.model.path, replaces=True)
 
 
 @contextmanager

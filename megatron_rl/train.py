@@ -97,7 +97,7 @@ def main(cfg: Config) -> None:
                 metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
                 metrics.write_start(describe(cfg, policy, weights))
                 train(trainer, batches, weights, checkpoints, metrics, steps)
-        save_hf(cfg.run.dir / "hf" / "final", policy.chunks, policy.shape, source=cfg.model.path)
+        policy.export(cfg, "final")
 
 
 @contextmanager
