@@ -16,9 +16,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.deaths import how_it_ended
 from megatron_rl.protocol.config import Config
 from megatron_rl.summary import RESTARTS
-from megatron_rl.supervisor import Role, how_it_ended
+from megatron_rl.supervisor import Role
 
 Row = dict[str, Any]
 

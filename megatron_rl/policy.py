@@ -16,6 +16,7 @@ from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.model import build_model
 from megatron_rl.protocol.config import Config, ParallelConfig
+from megatron_rl.protocol.process import failures_noted
 from megatron_rl.weights.export import save_hf
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.load import load_megatron, load_weights
@@ -103,6 +104,7 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
             load_weights(chunks, shape, cfg.model.path)
         else:
             load_megatron(chunks, shape, cfg.model.megatron_path)
-        yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
+        with failures_noted():
+            yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
     finally:
         backend.shutdown()
