@@ -50,7 +50,14 @@ def prepare(config: Config) -> Config:
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
     preflight.check(config)
-    resumed = check_run_folder(config)
+    beginning = check_run_folder(config)
+    resumed = beginning.checkpoint
+    if beginning.is_again and resumed is None:
+        # No lock says whether the hosts of the first attempt have ended.
+        raise InputError(
+            f"{config.run.dir} was prepared before, and its run has no complete checkpoint to "
+            "resume from: name another folder with --run-dir DIR, or remove this one"
+        )
     run_dir = config.run.dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     ports = resolve_ports(config).ports

@@ -38,14 +38,15 @@ from megatron_rl.live_view import LiveView
 from megatron_rl.placement import gpu_environment, listed_gpus, place
 from megatron_rl.ports import ports_text, resolve_ports
 from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.config_file import dump_toml, override
 from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.restarts import Restart, RestartRule
-from megatron_rl.run_folder import check_run_folder, locked, step_of, write_config
+from megatron_rl.run_folder import check_run_folder, locked, set_aside, step_of, write_config
 from megatron_rl.summary import RESTARTS, RunFacts, render_text, summarize
 from megatron_rl.supervisor import POLL_S, Supervisor
+from megatron_rl.weights.staging import recover
 
 COLD_START = "cold_start"
 CONTROL = "control"
@@ -204,11 +205,22 @@ def run(config: Config, console: Console) -> None:
     preflight.check(config)
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
-        resumed = check_run_folder(config)
+        beginning = check_run_folder(config)
+        resumed = beginning.checkpoint
+        if beginning.is_again and resumed is None:
+            console.print(_restart_text(config.run.dir), highlight=False, soft_wrap=True)
         config = _prepare_run_folder(config, resumed)
         if resumed is not None:
             console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
         _run_phases(config, console, lock=lock, is_resumed=resumed is not None)
+
+
+def _restart_text(run_dir: Path) -> str:
+    """Sets aside what is there; a cold start, which no checkpoint holds, is made again too."""
+    return (
+        f"{run_dir} holds an attempt of this run that ended before its first checkpoint. The run "
+        f"begins anew; what the attempt left is now in {set_aside(run_dir)}."
+    )
 
 
 def _resumption_text(config: Config, resumed: Path) -> str:
@@ -276,7 +288,7 @@ def _train(session: _Session) -> None:
     _serve(session)
     model = _cold_start(session)
     with session.phase("rl", "reinforcement learning"):
-        session.start_ranks(TRAINER, "megatron_rl.train", [f"model.path={model}"])
+        session.start_ranks(TRAINER, "megatron_rl.train", [override("model.path", str(model))])
         session.wait_for(TRAINER)
     if config.sft.control:
         _continue_cold_start(session, model)
@@ -311,7 +323,8 @@ def _cold_start(session: _Session) -> Path:
 
 def _continue_cold_start(session: _Session, model: Path) -> None:
     with session.phase("control", "control: the cold start goes on"):
-        session.start_ranks("sft-control", "megatron_rl.sft", ["--control", f"model.path={model}"])
+        arguments = ["--control", override("model.path", str(model))]
+        session.start_ranks("sft-control", "megatron_rl.sft", arguments)
         session.wait_for("sft-control")
 
 
@@ -371,6 +384,8 @@ def _prepare_run_folder(config: Config, resumed: Path | None) -> Config:
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = resolve_ports(config.model_copy(update={"run": run_config}))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
+    for name in (COLD_START, CONTROL, FINAL):
+        recover(resolved.run.dir / "hf" / name)
     write_config(resolved, resumed)
     handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")
     handler.setFormatter(
