@@ -5,13 +5,14 @@
 #
 # Without --tiny: SmolLM2-135M-Instruct on sums, about 20 minutes. With it: a model of 1.3M
 # parameters on sorting digits, about 3 minutes. Overrides go to the run, for example run.seed=1 or
-# train.steps=10. Exit status: that of the run.
+# train.steps=10. The same command with the same --run-dir goes on with a run that was interrupted.
+# Exit status: that of the run; 2 when it has ended.
 set -euo pipefail
 CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
-    sed -n '2,9s/^# \{0,1\}//p' "examples/quickstart.sh" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "examples/quickstart.sh" >&2
     exit 2
 }
 
@@ -38,8 +39,10 @@ while [ $# -gt 0 ]; do
     shift
 done
 RUN_DIR=${RUN_DIR:-$PWD/runs/$EXAMPLE-$(date +%Y%m%d-%H%M%S)}
-if [ -e "$RUN_DIR" ] && [ -n "$(ls -A "$RUN_DIR")" ]; then
-    echo "quickstart: $RUN_DIR is not empty: name another folder with --run-dir DIR" >&2
+TASKS=$RUN_DIR/tasks
+if [ -e "$RUN_DIR" ] && [ -n "$(ls -A "$RUN_DIR")" ] && [ ! -e "$TASKS" ] &&
+    [ ! -e "$RUN_DIR/start_model" ]; then
+    echo "quickstart: $RUN_DIR holds other things: name another folder with --run-dir DIR" >&2
     exit 2
 fi
 
@@ -49,17 +52,18 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # A dependency compiles with a SyntaxWarning at its first import.
 export PYTHONWARNINGS=ignore::SyntaxWarning
 
-TASKS=$RUN_DIR/tasks
+# What an earlier call with this folder made is kept: its run goes on, and needs the same.
+has_tasks() { [ -e "$TASKS/traces.jsonl" ]; } # written last
 if [ "$EXAMPLE" = tiny ]; then
     MODEL=$RUN_DIR/start_model
-    "$PYTHON" -m tools.make_tiny_model "$MODEL" --seed "$SEED"
-    "$PYTHON" -m tools.make_tasks sort "$TASKS" --seed "$SEED" --traces 500 --wrong-share 0.6
+    [ -e "$MODEL" ] || "$PYTHON" -m tools.make_tiny_model "$MODEL" --seed "$SEED"
+    has_tasks || "$PYTHON" -m tools.make_tasks sort "$TASKS" --seed "$SEED" --traces 500 --wrong-share 0.6
 else
     # Padded by zero heads, because 2 tensor-parallel ranks do not divide 9 heads.
     MODEL=$PWD/.cache/smollm2-135m-instruct-tp2
     "$PYTHON" -m tools.convert_smollm2 "$PWD/.cache/smollm2-135m-instruct"
     "$PYTHON" -m tools.pad_heads "$PWD/.cache/smollm2-135m-instruct" "$MODEL" --multiple 2
-    "$PYTHON" -m tools.make_tasks chain_sum "$TASKS" --seed "$SEED" --terms 3 3 --digits 1 1 \
+    has_tasks || "$PYTHON" -m tools.make_tasks chain_sum "$TASKS" --seed "$SEED" --terms 3 3 --digits 1 1 \
         --template "{question}" --compact --train 1500 --held-out 512 --traces 320 \
         --wrong-share 0.7 --mistake drop_last
 fi

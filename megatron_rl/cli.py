@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_rl import cluster, doctor, launch, verify_command
 from megatron_rl.ports import ports_text
 from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.config_file import load_config, override
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.process import InputError, run_main
 from megatron_rl.sizing.gpus import GPUS
@@ -135,7 +135,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _load(options: argparse.Namespace) -> Config:
     overrides = list(options.overrides)
     if options.run_dir is not None:
-        overrides.append(f"run.dir={json.dumps(str(options.run_dir))}")
+        overrides.append(override("run.dir", str(options.run_dir)))
     return load_config(options.config, overrides)
 
 

@@ -13,6 +13,11 @@ import time
 from pathlib import Path
 
 from megatron_rl import preflight
+from megatron_rl.backend.environment import (
+    collective_environment,
+    device_of_host,
+    role_environment,
+)
 from megatron_rl.placement import HostRoles, gpu_environment, listed_gpus, place
 from megatron_rl.ports import resolve_ports
 from megatron_rl.protocol.config import Config
@@ -22,7 +27,7 @@ from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.restarts import RestartRule
 from megatron_rl.run_folder import check_run_folder, write_config
-from megatron_rl.supervisor import POLL_S, Supervisor, collective_environment
+from megatron_rl.supervisor import POLL_S, Supervisor
 
 QUEUE = "queue"
 TRAINER = "trainer"
@@ -45,7 +50,14 @@ def prepare(config: Config) -> Config:
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
     preflight.check(config)
-    resumed = check_run_folder(config)
+    beginning = check_run_folder(config)
+    resumed = beginning.checkpoint
+    if beginning.is_again and resumed is None:
+        # No lock says whether the hosts of the first attempt have ended.
+        raise InputError(
+            f"{config.run.dir} was prepared before, and its run has no complete checkpoint to "
+            "resume from: name another folder with --run-dir DIR, or remove this one"
+        )
     run_dir = config.run.dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     ports = resolve_ports(config).ports
@@ -90,8 +102,11 @@ def _start(
 ) -> None:
     common = ["--config", str(config.run.dir / "config.toml")]
     python = [sys.executable, "-m"]
+    without_device = role_environment("cpu")
+    with_device = role_environment(device_of_host(gpus))
     if host == 0:
-        supervisor.start(QUEUE, [*python, "megatron_rl.rollout_queue.server", *common])
+        queue = [*python, "megatron_rl.rollout_queue.server", *common]
+        supervisor.start(QUEUE, queue, environment=without_device)
     for index, own in roles.engines.items():
         name = f"generator-{index}"
         supervisor.start(
@@ -103,15 +118,15 @@ def _start(
                 until=TRAINER,
                 ready_path=config.run.dir / "logs" / f"{name}.ready",
             ),
-            environment=gpu_environment(own, gpus),
+            environment=with_device | gpu_environment(own, gpus),
         )
-    supervisor.start(
-        f"verifier-{host}", [*python, "verification.worker", *common, "--index", str(host)]
-    )
+    verifier = [*python, "verification.worker", *common, "--index", str(host)]
+    supervisor.start(f"verifier-{host}", verifier, environment=without_device)
     if roles.trainer_ranks:
         ranks = torchrun_arguments(config, roles, host)
         name = TRAINER if host == 0 else f"{TRAINER}-host-{host}"
-        supervisor.start(name, [*python, "torch.distributed.run", *ranks, *common])
+        command = [*python, "torch.distributed.run", *ranks, *common]
+        supervisor.start(name, command, environment=with_device)
 
 
 def torchrun_arguments(config: Config, roles: HostRoles, host: int) -> list[str]:

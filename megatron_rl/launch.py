@@ -29,18 +29,24 @@ from typing import Self
 from rich.console import Console
 
 from megatron_rl import preflight
+from megatron_rl.backend.environment import (
+    collective_environment,
+    device_of_host,
+    role_environment,
+)
 from megatron_rl.live_view import LiveView
 from megatron_rl.placement import gpu_environment, listed_gpus, place
 from megatron_rl.ports import ports_text, resolve_ports
 from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.config_file import dump_toml, override
 from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.restarts import Restart, RestartRule
-from megatron_rl.run_folder import check_run_folder, locked, step_of, write_config
+from megatron_rl.run_folder import check_run_folder, locked, set_aside, step_of, write_config
 from megatron_rl.summary import RESTARTS, RunFacts, render_text, summarize
-from megatron_rl.supervisor import POLL_S, Supervisor, collective_environment
+from megatron_rl.supervisor import POLL_S, Supervisor
+from megatron_rl.weights.staging import recover
 
 COLD_START = "cold_start"
 CONTROL = "control"
@@ -71,6 +77,7 @@ class _Session:
         )
         self._view = LiveView(config, console)
         self._gpus = listed_gpus()
+        self._device = device_of_host(self._gpus)
         if is_resumed:
             self._view.skip_rows()
         self._closing = ExitStack()
@@ -102,11 +109,17 @@ class _Session:
 
     def start(
         self, name: str, module: str, config_path: Path, arguments: Sequence[str] = (), *,
-        outlives: str | None = None, restarts: RestartRule | None = None, gpus: range = range(0),
+        outlives: str | None = None, restarts: RestartRule | None = None,
+        gpus: range | None = None,
     ) -> None:  # fmt: skip
-        """Start one Python process of the run; it sees `gpus` alone, if any are given."""
+        """Start one Python process of the run.
+
+        gpus: those that it sees, none of them on a host without any; None: it needs no device.
+        """
         command = [sys.executable, "-m", module, "--config", str(config_path), *arguments]
-        environment = gpu_environment(gpus, self._gpus) if gpus else {}
+        environment = role_environment("cpu" if gpus is None else self._device)
+        if gpus:
+            environment |= gpu_environment(gpus, self._gpus)
         self._supervisor.start(
             name, command, outlives=outlives, restarts=restarts, environment=environment
         )
@@ -118,7 +131,7 @@ class _Session:
         command += ["--master-addr", self.config.ports.host]
         command += ["--master-port", str(self.config.ports.torchrun)]
         command += ["-m", module, "--config", str(self.config_path), *arguments]
-        self._supervisor.start(name, command)
+        self._supervisor.start(name, command, environment=role_environment(self._device))
 
     def wait_for(self, name: str, what: str = "", limit_s: float | None = None) -> None:
         """Wait until the role has ended in good order.
@@ -191,11 +204,22 @@ def run(config: Config, console: Console) -> None:
     preflight.check(config)
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
-        resumed = check_run_folder(config)
+        beginning = check_run_folder(config)
+        resumed = beginning.checkpoint
+        if beginning.is_again and resumed is None:
+            console.print(_restart_text(config.run.dir), highlight=False, soft_wrap=True)
         config = _prepare_run_folder(config, resumed)
         if resumed is not None:
             console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
         _run_phases(config, console, lock=lock, is_resumed=resumed is not None)
+
+
+def _restart_text(run_dir: Path) -> str:
+    """Sets aside what is there; a cold start, which no checkpoint holds, is made again too."""
+    return (
+        f"{run_dir} holds an attempt of this run that ended before its first checkpoint. The run "
+        f"begins anew; what the attempt left is now in {set_aside(run_dir)}."
+    )
 
 
 def _resumption_text(config: Config, resumed: Path) -> str:
@@ -276,7 +300,7 @@ def _train(session: _Session) -> None:
     _serve(session)
     model = _cold_start(session)
     with session.phase("rl", "reinforcement learning"):
-        session.start_ranks(TRAINER, "megatron_rl.train", [f"model.path={model}"])
+        session.start_ranks(TRAINER, "megatron_rl.train", [override("model.path", str(model))])
         session.wait_for(TRAINER)
     if config.sft.control:
         _continue_cold_start(session, model)
@@ -311,7 +335,8 @@ def _cold_start(session: _Session) -> Path:
 
 def _continue_cold_start(session: _Session, model: Path) -> None:
     with session.phase("control", "control: the cold start goes on"):
-        session.start_ranks("sft-control", "megatron_rl.sft", ["--control", f"model.path={model}"])
+        arguments = ["--control", override("model.path", str(model))]
+        session.start_ranks("sft-control", "megatron_rl.sft", arguments)
         session.wait_for("sft-control")
 
 
@@ -371,6 +396,8 @@ def _prepare_run_folder(config: Config, resumed: Path | None) -> Config:
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = resolve_ports(config.model_copy(update={"run": run_config}))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
+    for name in (COLD_START, CONTROL, FINAL):
+        recover(resolved.run.dir / "hf" / name)
     write_config(resolved, resumed)
     handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")
     handler.setFormatter(

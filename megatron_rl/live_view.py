@@ -20,9 +20,10 @@ from rich.text import Text
 
 from megatron_rl.activity_text import ActivityTotals, activity_line
 from megatron_rl.awaited import Awaited
+from megatron_rl.deaths import how_it_ended
 from megatron_rl.protocol.config import Config
 from megatron_rl.summary import RESTARTS
-from megatron_rl.supervisor import Role, how_it_ended
+from megatron_rl.supervisor import Role
 
 Row = dict[str, Any]
 

@@ -1,17 +1,20 @@
 """Policy losses: pure functions of tensors, a weighted sum over tokens.
 
 Runs in trainer ranks on the last pipeline stage. Each token carries its own weight, so the loss of
-a minibatch is a plain sum: the same for every split into microbatches and ranks.
+a minibatch is a plain sum: the same for every split into microbatches and ranks. Nothing but the
+types needs torch: the launcher looks names up in LOSSES, and does without.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.protocol.config import LossConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def clipped_loss(inputs: LossInputs, cfg: LossConfig) -> LossOutput:
     ratio = (inputs.trainer_logprobs - inputs.old_logprobs).exp()
     free = ratio * inputs.advantages
     clipped = ratio.clamp(1 - cfg.eps_low, 1 + cfg.eps_high) * inputs.advantages
-    loss = -(inputs.weights * torch.minimum(free, clipped)).sum()
+    loss = -(inputs.weights * free.minimum(clipped)).sum()
     return LossOutput(loss, (free > clipped).sum().float())
 
 

@@ -38,7 +38,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.backend import Backend, fp8
+from megatron_rl.backend import fp8
+from megatron_rl.backend.device import Backend
 from megatron_rl.protocol.config import Config
 from megatron_rl.weights.rotary import inverse_frequencies
 from megatron_rl.weights.shape import ModelShape
@@ -257,16 +258,3 @@ def packed_params(bounds: torch.Tensor, longest: int) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def count_parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model, without vocabulary padding."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    bias = shape.head_dim * (shape.heads + 2 * shape.kv_heads) if shape.has_qkv_bias else 0
-    qk_norm = 2 * shape.head_dim if shape.has_qk_norm else 0
-    mlp = 3 * shape.hidden * shape.ffn
-    if shape.experts:
-        mlp = shape.experts * shape.hidden * (3 * shape.moe_ffn + 1)
-    layer = attention + bias + qk_norm + mlp + 2 * shape.hidden
-    tables = 1 if shape.is_tied else 2
-    return shape.layers * layer + shape.hidden * (tables * shape.vocab + 1)

@@ -12,12 +12,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_rl.backend import Backend, select_backend
+from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.backend.fp8 import POSITION_MULTIPLE
-from megatron_rl.model import build_model, count_parameters
+from megatron_rl.model import build_model
 from megatron_rl.protocol.config import Config, ParallelConfig
+from megatron_rl.protocol.process import failures_noted
+from megatron_rl.weights.export import save_hf
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.load import load_megatron, load_weights
+from megatron_rl.weights.names import hf_shapes
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 
 
@@ -39,7 +42,7 @@ class Policy:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        return count_parameters(self.shape)
+        return sum(math.prod(size) for size in hf_shapes(self.shape).values())
 
     @property
     def position_multiple(self) -> int:
@@ -71,6 +74,14 @@ class Policy:
             return Share()
         return Share(parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor)
 
+    def export(self, cfg: Config, name: str) -> None:
+        """Write the model as the run's Hugging Face folder of that name; every rank must call it.
+
+        A run that was killed after its export, or is made longer, finds an older one there.
+        """
+        folder = cfg.run.dir / "hf" / name
+        save_hf(folder, self.chunks, self.shape, source=cfg.model.path, replaces=True)
+
 
 @contextmanager
 def open_policy(cfg: Config) -> Iterator[Policy]:
@@ -93,6 +104,7 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
             load_weights(chunks, shape, cfg.model.path)
         else:
             load_megatron(chunks, shape, cfg.model.megatron_path)
-        yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
+        with failures_noted():
+            yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
     finally:
         backend.shutdown()

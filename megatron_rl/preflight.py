@@ -3,27 +3,29 @@
 Used by `launch.py`. Each check raises InputError: what was given, what was expected, what to do.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
+from generation.engine import ENGINES, load_engine
+from megatron_rl.loss import LOSSES
 from megatron_rl.ports import check_ports
 from megatron_rl.protocol.config import (
     Config,
     GeneratorConfig,
-    ParallelConfig,
     SftConfig,
     TrainConfig,
 )
-from megatron_rl.protocol.parallel import Counts, check_sizes
+from megatron_rl.protocol.lookup import find_function
+from megatron_rl.protocol.parallel import nearest_divisor
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import CODE
+from megatron_rl.rollout_queue.advantage import ADVANTAGES
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.rollout_queue.prompts import load_prompts
 from megatron_rl.run_folder import check_run_folder
 from megatron_rl.traces import read_traces
+from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
 from verification import settings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -33,11 +35,12 @@ def check(config: Config) -> None:
     """Run every check, cheapest first. Raises InputError."""
     check_tools()
     check_run_folder(config)
-    shape = read_model_shape(config.model.path)
-    check_parallel(config.parallel, shape)
-    check_engine_parallel(config.generator, shape, config.model.path)
+    check_names(config)
+    check_model_folder(config.model.path)
+    if config.train.steps or config.sft.steps:
+        # An evaluation alone needs no trainer: the engine knows more architectures.
+        check_model(config)
     check_megatron_path(config)
-    check_router_replay(config.train, shape, config.model.path)
     check_ports(config)
     check_traces(config.sft)
     check_prompts(config)
@@ -63,15 +66,14 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
-def read_model_shape(folder: Path) -> dict[str, Any]:
-    """config.json of a complete HF folder."""
+def check_model_folder(folder: Path) -> None:
+    """A Hugging Face folder with configuration, tokenizer and weights; none of them is read."""
     if not folder.is_dir():
         raise InputError(
             f"model.path = {folder}: there is no such folder. Give a HF folder with config.json, "
             "*.safetensors and a tokenizer"
         )
-    config_path = folder / "config.json"
-    if not config_path.exists():
+    if not (folder / "config.json").exists():
         raise InputError(
             f"model.path = {folder}: the folder has no config.json, so it is no HF model"
         )
@@ -82,44 +84,33 @@ def read_model_shape(folder: Path) -> dict[str, Any]:
         )
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"model.path = {folder}: the folder has no *.safetensors")
-    try:
-        shape = json.loads(config_path.read_text())
-    except ValueError as error:
-        raise InputError(f"{config_path} is no JSON: {error}") from error
-    for key in ("num_attention_heads", "num_hidden_layers"):
-        if not isinstance(shape.get(key) if isinstance(shape, dict) else None, int):
-            raise InputError(
-                f"{config_path} does not say {key}: is it a decoder-only language model?"
-            )
-    return shape
 
 
-def check_parallel(parallel: ParallelConfig, shape: dict[str, Any]) -> None:
-    """The parallel sizes divide the heads, the layers and the experts."""
-    heads, experts = shape["num_attention_heads"], _experts(shape)
-    ffn = shape.get("intermediate_size", 0)
-    counts = Counts(
-        heads=heads,
-        kv_heads=shape.get("num_key_value_heads") or heads,
-        layers=shape["num_hidden_layers"],
-        ffn=0 if experts else ffn,
-        experts=experts,
-        expert_ffn=shape.get("moe_intermediate_size", ffn),
-    )
-    check_sizes(parallel, counts)
+def check_model(config: Config) -> None:
+    """The trainer knows the architecture, and the parallel sizes divide the model."""
+    shape = read_shape(config.model.path)
+    check_parallel(shape, config.parallel)
+    check_engine_parallel(config.generator, shape, config.model.path)
+    check_router_replay(config.train, shape, config.model.path)
 
 
-def _experts(shape: dict[str, Any]) -> int:
-    return shape.get("num_local_experts") or shape.get("num_experts") or 0
+def check_names(config: Config) -> None:
+    """Every function that is named exists; the processes that use them start much later."""
+    if config.train.steps:
+        find_function(LOSSES, config.loss.name, key="loss.name")
+        find_function(ADVANTAGES, config.train.advantage, key="train.advantage")
+    # By name alone: the engines' modules are slow to load.
+    engines = dict.fromkeys(ENGINES, load_engine)
+    find_function(engines, config.generator.engine, key="generator.engine")
 
 
-def check_engine_parallel(generator: GeneratorConfig, shape: dict[str, Any], folder: Path) -> None:
+def check_engine_parallel(generator: GeneratorConfig, shape: ModelShape, folder: Path) -> None:
     """An engine's tensor parallelism divides the heads; it copies key-value heads where needed."""
-    heads = shape["num_attention_heads"]
-    if heads % generator.tensor_parallel:
+    if shape.heads % generator.tensor_parallel:
         raise InputError(
-            f"generator.tensor_parallel = {generator.tensor_parallel} does not divide the {heads} "
-            f"attention heads of {folder}: choose {_divisors(heads)}"
+            f"generator.tensor_parallel = {generator.tensor_parallel} does not divide the "
+            f"{shape.heads} attention heads of {folder}; nearest possible: "
+            f"{nearest_divisor(shape.heads, generator.tensor_parallel)}"
         )
 
 
@@ -138,17 +129,12 @@ def check_megatron_path(config: Config) -> None:
         )
 
 
-def check_router_replay(train: TrainConfig, shape: dict[str, Any], folder: Path) -> None:
+def check_router_replay(train: TrainConfig, shape: ModelShape, folder: Path) -> None:
     """Only a mixture of experts has choices to replay."""
-    if train.router_replay and not (shape.get("num_local_experts") or shape.get("num_experts")):
+    if train.router_replay and not shape.experts:
         raise InputError(
             f"train.router_replay = true, but {folder} has no experts: set it to false"
         )
-
-
-def _divisors(*numbers: int) -> str:
-    common = [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
-    return " or ".join(str(n) for n in common)
 
 
 def check_traces(sft: SftConfig) -> None:

@@ -5,15 +5,17 @@ Used by the launcher.
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_completion
 from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter
 from megatron_rl.protocol.process import InputError
 
@@ -26,23 +28,44 @@ _LOCK_WAIT_S = 20.0
 log = logging.getLogger(__name__)
 
 
-def check_run_folder(config: Config) -> Path | None:
-    """The checkpoint that the run goes on from; None for a new run in a new folder.
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins."""
+
+    checkpoint: Path | None
+    """The complete checkpoint that it goes on from; None: at the start."""
+    is_again: bool = False
+    """The folder holds an earlier part of the run, or an attempt that left no checkpoint."""
+
+
+def check_run_folder(config: Config) -> Beginning:
+    """Where the run begins: in a new folder, at a checkpoint, or anew after an attempt without one.
 
     Raises InputError: a run never writes into the folder of another.
     """
     run_dir = config.run.dir
-    found = find_resume(config.checkpoint, run_dir)
     if (run_dir / CONFIG).exists():
-        return _check_resumption(config, found)
+        return _check_resumption(config)
+    found = find_resume(config.checkpoint, run_dir)
     existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"cannot make the run folder {run_dir}: {existing} is no writable folder")
-    return found
+    return Beginning(found)
 
 
-def _check_resumption(config: Config, found: Path | None) -> Path:
+def _check_resumption(config: Config) -> Beginning:
     run_dir = config.run.dir
+    found = find_resume(config.checkpoint, run_dir)
+    has_ended = (run_dir / SUMMARY).exists()
+    other = "Name another folder with --run-dir DIR (or run.dir=DIR)"
+    if found is None and config.checkpoint.resume == "auto":
+        if has_ended:
+            raise InputError(
+                f"the run in {run_dir} has ended, and kept no checkpoint to train on from "
+                f"(checkpoint.every_steps). {other}"
+            )
+        if _is_same_command(config):
+            return Beginning(None, is_again=True)
     if found is None or found.resolve().parent != (run_dir / CHECKPOINTS).resolve():
         why = {
             "auto": "it has no complete checkpoint to resume from",
@@ -53,16 +76,39 @@ def _check_resumption(config: Config, found: Path | None) -> Path:
             "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
         )
     step = step_of(found)
-    if step >= config.train.steps and (run_dir / SUMMARY).exists():
+    if step >= config.train.steps and has_ended:
         raise InputError(
-            f"the run in {run_dir} has ended: it is complete after step {step}. Name another "
-            f"folder with --run-dir DIR, or give a train.steps above {step} to train on"
+            f"the run in {run_dir} has ended: it is complete after step {step}. {other}, or give "
+            f"a train.steps above {step} to train on"
         )
     if step > config.train.steps:
         raise InputError(
             f"{found} is after step {step}, beyond train.steps={config.train.steps}: raise it"
         )
-    return found
+    return Beginning(found, is_again=True)
+
+
+def _is_same_command(config: Config) -> bool:
+    """Whether the run in the folder was started with this configuration."""
+    try:
+        earlier = load_config(config.run.dir / CONFIG)
+    except ConfigError:
+        return False
+    # These two were resolved when it started.
+    run = config.run.model_copy(update={"dir": earlier.run.dir})
+    return earlier == config.model_copy(update={"run": run, "ports": earlier.ports})
+
+
+def set_aside(run_dir: Path) -> Path:
+    """Move what an attempt without a checkpoint left into a folder of its own; returns that."""
+    number = next(n for n in itertools.count(1) if not (run_dir / f"attempt_{n}").exists())
+    folder = run_dir / f"attempt_{number}"
+    folder.mkdir()
+    # The configuration goes last: killed before, the next launcher does it over.
+    for name in ("metrics.jsonl", "rollouts", "hf", "skipped", CONFIG):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(folder / name)
+    return folder
 
 
 def step_of(checkpoint: Path) -> int:

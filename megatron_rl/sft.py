@@ -28,7 +28,6 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.step_metrics import StepMetrics
 from megatron_rl.traces import minibatches, read_traces, tokenize
 from megatron_rl.trainer import Objective, Trainer
-from megatron_rl.weights.export import save_hf
 
 log = logging.getLogger(__name__)
 # Forward and backward cost 6 FLOP a parameter and token, generation 2.
@@ -64,7 +63,7 @@ def main(cfg: Config, is_control: bool) -> None:
         )
         metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source)
         tune(trainer, (share_of(batch, cfg.train.microbatch_tokens) for batch in batches), metrics)
-        save_hf(cfg.run.dir / "hf" / name, policy.chunks, policy.shape, source=cfg.model.path)
+        policy.export(cfg, name)
 
 
 def share_of(batch: list[TrainSequence], budget_tokens: int) -> MinibatchShare:

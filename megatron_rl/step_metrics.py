@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_rl.protocol.metrics import JsonlWriter, Metric, MetricSet
 
 log = logging.getLogger(__name__)
+_DIGITS = 12
 _SHOWN = (
     "rollout/reward",
     "rollout/correct",
@@ -49,6 +50,11 @@ class StepMetrics:
         self._set.clear()
         if self._writer is None:
             return
-        self._writer.write(step, {name: round(value, 8) for name, value in values.items()})
+        self._writer.write(step, {name: _rounded(value) for name, value in values.items()})
         shown = (f"{name} {values[name]:.4g}" for name in _SHOWN if name in values)
         log.info("step %d: %s", step, ", ".join(shown))
+
+
+def _rounded(value: float) -> float:
+    """Significant digits, not decimals: a learning rate of 1e-9 stays one."""
+    return float(f"{value:.{_DIGITS}g}")

@@ -10,7 +10,6 @@ role is started again only when nothing is left of its predecessor.
 import collections
 import logging
 import os
-import re
 import signal
 import subprocess
 import time
@@ -23,6 +22,7 @@ from typing import Self
 import psutil
 
 import megatron_rl
+from megatron_rl.deaths import Ending, RoleDied, explain_death, how_it_ended
 from megatron_rl.process_tree import (
     find_descendants,
     find_orphans,
@@ -30,8 +30,8 @@ from megatron_rl.process_tree import (
     set_subreaper,
     wait_for_none,
 )
-from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED, READY_FILE_VARIABLE
-from megatron_rl.protocol.wire import LOOPBACK
+from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
+from megatron_rl.protocol.process import READY_FILE_VARIABLE
 from megatron_rl.restarts import (
     Answer,
     Death,
@@ -41,12 +41,9 @@ from megatron_rl.restarts import (
     pause_before,
 )
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 TERM_GRACE_S = 6.0
 POLL_S = 0.2
-TAIL_LINES = 15
-# torchrun prints the exit code of a failed rank, then a traceback of its own.
-_TORCHRUN_VERDICT = re.compile(r"failed \(exitcode: (-?\d+)\)")
+_FAILURES = "failures"
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +56,8 @@ class Role:
     command: list[str]
     process: subprocess.Popen[bytes]
     log_path: Path
+    log_start: int
+    """Bytes that earlier starts left in the log."""
     started: float
     """time.monotonic() of the start."""
     outlives: str | None = None
@@ -80,24 +79,6 @@ class Role:
         return self.process.returncode
 
 
-class RoleDied(RuntimeError):
-    """A role ended that should not have; the text shows how, and the end of its log."""
-
-    def __init__(
-        self, name: str, exit_code: int, log_path: Path, lines: list[str], *, remark: str = ""
-    ) -> None:
-        shown = "\n".join(f"    {line}" for line in lines) or "    (nothing)"
-        how = "; ".join(filter(None, [how_it_ended(exit_code), remark]))
-        super().__init__(f"{name} ended with {how}. The end of {log_path}:\n{shown}")
-        self.name = name
-        self.exit_code = exit_code
-
-    @property
-    def launcher_exit_code(self) -> int:
-        """2 when the role refused its input, else 1."""
-        return EXIT_BAD_INPUT if self.exit_code == EXIT_BAD_INPUT else EXIT_FAILED
-
-
 @dataclass
 class Supervisor:
     """Owner of all children; a context manager that leaves none behind."""
@@ -115,9 +96,12 @@ class Supervisor:
     _restarts: collections.Counter[str] = field(default_factory=collections.Counter)
     """Of each replica, over all phases."""
     _not_ours: set[psutil.Process] = field(default_factory=set)
+    _opened_s: float = 0.0
+    """time.time() when it was opened; errors that were noted before are of another run."""
 
     def __enter__(self) -> Self:
         set_subreaper(True)
+        self._opened_s = time.time()
         self._not_ours = set(psutil.Process().children(recursive=True))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         return self
@@ -148,19 +132,25 @@ class Supervisor:
         restarts: RestartRule | None, environment: dict[str, str],
     ) -> Role:  # fmt: skip
         log_path = self.log_dir / f"{name}.out"
-        ready = {READY_FILE_VARIABLE: str(restarts.ready_path)} if restarts is not None else {}
+        told = {FAILURE_VARIABLE: str(self.log_dir.absolute() / _FAILURES / name)}
+        if restarts is not None:
+            told[READY_FILE_VARIABLE] = str(restarts.ready_path)
+        clear_failures(self.log_dir / _FAILURES, name)
         with log_path.open("ab") as out:
+            log_start = out.tell()
             process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "TERM", "--", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | child_environment() | self.extra_environment | environment | ready,
+                env=os.environ | child_environment() | self.extra_environment | environment | told,
                 process_group=0,
                 pass_fds=self.inherited,
             )
         started = time.monotonic()
-        role = Role(name, command, process, log_path, started, outlives, restarts, environment)
+        role = Role(
+            name, command, process, log_path, log_start, started, outlives, restarts, environment
+        )
         self.roles[name] = role
         log.info("started %s, pid %d: %s", name, process.pid, " ".join(command))
         return role
@@ -194,7 +184,7 @@ class Supervisor:
         """Plan a restart or go on without the role; RoleDied when its death ends the run."""
         rule = role.restarts
         if rule is None:
-            raise _explain_death(role)
+            raise self._explain(role)
         death = Death(
             exit_code=role.exit_code or 0,
             was_ready=rule.ready_path.exists(),
@@ -207,14 +197,21 @@ class Supervisor:
         )
         answer, remark = answer_death(death, rule.limit)
         if answer is Answer.END_RUN:
-            raise _explain_death(role, remark)
+            raise self._explain(role, remark)
         role.is_death_answered = True
         if answer is Answer.RESTART:
             pause_s = pause_before(death.restarts, self.first_pause_s)
             role.restart_at = now + pause_s
             remark = f"to be restarted in {pause_s:.0f} s"
-        log.warning("%s", _explain_death(role, remark))
+        log.warning("%s", self._explain(role, remark))
+        # The run goes on: this error is not the cause of a later one.
+        clear_failures(self.log_dir / _FAILURES, role.name)
         self._end_orphans(role)
+
+    def _explain(self, role: Role, remark: str = "") -> RoleDied:
+        ending = Ending(role.name, role.exit_code or 0, role.log_path, role.log_start)
+        first = first_failure(self.log_dir / _FAILURES, self._opened_s)
+        return explain_death(ending, first, remark)
 
     def _end_orphans(self, role: Role) -> list[psutil.Process]:
         """Kill what dead roles left behind: it would hold their ports and memory."""
@@ -231,7 +228,7 @@ class Supervisor:
             return None
         if left := self._end_orphans(role):
             pids = [process.pid for process in left]
-            raise _explain_death(
+            raise self._explain(
                 role, f"not restarted, because pids {pids} of it could not be ended"
             )
         self._restarts[rule.replica] += 1
@@ -275,12 +272,9 @@ class Supervisor:
 
 
 def child_environment() -> dict[str, str]:
-    """What every child needs to find: our packages, one thread, no hub, no compiled graphs."""
+    """What every child needs to find: our packages, its launcher, no hub."""
     root = str(Path(megatron_rl.__file__).resolve().parent.parent)
     return {
-        # More threads than cores slow SGLang's CPU server by a factor of ten.
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
@@ -288,41 +282,6 @@ def child_environment() -> dict[str, str]:
         "MEGATRON_RL_LAUNCHED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }
-
-
-def collective_environment(host: str) -> dict[str, str]:
-    """Keep gloo's sockets on loopback if those of the run are there.
-
-    By itself gloo listens where the host's name leads, which others may reach.
-    """
-    if host not in LOOPBACK or GLOO_INTERFACE in os.environ:
-        return {}
-    return {GLOO_INTERFACE: "lo"}
-
-
-def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The last lines of a role's output, without the traceback that torchrun adds to its rank's."""
-    if not path.exists():
-        return []
-    text = path.read_text(errors="replace").splitlines()
-    verdicts = [i for i, line in enumerate(text) if _TORCHRUN_VERDICT.search(line)]
-    if verdicts:
-        text = text[: verdicts[-1]]
-    return [line for line in text if line.strip()][-lines:]
-
-
-def how_it_ended(exit_code: int) -> str:
-    """Words for an exit code, which is minus the signal's number when a signal ended the role."""
-    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
-
-
-def _explain_death(role: Role, remark: str = "") -> RoleDied:
-    code = role.exit_code or 0
-    text = role.log_path.read_text(errors="replace")
-    verdicts = _TORCHRUN_VERDICT.findall(text)
-    if verdicts and code == 1:
-        code = int(verdicts[-1])
-    return RoleDied(role.name, code, role.log_path, tail(role.log_path), remark=remark)
 
 
 def _ignore(number: int) -> "signal._HANDLER":

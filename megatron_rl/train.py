@@ -26,7 +26,7 @@ from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.lookup import find_function
-from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.process import failures_noted, run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
 from megatron_rl.step_metrics import StepMetrics
 from megatron_rl.trainer import Objective, Trainer
@@ -96,8 +96,9 @@ def main(cfg: Config) -> None:
             with open_publisher(cfg, policy) as weights:
                 metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
                 metrics.write_start(describe(cfg, policy, weights))
-                train(trainer, batches, weights, checkpoints, metrics, steps)
-        save_hf(cfg.run.dir / "hf" / "final", policy.chunks, policy.shape, source=cfg.model.path)
+                with failures_noted():
+                    train(trainer, batches, weights, checkpoints, metrics, steps)
+        policy.export(cfg, "final")
 
 
 @contextmanager

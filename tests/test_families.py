@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import transformers
 
-from megatron_rl.model import count_parameters
 from megatron_rl.protocol.config import ParallelConfig
 from megatron_rl.protocol.process import InputError
+from megatron_rl.sizing.parameters import model_parameters
 from megatron_rl.weights.shape import ModelShape, read_shape
 from tests.test_model import assert_logits_equal
 from tests.tiny_models import QWEN3_MOE, write_model
@@ -137,4 +137,4 @@ def test_magistral_small_has_the_shape_that_is_known(tmp_path: Path) -> None:
         sliding_window=None,
     )
     assert shape.heads * shape.head_dim == 4096 != shape.hidden
-    assert count_parameters(shape) == 23_572_403_200
+    assert model_parameters(shape) == 23_572_403_200

@@ -19,6 +19,7 @@ SUPERVISORS = {
     "cli",
     "convert_command",
     "cluster",
+    "deaths",
     "doctor",
     "launch",
     "live_view",

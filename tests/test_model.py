@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.model import count_parameters
 from megatron_rl.protocol.config import ParallelConfig
+from megatron_rl.sizing.parameters import model_parameters
 from megatron_rl.weights.names import named_parameters
 from megatron_rl.weights.shape import read_shape
 from tests.distributed import run_ranks
@@ -101,7 +101,7 @@ def test_parameters_are_counted_without_padding(tmp_path: Path) -> None:
         options = QWEN3_MOE if family == "Qwen3Moe" else {}
         model = write_model(tmp_path / str(number), family=family, is_tied=is_tied, **options)
         expected = sum(parameter.numel() for parameter in model.parameters())
-        assert count_parameters(read_shape(tmp_path / str(number))) == expected
+        assert model_parameters(read_shape(tmp_path / str(number))) == expected
 
 
 def gradients(

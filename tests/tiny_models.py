@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.backend import Backend, select_backend
+from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.model import build_model, packed
 from megatron_rl.protocol.config import Config, ModelConfig, ParallelConfig
 from megatron_rl.weights.load import load_weights

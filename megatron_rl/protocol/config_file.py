@@ -4,12 +4,12 @@ Imported by every process.
 """
 
 import difflib
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pydantic
+import tomli_w
 
 from megatron_rl.protocol.config import Config
 
@@ -103,33 +103,9 @@ def _known_keys(model: type[pydantic.BaseModel], prefix: str) -> list[str]:
 
 def dump_toml(config: Config) -> str:
     """The whole tree as TOML; `load_config` reads it back to an equal Config."""
-    tree = config.model_dump(mode="json", exclude_none=True)
-    sources = tree.pop("prompts")
-    lines: list[str] = []
-    for name, section in tree.items():
-        _dump_section(name, section, lines)
-    for source in sources:
-        lines.append("[[prompts]]")
-        lines.extend(f"{key} = {_toml_value(value)}" for key, value in source.items())
-        lines.append("")
-    return "\n".join(lines)
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _dump_section(name: str, section: dict[str, Any], lines: list[str]) -> None:
-    nested = {key: value for key, value in section.items() if isinstance(value, dict)}
-    lines.append(f"[{name}]")
-    for key, value in section.items():
-        if key not in nested:
-            lines.append(f"{key} = {_toml_value(value)}")
-    lines.append("")
-    for key, value in nested.items():
-        _dump_section(f"{name}.{key}", value, lines)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
-    # A JSON string, number or boolean is also TOML's, but TOML wants DEL escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def override(key: str, text: str) -> str:
+    """The override that gives `key` this text, whatever it looks like."""
+    return f"{key}={tomli_w.dumps({'text': text}).removeprefix('text = ').rstrip()}"

@@ -10,10 +10,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.protocol.config_file import ConfigError
+from megatron_rl.protocol.failure import write_failure
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 
 EXIT_FAILED = 1
@@ -67,6 +70,28 @@ def _interrupt(number: int, frame: object) -> None:
     raise Interrupted(128 + number)
 
 
+@contextmanager
+def failures_noted() -> Iterator[None]:
+    """Note for the launcher an error that leaves the block; see `failure.py`.
+
+    Put it around work whose surroundings close connections to other processes: the first note of a
+    process stays.
+    """
+    try:
+        yield
+    except (ConfigError, InputError, WireError) as error:
+        write_failure(EXIT_BAD_INPUT, str(error))
+        raise
+    except (DeadlineExceeded, TrainingStopped) as error:
+        write_failure(EXIT_FAILED, str(error))
+        raise
+    except (SystemExit, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException:
+        write_failure(EXIT_FAILED, traceback.format_exc())
+        raise
+
+
 def run_main(role: str, main: Callable[[], None]) -> int:
     """Run `main` and return the exit code: 0, 1 (our failure), 2 (bad input), 128 + signal.
 
@@ -79,7 +104,8 @@ def run_main(role: str, main: Callable[[], None]) -> int:
     signal.signal(signal.SIGINT, _interrupt)
     log = logging.getLogger(role)
     try:
-        main()
+        with failures_noted():
+            main()
     except Interrupted as stop:
         log.info("ended by signal %d", int(stop.code) - 128)
         return int(stop.code)

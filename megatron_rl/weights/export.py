@@ -99,17 +99,18 @@ def save_hf(
     *,
     source: Path,
     shard_bytes: int = SHARD_BYTES,
+    replaces: bool = False,
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
     Configuration and tokenizer files are copied from `source`. The folder appears at once, when
-    complete. Raises FileExistsError if it is there already.
+    complete; replaces: in place of an older one, which is a FileExistsError without it.
     """
     if dist.get_rank() != 0:
         for _ in export_tensors(model, shape):
             pass
     else:
-        with staged(folder) as staging:
+        with staged(folder, replaces=replaces) as staging:
             write_tensors(staging, export_tensors(model, shape), shard_bytes)
             copy_files(carried_files(source), staging)
             values = json.loads((source / "config.json").read_text())

@@ -23,6 +23,14 @@ SUPPORTED = (
     "Qwen3MoeForCausalLM",
 )
 _VOCAB_MULTIPLE = 128
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 _MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -91,8 +99,10 @@ def read_shape(folder: Path) -> ModelShape:
         raise InputError(f"model.path: {folder} has no config.json; give a Hugging Face folder")
     try:
         values = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} is no JSON object: is it the configuration of a model?")
     return shape_of(values, folder)
 
 
@@ -116,6 +126,9 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
         )
     values = {**_DEFAULTS.get(architecture, {}), **values}
     _refuse_unsupported(values, architecture, folder)
+    for key in _SIZES:
+        if not isinstance(values[key], int):
+            raise InputError(f"{folder / 'config.json'}: {key} is {values[key]!r}, not a number")
     heads = values["num_attention_heads"]
     theta, scaling = _rope(values, folder)
     return ModelShape(

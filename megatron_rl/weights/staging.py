@@ -1,5 +1,16 @@
-"""Folders that appear whole or not at all. Used by trainer ranks and by conversions."""
+"""Folders that appear whole or not at all, also in place of an older one.
 
+Used by trainer ranks, by conversions and, to clear up, by the launcher. One process at a time
+writes a folder. A process may be killed at any moment; nothing is promised of a host that loses
+its power.
+
+    model              the folder, always whole
+    model.partial      being written; after an exchange the older folder, about to be removed
+    model.replaced     the older folder, on file systems that cannot exchange two names
+"""
+
+import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -7,23 +18,72 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _SUFFIX = ".partial"
+_REPLACED = ".replaced"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# What file systems answer that do not know the flag (NFS, some overlays), and Linux before 3.15.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP)
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Path]:
+def staged(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
     """An empty folder beside `folder` that takes its name when the block ends, or else vanishes.
 
-    What a killed process left there before is removed. Raises FileExistsError if `folder` exists.
+    What a killed process left there before is removed. replaces: an older `folder` stays until
+    then, and is removed afterwards; without it one is a FileExistsError.
     """
-    if folder.exists():
+    if replaces:
+        recover(folder)
+    elif folder.exists():
         raise FileExistsError(f"{folder} exists already")
     staging = folder.with_name(folder.name + _SUFFIX)
-    if staging.exists():
-        shutil.rmtree(staging)
+    _remove(staging)
     staging.mkdir(parents=True)
     try:
         yield staging
-        os.replace(staging, folder)
-    except BaseException:
-        shutil.rmtree(staging)
-        raise
+        if not folder.exists():
+            os.replace(staging, folder)
+        elif not exchange(staging, folder):
+            rename_over(staging, folder)
+    finally:
+        # Also the older folder, after an exchange.
+        _remove(staging)
+
+
+def recover(folder: Path) -> None:
+    """Finish what a process that was killed in `rename_over` began."""
+    older = folder.with_name(folder.name + _REPLACED)
+    if older.exists() and not folder.exists():
+        os.replace(older, folder)
+    _remove(older)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Let two folders take each other's name at once; False where the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # glibc before 2.28
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in _UNSUPPORTED:
+        return False
+    raise OSError(error, os.strerror(error), str(first), None, str(second))
+
+
+def rename_over(staging: Path, folder: Path) -> None:
+    """Put `staging` in the place of `folder` by two renames.
+
+    Killed between them, `folder` is missing until `recover`, which the next launcher calls.
+    """
+    older = folder.with_name(folder.name + _REPLACED)
+    os.replace(folder, older)
+    os.replace(staging, folder)
+    _remove(older)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

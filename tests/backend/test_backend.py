@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.backend import Backend, select_backend
+from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.protocol.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.protocol.process import InputError
 from tests.distributed import run_ranks

@@ -72,6 +72,12 @@ def test_killed_run_is_resumed_and_ends_as_if_it_had_not_been(
     with launched(folder, "run", run_dir, *few_prompts) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 2 and "has ended: it is complete after step 20" in output
+    # What the first end exported is replaced by that of a longer run.
+    exported = (run_dir / "hf" / "final" / "model.safetensors").read_bytes()
+    with launched(folder, "run", run_dir, *few_prompts, f"train.steps={STEPS + 1}") as run:
+        output, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, output
+    assert (run_dir / "hf" / "final" / "model.safetensors").read_bytes() != exported
 
 
 def newest_step(run_dir: Path) -> int:

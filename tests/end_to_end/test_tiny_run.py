@@ -85,6 +85,19 @@ def test_exported_model_loads_in_transformers(finished: tuple[Path, dict[str, An
     assert sum(p.numel() for p in model.parameters()) == summary["model_parameters"]
 
 
+def test_finished_run_given_again_says_so_and_changes_nothing(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
+    run_dir, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
+    command = ["bash", "examples/quickstart.sh", "--tiny", "--run-dir", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert f"the run in {run_dir} has ended: it is complete after step 30" in done.stderr
+    after = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
+    assert after == before
+
+
 def test_finished_run_leaves_no_process(finished: tuple[Path, dict[str, Any]]) -> None:
     run_dir, _ = finished
     assert processes_of(run_dir) == []

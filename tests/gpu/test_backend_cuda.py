@@ -68,7 +68,7 @@ def losses(overrides: list[str]) -> list[float]:
 
 
 def selection() -> tuple[str, str, str]:
-    from megatron_rl.backend import select_backend
+    from megatron_rl.backend.device import select_backend
 
     backend = select_backend(load_config(None).model)
     return backend.device.type, backend.collectives, backend.layers
@@ -136,7 +136,7 @@ def adam_difference() -> float:
     """Largest difference of parameters after 5 steps of the chosen Adam and torch's AdamW."""
     from megatron.core import optimizer as megatron_optimizer
 
-    from megatron_rl.backend import select_backend
+    from megatron_rl.backend.device import select_backend
 
     device = select_backend(load_config(None).model).device
     torch.manual_seed(0)

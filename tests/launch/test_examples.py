@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,3 +106,42 @@ def test_bad_arguments_print_the_usage(arguments: list[str], words: str) -> None
         cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=20,
     )  # fmt: skip
     assert done.returncode == 2 and words in done.stderr and "Exit status" in done.stderr
+
+
+# Stands for the launcher alone, which would train for minutes; tools run as they are.
+PYTHON = """#!/usr/bin/env bash
+if [ "$2" = megatron_rl.cli ]; then echo "$@" >>"$0.calls"; exit 7; fi
+exec env PYTHONPATH={root} {python} "$@"
+"""
+
+
+def test_quickstart_given_again_goes_on_with_its_own_folder(tmp_path: Path) -> None:
+    tree, run_dir = tmp_path / "tree", tmp_path / "run"
+    for folder in ("examples", "tools", ".venv/bin"):
+        (tree / folder).mkdir(parents=True)
+    shutil.copy(EXAMPLES / "quickstart.sh", tree / "examples")
+    (tree / "tools" / "install.sh").write_text("")
+    python = tree / ".venv" / "bin" / "python"
+    python.write_text(PYTHON.format(root=EXAMPLES.parent, python=sys.executable))
+    python.chmod(0o755)
+
+    def quickstart(folder: Path) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "examples/quickstart.sh", "--tiny", "--run-dir", str(folder)]
+        return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=100)
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
+
+    assert quickstart(run_dir).returncode == 7
+    made = files()
+    assert {path.name for path in made} >= {"model.safetensors", "prompts.jsonl", "traces.jsonl"}
+    (run_dir / "config.toml").touch()  # the run began
+    again = quickstart(run_dir)
+    assert again.returncode == 7, again.stderr
+    assert {path: time for path, time in files().items() if path.name != "config.toml"} == made
+    calls = Path(f"{python}.calls").read_text().splitlines()
+    assert len(calls) == 2 and calls[0] == calls[1] and f"--run-dir {run_dir}" in calls[0]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").touch()
+    refused = quickstart(tmp_path / "other")
+    assert refused.returncode == 2 and "holds other things: name another folder" in refused.stderr

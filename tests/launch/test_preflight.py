@@ -16,6 +16,12 @@ from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config
 from megatron_rl.protocol.process import InputError
 
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,
+    "num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 384, "vocab_size": 100,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
 
 def write_lines(path: Path, items: list[dict | str]) -> Path:
     texts = [item if isinstance(item, str) else json.dumps(item) for item in items]
@@ -37,8 +43,7 @@ def overrides(tmp_path: Path) -> list[str]:
     """Overrides of a config that passes every check; no weights are needed to check it."""
     model = tmp_path / "model"
     model.mkdir()
-    shape = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4}
-    (model / "config.json").write_text(json.dumps(shape))
+    (model / "config.json").write_text(json.dumps(SHAPE))
     (model / "tokenizer.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")
     prompts = [prompt_line(n, "held_out" if n < 3 else "train") for n in range(6)]
@@ -80,6 +85,63 @@ def test_good_input_passes(tmp_path: Path, overrides: list[str]) -> None:
 def test_a_dense_model_has_no_choices_to_replay(tmp_path: Path, overrides: list[str]) -> None:
     message = message_of(tmp_path, [*overrides, "train.router_replay=true"])
     assert "train.router_replay = true, but" in message and "has no experts" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "loss.name=cliped",
+            "loss.name='cliped' is neither one of ['clipped', 'reinforce', "
+            "'supervised'] nor package.module:function; did you mean 'clipped'?",
+        ),
+        ("train.advantage=grpo", "train.advantage='grpo' is neither one of ['group_mean'"),
+        ("generator.engine=vllm", "generator.engine='vllm' is neither one of ['hf', 'sglang']"),
+        ("reward.tasks.mine.compare=maths", "reward.tasks.mine.compare='maths' is neither one of"),
+        ("loss.name=nowhere.at_all:f", "loss.name='nowhere.at_all:f': cannot import nowhere"),
+        ("train.advantage=json:mean", "train.advantage='json:mean': json has no function 'mean'"),
+    ],
+)
+def test_a_name_that_nothing_has_is_refused_with_those_there_are(
+    tmp_path: Path, overrides: list[str], override: str, expected: str
+) -> None:
+    assert expected in message_of(tmp_path, [*overrides, override])
+
+
+def test_functions_of_other_modules_pass(tmp_path: Path, overrides: list[str]) -> None:
+    check(tmp_path, [*overrides, "loss.name=json:dumps", "train.advantage=json:loads",
+                     "generator.engine=json:JSONDecoder"])  # fmt: skip
+
+
+def test_looking_up_a_loss_loads_no_torch() -> None:
+    program = "import sys, megatron_rl.preflight; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.stdout == b"False\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"vocab_size": None}, "lacks the key 'vocab_size'"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
+    ],
+)
+def test_a_model_that_the_trainer_does_not_know_is_refused(
+    tmp_path: Path, overrides: list[str], changed: dict, expected: str
+) -> None:
+    values = {key: value for key, value in (SHAPE | changed).items() if value is not None}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(values))
+    assert expected in message_of(tmp_path, overrides)
+
+
+def test_an_evaluation_leaves_the_architecture_to_the_engine(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    values = SHAPE | {"architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(values))
+    check(tmp_path, [*overrides, "train.steps=0", "sft.steps=0"])
 
 
 def test_unknown_key_names_the_nearest(tmp_path: Path, overrides: list[str]) -> None:

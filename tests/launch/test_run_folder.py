@@ -1,5 +1,6 @@
 """A run folder is new, or its run goes on from a checkpoint; one launcher at a time."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,18 @@ import pytest
 
 from megatron_rl import run_folder
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.protocol.config import Config, PortsConfig
+from megatron_rl.protocol.config_file import dump_toml, load_config
 from megatron_rl.protocol.metrics import RESUMED, read_jsonl
 from megatron_rl.protocol.process import InputError
-from megatron_rl.run_folder import check_run_folder, locked, write_config
+from megatron_rl.run_folder import (
+    Beginning,
+    check_run_folder,
+    locked,
+    set_aside,
+    step_of,
+    write_config,
+)
 
 
 def make_checkpoint(run_dir: Path, step: int) -> Path:
@@ -36,7 +44,7 @@ def config(run_dir: Path, *overrides: str) -> Config:
 
 
 def test_run_folder_with_a_complete_checkpoint_is_resumed(run_dir: Path) -> None:
-    found = check_run_folder(config(run_dir))
+    found = check_run_folder(config(run_dir)).checkpoint
     assert found == run_dir / CHECKPOINTS / "step_000006"
     (run_dir / "summary.json").write_text("{}")
     write_config(config(run_dir, "optimizer.lr=0.5"), found)
@@ -49,8 +57,8 @@ def test_run_folder_with_a_complete_checkpoint_is_resumed(run_dir: Path) -> None
 
 def test_new_folder_may_begin_at_a_checkpoint_of_another(run_dir: Path, tmp_path: Path) -> None:
     named = f"checkpoint.resume={run_dir / CHECKPOINTS / 'step_000006'}"
-    assert check_run_folder(config(tmp_path / "new", named)).name == "step_000006"
-    assert check_run_folder(config(tmp_path / "new")) is None
+    assert step_of(check_run_folder(config(tmp_path / "new", named)).checkpoint) == 6
+    assert check_run_folder(config(tmp_path / "new")) == Beginning(None)
     assert not (tmp_path / "new").exists()
 
 
@@ -73,17 +81,50 @@ def test_what_cannot_be_resumed_is_refused(
 
 def test_run_that_ended_goes_on_only_with_more_steps(run_dir: Path) -> None:
     make_checkpoint(run_dir, 10)
-    assert check_run_folder(config(run_dir)).name == "step_000010"
+    # Killed between its export and its summary.
+    assert step_of(check_run_folder(config(run_dir)).checkpoint) == 10
     (run_dir / "summary.json").write_text("{}")
     with pytest.raises(InputError, match="has ended: it is complete after step 10.*train.steps"):
         check_run_folder(config(run_dir))
-    assert check_run_folder(config(run_dir, "train.steps=12")).name == "step_000010"
+    assert step_of(check_run_folder(config(run_dir, "train.steps=12")).checkpoint) == 10
 
 
 def test_run_without_a_complete_checkpoint_is_never_overwritten(run_dir: Path) -> None:
     (run_dir / CHECKPOINTS / "step_000006" / "COMPLETE").unlink()
     with pytest.raises(InputError, match="no complete checkpoint to resume from; runs are never"):
         check_run_folder(config(run_dir))
+
+
+def test_the_same_command_begins_anew_after_an_attempt_without_a_checkpoint(run_dir: Path) -> None:
+    (run_dir / CHECKPOINTS / "step_000006" / "COMPLETE").unlink()
+    # As the launcher saves it: places are absolute, ports are chosen.
+    given = config(run_dir, "optimizer.lr=0.5")
+    saved = given.model_copy(update={"ports": PortsConfig(prompts=4711)})
+    (run_dir / "config.toml").write_text(dump_toml(saved))
+    for name in ("hf/cold_start", "rollouts", "tasks"):
+        (run_dir / name).mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    assert check_run_folder(given) == Beginning(None, is_again=True)
+    with pytest.raises(InputError, match="no complete checkpoint to resume from; runs are never"):
+        check_run_folder(config(run_dir, "optimizer.lr=0.25"))
+    aside = set_aside(run_dir)
+    assert load_config(aside / "config.toml") == saved
+    assert {path.name for path in aside.iterdir()} == {
+        "config.toml", "hf", "metrics.jsonl", "rollouts",
+    }  # fmt: skip
+    assert (aside / "hf" / "cold_start").is_dir() and (run_dir / "tasks").is_dir()
+    assert check_run_folder(given) == Beginning(None)
+    (run_dir / "rollouts").mkdir()
+    assert set_aside(run_dir) == run_dir / "attempt_2"
+
+
+def test_run_that_ended_without_a_checkpoint_says_so(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / CHECKPOINTS)
+    given = config(run_dir)
+    (run_dir / "config.toml").write_text(dump_toml(given))
+    (run_dir / "summary.json").write_text("{}")
+    with pytest.raises(InputError, match="has ended, and kept no checkpoint to train on from"):
+        check_run_folder(given)
 
 
 def test_folder_is_locked_until_the_last_child_is_gone(

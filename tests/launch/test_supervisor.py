@@ -13,8 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.supervisor import collective_environment
-
 pytestmark = pytest.mark.timeout(60)
 
 # Ignores SIGTERM, has a grandchild that ignores it too, and writes both pids.
@@ -229,11 +227,3 @@ def test_exit_code_and_words_of_a_failed_rank_come_through_torchrun(tmp_path: Pa
     assert "trainer ended with exit code 2" in done.stdout
     assert "rank 1: parallel.tensor does not fit" in done.stdout
     assert "ChildFailedError" not in done.stdout
-
-
-def test_collectives_of_a_run_on_loopback_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert collective_environment("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert collective_environment("10.0.0.7") == {}
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-    assert collective_environment("127.0.0.1") == {}

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config
+from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config, override
 
 
 def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> Config:
@@ -88,3 +88,50 @@ def test_toml_round_trip_is_the_identity(tmp_path: Path) -> None:
     )  # fmt: skip
     assert load_text(tmp_path, dump_toml(config)) == config
     assert load_text(tmp_path, dump_toml(Config())) == Config()
+
+
+HOSTILE = (
+    "", "gsm8k/v1", "two words", "a.b", "a=b", '"quoted"', "it\'s", "back\\slash", "tab\t", "\r\n",
+    "\x00\x1b\x7f", "\u2028 \u0085 \ufeff", "ü € 𝔸 😀", "[section]", "# no comment",
+    "1e5", "true", '"""',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_whatever_a_key_or_a_text_holds_comes_back(tmp_path: Path, text: str) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"dir": f"runs/{text}"},
+            "render": {"system_prompt": text},
+            "prompts": [
+                {"kind": "reasoning_gym", "name": text, "options": {text: text, "other": 1}},
+                {"path": "a.jsonl"},
+            ],
+            "reward": {
+                "tasks": {text: {"compare": "math"}, "plain": {"compare": text}},
+                "extra": [{"name": "brief", "function": "a.b:c", "tasks": [text, "plain"]}],
+            },
+        }
+    )
+    assert load_text(tmp_path, dump_toml(config)) == config
+    assert load_config(None, [override("render.system_prompt", text)]).render.system_prompt == text
+
+
+def test_extreme_numbers_come_back(tmp_path: Path) -> None:
+    options = {
+        "up": float("inf"),
+        "down": float("-inf"),
+        "tiny": 5e-324,
+        "whole": 2.0,
+        "big": 2**62,
+    }
+    config = Config.model_validate(
+        {
+            "optimizer": {"lr": 1e-300, "clip_grad_norm": float("inf")},
+            "prompts": [{"kind": "reasoning_gym", "name": "x", "options": options}],
+        }
+    )
+    again = load_text(tmp_path, dump_toml(config))
+    assert again == config
+    types = {key: type(value) for key, value in again.prompts[0].options.items()}
+    assert types == {key: type(value) for key, value in options.items()}

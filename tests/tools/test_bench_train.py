@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.model import count_parameters
 from megatron_rl.protocol.config import OptimizerConfig
 from megatron_rl.protocol.types import TrainSequence
+from megatron_rl.sizing.parameters import model_parameters
 from megatron_rl.weights.shape import read_shape
 from tests.tiny_models import write_model
 from tools.bench.lengths import Lengths
@@ -73,7 +73,7 @@ def test_flops_of_a_step_match_a_count_by_hand(tmp_path: Path) -> None:
     sequences = [Lengths(3, 5), Lengths(1, 2)]
     attention = 2 * 2 * 8 * (8**2 + 3**2)
     expected = 3 * (2 * layers * 11 + 2 * 10 * 8 * 7 + attention)
-    assert step_flops(shape, sequences, count_parameters(shape)) == expected
+    assert step_flops(shape, sequences, model_parameters(shape)) == expected
 
 
 def make_sequences() -> list[TrainSequence]:

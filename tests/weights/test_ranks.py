@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.backend import select_backend
+from megatron_rl.backend.device import select_backend
 from megatron_rl.protocol.config import ModelConfig, ParallelConfig
 from megatron_rl.weights.layouts import Share
 from megatron_rl.weights.names import Place

@@ -1,0 +1,199 @@
+"""Device, collectives, layers and optimizer kernels of the trainer ranks, decided once.
+
+Used by trainer ranks (and by tools that build the model); everything else asks a `Backend`.
+"""
+
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import is_te_min_version
+
+from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches
+from megatron_rl.protocol.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.protocol.process import InputError
+
+Layers = Literal["local", "transformer_engine"]
+PACKED_GATHER_VERSION = "2.18"
+"""First TransformerEngine that gathers packed keys and values (its pull request 2829)."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What `select_backend` decided for this process."""
+
+    device: torch.device
+    collectives: Literal["gloo", "nccl"]
+    layers: Layers
+
+    def init_distributed(self, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> None:
+        """Join torchrun's process group, make Megatron's groups and seed this rank.
+
+        Raises InputError when the count of ranks is not the product of the parallel sizes.
+        """
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks != parallel.world_size:
+            raise InputError(
+                f"{ranks} trainer ranks were started, but parallel.tensor={parallel.tensor} x "
+                f"context={parallel.context} x pipeline={parallel.pipeline} x "
+                f"data={parallel.data} needs {parallel.world_size}"
+            )
+        dist.init_process_group(
+            self.collectives,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        # Megatron's extra gloo groups serve checkpoints of the old distributed-optimizer formats.
+        parallel_state.initialize_model_parallel(
+            parallel.tensor,
+            parallel.pipeline,
+            parallel.interleaved_chunks,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+
+    def check_offload(self, optimizer: OptimizerConfig) -> None:
+        """Raise InputError when optimizer state shall leave a GPU that is not there."""
+        if optimizer.offload and self.device.type == "cpu":
+            raise InputError(
+                "optimizer.offload = true needs a CUDA device, and this host has none: here "
+                "optimizer state is in host memory anyway; nearest possible: false"
+            )
+
+    def host_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """A new group of all trainer ranks for tensors in host memory. Collective."""
+        return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def replica_group(self, parallel: ParallelConfig, timeout_s: float) -> dist.ProcessGroup:
+        """This rank's group of all that work on the same sequences. Collective."""
+        if parallel.context == 1:
+            return parallel_state.get_model_parallel_group()
+        sizes = {"tp": parallel.tensor, "cp": parallel.context, "pp": parallel.pipeline}
+        order = parallel_state.RankGenerator(
+            **sizes, ep=1, dp=parallel.data, order="tp-cp-ep-dp-pp"
+        )
+        group, _ = dist.new_subgroups_by_enumeration(
+            order.get_ranks("tp-cp-pp"), timeout=datetime.timedelta(seconds=timeout_s)
+        )
+        return group
+
+    def random_states(self) -> dict[str, Any]:
+        """All random states of this rank, as tensors by name."""
+        return {
+            "host": torch.get_rng_state(),
+            "device": torch.cuda.get_rng_state(),
+            "tracker": get_cuda_rng_tracker().get_states(),
+        }
+
+    def set_random_states(self, states: dict[str, Any]) -> None:
+        """Go on where `random_states` was taken."""
+        get_cuda_rng_tracker().set_states(states["tracker"])
+        torch.cuda.set_rng_state(states["device"])
+        torch.set_rng_state(states["host"])
+
+    def shutdown(self) -> None:
+        """Leave the process groups; a no-op before init_distributed."""
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    def layer_spec(
+        self, config: TransformerConfig, chunk: int
+    ) -> ModuleSpec | TransformerBlockSubmodules:
+        """Modules that the decoder of a chunk of the rank is built of."""
+        if self.layers == "transformer_engine":
+            return get_gpt_layer_with_transformer_engine_spec(
+                num_experts=config.num_moe_experts,
+                moe_grouped_gemm=config.moe_grouped_gemm,
+                qk_layernorm=config.qk_layernorm,
+            )
+        return cpu_layers.block_spec(config, chunk)
+
+    def context_exchange(self, parallel: ParallelConfig, *, has_window: bool) -> str:
+        """How context ranks exchange keys and values, in TransformerEngine's words.
+
+        has_window: whether attention sees a sliding window. Raises InputError for a way that the
+        layers do not know.
+        """
+        wanted = parallel.context_exchange
+        if self.layers == "local":
+            if wanted == "p2p":
+                raise InputError(
+                    "parallel.context_exchange = 'p2p' needs TransformerEngine's layers; the local "
+                    "ones know 'all_gather'"
+                )
+            return "all_gather"
+        if wanted == "all_gather" and not is_te_min_version(PACKED_GATHER_VERSION):
+            raise InputError(
+                "parallel.context_exchange = 'all_gather' of packed sequences needs "
+                f"TransformerEngine {PACKED_GATHER_VERSION}: use 'p2p', or model.layers = 'local'"
+            )
+        if wanted != "all_gather" and has_window and parallel.context > 1:
+            raise InputError(
+                f"parallel.context = {parallel.context}: TransformerEngine's ring knows no sliding "
+                "window, which this model has; nearest possible: 1, or model.layers = 'local'"
+            )
+        return "p2p" if wanted == "auto" else wanted
+
+    def transformer_overrides(self) -> dict[str, Any]:
+        """TransformerConfig fields that depend on the device and the layers."""
+        uses_engine = self.layers == "transformer_engine"
+        return {
+            "use_cpu_initialization": self.device.type == "cpu",
+            "apply_rope_fusion": uses_engine,
+            # Without TransformerEngine a rank computes its experts one after the other.
+            "moe_grouped_gemm": uses_engine,
+            "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
+        }
+
+
+def select_backend(model: ModelConfig) -> Backend:
+    """Choose for this host and prepare the process: device, patches, fused Adam.
+
+    Raises InputError when the config asks for what this host cannot give.
+    """
+    has_engine = torch.cuda.is_available() and HAVE_TE
+    if model.layers == "transformer_engine" and not has_engine:
+        raise InputError(
+            "model.layers = 'transformer_engine' needs a CUDA device and the package "
+            "transformer-engine, and one of them is missing here: use 'auto' or 'local'"
+        )
+    layers: Layers = "transformer_engine" if has_engine and model.layers != "local" else "local"
+    if model.fp8 != "none" and layers != "transformer_engine":
+        raise InputError(
+            f"model.fp8 = {model.fp8!r} needs a CUDA device and the package transformer-engine, "
+            "and one of them is missing here: nearest possible: 'none'"
+        )
+    cpu_adam.replace_torch_fallback()
+    if not torch.cuda.is_available():
+        cpu_patches.install()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return Backend(torch.device("cpu"), "gloo", layers)
+    if not HAVE_TE:
+        cpu_patches.define_router_product()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return Backend(device, "nccl", layers)

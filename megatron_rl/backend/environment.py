@@ -1,0 +1,51 @@
+"""Which variables a process of a run gets, by the device that it computes on.
+
+Used by the launcher, so without torch: a variable has to be set before torch is loaded.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Literal
+
+from megatron_rl.protocol.wire import LOOPBACK
+
+DeviceKind = Literal["cpu", "cuda"]
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> DeviceKind:
+    """What trainer ranks and engines compute on, on a host that lists these GPUs.
+
+    torch_version: default: that of the installed package, which may be a build without CUDA.
+    """
+    torch_version = version("torch") if torch_version is None else torch_version
+    return "cuda" if gpus and not torch_version.endswith("+cpu") else "cpu"
+
+
+def role_environment(device: DeviceKind) -> dict[str, str]:
+    """Variables of a process that computes on `device`.
+
+    Queue and verifiers compute on the CPU of every host. On CUDA nothing is set: SGLang and
+    Megatron compile some of their operations there, and what runs on the host may use its cores.
+    """
+    if device == "cuda":
+        return {}
+    return {
+        # More threads than cores slow SGLang's CPU server by a factor of ten.
+        "OMP_NUM_THREADS": "1",
+        # Compiling takes longer than it saves on a CPU.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def collective_environment(host: str, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Keep gloo's sockets on loopback if those of the run are there.
+
+    By itself gloo listens where the host's name leads, which others may reach. given: what the
+    launcher's own environment says, which counts more.
+    """
+    given = os.environ if given is None else given
+    if host not in LOOPBACK or _GLOO_INTERFACE in given:
+        return {}
+    return {_GLOO_INTERFACE: "lo"}

@@ -1,0 +1,74 @@
+"""What ended a process, noted for the launcher: of several notes the earliest is the cause.
+
+Imported by every process. A rank that fails closes its connections, on which the other ranks fail
+in turn, sometimes sooner than the first one has ended. So the note is written when the error leaves
+the main loop, before anything is closed.
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+FAILURE_VARIABLE = "MEGATRON_RL_FAILURE_NOTE"
+"""Environment variable: path of the note, without its ending; set by the launcher."""
+_ENDING = ".json"
+_RANK = ".rank-"
+
+log = logging.getLogger(__name__)
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The error that ended a process."""
+
+    time_s: float
+    """time.time() when it was noted."""
+    who: str
+    """Role, and rank where it has several."""
+    exit_code: int
+    text: str
+    """The message of an error that a person can mend, else the traceback."""
+    pid: int
+
+
+def write_failure(exit_code: int, text: str) -> None:
+    """Note the error that ends this process, if the launcher asked for it and there is no note."""
+    target = os.environ.get(FAILURE_VARIABLE)
+    if not target:
+        return
+    path, rank = Path(target), os.environ.get("RANK")
+    who = path.name if rank is None else f"{path.name}, rank {rank}"
+    path = path.with_name(path.name + ("" if rank is None else f"{_RANK}{rank}") + _ENDING)
+    known = _read(path)
+    if known is not None and known.pid == os.getpid():
+        return
+    failure = Failure(time.time(), who, exit_code, text, os.getpid())
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.encode(failure))
+        temporary.replace(path)
+    except OSError as error:  # such as the full disk that ends the process
+        log.warning("cannot note the error that follows in %s: %s", path, error)
+
+
+def first_failure(folder: Path, since_s: float) -> Failure | None:
+    """The earliest note in `folder` that is not older than time.time() `since_s`."""
+    notes = (_read(path) for path in sorted(folder.glob(f"*{_ENDING}")))
+    recent = [note for note in notes if note is not None and note.time_s >= since_s]
+    return min(recent, key=lambda note: note.time_s, default=None)
+
+
+def clear_failures(folder: Path, role: str) -> None:
+    """Remove the notes of a role, which is to be started."""
+    for path in (folder / f"{role}{_ENDING}", *folder.glob(f"{role}{_RANK}*{_ENDING}")):
+        path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Failure | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Failure)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
