@@ -168,7 +168,7 @@ class Reshard:
         if self._link is None:
             return None
         stream = self._streams[member.name]
-        self._link.begin(member.name)
+        self._link.begin(member.name, member.hello.session)
         stream.attempts += 1
         receive = self._receive_message(member, stream, version)
         ready = self._keys("ready", receive)

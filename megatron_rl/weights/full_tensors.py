@@ -49,8 +49,8 @@ class _Standing:
         self._deadline_s = deadline_s
         self._started = time.monotonic()
         self.names = [member.name for member in members]
-        for name in self.names:
-            link.begin(name)
+        for member in members:
+            link.begin(member.name, member.hello.session)
 
     def ask(self, message: AnyMessage) -> None:
         """Have all that are left obey, at the same time and within one deadline."""

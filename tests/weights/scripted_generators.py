@@ -37,6 +37,7 @@ from tests.weights.made_up import SHAPE, allocate, fill
 
 FILE_PATIENCE_S = 60.0
 POLL_S = 0.02
+DAWDLE_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ class PipedEngine:
         match self._faults.get(self._pauses, "").split():
             case ["fail", when] if when == occasion:
                 raise EngineError(f"scripted failure of {occasion}")
+            case ["dawdle", when] if when == occasion:
+                time.sleep(DAWDLE_S)
             case ["die", when] if when == occasion:
                 os.killpg(0, signal.SIGKILL)
 
