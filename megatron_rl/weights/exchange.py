@@ -324,9 +324,4 @@ def receiver_slices(shape: ModelShape, hello: Hello, rank: int) -> list[Slice]:
     """Slices of one rank of a generator's engine."""
     if hello.engine == "hf":
         return hf_slices(shape)
-    return engine_slices(
-        shape,
-        Share(rank, hello.world_size),
-        ffn_multiple=hello.ffn_multiple,
-        expert_ranks=hello.expert_ranks,
-    )
+    return engine_slices(shape, Share(rank, hello.world_size), ffn_multiple=hello.ffn_multiple)
