@@ -60,6 +60,7 @@ class GeneratorLink:
             return error.peer, Failed("message", str(error))
 
     def _greet(self, peer: str, hello: Hello) -> None:
+        # A generator that nobody serves repeats its Hello: only another session is another life.
         known = self.peers.get(peer)
         if known is not None and known.session != hello.session:
             self._failures[peer] = "it restarted"
@@ -132,6 +133,7 @@ class GeneratorLink:
             if now > ping_at:
                 self.tell(peer, Ping())
                 ping_at = now + PING_S
+            # Messages of all generators: what the others say meanwhile is kept for their turn.
             self.listen(POLL_S)
 
     def drop(self, peer: str) -> None:

@@ -30,7 +30,7 @@ from megatron_rl.weights import parcels, transport
 from megatron_rl.weights.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.layouts import Share
-from megatron_rl.weights.messages import Message
+from megatron_rl.weights.messages import Packet
 from megatron_rl.weights.receiver import Receiver
 from megatron_rl.weights.shape import ModelShape
 from tests.weights.made_up import SHAPE, allocate, fill
@@ -248,17 +248,17 @@ def bring(fault: str, deadline_s: float) -> None:
     """Let a fault happen in this engine rank's next transfer."""
     real = parcels.unpack
 
-    def unpack(messages: Iterable[Message], *args: Any) -> Tensor:
+    def unpack(packets: Iterable[Packet], *args: Any) -> Tensor:
         match fault:
             case "die transfer":
                 os.killpg(0, signal.SIGKILL)
             case "stop reading":
                 time.sleep(deadline_s + 1)
             case "damage":
-                messages = list(messages)
-                messages[0].payload[5] ^= 4
+                packets = list(packets)
+                packets[0].payload[5] ^= 4
         parcels.unpack = real
-        return real(messages, *args)
+        return real(packets, *args)
 
     def join(*args: Any, **options: Any) -> Any:
         os.killpg(0, signal.SIGKILL)
