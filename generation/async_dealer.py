@@ -8,7 +8,14 @@ import zmq.asyncio
 
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
-from megatron_rl.protocol.wire import HIGH_WATER_MESSAGES, DeadlineExceeded, Dealer, decode, encode
+from megatron_rl.protocol.wire import (
+    HIGH_WATER_MESSAGES,
+    DeadlineExceeded,
+    Dealer,
+    WireError,
+    decode,
+    encode,
+)
 
 
 class AsyncDealer(Dealer):
@@ -21,15 +28,31 @@ class AsyncDealer(Dealer):
     def send(self, message: AnyMessage) -> None:
         """Queue a message; DeadlineExceeded when the queue to the peer is full.
 
-        Through the asyncio socket although it never waits: libzmq signals a message once, a send
-        on the plain socket swallows the signal of one that arrived meanwhile, and the event loop
-        would sleep on it.
+        WireError when the socket cannot send at all.
         """
+        # Not on the plain socket, although sending never waits: libzmq signals an arrived message
+        # once, a plain send would swallow that signal, and the event loop would sleep on it.
         sent = self._awaitable.send(encode(message), flags=zmq.DONTWAIT)
-        if sent.done() and isinstance(sent.exception(), zmq.Again):
-            raise DeadlineExceeded(
-                f"{HIGH_WATER_MESSAGES} messages wait unsent for {self.address}: is it alive?"
-            )
+        # pyzmq 27 sends at once and returns a future that is done, unless an earlier send waits
+        # for room: then this one would wait behind it, and nobody would learn how it ended.
+        if not sent.done():
+            sent.cancel()
+            raise self._full_queue()
+        match sent.exception():
+            case None:
+                return
+            case zmq.Again() as error:
+                raise self._full_queue() from error
+            case zmq.ZMQError() as error:
+                name = type(message).__name__
+                raise WireError(f"cannot send {name} to {self.address}: {error}") from error
+            case error:
+                raise error
+
+    def _full_queue(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{HIGH_WATER_MESSAGES} messages wait unsent for {self.address}: is it alive?"
+        )
 
     async def next_message(self, timeout_s: float) -> AnyMessage | None:
         """Next message, or None when nothing came in time."""

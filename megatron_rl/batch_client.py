@@ -2,8 +2,9 @@
 
 Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop, Published, and SaveState / QueueState
 with the queue. One leader per data-parallel replica (its first rank) talks to the queue and
-broadcasts what it got to all ranks that work on the same sequences (tensor, context, pipeline), so
-that the queue sees one peer per data-parallel rank.
+broadcasts each answer, in the bytes that came, to all ranks that work on the same sequences
+(tensor, context, pipeline). So the queue sees one peer per data-parallel rank, and every rank
+decodes once.
 """
 
 import time
@@ -29,6 +30,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 
 _ANSWER = RankBatch | Stop
 _TURN_S = 2.0
+"""How long the leader waits between two collectives: well below train.collective_timeout_s."""
 
 
 class BatchClient:
@@ -117,8 +119,7 @@ class BatchClient:
         """On the leader a frame, or b"" when none came for a while; elsewhere None."""
         if self._dealer is None:
             return None
-        answer = self._dealer.receive(_TURN_S)
-        return wire.encode(answer) if answer is not None else b""
+        return self._dealer.receive_frame(_TURN_S) or b""
 
     def _broadcast(self, frame: bytes | None) -> bytes:
         """The leader's frame on every rank of the group."""

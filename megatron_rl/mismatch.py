@@ -70,9 +70,7 @@ def mismatch_metrics(sums: Tensor) -> list[Metric]:
         return [count]
     return [
         count,
-        # The same mean under the name that the summary reads.
         Metric("train/logprob_gap", values["absolute"], count=tokens),
-        Metric("train/mismatch_mean", values["absolute"], count=tokens),
         Metric("train/mismatch_p99", quantile(sums[len(_NAMES) :], QUANTILE), "max"),
         Metric("train/mismatch_k1", values["k1"], count=tokens),
         Metric("train/mismatch_k2", values["k2"], count=tokens),

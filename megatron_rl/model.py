@@ -10,12 +10,14 @@ The order on a rank:
     load_weights(model, shape, cfg.model.path)          # megatron_rl.weights.load
     optimizer = build_optimizer(cfg.optimizer, model)   # copies the masters: after the load
 
-Forward, packed: `model[0](input_ids, position_ids, None, packed_seq_params=packed(lengths))` with
-input_ids and position_ids [1, tokens] int64. On the last pipeline stage it returns logits
-[1, tokens, padded_vocab / tensor ranks] (float32 also under bf16, unless fp32_output=False is
-given in bf16); mask the columns from `shape.vocab` on. The lengths must add up to `tokens`
-(padding is a sequence of its own), and with sequence parallelism the tensor ranks must divide
-`tokens`. Padded: [batch, length] inputs without packed_seq_params.
+Forward: `model[0](tokens, position_ids, None, packed_seq_params=packed_params(starts, longest))`,
+with tokens and position_ids [1, positions] int64. The sequences fill the positions (padding is a
+sequence of its own); a context rank gives its own positions, but the starts of whole sequences. The
+trainer calls it within `last_stage.without_output_layer`: the last pipeline stage then returns
+hidden states [1, positions, hidden], divided by positions under sequence parallelism, and
+`logprobs.py` computes logits for some rows at a time. Outside of it the last stage returns logits
+[1, positions, padded_vocab / tensor ranks], whose columns from `shape.vocab` on are padding. Both
+are float32 under bf16 too: Megatron's wrapper converts what a last stage returns.
 
 Gradients are sums: over microbatches, and over data-parallel ranks. The loss function given to
 Megatron's schedule returns (loss, tokens as an int tensor, report) and nothing divides by tokens.

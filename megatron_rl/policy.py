@@ -36,7 +36,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank's parameters and gradients; its microbatches must lie there."""
         return self.backend.device
 
     @property

@@ -33,9 +33,10 @@ from megatron_rl.router_replay import forget_choices, replayed
 from megatron_rl.step_guard import StepGuard
 from megatron_rl.weights.load import unwrap
 
-Work = tuple[MicroBatch, Tensor | None]
-"""A microbatch, and what its importance ratios divide by; None: the generators' logprobs."""
-ForwardStep = Callable[[Iterator[Work], torch.nn.Module], tuple[Tensor, Callable]]
+PassInput = tuple[MicroBatch, Tensor | None]
+"""What one pass through the model takes: a microbatch, and what its importance ratios divide by;
+None: the generators' logprobs."""
+ForwardStep = Callable[[Iterator[PassInput], torch.nn.Module], tuple[Tensor, Callable]]
 _SUMS = ("loss", "clipped", "entropy", "tokens", "positions")
 
 
@@ -111,7 +112,7 @@ class Trainer:
             return [None] * len(minibatches)
         with torch.no_grad():
             return [
-                self._run(self._work(minibatch, None), self._logprob_step, is_training=False)
+                self._run(self._inputs(minibatch, None), self._logprob_step, is_training=False)
                 or None
                 for minibatch in minibatches
             ]
@@ -132,10 +133,12 @@ class Trainer:
         """
         started = time.monotonic()
         totals = self.accumulate(minibatch, version=version, old_logprobs=old_logprobs)
+        # Before the step: a mismatch above its limit ends the run with the weights as they were.
         self._guard.check_mismatch(totals.mismatch, version=version)
         cfg = self._optimizer_cfg
         lr = lr_at(self._steps_done, cfg, self._total_steps)
         result = step_if_finite(self._optimizer, lr=lr, skip_norm=cfg.skip_grad_norm)
+        # A skipped step keeps its place in the learning-rate schedule.
         self._steps_done += 1
         self._guard.count(result, minibatch, version=version)
         seconds = time.monotonic() - started
@@ -158,12 +161,13 @@ class Trainer:
         old_logprobs: Sequence[Tensor] | None = None,
     ) -> Totals:
         """Gradient of a minibatch, left in the gradient buffers."""
-        work = self._work(minibatch, old_logprobs)
+        inputs = self._inputs(minibatch, old_logprobs)
         zero_gradients(self.policy.chunks, self._optimizer)
-        reports = self._run(work, partial(self._loss_step, version), is_training=True)
+        reports = self._run(inputs, partial(self._loss_step, version), is_training=True)
         local = torch.zeros(
             len(_SUMS) + MISMATCH_SIZE, dtype=torch.float64, device=self.policy.device
         )
+        # Tensor ranks have equal reports: one of them adds to the sum over all ranks.
         if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
             local += torch.stack(reports).sum(0)
         # One reduction for all metrics; only last stages hold reports.
@@ -171,8 +175,8 @@ class Trainer:
         sums, mismatch = local.cpu().split([len(_SUMS), MISMATCH_SIZE])
         return Totals(dict(zip(_SUMS, sums.tolist(), strict=True)), mismatch)
 
-    def _work(self, minibatch: MinibatchShare, old: Sequence[Tensor] | None) -> list[Work]:
-        # The interleaved schedule needs a multiple of the stages; the others are placeholders.
+    def _inputs(self, minibatch: MinibatchShare, old: Sequence[Tensor] | None) -> list[PassInput]:
+        # Megatron's interleaved schedule needs a multiple of the stages: placeholders fill it up.
         missing = -len(minibatch.microbatches) % self.policy.microbatch_multiple
         shares = [*minibatch.microbatches, *([] for _ in range(missing))]
         batches = [self._microbatch(share).to(self.policy.device) for share in shares]
@@ -193,25 +197,29 @@ class Trainer:
         rank = parallel_state.get_context_parallel_rank()
         return hold(batch, held_positions(batch.sequence_starts, rank, ranks))
 
-    def _run(self, work: list[Work], step: ForwardStep, *, is_training: bool) -> list[Tensor]:
+    def _run(
+        self, inputs: list[PassInput], step: ForwardStep, *, is_training: bool
+    ) -> list[Tensor]:
         """Each microbatch through the pipeline; what `step` reports of it, on last stages."""
+        # Megatron keeps replayed choices in lists until they are recomputed from, if they ever are.
         forget_choices(self.policy.chunks)
         return self._forward_backward(
             forward_step_func=step,
-            # Each chunk of the model goes through all of them.
-            data_iterator=[iter(work) for _ in self.policy.chunks],
+            # Each chunk of the model takes every microbatch once, so each needs its own iterator.
+            data_iterator=[iter(inputs) for _ in self.policy.chunks],
             model=self.policy.chunks,
-            num_microbatches=len(work),
-            seq_length=max(int(batch.sequence_starts[-1]) for batch, _ in work),
+            num_microbatches=len(inputs),
+            seq_length=max(int(batch.sequence_starts[-1]) for batch, _ in inputs),
             micro_batch_size=1,
             forward_only=not is_training,
+            # Makes a last stage return what `step` computes, instead of a loss to go backward from.
             collect_non_loss_data=not is_training,
         )
 
     def _logprob_step(
-        self, work: Iterator[Work], model: torch.nn.Module
+        self, inputs: Iterator[PassInput], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Tensor]]:
-        batch, _ = next(work)
+        batch, _ = next(inputs)
         return self._hidden(
             batch, model
         ), lambda hidden, non_loss_data: self._token_logprobs(batch, hidden).logprobs
@@ -219,10 +227,10 @@ class Trainer:
     def _loss_step(
         self,
         version: int,
-        work: Iterator[Work],
+        inputs: Iterator[PassInput],
         model: torch.nn.Module,
     ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-        batch, old = next(work)
+        batch, old = next(inputs)
         return self._hidden(batch, model), partial(self._loss, batch, version, old)
 
     def _hidden(self, batch: MicroBatch, model: torch.nn.Module) -> Tensor:
@@ -254,6 +262,7 @@ class Trainer:
         self, batch: MicroBatch, version: int, old: Tensor | None, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         values = self._token_logprobs(batch, hidden)
+        # For the mismatch: the trainer's logprobs before the batch's first update, if recomputed.
         own = values.logprobs.detach() if old is None else old
         inputs = LossInputs(
             values.logprobs,
@@ -263,7 +272,7 @@ class Trainer:
         )
         cfg = self._objective.cfg
         result = self._objective.function(inputs, cfg)
-        # A loss weight of 0 marks placeholders only.
+        # Padding and placeholders have weight 0, and no real token has.
         is_real = batch.weights > 0
         is_current = is_real & (batch.versions == version)
         with torch.no_grad():

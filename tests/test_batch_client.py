@@ -1,6 +1,7 @@
 """One leader per model-parallel group fetches the batch; every rank of the group gets it."""
 
 import socket
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_rl import batch_client
 from megatron_rl.batch_client import BatchClient
+from megatron_rl.protocol import wire
 from megatron_rl.protocol.types import (
     MinibatchShare,
     NextBatch,
@@ -33,6 +35,8 @@ def serve_or_fetch(port: int) -> list:
     if dist.get_rank() == 0:
         return serve(port)
     batch_client._TURN_S = 0.2
+    decoded = count_calls("decode")
+    encoded = count_calls("encode")
     with BatchClient(
         f"127.0.0.1:{port}",
         dp_rank=3,
@@ -50,7 +54,24 @@ def serve_or_fetch(port: int) -> list:
         facts = [first.step, first.dp_rank, sequence.token_ids.tolist(), sequence.advantage]
         # The ranks waited together: what they do meanwhile may be collective.
         assert 2 <= len(turns) <= 4
-        return [*facts, first.metrics, batches.next(1)]
+        facts += [first.metrics, batches.next(1)]
+    # Two answers; the leader also encoded the requests for them.
+    assert len(decoded) == 2
+    assert len(encoded) == (2 if group.rank() == 0 else 0)
+    return facts
+
+
+def count_calls(name: str) -> list[str]:
+    """Has a function of `wire` add to the list whenever it is called."""
+    calls: list[str] = []
+    real = getattr(wire, name)
+
+    def counted(*args: Any) -> Any:
+        calls.append(name)
+        return real(*args)
+
+    setattr(wire, name, counted)
+    return calls
 
 
 def serve(port: int) -> list:

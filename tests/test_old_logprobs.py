@@ -86,9 +86,9 @@ def test_mismatch_is_that_of_the_policy_before_its_first_update(model_folder: Pa
     moved = run_ranks(two_updates, 1, load(model_folder))[0]
     assert moved["old"] is None
     for number in (0, 1):
-        assert found[f"metrics_{number}"]["train/mismatch_mean"] == pytest.approx(gap, rel=1e-6)
-    assert moved["metrics_0"]["train/mismatch_mean"] == pytest.approx(gap, rel=1e-5)
-    assert moved["metrics_1"]["train/mismatch_mean"] != pytest.approx(gap, rel=1e-2)
+        assert found[f"metrics_{number}"]["train/logprob_gap"] == pytest.approx(gap, rel=1e-6)
+    assert moved["metrics_0"]["train/logprob_gap"] == pytest.approx(gap, rel=1e-5)
+    assert moved["metrics_1"]["train/logprob_gap"] != pytest.approx(gap, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_updates_are_the_same_for_every_split(model_folder: Path, split: list[st
     shared = load(model_folder, "loss.old_logprobs=recompute", *extra)
     expected, found = run_ranks(two_updates, 1, alone)[0], run_ranks(two_updates, 2, shared)
     for number in (0, 1):
-        for name in ("train/loss", "train/mismatch_mean", "train/mismatch_k3", "train/grad_norm"):
+        for name in ("train/loss", "train/logprob_gap", "train/mismatch_k3", "train/grad_norm"):
             for rank in found:
                 value = rank[f"metrics_{number}"][name]
                 assert value == pytest.approx(

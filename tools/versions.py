@@ -38,7 +38,6 @@ COMMON = {
     "math-verify": "math_verify",
     "reasoning_gym": "reasoning_gym",
     "rich": "rich.live",
-    "tensorboard": "torch.utils.tensorboard",
     "pytest": "pytest",
 }
 GPU_ONLY = {"transformer-engine": "transformer_engine.pytorch", "sglang": SGLANG_MODULE}

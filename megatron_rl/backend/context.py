@@ -19,11 +19,13 @@ def held_positions(bounds: Tensor, rank: int, ranks: int) -> Tensor:
 
     bounds: [sequences + 1], where each sequence starts, and the end; 2 * ranks divides each length.
     """
+    # Each sequence by itself, as attention does not cross sequences: all ranks share each equally.
     edges = bounds.tolist()
     parts = []
     for start, end in zip(edges, edges[1:], strict=False):
         length, rest = divmod(end - start, 2 * ranks)
         assert not rest, f"{ranks} context ranks cannot share {end - start} positions"
+        # The early chunk comes first: the rank's positions of a sequence stay in ascending order.
         for chunk in own_chunks(rank, ranks):
             first = start + chunk * length
             parts.append(torch.arange(first, first + length, device=bounds.device))

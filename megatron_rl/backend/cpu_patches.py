@@ -1,8 +1,8 @@
 """What megatron-core 0.16.1 needs to run without CUDA: one small function per patch.
 
 Used by trainer ranks on CPU (`define_router_product` wherever TransformerEngine is missing).
-`install` applies the table once; tests/backend leaves each patch out
-in turn and sees the operation that it serves fail.
+`install` applies the table once; tests/backend leaves each patch out in turn and sees the operation
+that it serves fail.
 """
 
 import functools
@@ -48,6 +48,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
+        # str() also covers "cuda:0" and torch.device; the comparisons before it are cheaper.
         if device is not None and device is not _CPU and str(device).startswith("cuda"):
             kwargs["device"] = _CPU
         return factory(*args, **kwargs)
@@ -66,8 +67,10 @@ def _type_names() -> None:
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
+        # With arguments Tensor.type converts a tensor, and returns one.
         if args or kwargs:
             return answer
+        # Only for the optimizer: other code may rely on the true name.
         caller = inspect.currentframe().f_back.f_globals.get("__name__", "")
         if caller.startswith("megatron.core.optimizer"):
             return answer.replace("torch.", "torch.cuda.", 1)
@@ -83,6 +86,7 @@ def _synchronize() -> None:
 
 def _generator() -> None:
     """Megatron keeps one CUDA random state per use; on this host they are states of the CPU's."""
+    # torch.cuda holds a copy of each function of torch.cuda.random, and Megatron uses both.
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
@@ -105,7 +109,7 @@ def define_router_product() -> None:
 def _token_dispatch() -> None:
     """The dispatcher of tokens to experts brings its counts to the host on a CUDA stream."""
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
-    # Its constructor makes a stream where there is none.
+    # Its constructor makes a CUDA stream unless the class has one already.
     dispatcher.cuda_dtoh_stream = "no stream"
     dispatcher._maybe_dtoh_and_synchronize = _split_sizes
 
@@ -115,6 +119,8 @@ def _split_sizes(
     point: str,
     tokens_per_expert: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
+    # Megatron calls this at several points of a pass and copies at one of them. Here the counts are
+    # on the host already; what is left to do is the lists that all-to-all wants.
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits"):
             splits = getattr(self, name)
@@ -141,10 +147,12 @@ def _gather_parts(of_equal: Callable[..., torch.Tensor]) -> Callable[..., torch.
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return of_equal(input_, group, output_split_sizes, use_global_buffer)
+        # gloo's all-gather needs equal parts; one broadcast from each rank does not.
         gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
         for rank, part in enumerate(gathered.split(output_split_sizes)):
             if rank == group.rank():
                 part.copy_(input_)
+            # All ranks know the sizes, so all skip the same empty parts.
             if len(part):
                 dist.broadcast(part, group=group, group_src=rank)
         return gathered
@@ -162,6 +170,7 @@ def _scatter_parts(of_equal: Callable[..., torch.Tensor]) -> Callable[..., torch
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return of_equal(input_, group, input_split_sizes, use_global_buffer)
+        # Each rank's part of the sum, by way of the whole sum: more to send, but gloo can.
         total = input_.clone()
         dist.all_reduce(total, group=group)
         return total.split(input_split_sizes)[group.rank()]

@@ -61,7 +61,8 @@ class Sampling(msgspec.Struct, frozen=True):
     """0 means greedy."""
     top_p: float = 1.0
     seed: int = 0
-    """Seed of the group; completion i uses seed + i where the engine is deterministic."""
+    """Of the group, for what is drawn to grade it, such as a program's test cases: all its
+    completions are graded by the same ones. Engines draw from streams of their own."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):

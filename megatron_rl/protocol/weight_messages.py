@@ -16,8 +16,6 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """Grows when the generator restarts."""
     ffn_multiple: int = 1
     """To what the engine pads the MLP units of a rank."""
-    expert_ranks: int = 1
-    """So many groups of the engine's ranks hold different experts."""
     version: int = -1
     """Policy version that it serves; -1: none, it needs a whole publish."""
 

@@ -175,9 +175,14 @@ class Dealer:
 
     def receive(self, timeout_s: float) -> AnyMessage | None:
         """Next message, or None when nothing came in time."""
+        frame = self.receive_frame(timeout_s)
+        return None if frame is None else decode(frame)
+
+    def receive_frame(self, timeout_s: float) -> bytes | None:
+        """Next message as it came, for who passes it on; None when nothing came in time."""
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
             return None
-        return decode(self.socket.recv())
+        return self.socket.recv()
 
     def request(self, message: AnyMessage, timeout_s: float) -> AnyMessage:
         """Send a message and return the next one that arrives; DeadlineExceeded after timeout_s."""

@@ -1,10 +1,12 @@
 """When a group may be opened, leased and trained on. Pure; used by the rollout queue.
 
 Words: `published` is the policy version of the last Published message; step k trains on batch k
-and ends with version k + 1. A group's `opened_version` is the version known when it was opened: no
-token of it is older. Its deadline is `opened_version + max_staleness`: in batch k with k at most
-the deadline its staleness is within the bound. A group is *untrained* from its opening until the
-version made from it is published, or until it is dropped as flat.
+and ends with version k + 1. A group's `opened_version` is the version known when it was opened. In
+the strict mode no token of it is older, because only generators that hold the published version get
+leases; otherwise a generator may lag, and a token be older by up to `max_staleness`. A group's
+deadline is `opened_version + max_staleness`: in batch k with k at most the deadline its staleness
+is within the bound. A group is *untrained* from its opening until the version made from it is
+published, or until it is dropped as flat.
 
 Why the strict mode guarantees staleness <= max_staleness (G groups a batch, s = max_staleness):
 call a set of untrained groups *timely* at step k when no deadline is before k and, for every

@@ -27,7 +27,11 @@ class TrainingGroups:
         self._again: collections.deque[tuple[int, Prompt]] = collections.deque()
 
     def open(self, number: int, version: int) -> Group:
-        """The next group; `number` is for a new one. No token of it is older than `version`."""
+        """The next group; `number` is for a new one.
+
+        version: published when it is opened. With queue.strict_staleness no token of the group is
+        older; without it a generator that lags may sample it (`admission.py` says how far).
+        """
         if self._again:
             number, prompt = self._again.popleft()
         else:

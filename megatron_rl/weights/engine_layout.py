@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.weights.layouts import Share
+from megatron_rl.weights.names import EXPERT_NAMES
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice
 
@@ -29,20 +30,6 @@ PADDED_FFN = (
 """Endings of the names of parameters that may hold padding, which no slice covers."""
 
 
-class ExpertNames(NamedTuple):
-    """Names of the parts of a mixture of experts in Hugging Face files."""
-
-    block: str
-    gate_up: tuple[str, str]
-    down: str
-
-
-EXPERT_NAMES = {
-    "MixtralForCausalLM": ExpertNames("block_sparse_moe", ("w1", "w3"), "w2"),
-    "Qwen3MoeForCausalLM": ExpertNames("mlp", ("gate_proj", "up_proj"), "down_proj"),
-}
-
-
 class Span(NamedTuple):
     """Rows or columns of a Hugging Face tensor that a rank holds."""
 
@@ -52,20 +39,14 @@ class Span(NamedTuple):
     """What its parameter keeps for them: `count` and padding."""
 
 
-def engine_slices(
-    shape: ModelShape, tensor: Share, *, ffn_multiple: int = 1, expert_ranks: int = 1
-) -> list[Slice]:
-    """Slices of one tensor rank of an SGLang engine.
+def engine_slices(shape: ModelShape, tensor: Share, *, ffn_multiple: int = 1) -> list[Slice]:
+    """Slices of one tensor rank of an SGLang engine, which holds its units of every expert.
 
     ffn_multiple: each rank's MLP units are padded to a multiple of it: 32 in SGLang's CPU mode.
-    expert_ranks: SGLang's ep_size; so many groups of tensor ranks hold different experts.
     Raises ValueError for ranks that do not divide the model or would hold only padding.
     """
-    if shape.heads % tensor.size or tensor.size % expert_ranks or shape.experts % expert_ranks:
-        raise ValueError(
-            f"{tensor.size} tensor and {expert_ranks} expert ranks do not divide "
-            f"{shape.heads} attention heads and {shape.experts} experts"
-        )
+    if shape.heads % tensor.size:
+        raise ValueError(f"{tensor.size} tensor ranks do not divide {shape.heads} attention heads")
     if shape.experts and shape.is_tied:
         # SGLang 0.5.23 gives them an output matrix of its own and leaves it unset.
         raise ValueError("SGLang has no tied embeddings for models with experts")
@@ -77,7 +58,7 @@ def engine_slices(
             slices.append(_whole(f"{name}.{norm}.weight", shape.hidden))
         slices += _attention(f"{name}.self_attn", shape, tensor)
         if shape.experts:
-            slices += _experts(name, shape, tensor, ffn_multiple, expert_ranks)
+            slices += _experts(name, shape, tensor, ffn_multiple)
         else:
             units = _even(shape.ffn, tensor, ffn_multiple * tensor.size)
             gate_up = [(f"{name}.mlp.{part}_proj.weight", units) for part in ("gate", "up")]
@@ -99,12 +80,13 @@ def hf_slices(shape: ModelShape) -> list[Slice]:
         name = f"model.layers.{layer}"
         slices += _hf_layer(name, shape)
         if shape.experts:
+            # transformers 5 calls the block `mlp` in every family; the files keep their own names.
             block = EXPERT_NAMES[shape.architecture].block
             router = _whole(f"{name}.{block}.gate.weight", shape.experts, shape.hidden)
             units = Span(0, shape.moe_ffn, shape.moe_ffn)
             local = (f"{name}.mlp.experts.gate_up_proj", f"{name}.mlp.experts.down_proj")
             slices.append(router._replace(local=f"{name}.mlp.gate.weight"))
-            slices += _fused_experts(name, range(shape.experts), local, units, shape)
+            slices += _fused_experts(name, local, units, shape)
         else:
             for part in ("gate", "up"):
                 slices.append(_whole(f"{name}.mlp.{part}_proj.weight", shape.ffn, shape.hidden))
@@ -153,34 +135,27 @@ def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
     yield _columns(f"{name}.o_proj.weight", shape.hidden, queries)
 
 
-def _experts(
-    name: str, shape: ModelShape, tensor: Share, ffn_multiple: int, expert_ranks: int
-) -> Iterator[Slice]:
-    """The router, and the rank's experts; neighbouring ranks share the units of the same ones."""
+def _experts(name: str, shape: ModelShape, tensor: Share, ffn_multiple: int) -> Iterator[Slice]:
+    """The router, and the rank's units of every expert."""
     block = f"{name}.{EXPERT_NAMES[shape.architecture].block}"
     yield _whole(f"{block}.gate.weight", shape.experts, shape.hidden)
-    unit_ranks = tensor.size // expert_ranks
-    units = _even(
-        shape.moe_ffn,
-        Share(tensor.rank % unit_ranks, unit_ranks),
-        ffn_multiple * tensor.size,
-    )
-    held = Share(tensor.rank // unit_ranks, expert_ranks).of(shape.experts)
+    units = _even(shape.moe_ffn, tensor, ffn_multiple * tensor.size)
     local = (f"{block}.experts.w13_weight", f"{block}.experts.w2_weight")
-    yield from _fused_experts(name, range(held.start, held.stop), local, units, shape)
+    yield from _fused_experts(name, local, units, shape)
 
 
 def _fused_experts(
-    name: str, experts: range, local: tuple[str, str], units: Span, shape: ModelShape
+    name: str, local: tuple[str, str], units: Span, shape: ModelShape
 ) -> Iterator[Slice]:
     """Each expert's gate then up in one parameter, [experts, 2 units, hidden]; down in another."""
     names = EXPERT_NAMES[shape.architecture]
     gate_up, down = local
-    for index, expert in enumerate(experts):
+    for expert in range(shape.experts):
         hf = f"{name}.{names.block}.experts.{expert}"
-        parts = [(f"{hf}.{part}.weight", units) for part in names.gate_up]
-        yield from _stacked(parts, gate_up, shape.hidden, local_row=index * 2 * units.room)
-        row = index * shape.hidden
+        parts = [(f"{hf}.{part}.weight", units) for part in (names.gate, names.up)]
+        # Up starts after gate's padding, where there is any: at `room`, not at `count`.
+        yield from _stacked(parts, gate_up, shape.hidden, local_row=expert * 2 * units.room)
+        row = expert * shape.hidden
         yield Slice(
             f"{hf}.{names.down}.weight", 0, units.start, shape.hidden, units.count, down, row, 0
         )
@@ -210,6 +185,7 @@ def _head_span(heads: int, head_dim: int, tensor: Share) -> Span:
     """
     if max(heads, tensor.size) % min(heads, tensor.size):
         raise ValueError(f"{tensor.size} tensor ranks do not divide {heads} key-value heads")
+    # Query heads are divided by all ranks, so only key-value heads are ever shared.
     count = max(1, heads // tensor.size)
     first = tensor.rank * heads // tensor.size
     return Span(first * head_dim, count * head_dim, count * head_dim)
@@ -217,6 +193,7 @@ def _head_span(heads: int, head_dim: int, tensor: Share) -> Span:
 
 def _even(count: int, share: Share, multiple: int) -> Span:
     """The rank's part of `count` things that are padded at their end to a multiple."""
+    # Padding lies behind the last of the things, so that the last ranks have it.
     room = _rounded_up(count, multiple) // share.size
     start = share.rank * room
     if start >= count:
@@ -250,6 +227,7 @@ def check_slices(
         missing = parameters[name].numel() - _covered(name, parts, parameters[name])
         if missing and not name.endswith(padded):
             raise ValueError(f"{name}: {missing} of its elements are in no slice")
+    # A tied output matrix is a second name of the embedding's memory.
     covered = {parameters[name].data_ptr() for name in by_name}
     for name, parameter in parameters.items():
         if name not in by_name and parameter.data_ptr() not in covered:
@@ -263,6 +241,7 @@ def _covered(name: str, parts: list[Slice], parameter: Tensor) -> int:
         raise ValueError(f"{name}: {dims} with strides {parameter.stride()} is no plain matrix")
     columns = dims[-1] if len(dims) > 1 else 1
     rows = parameter.numel() // columns
+    # Going down the rows, a part can overlap only those that still reach below its first row.
     open_parts: list[Slice] = []
     for part in sorted(parts, key=lambda part: part.local_row):
         bottom, right = part.local_row + part.rows, part.local_column + part.columns

@@ -6,13 +6,13 @@ ranks, so that a generator that fails harms no other's. A transfer:
 | rank 0 | the other trainer ranks | the engine's ranks |
 |---|---|---|
 | find what they send, take digests | the same | |
-| Pause, then Receive | wait for its word | read the plan, check their parameters, say ready |
+| Pause, then Receive | wait for its `Start` | read the plan, check their parameters, say ready |
 | waits for all `ready`, sets `go` | | wait for `go` |
 | opens the group, sends | open the group, send | open the group, receive, compare digests |
 | reads all `done`; Resume, or once more | learn how it ended | |
 
-Nothing is sent before every receiver is ready, and a receiver that fails closes its connections,
-so only one that stops without a word costs the deadline.
+Nothing is sent before every receiver is ready, and a receiver that fails closes its connections:
+senders then fail at once. Only a receiver that hangs costs them the whole deadline.
 """
 
 import logging
@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 2
 """Transfers of one publish to one generator; the second if parcels arrived damaged."""
 ENGINE_MARGIN_S = 2.0
-"""The senders' deadline ends so much after the receivers', whose error says more."""
+"""The senders' deadline ends so much later than the receivers': a receiver that is late then has
+time to report why, and its error says more than a sender's."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class ExchangeSettings:
     """Prefix of the groups' names, the same on every rank and of no other publisher."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """Rank 0's word to the other trainer ranks about one transfer."""
+class Start(msgspec.Struct, frozen=True):
+    """Whether one transfer takes place: what rank 0 tells the other trainer ranks."""
 
     reason: str = ""
     """Why it does not take place; empty when it does."""
@@ -113,7 +114,7 @@ class Reshard:
         """Most memory of buffers that this rank has needed."""
 
     def publish(self, members: list[Member], version: int) -> Outcome:
-        """One member after the other: each stands still for its own transfer only."""
+        """Serve one member after the other, so that each is paused for its own transfer only."""
         outcome = Outcome()
         self._open_streams(members)
         for member in members:
@@ -126,6 +127,7 @@ class Reshard:
 
     def _serve(self, member: Member, version: int, outcome: Outcome) -> str:
         """Bring one generator to the version; why that failed, the same on every rank."""
+        # Before Pause: while the senders take digests, the generator still generates.
         ends = outgoing(
             self._streams[member.name].rounds,
             self._parameters,
@@ -134,6 +136,7 @@ class Reshard:
         )
         paused_at = time.monotonic()
         reason, damaged = "", 0
+        # Every rank repeats or ends the loop alike, as both values come from rank 0.
         for _ in range(ATTEMPTS):
             reason, damaged = self._transfer(member, ends, version, outcome)
             outcome.damaged += damaged
@@ -142,6 +145,7 @@ class Reshard:
             log.warning("%d damaged parcels at %s: once more", damaged, member.name)
         if damaged and not reason:
             reason = f"{member.name}: {damaged} parcels arrived damaged, {ATTEMPTS} times"
+        # Shared once more: a generator may also be lost when it is told to go on.
         reason = self._control.share(self._conclude(member, version, reason), str)
         if not reason:
             outcome.pauses_s.append(time.monotonic() - paused_at)
@@ -152,39 +156,42 @@ class Reshard:
     ) -> tuple[str, int]:
         """(why it failed, damaged parcels), the same on every rank."""
         ends_at = time.monotonic() + self._settings.deadline_s + ENGINE_MARGIN_S
-        order = self._control.share(self._prepare(member, version, ends_at), Order)
-        if order.receive is None:
-            return order.reason, 0
-        fault = self._send(member.name, ends, order.receive, ends_at)
+        start = self._control.share(self._prepare(member, version, ends_at), Start)
+        if start.receive is None:
+            return start.reason, 0
+        fault = self._send(member.name, ends, start.receive, ends_at)
+        # Where one rank could not send, the reports would not come before the deadline.
         is_sent = self._control.all(not fault)
-        verdict = self._verdict(member, order.receive, ends_at, outcome) if is_sent else (fault, 0)
+        verdict = self._verdict(member, start.receive, ends_at, outcome) if is_sent else (fault, 0)
         found = self._control.share(verdict, tuple[str, int])
         if is_sent or found[0]:
             return found
         return f"{member.name}: a trainer rank could not send its slices", 0
 
-    def _prepare(self, member: Member, version: int, ends_at: float) -> Order | None:
+    def _prepare(self, member: Member, version: int, ends_at: float) -> Start | None:
         """On rank 0: pause the generator and wait until all its ranks are ready."""
         if self._link is None:
             return None
         stream = self._streams[member.name]
-        self._link.begin(member.name)
+        self._link.begin(member.name, member.hello.session)
+        # Part of each key of this transfer, so that a late answer to an earlier one does not count.
         stream.attempts += 1
         receive = self._receive_message(member, stream, version)
         ready = self._keys("ready", receive)
         try:
-            # It obeys them one after the other: that it is ready answers both.
+            # No wait for the Ack of Pause: a generator obeys in order, so `ready` answers both.
             self._link.tell(member.name, Pause())
             self._link.tell(member.name, receive)
             self._link.wait(
                 member.name, lambda: stream.store.check(ready), ends_at, "it is not ready"
             )
         except GeneratorLost as error:
+            # Ranks of it that are ready wait for `go`, and would do so until their deadline.
             stream.store.set(f"go/{receive.attempt}", "0")
-            return Order(str(error))
+            return Start(str(error))
         refusals = [text for key in ready if (text := stream.store.get(key).decode())]
         stream.store.set(f"go/{receive.attempt}", "0" if refusals else "1")
-        return Order(f"{member.name}: {refusals[0]}") if refusals else Order("", receive)
+        return Start(f"{member.name}: {refusals[0]}") if refusals else Start("", receive)
 
     def _receive_message(self, member: Member, stream: _Stream, version: int) -> Receive:
         offset = self._control.world_size
@@ -204,6 +211,7 @@ class Reshard:
         """This rank's part; why it failed."""
         stream = self._streams[name]
         try:
+            # Rank 0 made its channel with the store, whose port the others learn from Receive.
             if stream.channel is None:
                 store = open_store(
                     receive.address, receive.port, is_master=False, timeout_s=receive.deadline_s
@@ -219,6 +227,7 @@ class Reshard:
             )
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
         except RuntimeError as error:
+            # Also torch's DistError of a store, a group or a collective is a RuntimeError.
             return f"{name}: sending failed: {error}"
         return ""
 
@@ -231,6 +240,7 @@ class Reshard:
         store, done = self._streams[member.name].store, self._keys("done", receive)
         try:
             self._link.wait(member.name, lambda: store.check(done), ends_at, "no report came")
+            # The engine's call ends after its ranks' reports, and Resume must not come before that.
             self._link.await_ack(member.name, receive, ends_at)
         except GeneratorLost as error:
             return str(error), 0
@@ -249,8 +259,10 @@ class Reshard:
         ends_at = time.monotonic() + self._settings.deadline_s
         try:
             if not reason:
+                # Every engine rank has reported whole parcels: the version may be served.
                 self._link.ask(member.name, Resume(version), ends_at)
             else:
+                # Its parameters may be half old and half new; nobody waits for it to obey.
                 self._link.tell(member.name, Fence(reason))
         except GeneratorLost as error:
             return reason or str(error)
@@ -264,6 +276,7 @@ class Reshard:
 
     def _open_streams(self, members: Sequence[Member]) -> None:
         """Plans for generators without one; all ranks compute the same."""
+        # Counted over all members, so that trainer ranks with the same slices share the sending.
         loads: dict[int, int] = {}
         for member in members:
             if member.name in self._streams:
@@ -300,6 +313,7 @@ class Reshard:
         store = open_store(host, 0, is_master=True, timeout_s=timeout_s)
         stream.channel, stream.port = Channel(store, self._control.rank, self._buffers), store.port
         offset = self._control.world_size
+        # Before any Receive names this store: an engine rank reads its plan as soon as it is there.
         for rank in range(offset, offset + member.hello.world_size):
             store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))
 
@@ -324,9 +338,4 @@ def receiver_slices(shape: ModelShape, hello: Hello, rank: int) -> list[Slice]:
     """Slices of one rank of a generator's engine."""
     if hello.engine == "hf":
         return hf_slices(shape)
-    return engine_slices(
-        shape,
-        Share(rank, hello.world_size),
-        ffn_multiple=hello.ffn_multiple,
-        expert_ranks=hello.expert_ranks,
-    )
+    return engine_slices(shape, Share(rank, hello.world_size), ffn_multiple=hello.ffn_multiple)

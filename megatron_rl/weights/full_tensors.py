@@ -2,7 +2,7 @@
 
 Run on every trainer rank. For engines that take weights only in Hugging Face's form, such as
 quantised ones, which quantise what they load; and to see what slices from shard to shard save. All
-generators stand still from the first bucket to the last.
+generators are paused from the first bucket to the last.
 """
 
 import logging
@@ -37,10 +37,11 @@ log = logging.getLogger(__name__)
 Buckets = Iterator[list[tuple[str, Tensor]]]
 """Full tensors under HF names, in buckets; empty on ranks other than 0."""
 KEPT_FOLDERS = 2
+"""Versions on the disk: a generator that was dropped may still read the last but one."""
 
 
-class _Standing:
-    """Rank 0's view of the generators that stand still for a publish."""
+class _Paused:
+    """The generators of a publish, as rank 0 sees them: paused together, lost one by one."""
 
     def __init__(
         self, link: GeneratorLink, members: list[Member], outcome: Outcome, deadline_s: float
@@ -49,12 +50,13 @@ class _Standing:
         self._deadline_s = deadline_s
         self._started = time.monotonic()
         self.names = [member.name for member in members]
-        for name in self.names:
-            link.begin(name)
+        for member in members:
+            link.begin(member.name, member.hello.session)
 
     def ask(self, message: AnyMessage) -> None:
         """Have all that are left obey, at the same time and within one deadline."""
         ends_at = time.monotonic() + self._deadline_s
+        # First all are told, then all are waited for: they work at the same time.
         self._each(lambda name: self._link.tell(name, message))
         self._each(lambda name: self._link.await_ack(name, message, ends_at))
 
@@ -101,24 +103,26 @@ class Broadcast:
         """Bring all members to the version."""
         outcome = Outcome()
         if self._link is None:
-            # Meanwhile rank 0 may wait for a lost generator longer than trainers for each other.
+            # Gathering buckets is collective, within train.collective_timeout_s. Before it rank 0
+            # may wait weights.deadline_s for a lost generator: the others wait for its signal.
             self._control.share("", str)
             for _ in self._buckets():
                 pass
         else:
-            standing = _Standing(self._link, members, outcome, self._settings.deadline_s)
+            paused = _Paused(self._link, members, outcome, self._settings.deadline_s)
             for member in members:
-                self._join(member, standing)
-            standing.ask(Pause())
+                self._join(member, paused)
+            paused.ask(Pause())
+            # The signal that the others wait for.
             self._control.share("", str)
             for bucket in self._buckets():
-                self._send(bucket, version, standing)
+                self._send(bucket, version, paused)
                 outcome.wire_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            standing.resume(version)
+            paused.resume(version)
         outcome.failed = self._control.share(outcome.failed, dict[str, str])
         return outcome
 
-    def _join(self, member: Member, standing: _Standing) -> None:
+    def _join(self, member: Member, paused: _Paused) -> None:
         if member.name in self._groups or self._link is None:
             return
         settings = self._settings
@@ -130,15 +134,16 @@ class Broadcast:
             settings.host, store.port, 1, size, name, settings.backend, deadline_s
         )  # fmt: skip
         try:
+            # Both sides return from forming the group only when all are in it: no wait in between.
             self._link.tell(member.name, message)
             self._groups[member.name] = join_group(
                 store, 0, size, name=name, backend=settings.backend, timeout_s=deadline_s
             )
             self._link.await_ack(member.name, message, time.monotonic() + deadline_s)
         except (GeneratorLost, dist.DistError) as error:
-            standing.lose(member.name, f"{member.name} did not join: {error}")
+            paused.lose(member.name, f"{member.name} did not join: {error}")
 
-    def _send(self, bucket: list[tuple[str, Tensor]], version: int, standing: _Standing) -> None:
+    def _send(self, bucket: list[tuple[str, Tensor]], version: int, paused: _Paused) -> None:
         message = Bucket(
             names=[name for name, _ in bucket],
             dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -146,17 +151,18 @@ class Broadcast:
             version=version,
         )
         flat = torch.cat([tensor.contiguous().view(torch.uint8).flatten() for _, tensor in bucket])
-        for name in list(standing.names):
+        for name in list(paused.names):
             try:
                 self._send_to(name, message, flat)
             except (GeneratorLost, RuntimeError) as error:
-                standing.lose(name, f"{name}: {error}")
+                paused.lose(name, f"{name}: {error}")
 
     def _send_to(self, name: str, message: Bucket, flat: Tensor) -> None:
         """Broadcast to one engine, ended early by its Failed and late by the deadline."""
         assert self._link is not None
         ends_at = time.monotonic() + self._settings.deadline_s
         self._link.tell(name, message)
+        # Asynchronous, because a broadcast that the engine refused would last until its deadline.
         work = dist.broadcast(flat, src=0, group=self._groups[name], async_op=True)
         self._link.wait(name, work.is_completed, ends_at, "a broadcast did not end")
         work.wait(timedelta(seconds=max(POLL_S, ends_at - time.monotonic())))
@@ -203,10 +209,10 @@ class Disk:
             self._save(target)
             self._saved = version
         if self._link is not None:
-            standing = _Standing(self._link, members, outcome, self._deadline_s)
-            standing.ask(Pause())
-            standing.ask(Load(str(target), version))
-            standing.resume(version)
+            paused = _Paused(self._link, members, outcome, self._deadline_s)
+            paused.ask(Pause())
+            paused.ask(Load(str(target), version))
+            paused.resume(version)
             self._names |= {member.name for member in members}
             for old in sorted(self._folder.glob("version_*"))[:-KEPT_FOLDERS]:
                 shutil.rmtree(old)

@@ -15,7 +15,10 @@ from megatron_rl.protocol.wire import DeadlineExceeded, Router, WireError
 log = logging.getLogger(__name__)
 
 POLL_S = 0.002
+"""Between two looks at whether a wait is over: what is waited for may be a key in a store, of which
+no message tells."""
 PING_S = 0.5
+"""Sending is what notices a socket that is gone: ROUTER sockets report no lost connection."""
 
 
 class GeneratorLost(RuntimeError):
@@ -29,6 +32,8 @@ class GeneratorLink:
         self._router = router
         self.peers: dict[str, Hello] = {}
         """The last Hello of each generator that has not been dropped."""
+        self._sessions: dict[str, int] = {}
+        """Which life of each generator is being served, since `begin`."""
         self._acks: dict[str, set[str]] = {}
         self._failures: dict[str, str] = {}
 
@@ -49,11 +54,13 @@ class GeneratorLink:
         try:
             return self._router.receive(wait_s)
         except WireError as error:
+            # What one generator sends must not end training for the others.
             if not error.peer:
                 raise
             return error.peer, Failed("message", str(error))
 
     def _greet(self, peer: str, hello: Hello) -> None:
+        # A generator that nobody serves repeats its Hello: only another session is another life.
         known = self.peers.get(peer)
         if known is not None and known.session != hello.session:
             self._failures[peer] = "it restarted"
@@ -71,10 +78,23 @@ class GeneratorLink:
                 )
             self.listen(left_s)
 
-    def begin(self, peer: str) -> None:
-        """Forget what the generator answered to earlier requests."""
+    def begin(self, peer: str, session: int) -> None:
+        """Serve a generator anew: what it answered to earlier requests no longer counts.
+
+        session: of the Hello that what it is sent was made for. From here on nothing is sent to
+        another life of it, also if its Hello came while another generator was served.
+        """
+        self._forget_answers(peer)
+        self._sessions[peer] = session
+
+    def _forget_answers(self, peer: str) -> None:
         self._acks.pop(peer, None)
         self._failures.pop(peer, None)
+
+    def _has_restarted(self, peer: str) -> bool:
+        """Whether the generator said Hello again as another life than the one being served."""
+        hello = self.peers.get(peer)
+        return hello is not None and self._sessions.get(peer, hello.session) != hello.session
 
     def ask(self, peer: str, message: AnyMessage, ends_at: float) -> None:
         """Send a message and wait until it is obeyed. Raises GeneratorLost."""
@@ -82,7 +102,10 @@ class GeneratorLink:
         self.await_ack(peer, message, ends_at)
 
     def tell(self, peer: str, message: AnyMessage) -> None:
-        """Send a message. Raises GeneratorLost when the generator is gone."""
+        """Send a message. Raises GeneratorLost when the generator is gone or has restarted."""
+        if self._has_restarted(peer):
+            raise GeneratorLost(f"{peer} failed: it restarted")
+        # An Ack that is still here answered an earlier message of this kind.
         self._acks.get(peer, set()).discard(type(message).__name__)
         if not self._router.send(peer, message):
             raise GeneratorLost(f"{peer} is gone: cannot send {type(message).__name__}")
@@ -101,6 +124,7 @@ class GeneratorLink:
         """
         ping_at = time.monotonic() + PING_S
         while not is_over():
+            # After the check: an answer that came together with a later failure counts.
             if peer in self._failures:
                 raise GeneratorLost(f"{peer} failed: {self._failures[peer]}")
             now = time.monotonic()
@@ -109,9 +133,12 @@ class GeneratorLink:
             if now > ping_at:
                 self.tell(peer, Ping())
                 ping_at = now + PING_S
+            # Messages of all generators: what the others say meanwhile is kept for their turn.
             self.listen(POLL_S)
 
     def drop(self, peer: str) -> None:
-        """Forget a generator; it comes back with its next Hello."""
-        self.peers.pop(peer, None)
-        self.begin(peer)
+        """Forget a generator; it comes back with its next Hello, which may be here already."""
+        if not self._has_restarted(peer):
+            self.peers.pop(peer, None)
+        self._sessions.pop(peer, None)
+        self._forget_answers(peer)

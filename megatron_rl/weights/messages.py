@@ -1,16 +1,16 @@
-"""A parcel as messages: what lies where at one end, copied, digested and checked.
+"""A parcel's packets: what lies where at one end, copied, digested and checked.
 
-Shared by trainer ranks and engines; needs torch alone. A parcel travels in messages:
+Shared by trainer ranks and engines; needs torch alone. A parcel travels in packets:
 
-| message | holds | where it is sent from and received into |
+| packet | holds | where it is sent from and received into |
 |---|---|---|
 | one for each move of at least ALONE_BYTES | its elements | the parameter, if it is one run there |
 | the last | the other moves' elements, then the parcel's digest and version | a buffer |
 
-The digest of a parcel is one of its messages' digests, so that each of these can be taken when its
-bytes are at hand: at a sender before the transfer, where they lie in a parameter.
+A parcel's digest is computed from its packets' digests. So a sender can digest a packet that lies
+in a parameter before the transfer, and a receiver each packet when it arrives.
 
-Both ends know the messages from the plan; whether a large move needs a buffer, each end sees for
+Both ends know the packets from the plan; whether a large move needs a buffer, each end sees for
 itself. In shared memory every move needs one, at the sender.
 """
 
@@ -26,13 +26,13 @@ from megatron_rl.weights.slices import as_matrix
 
 TRAILER_BYTES = 8 * (WORDS + 1)
 ALONE_BYTES = 256 << 10
-"""A message of its own costs less than copying so much."""
+"""Moves from this size on are packets of their own: that costs less than copying them."""
 _ALIGNMENT = 8
 
 
 @dataclass
-class Message:
-    """One message of a parcel, as one end sees it."""
+class Packet:
+    """A part of a parcel that travels by itself, as one end sees it."""
 
     places: list[Tensor]
     """Where the elements of its moves lie in the parameters: [rows, columns] each."""
@@ -63,7 +63,7 @@ class Message:
 
     @property
     def trailer(self) -> Tensor:
-        """[3] int64, of the last message: the parcel's digest, and its version."""
+        """[3] int64, of the last packet: the parcel's digest, and its version."""
         assert self.data is not None and self.is_last
         return self.data[self.payload_bytes :].view(torch.int64)
 
@@ -76,26 +76,27 @@ class Message:
             start = end
 
 
-def messages_of(
+def packets_of(
     parameters: dict[str, Tensor],
     parcel: Parcel,
     dtype: torch.dtype,
     *,
     is_sender: bool,
     stages_all: bool = False,
-) -> list[Message]:
-    """A parcel's messages at one end; those that are staged lack their buffers yet."""
+) -> list[Packet]:
+    """A parcel's packets at one end; those that are staged lack their buffers yet."""
     alone, together, size = [], [], 0
     for move in parcel.moves:
         place = _place(parameters, move, is_sender=is_sender)
         nbytes = move.size * dtype.itemsize
+        # By the plan alone, which both ends know: they must agree on the packets of a parcel.
         if nbytes >= ALONE_BYTES and nbytes % _ALIGNMENT == 0:
             data = None if stages_all else _bytes_in_place(place, dtype)
-            alone.append(Message([place], nbytes, data, is_staged=data is None))
+            alone.append(Packet([place], nbytes, data, is_staged=data is None))
         else:
             together.append(place)
             size += nbytes
-    return [*alone, Message(together, _padded(size), is_last=True)]
+    return [*alone, Packet(together, _padded(size), is_last=True)]
 
 
 def _place(parameters: dict[str, Tensor], move: Move, *, is_sender: bool) -> Tensor:
@@ -104,56 +105,57 @@ def _place(parameters: dict[str, Tensor], move: Move, *, is_sender: bool) -> Ten
 
 
 def _bytes_in_place(place: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A part of a parameter as the bytes of a message; None where it is no such run of bytes."""
+    """A part of a parameter as the bytes of a packet; None where it is no such run of bytes."""
+    # Digests read whole 64-bit words, so the bytes must begin where such a word may.
     if place.dtype != dtype or not place.is_contiguous() or place.data_ptr() % _ALIGNMENT:
         return None
     return place.view(-1).view(torch.uint8)
 
 
-def digest_in_place(messages: Iterable[Message]) -> None:
+def digest_in_place(packets: Iterable[Packet]) -> None:
     """At a sender, ahead of `pack`: the digests of what is sent from where it lies."""
-    for message in messages:
-        if not message.is_staged:
-            message.digest = digest(message.payload)
+    for packet in packets:
+        if not packet.is_staged:
+            packet.digest = digest(packet.payload)
 
 
-def pack(messages: Sequence[Message], dtype: torch.dtype, *, version: int) -> None:
+def pack(packets: Sequence[Packet], dtype: torch.dtype, *, version: int) -> None:
     """Copy what is staged into the buffers, and write the trailer.
 
     Digests that are known already must be of what the parameters hold now.
     """
-    last = messages[-1]
-    # Its end is in no move.
+    last = packets[-1]
+    # Padding lies in no move, but is digested too: it must be the same at both ends.
     last.payload[-_ALIGNMENT:] = 0
-    for message in messages:
-        for place, held in message.staged(dtype):
+    for packet in packets:
+        for place, held in packet.staged(dtype):
             held.copy_(place)
-    contents = [digest(m.payload) if m.digest is None else m.digest for m in messages]
+    contents = [digest(m.payload) if m.digest is None else m.digest for m in packets]
     last.trailer[:WORDS] = fold(contents)
     last.trailer[WORDS] = version
 
 
-def unpack(messages: Iterable[Message], dtype: torch.dtype, version: int) -> Tensor:
+def unpack(packets: Iterable[Packet], dtype: torch.dtype, version: int) -> Tensor:
     """Copy what is staged to the parameters; whether the parcel is damaged, a bool on the device.
 
-    messages: a parcel's; one that is yielded has arrived.
+    packets: a parcel's; one that is yielded has arrived.
     """
     contents = []
-    for message in messages:
-        # At once, while the processor's cache still holds it.
-        contents.append(digest(message.payload))
-        for place, held in message.staged(dtype):
+    for packet in packets:
+        # Digest before the copy and packet by packet, while the processor's cache still holds it.
+        contents.append(digest(packet.payload))
+        for place, held in packet.staged(dtype):
             place.copy_(held)
-    assert contents and message.is_last
-    is_whole = (fold(contents) == message.trailer[:WORDS]).all()
-    return ~(is_whole & (message.trailer[WORDS] == version))
+    assert contents and packet.is_last
+    is_whole = (fold(contents) == packet.trailer[:WORDS]).all()
+    return ~(is_whole & (packet.trailer[WORDS] == version))
 
 
-def give_back(messages: Iterable[Message]) -> None:
+def give_back(packets: Iterable[Packet]) -> None:
     """Keep no buffer: its memory may go."""
-    for message in messages:
-        if message.is_staged:
-            message.data = None
+    for packet in packets:
+        if packet.is_staged:
+            packet.data = None
 
 
 def _padded(size: int) -> int:

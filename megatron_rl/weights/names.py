@@ -1,15 +1,18 @@
 """Where each Hugging Face tensor lives in Megatron, as slices.
 
-Used by trainer ranks to load, export and plan exchanges; pure functions of sizes. A family of
-models is one line of ARCHITECTURES.
+Used by trainer ranks to load, export and plan exchanges; pure functions of sizes, which need no
+torch. A family of models is one entry of ARCHITECTURES: the parameters of a layer, put together
+from groups that families share, such as attention and a gated MLP. A family with experts also has
+an entry of EXPERT_NAMES. `shape.py` reads a family's config.json, `engine_layout.py` knows where
+SGLang keeps its tensors.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.weights.layouts import (
     Layout,
@@ -23,6 +26,10 @@ from megatron_rl.weights.layouts import (
 )
 from megatron_rl.weights.shape import ModelShape
 from megatron_rl.weights.slices import Slice
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Place:
         The stages' first chunks come before all second ones, as in the interleaved schedule.
         Source: arXiv 2104.04473, section 2.2.
         """
+        # Part p of the model is chunk p // stages of stage p % stages.
         stage, parts = self.pipeline, self.pipeline.size * self.chunks
         firsts = range(stage.rank, parts, stage.size)
         return [layer for part in firsts for layer in Share(part, parts).of(count)]
@@ -53,6 +61,7 @@ def place_of(rank: int, world_size: int, like: Place) -> Place:
     Megatron's order "tp-cp-ep-dp-pp": tensor ranks stand next to each other, stages farthest apart.
     Experts divide the ranks of a stage anew, those that share one next to each other.
     """
+    # Context and data ranks hold the same parameters, so neither appears in a place.
     stage_ranks = world_size // like.pipeline.size
     inside = rank % stage_ranks
     return Place(
@@ -84,6 +93,7 @@ class Entry:
 
     def pieces(self, shape: ModelShape, place: Place) -> list[Piece]:
         """What the rank's parameter is made of."""
+        # A vector counts as a matrix of one column: see `slices.py`.
         sizes = [(size[0], size[1] if len(size) > 1 else 1) for size in self.hf_shapes(shape)]
         return self.layout(sizes, place.expert_tensor if self.is_expert else place.tensor, shape)
 
@@ -108,6 +118,7 @@ TIED_OUTPUT = Entry(OUTPUT.megatron, EMBEDDING.hf, by_vocabulary, EMBEDDING.hf_s
 PADDED = frozenset((EMBEDDING.megatron, OUTPUT.megatron))
 """Parameters that may have rows of no HF tensor."""
 
+# Megatron's pre_mlp_layernorm is HF's post_attention_layernorm: both stand between the two blocks.
 _ATTENTION = (
     Entry(
         "decoder.layers.{layer}.input_layernorm.weight",
@@ -151,6 +162,23 @@ _QK_NORMS = tuple(
 )
 
 
+class ExpertNames(NamedTuple):
+    """What Hugging Face files call a layer's mixture of experts and the parts of an expert."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_NAMES = {
+    "MixtralForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "Qwen3MoeForCausalLM": ExpertNames("mlp", *_PROJECTIONS),
+}
+"""HF architecture -> names, of those that have experts."""
+
+
 def _gated(
     megatron: str, hf: str, projections: Sequence[str], units: Callable[[ModelShape], int]
 ) -> tuple[Entry, Entry]:
@@ -172,8 +200,10 @@ def _gated(
     )
 
 
-def _mixture(hf: str, projections: Sequence[str]) -> tuple[Entry, ...]:
+def _mixture(architecture: str) -> tuple[Entry, ...]:
     """A router and its experts."""
+    names = EXPERT_NAMES[architecture]
+    hf = f"model.layers.{{layer}}.{names.block}"
     router = Entry(
         "decoder.layers.{layer}.mlp.router.weight",
         (f"{hf}.gate.weight",),
@@ -181,11 +211,11 @@ def _mixture(hf: str, projections: Sequence[str]) -> tuple[Entry, ...]:
         lambda s: [(s.experts, s.hidden)],
     )
     local = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
+    projections = (names.gate, names.up, names.down)
     experts = _gated(local, f"{hf}.experts.{{expert}}", projections, lambda s: s.moe_ffn)
     return (router, *experts)
 
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _DENSE = _gated(
     "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp", _PROJECTIONS, lambda s: s.ffn
 )
@@ -193,17 +223,10 @@ _DENSE = _gated(
 ARCHITECTURES: dict[str, tuple[Entry, ...]] = {
     "LlamaForCausalLM": (*_ATTENTION, *_DENSE),
     "MistralForCausalLM": (*_ATTENTION, *_DENSE),
-    "MixtralForCausalLM": (
-        *_ATTENTION,
-        *_mixture("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")),
-    ),
+    "MixtralForCausalLM": (*_ATTENTION, *_mixture("MixtralForCausalLM")),
     "Qwen2ForCausalLM": (*_ATTENTION, *_DENSE, _QKV_BIAS),
     "Qwen3ForCausalLM": (*_ATTENTION, *_DENSE, *_QK_NORMS),
-    "Qwen3MoeForCausalLM": (
-        *_ATTENTION,
-        *_QK_NORMS,
-        *_mixture("model.layers.{layer}.mlp", _PROJECTIONS),
-    ),
+    "Qwen3MoeForCausalLM": (*_ATTENTION, *_QK_NORMS, *_mixture("Qwen3MoeForCausalLM")),
 }
 """HF architecture -> the entries of one layer; embedding, final norm and output are common."""
 
@@ -228,6 +251,7 @@ def trainer_slices(shape: ModelShape, place: Place) -> list[Slice]:
 
 def copy_slices(shape: ModelShape, place: Place) -> list[Slice]:
     """Slices of parameters that repeat another stage's: loaded, never exported."""
+    # On a single stage the output layer uses the embedding's own parameter.
     is_last = 0 < place.pipeline.rank == place.pipeline.size - 1
     return list(_single(TIED_OUTPUT, shape, place)) if shape.is_tied and is_last else []
 
@@ -264,6 +288,7 @@ def _layer_slices(shape: ModelShape, place: Place) -> Iterator[Slice]:
     pieces = {
         entry.megatron: entry.pieces(shape, place) for entry in ARCHITECTURES[shape.architecture]
     }
+    # `number` is the layer's among those of the rank, `layer` its number in the model.
     for number, layer in enumerate(place.layers(shape.layers)):
         for entry, expert in _of_layer(shape, experts):
             local = entry.megatron.format(layer=number, expert=expert - experts.start)
@@ -289,8 +314,6 @@ ENGINE_NAMES = {
 """TransformerEngine puts a norm into the linear layer that follows it; its name -> ours."""
 # Its grouped experts are one module with a weight for each expert.
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
-
-
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
@@ -303,6 +326,7 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     first = 0
     for chunk in model:
+        # Megatron counts the layers of each chunk from 0; a chunk may also hold none.
         layers = {0}
         for name, parameter in chunk.named_parameters():
             name = local_name(name)
@@ -317,6 +341,7 @@ def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 def local_name(name: str) -> str:
     """The name in ARCHITECTURES of what a chunk's module calls `name`, but for the layer."""
+    # One prefix each of data parallelism and of the bf16 wrapper, where there is one.
     while name.startswith("module."):
         name = name.removeprefix("module.")
     for engine_name, ours in ENGINE_NAMES.items():

@@ -40,7 +40,7 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
     """Generators that were dropped, with the reason."""
     pauses_s: list[float] = field(default_factory=list)
-    """How long each generator stood still."""
+    """How long each generator was paused."""
     wire_bytes: int = 0
     peak_bytes: int = 0
     """Most memory of buffers on an engine rank."""
@@ -107,6 +107,8 @@ class WeightPublisher:
         self._version = version
         self._held.clear()
         self._publish_to(self._members(late_only=False))
+        # Rank 0 alone waits for a generator to return. The others already wait for its list of
+        # members; `_held` is the same on all ranks, so they leave the loop together.
         ends_at = time.monotonic() + self._join_timeout_s
         while not self._held:
             self._await_return(ends_at)
@@ -117,7 +119,7 @@ class WeightPublisher:
         """On rank 0: wait until a generator is there again. Raises DeadlineExceeded."""
         if self._link is None:
             return
-        # A generator that fails at once also comes back at once.
+        # A generator that fails at once also comes back at once: do not publish without a break.
         time.sleep(RETRY_S)
         while not self._link.peers and time.monotonic() < ends_at:
             self._link.listen(ends_at - time.monotonic())
@@ -141,11 +143,12 @@ class WeightPublisher:
         if self._link is not None:
             self._link.listen()
             members = [Member(name, hello) for name, hello in sorted(self._link.peers.items())]
+            # Late are those that came back since the last publish, or came for the first time.
             if late_only:
                 members = [member for member in members if not self._is_current(member)]
         members = self._control.share(members, list[Member])
         for member in members:
-            # The groups of a predecessor are of no use to a restarted generator.
+            # Groups hold connections to the process that died; a restarted one needs new groups.
             if self._sessions.get(member.name, member.hello.session) != member.hello.session:
                 self._method.forget(member.name)
             self._sessions[member.name] = member.hello.session
@@ -163,12 +166,14 @@ class WeightPublisher:
             if reason is None:
                 self._held[member.name] = self._version
                 continue
+            # Nothing of it is kept: it comes back with a new Hello, as if it were another one.
             self._dropped += 1
             log.warning("dropped from publishing: %s", reason)
             self._held.pop(member.name, None)
             self._method.forget(member.name)
             if self._link is not None:
                 self._link.drop(member.name)
+        # Late publishes have no row of metrics of their own: they count in the next publish's.
         outcome.failed |= found.failed
         outcome.pauses_s += found.pauses_s
         outcome.transfers_s += found.transfers_s

@@ -91,13 +91,16 @@ class Receiver:
         try:
             report = self._take(order, self._link_of(order, rank), ends_at)
         except (RuntimeError, ValueError, msgspec.DecodeError) as error:
+            # An error that left a loader of SGLang 0.5.23 would end the server.
             log.exception("attempt %d of group %s failed", order.attempt, order.group_name)
             report = Report(error=f"engine rank {self._rank}: {type(error).__name__}: {error}")
         if self._link is not None:
             if report.error:
+                # Rank 0 may still wait for `ready`, and would not look at `done` before.
                 self._tell(f"ready/{order.attempt}/{rank}", report.error.encode())
             self._tell(f"done/{order.attempt}/{rank}", msgspec.json.encode(report))
         if report.error:
+            # Senders that wait for this rank fail when its connections close, not at the deadline.
             self.leave()
         return report
 
@@ -106,6 +109,7 @@ class Receiver:
         if self._link is not None:
             self._link.channel.close()
         self._link, self._name = None, ""
+        # Their memory goes back: the next publisher may come much later, or never.
         self._buffers = Buffers()
 
     def _link_of(self, order: Receive, rank: int) -> _Link:
@@ -118,16 +122,19 @@ class Receiver:
                 _Link(Channel(store, rank, self._buffers), []),
                 order.group_name,
             )
+            # The plan of a group never changes: it is read once, and checked once.
             self._link.rounds = msgspec.json.decode(store.get(f"plan/{rank}"), type=Rounds)
         return self._link
 
     def _take(self, order: Receive, link: _Link, ends_at: float) -> Report:
         """ends_at: monotonic time."""
         parameters = self._parameters()
+        # All that can be refused comes before `ready`: from `go` on parameters are overwritten.
         self._check(order, link, parameters)
         ends = incoming(link.rounds, parameters, self._dtype, stages_all=order.backend == IPC)
         store = link.channel.store
         self._tell(f"ready/{order.attempt}/{link.channel.rank}", b"")
+        # The store's timeout was set for the group's first transfer: here it is what is left now.
         store.set_timeout(timedelta(seconds=max(0.0, ends_at - time.monotonic())))
         if store.get(f"go/{order.attempt}") != b"1":
             raise Refused("trainer rank 0 called the transfer off")
@@ -139,6 +146,7 @@ class Receiver:
             version=order.version,
             ends_at=ends_at,
         )
+        # Also if parcels are damaged: what the parameters hold now is not the older version.
         link.version = order.version
         return Report(
             "", result.damaged, result.payload_bytes, result.peak_bytes, result.seconds
@@ -163,5 +171,5 @@ class Receiver:
         try:
             self._link.channel.store.set(key, value)
         except dist.DistError:
-            # The trainer is gone; it learns nothing more of us, and we nothing of it.
+            # The trainer is gone, and with it whoever would have read this.
             log.warning("the exchange's store does not take %s", key)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from megatron_rl.weights.slices import Slice
 
 PARCEL_OVERHEAD_BYTES = 32
-"""At most so much of a parcel's buffer is not payload."""
+"""At most so much of a parcel's buffer is not payload: digest and version are 24 bytes, padding in
+front of them less than 8."""
 _PIECES = 8
 """A bucket holds at least so many pieces, so that loads and rounds come out even."""
 
@@ -117,12 +118,12 @@ def make_plan(
     tensor exceeds a bucket.
     """
     loads = defaultdict(int) if loads is None else loads
-    # A parcel's buffer also holds its digest.
+    # In a round a rank has at most one parcel with each rank of the other side.
     overhead_bytes = PARCEL_OVERHEAD_BYTES * max(len(senders), len(receivers))
     limit = (bucket_bytes - overhead_bytes) // itemsize
     offers = [piece for offer in _offers(senders, receivers) for piece in _cut(offer, limit)]
     chosen: dict[int, tuple[int, Move]] = {}
-    # Those with least choice first; what many hold evens out the rest.
+    # What few ranks hold is assigned first: what many hold can then even out the loads.
     for number in sorted(range(len(offers)), key=lambda n: len(offers[n].holders)):
         offer = offers[number]
         rank, source = min(offer.holders, key=lambda holder: loads.get(holder[0], 0))
@@ -136,12 +137,15 @@ def _offers(
     senders: Mapping[int, Sequence[Slice]], receivers: Mapping[int, Sequence[Slice]]
 ) -> Iterator[Offer]:
     held = _by_area(senders)
+    # In a fixed order, as are the senders: every trainer rank makes the plan for itself.
     for receiver in sorted(receivers):
         for need in receivers[receiver]:
             covered = 0
             for holders in held.get(need.hf, {}).values():
                 move = _overlap(holders[0][1], need)
                 if move is not None:
+                    # Trainer ranks divide a tensor alike: areas are the same or do not overlap, so
+                    # no element counts twice.
                     covered += move.size
                     yield Offer(receiver, move, tuple(holders))
             if covered != need.size:
@@ -177,8 +181,9 @@ def _overlap(have: Slice, need: Slice) -> Move | None:
 
 
 def _cut(offer: Offer, limit: int) -> Iterator[Offer]:
-    """The offer in pieces of whole rows, each within a bucket."""
+    """The offer in pieces of whole rows, each well below a bucket."""
     move = offer.move
+    # At least a row, even if a few of them fill a bucket.
     rows = max(1, limit // _PIECES // move.columns)
     if move.columns > limit:
         raise ValueError(
@@ -211,7 +216,8 @@ def _rounds(moves: Sequence[tuple[int, int, Move]], limit: int) -> tuple[tuple[P
     found: dict[int, dict[tuple[int, int], list[Move]]] = defaultdict(lambda: defaultdict(list))
     for sender, receiver, move in _in_turn(moves):
         ends = (("sender", sender), ("receiver", receiver))
-        # Room only shrinks: where the pair's last move of this size did not fit, none does.
+        # Rounds only fill up: where the pair's last move of this size did not fit, none will fit.
+        # Looking from round 0 on each time would be quadratic in the rounds.
         number = last.get((sender, receiver, move.size), 0)
         while any(filled[(*end, number)] + move.size > limit for end in ends):
             number += 1
@@ -231,11 +237,13 @@ def _rounds(moves: Sequence[tuple[int, int, Move]], limit: int) -> tuple[tuple[P
 def _in_turn(moves: Sequence[tuple[int, int, Move]]) -> list[tuple[int, int, Move]]:
     """The moves so that at no time many senders serve the same receiver."""
     receivers = {rank: index for index, rank in enumerate(sorted({move[1] for move in moves}))}
+    # Turn n of a pair is its n-th move: no pair comes twice before every other has come once.
     turns: dict[tuple[int, int], int] = defaultdict(int)
     order = []
     for number, (sender, receiver, _) in enumerate(moves):
         turn = turns[sender, receiver]
         turns[sender, receiver] += 1
+        # Each sender goes through the receivers from another one on, as in an all-to-all.
         place = (receivers[receiver] + sender) % len(receivers)
         order.append((turn, place, sender, number))
     return [moves[number] for *_, number in sorted(order)]

@@ -1,11 +1,12 @@
-"""How messages get from trainer ranks to engine ranks: a process group, or memory that both share.
+"""How packets get from trainer ranks to engine ranks: a process group, or memory that both share.
 
 Shared by trainer ranks and engines; needs torch and messages alone. `Channel` is what one rank
 keeps between the transfers to one generator, a `Transport` serves one transfer.
 
 Over a group two rounds are in flight, whose buffers lie in two spaces that are used in turn. In
-shared memory the sender's two spaces are all there is: receivers copy from there. Words about them
-pass through the exchange's store; K counts the parcels of one sender to one receiver:
+shared memory there are the sender's two spaces alone: receivers copy from them into their
+parameters. Both sides speak about them by keys of the exchange's store; K counts the parcels of one
+sender to one receiver:
 
 | key | set by | says |
 |---|---|---|
@@ -27,16 +28,17 @@ from torch import Tensor
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.group import close_group, join_group
 from megatron_rl.weights.memory.sharing import Handle, SharedMemory, open_shared, synchronize
-from megatron_rl.weights.messages import Message
+from megatron_rl.weights.messages import Packet
 
 IPC = "ipc"
 """In the place of a collective backend: shared memory."""
 _GLANCE_S = 0.5
-Parcels = Sequence[list[Message]]
+"""How often a sender that waits for a receiver looks whether that one has given up."""
+Parcels = Sequence[list[Packet]]
 
 
 class Work(Protocol):
-    """Something on its way."""
+    """A packet on its way; torch's word for what an asynchronous operation returns."""
 
     def wait(self, timeout: timedelta) -> object:
         """Until it has arrived. Raises RuntimeError when it fails or takes longer."""
@@ -50,16 +52,20 @@ class Transport(Protocol):
         """Most bytes of buffers at once."""
 
     def lend(self, parcels: Parcels, ends_at: float, *, is_sender: bool) -> None:
-        """Give the staged messages of the next round their buffers."""
+        """Give the staged packets of the next round their buffers."""
 
     def send(self, peers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
-        """Start a work for each message of each parcel."""
+        """Start a work for each packet of each parcel."""
 
     def receive(self, peers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
-        """Start a work for each message; it has its bytes when the work is over."""
+        """Start a work for each packet; it has its bytes when the work is over."""
 
     def release(self, peers: Sequence[int]) -> None:
-        """The next parcel of each of these senders has been taken into the parameters."""
+        """A receiver needs one more parcel's bytes no longer: the oldest of each of these senders.
+
+        Called when the parcel's content is in the parameters, once a parcel, in the order of
+        `receive`. Senders whose buffers the receiver reads may fill them anew from then on.
+        """
 
     def finish(self, ends_at: float) -> None:
         """On a sender: wait until its buffers are needed no more."""
@@ -87,7 +93,7 @@ class Buffers:
         self._turn = 1 - half
         held = self._halves[half]
         if held is None or held.nbytes < size or held.device != device:
-            # The old memory goes before the new one comes.
+            # Let the old memory go first: both at once would be three spaces.
             held = self._halves[half] = None
             held = self._halves[half] = torch.empty(size, dtype=torch.uint8, device=device)
         return held
@@ -105,31 +111,33 @@ class GroupTransport:
         return self._buffers.nbytes
 
     def lend(self, parcels: Parcels, ends_at: float, *, is_sender: bool) -> None:
-        """Where the buffers of the last but one round were: that has arrived by now."""
-        messages = _staged(parcels)
-        size = sum(message.nbytes for message in messages)
-        _deal(messages, self._buffers.next(size, self._device))
+        """In the space of the last but one round, whose packets have arrived by now."""
+        packets = _staged(parcels)
+        size = sum(packet.nbytes for packet in packets)
+        _deal(packets, self._buffers.next(size, self._device))
 
     def send(self, peers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
-        """Start a work for each message of each parcel."""
+        """Start a work for each packet of each parcel."""
         return self._start(dist.isend, peers, parcels)
 
     def receive(self, peers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
-        """Start a work for each message of each parcel."""
+        """Start a work for each packet of each parcel."""
         return self._start(dist.irecv, peers, parcels)
 
     def _start(
         self, operation: Callable[..., object], peers: Sequence[int], parcels: Parcels
     ) -> list[list[Work]]:
+        # By group_peer, the rank in the group: its members share no default group, so a global rank
+        # means nothing to them.
         ops = [
-            dist.P2POp(operation, message.data, group=self._group, group_peer=peer)
-            for peer, messages in zip(peers, parcels, strict=True)
-            for message in messages
+            dist.P2POp(operation, packet.data, group=self._group, group_peer=peer)
+            for peer, packets in zip(peers, parcels, strict=True)
+            for packet in packets
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
-        # Some backends make one work of all.
+        # gloo returns a work for each operation, NCCL a single one for the whole batch.
         each = iter(works if len(works) == len(ops) else works * len(ops))
-        return [[next(each) for _ in messages] for messages in parcels]
+        return [[next(each) for _ in packets] for packets in parcels]
 
     def release(self, peers: Sequence[int]) -> None:
         """Nothing: a sender learns of it from its works."""
@@ -168,54 +176,60 @@ class SharedTransport:
         half = self._rounds % 2
         self._rounds += 1
         self._await_taken(half, ends_at)
-        messages = _staged(parcels)
-        size, held = sum(message.nbytes for message in messages), self._halves[half]
+        packets = _staged(parcels)
+        size, held = sum(packet.nbytes for packet in packets), self._halves[half]
         if size and (held is None or held.tensor.nbytes < size):
+            # Receivers that still have the old memory mapped keep it until the transfer ends.
             if held is not None:
                 held.close()
             self._halves[half] = held = SharedMemory(size, self._device)
             lent = sum(each.tensor.nbytes for each in self._halves if each is not None)
             self.peak_bytes = max(self.peak_bytes, lent)
         if held is not None:
-            _deal(messages, held.tensor)
+            _deal(packets, held.tensor)
 
     def send(self, peers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
         """Say where the parcels lie; there is nothing to wait for."""
         half = (self._rounds - 1) % 2
         held, start = self._halves[half], 0
+        # Another process reads this memory: the copies into it must have ended.
         synchronize(self._device)
-        for peer, messages in zip(peers, parcels, strict=True):
+        for peer, packets in zip(peers, parcels, strict=True):
             assert held is not None
             location = msgspec.json.encode(_Location(held.handle(), start))
             number = self._sent[peer]
             self._sent[peer] += 1
             self._store.set(self._key("full", self._rank, peer, number), location)
             self._in_use[half].append((peer, self._key("taken", self._rank, peer, number)))
-            start += sum(message.nbytes for message in messages)
+            start += sum(packet.nbytes for packet in packets)
+        # No works: when the memory may be used again is learnt from the keys, in `lend`.
         return [[] for _ in peers]
 
     def receive(self, peers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
-        """The first work of a parcel gives all of its messages their bytes."""
+        """The first work of a parcel gives all of its packets their bytes."""
         works: list[list[Work]] = []
-        for peer, messages in zip(peers, parcels, strict=True):
+        for peer, packets in zip(peers, parcels, strict=True):
             key = self._key("full", peer, self._rank, self._received[peer])
             self._received[peer] += 1
-            arrival = _Arrival(self, key, messages)
-            works.append([arrival] * len(messages))
+            arrival = _Arrival(self, key, packets)
+            works.append([arrival] * len(packets))
         return works
 
-    def arrive(self, key: str, messages: Sequence[Message], timeout: timedelta) -> None:
-        """Wait for a parcel and give its messages their bytes."""
+    def arrive(self, key: str, packets: Sequence[Packet], timeout: timedelta) -> None:
+        """Wait for a parcel and give its packets their bytes."""
         self._store.wait([key], timeout)
         location = msgspec.json.decode(self._store.get(key), type=_Location)
+        # No key is used twice; left there, they would pile up in the store with every publish.
         self._store.delete_key(key)
         handle = location.handle
+        # A half serves many parcels, but is mapped into this process once a transfer.
         if handle not in self._opened:
             self._opened[handle] = open_shared(handle)
-        _deal(messages, self._opened[handle][location.start :])
+        _deal(packets, self._opened[handle][location.start :])
 
     def release(self, peers: Sequence[int]) -> None:
-        """Tell the senders."""
+        """Tell the senders by the keys `taken/...`, which `_await_taken` waits for."""
+        # The copies into the parameters may still run on the device.
         synchronize(self._device)
         for peer in peers:
             number = self._released[peer]
@@ -232,9 +246,10 @@ class SharedTransport:
 
     def _await_taken(self, half: int, ends_at: float) -> None:
         for receiver, key in self._in_use[half]:
-            # A receiver that fails reports so, but takes nothing more.
+            # A receiver that fails sets its report, and never the key.
             report = f"done/{self._attempt}/{receiver}"
             while not self._store.check([key]):
+                # A sound receiver sets the key and then its report, maybe both since the last look.
                 if self._store.check([report]) and not self._store.check([key]):
                     raise RuntimeError(f"engine rank {receiver} gave up")
                 if time.monotonic() > ends_at:
@@ -244,7 +259,7 @@ class SharedTransport:
         self._in_use[half].clear()
 
     def _glance(self, key: str) -> None:
-        """Wait a moment for a key."""
+        """Wait for a key, but not longer than a look at the report may be late."""
         try:
             self._store.wait([key], timedelta(seconds=_GLANCE_S))
         except dist.DistStoreError:
@@ -257,14 +272,14 @@ class SharedTransport:
 class _Arrival:
     """A parcel that a sender has put, or will put, into its shared memory."""
 
-    def __init__(self, transport: SharedTransport, key: str, messages: Sequence[Message]) -> None:
-        self._transport, self._key, self._messages = transport, key, messages
+    def __init__(self, transport: SharedTransport, key: str, packets: Sequence[Packet]) -> None:
+        self._transport, self._key, self._packets = transport, key, packets
         self._is_over = False
 
     def wait(self, timeout: timedelta) -> None:
         """Until it is there."""
         if not self._is_over:
-            self._transport.arrive(self._key, self._messages, timeout)
+            self._transport.arrive(self._key, self._packets, timeout)
         self._is_over = True
 
 
@@ -296,7 +311,8 @@ class Channel:
                 backend=order.backend,
                 timeout_s=max(0.001, ends_at - time.monotonic()),
             )
-            # A group's first collective: all ranks must take part in it, but not all do in a round.
+            # Backends connect the ranks in a group's first operation, where all must take part; a
+            # round may leave some of them out.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         return GroupTransport(self._group, device, self._buffers)
 
@@ -307,13 +323,13 @@ class Channel:
         self._group = None
 
 
-def _staged(parcels: Parcels) -> list[Message]:
-    return [message for messages in parcels for message in messages if message.is_staged]
+def _staged(parcels: Parcels) -> list[Packet]:
+    return [packet for packets in parcels for packet in packets if packet.is_staged]
 
 
-def _deal(messages: Sequence[Message], memory: Tensor) -> None:
-    """Give the messages their bytes, one after the other."""
+def _deal(packets: Sequence[Packet], memory: Tensor) -> None:
+    """Give the packets their bytes, one after the other."""
     start = 0
-    for message in messages:
-        message.data = memory[start : start + message.nbytes]
-        start += message.nbytes
+    for packet in packets:
+        packet.data = memory[start : start + packet.nbytes]
+        start += packet.nbytes

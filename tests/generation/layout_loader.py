@@ -32,20 +32,18 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     ranks = get_parallel()
     report = Path(os.environ[REPORTS]) / f"{ranks.tp_rank}.json"
     try:
-        values = exchange(
-            model, Share(ranks.tp_rank, ranks.tp_size), expert_ranks=ranks.moe_ep_size
-        )
+        values = exchange(model, Share(ranks.tp_rank, ranks.tp_size))
     except Exception:  # noqa: BLE001 - the test reads it; the server is not to die of it
         values = {"error": traceback.format_exc()}
     report.write_text(json.dumps(values))
 
 
 @torch.no_grad()
-def exchange(model: torch.nn.Module, tensor: Share, *, expert_ranks: int) -> dict[str, Any]:
+def exchange(model: torch.nn.Module, tensor: Share) -> dict[str, Any]:
     """What was compared with the old folder; the parameters are the new folder's afterwards."""
     old, new = Path(os.environ[OLD]), Path(os.environ[NEW])
     multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
-    slices = engine_slices(shape_of(old), tensor, ffn_multiple=multiple, expert_ranks=expert_ranks)
+    slices = engine_slices(shape_of(old), tensor, ffn_multiple=multiple)
     parameters = dict(model.named_parameters())
     check_slices(slices, parameters, may_pad_ffn=multiple > 1)
     held, wanted = (load_file(folder / "model.safetensors") for folder in (old, new))

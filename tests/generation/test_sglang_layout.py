@@ -38,7 +38,6 @@ CASES = [
         ("mixtral-tp2", "Mixtral", False, ["--tp-size=2"]),
         ("moe-tp1", "Qwen3Moe", False, ["--tp-size=1"]),
         ("moe-tp2", "Qwen3Moe", False, ["--tp-size=2"]),
-        ("moe-ep2", "Qwen3Moe", False, ["--tp-size=2", "--ep-size=2"]),
     ]
 ]
 
@@ -74,8 +73,8 @@ def test_slices_read_and_write_what_a_server_holds(
     for report in reports:
         assert "error" not in report, report["error"]
         assert report["different"] == []
-    # Ranks that share experts hold other ranks' experts only together.
-    assert set.intersection(*(set(report["unused"]) for report in reports)) == set()
+    # Every rank holds a part of each tensor.
+    assert [report["unused"] for report in reports] == [[]] * ranks
     for model, completions in ((old, before), (new, after)):
         for completion in completions:
             expected = logprobs(model, PROMPT, completion.token_ids)

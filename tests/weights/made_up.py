@@ -48,5 +48,5 @@ def fill(
 
 
 def buffer_bytes(parcel: Parcel, dtype: torch.dtype) -> int:
-    """Bytes of a parcel's messages together: elements, padded to 8 bytes, digest, version."""
+    """Bytes of a parcel's packets together: elements, padded to 8 bytes, digest, version."""
     return -(-parcel.size * dtype.itemsize // 8) * 8 + 24

@@ -30,13 +30,14 @@ from megatron_rl.weights import parcels, transport
 from megatron_rl.weights.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.layouts import Share
-from megatron_rl.weights.messages import Message
+from megatron_rl.weights.messages import Packet
 from megatron_rl.weights.receiver import Receiver
 from megatron_rl.weights.shape import ModelShape
 from tests.weights.made_up import SHAPE, allocate, fill
 
 FILE_PATIENCE_S = 60.0
 POLL_S = 0.02
+DAWDLE_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ class PipedEngine:
         match self._faults.get(self._pauses, "").split():
             case ["fail", when] if when == occasion:
                 raise EngineError(f"scripted failure of {occasion}")
+            case ["dawdle", when] if when == occasion:
+                time.sleep(DAWDLE_S)
             case ["die", when] if when == occasion:
                 os.killpg(0, signal.SIGKILL)
 
@@ -245,17 +248,17 @@ def bring(fault: str, deadline_s: float) -> None:
     """Let a fault happen in this engine rank's next transfer."""
     real = parcels.unpack
 
-    def unpack(messages: Iterable[Message], *args: Any) -> Tensor:
+    def unpack(packets: Iterable[Packet], *args: Any) -> Tensor:
         match fault:
             case "die transfer":
                 os.killpg(0, signal.SIGKILL)
             case "stop reading":
                 time.sleep(deadline_s + 1)
             case "damage":
-                messages = list(messages)
-                messages[0].payload[5] ^= 4
+                packets = list(packets)
+                packets[0].payload[5] ^= 4
         parcels.unpack = real
-        return real(messages, *args)
+        return real(packets, *args)
 
     def join(*args: Any, **options: Any) -> Any:
         os.killpg(0, signal.SIGKILL)

@@ -79,37 +79,31 @@ def test_padded_units_leave_room_between_gate_and_up() -> None:
     ]
 
 
-def test_experts_are_split_by_units_or_by_expert() -> None:
+def test_every_rank_holds_its_units_of_every_expert() -> None:
     by_units = engine_slices(MOE, Share(1, 2))
     assert slices_in(by_units, f"{EXPERTS}.w13_weight")[2:4] == [
         ("gate_proj", 3, 0, 3, 8, 6, 0),
         ("up_proj", 3, 0, 3, 8, 9, 0),
     ]
     assert slices_in(by_units, f"{EXPERTS}.w2_weight")[1] == ("down_proj", 0, 3, 8, 3, 8, 0)
-    by_expert = engine_slices(MOE, Share(1, 2), expert_ranks=2)
-    assert slices_in(by_expert, f"{EXPERTS}.w13_weight")[:2] == [
-        ("gate_proj", 0, 0, 6, 8, 0, 0),
-        ("up_proj", 0, 0, 6, 8, 6, 0),
-    ]
-    held = {part.hf.split(".")[5] for part in by_expert if ".experts." in part.hf}
-    assert held == {"2", "3"}
+    held = {part.hf.split(".")[5] for part in by_units if ".experts." in part.hf}
+    assert held == {"0", "1", "2", "3"}
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "expert_ranks", "words"),
+    ("shape", "size", "words"),
     [
-        (SHAPE, 3, 1, "do not divide 4 attention heads"),
-        (MOE, 2, 4, "4 expert ranks do not divide"),
-        (replace(SHAPE, heads=12, kv_heads=4, vocab=1000), 6, 1, "do not divide 4 key-value heads"),
-        (replace(SHAPE, vocab=40), 4, 1, "rank 3 of 4 would hold only padding"),
-        (replace(MOE, is_tied=True), 1, 1, "no tied embeddings"),
+        (SHAPE, 3, "do not divide 4 attention heads"),
+        (replace(SHAPE, heads=12, kv_heads=4, vocab=1000), 6, "do not divide 4 key-value heads"),
+        (replace(SHAPE, vocab=40), 4, "rank 3 of 4 would hold only padding"),
+        (replace(MOE, is_tied=True), 1, "no tied embeddings"),
     ],
 )
 def test_ranks_that_do_not_fit_the_model_are_refused(
-    shape: ModelShape, size: int, expert_ranks: int, words: str
+    shape: ModelShape, size: int, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        engine_slices(shape, Share(size - 1, size), expert_ranks=expert_ranks)
+        engine_slices(shape, Share(size - 1, size))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from megatron_rl.weights.shape import ModelShape
 from tests.distributed import RanksFailed
 from tests.weights.made_up import SHAPE
 from tests.weights.plays import SLACK_S, publish, versions
-from tests.weights.scripted_generators import Generator
+from tests.weights.scripted_generators import DAWDLE_S, Generator
 
 METHODS = ("reshard", "ipc")
 METHODS_AT_LENGTH = ("reshard", pytest.param("ipc", marks=pytest.mark.exhaustive))
@@ -118,6 +118,22 @@ def test_a_receiver_that_stops_reading_costs_one_deadline(
     assert steps[1].metrics["publish/pause_s"] < 2
     assert versions(notes["a"]) == [0, -1, 1]
     assert versions(notes["b"]) == [0, 1]
+
+
+def test_a_generator_that_restarts_while_another_is_served_costs_no_deadline(
+    tmp_path: Path,
+) -> None:
+    # b dies 0.2 s after version 0, while rank 0 waits for a, and says Hello again at once.
+    generators = [
+        Generator("a", 1, ({1: "dawdle pause"},)), Generator("b", 1, ({0: "die idle"}, {}))
+    ]  # fmt: skip
+    script = "publish 0, publish 1, admit 2, publish 2"
+    steps, notes = publish(tmp_path, generators, script, deadline_s=4)
+    assert steps[1].failed == {"b": "b failed: it restarted"} and steps[1].held == {"a": 1}
+    assert DAWDLE_S <= steps[1].seconds < 4
+    assert versions(notes["a"]) == [0, 1, 2]
+    assert [version for version in versions(notes["b"]) if version >= 0] == [0, 1, 2]
+    assert steps[-1].held == {"a": 2, "b": 2}
 
 
 @pytest.mark.parametrize("method", METHODS_AT_LENGTH)

@@ -76,7 +76,7 @@ def test_a_failure_ends_the_wait_with_its_reason_and_begin_forgets_it(peers: Pee
     with pytest.raises(GeneratorLost, match="a failed: Pause: no memory"):
         peers.link.ask("a", Pause(), soon())
     thread.join()
-    peers.link.begin("a")
+    peers.link.begin("a", 1)
     thread = answer(dealer, Ack("Pause"))
     peers.link.ask("a", Pause(), soon())
     thread.join()
@@ -112,6 +112,29 @@ def test_a_restart_in_the_middle_is_a_failure(peers: Peers) -> None:
         peers.link.ask("a", Pause(), soon())
     thread.join()
     assert peers.link.peers["a"].session == 2
+
+
+def test_a_restart_while_another_is_served_ends_its_turn_at_once(peers: Peers) -> None:
+    first, second = peers.join("a"), peers.join("b")
+    for name in "ab":
+        peers.link.begin(name, 1)
+    # The Hello of b's next life arrives while the link waits for a.
+    thread = answer(first, Ack("Pause"))
+    second.send(Hello(1, "scripted", "1", session=2))
+    peers.link.listen(WAIT_S)
+    peers.link.ask("a", Pause(), soon())
+    thread.join()
+    peers.link.begin("b", 1)
+    with pytest.raises(GeneratorLost, match="b failed: it restarted"):
+        peers.link.tell("b", Pause())
+    # What was meant for the former life reached nobody; the next life need not say Hello again.
+    assert second.receive(0.2) is None
+    peers.link.drop("b")
+    assert peers.link.peers["b"].session == 2
+    peers.link.begin("b", 2)
+    thread = answer(second, Ack("Pause"))
+    peers.link.ask("b", Pause(), soon())
+    thread.join()
 
 
 def test_a_repeated_hello_is_none(peers: Peers) -> None:

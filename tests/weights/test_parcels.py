@@ -19,10 +19,10 @@ from torch.distributed import distributed_c10d
 from megatron_rl.weights.messages import (
     ALONE_BYTES,
     TRAILER_BYTES,
-    Message,
+    Packet,
     digest_in_place,
-    messages_of,
     pack,
+    packets_of,
     unpack,
 )
 from megatron_rl.weights.parcels import Received, incoming, outgoing, receive, send
@@ -49,28 +49,28 @@ def whole(rows: int, columns: int) -> Parcel:
 
 def lent(
     parameters: dict[str, Tensor], parcel: Parcel, dtype: torch.dtype, *, is_sender: bool
-) -> list[Message]:
-    """A parcel's messages, with buffers."""
-    messages = messages_of(parameters, parcel, dtype, is_sender=is_sender)
-    lend(messages)
-    return messages
+) -> list[Packet]:
+    """A parcel's packets, with buffers."""
+    packets = packets_of(parameters, parcel, dtype, is_sender=is_sender)
+    lend(packets)
+    return packets
 
 
-def lend(messages: list[Message]) -> None:
+def lend(packets: list[Packet]) -> None:
     """Give those that are staged a buffer."""
-    for message in messages:
-        if message.is_staged:
-            message.data = torch.empty(message.nbytes, dtype=torch.uint8)
+    for packet in packets:
+        if packet.is_staged:
+            packet.data = torch.empty(packet.nbytes, dtype=torch.uint8)
 
 
 def packed(
     parameters: dict[str, Tensor], parcel: Parcel, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """What travels."""
-    messages = lent(parameters, parcel, dtype, is_sender=True)
-    digest_in_place(messages)
-    pack(messages, dtype, version=VERSION)
-    return [message.data for message in messages]
+    packets = lent(parameters, parcel, dtype, is_sender=True)
+    digest_in_place(packets)
+    pack(packets, dtype, version=VERSION)
+    return [packet.data for packet in packets]
 
 
 def unpacked(
@@ -81,10 +81,10 @@ def unpacked(
     version: int = VERSION,
 ) -> bool:
     """Whether what arrives is damaged."""
-    messages = lent(parameters, parcel, dtype, is_sender=False)
-    for message, data in zip(messages, sent, strict=True):
-        message.data.copy_(data)
-    return bool(unpack(messages, dtype, version))
+    packets = lent(parameters, parcel, dtype, is_sender=False)
+    for packet, data in zip(packets, sent, strict=True):
+        packet.data.copy_(data)
+    return bool(unpack(packets, dtype, version))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -186,9 +186,9 @@ def test_large_moves_travel_alone_and_from_where_they_lie() -> None:
     sent, got = large_ends()
     assert all(move.size * 4 >= ALONE_BYTES for move in (LARGE.moves[0], LARGE.moves[2]))
     for parameters, is_sender, start in ((sent, True, sent["a"]), (got, False, got["b"][4:])):
-        messages = lent(parameters, LARGE, torch.float32, is_sender=is_sender)
-        assert [message.is_staged for message in messages] == [False, True, True]
-        assert messages[0].data.data_ptr() == start.data_ptr()
+        packets = lent(parameters, LARGE, torch.float32, is_sender=is_sender)
+        assert [packet.is_staged for packet in packets] == [False, True, True]
+        assert packets[0].data.data_ptr() == start.data_ptr()
     travelling = packed(sent, LARGE)
     assert sum(data.nbytes for data in travelling) == buffer_bytes(LARGE, torch.float32)
     assert not unpacked(got, LARGE, torch.float32, travelling)
@@ -198,7 +198,7 @@ def test_large_moves_travel_alone_and_from_where_they_lie() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_flipped_bit_in_any_message_of_a_parcel_is_noticed(number: int) -> None:
+def test_a_flipped_bit_in_any_packet_of_a_parcel_is_noticed(number: int) -> None:
     sent, got = large_ends()
     travelling = [data.clone() for data in packed(sent, LARGE)]
     travelling[number][17] ^= 8
@@ -209,12 +209,12 @@ def test_a_sender_digests_beforehand_what_lies_in_one_run_and_notices_a_later_ch
     sent, got = large_ends()
     [[end]] = outgoing([[LARGE]], sent, torch.float32)
     assert end.peer == 1
-    assert [message.digest is not None for message in end.messages] == [True, False, False]
+    assert [packet.digest is not None for packet in end.packets] == [True, False, False]
     for is_changed in (False, True):
-        lend(end.messages)
+        lend(end.packets)
         sent["a"][0, 0] += is_changed
-        pack(end.messages, torch.float32, version=VERSION)
-        travelling = [message.data for message in end.messages]
+        pack(end.packets, torch.float32, version=VERSION)
+        travelling = [packet.data for packet in end.packets]
         assert unpacked(got, LARGE, torch.float32, travelling) == is_changed
 
 
@@ -224,13 +224,13 @@ def test_a_packed_parcel_is_packed_anew_for_a_second_attempt() -> None:
     [[end]] = outgoing([[LARGE]], sent, torch.float32, stages_all=True)
     for number in range(2):
         sent["a"][:, 0] = number
-        lend(end.messages)
-        pack(end.messages, torch.float32, version=VERSION)
-        assert not unpacked(got, LARGE, torch.float32, [m.data for m in end.messages])
+        lend(end.packets)
+        pack(end.packets, torch.float32, version=VERSION)
+        assert not unpacked(got, LARGE, torch.float32, [p.data for p in end.packets])
         assert (got["b"][4:, 0] == number).all()
 
 
-def test_messages_that_took_each_others_place_are_noticed() -> None:
+def test_packets_that_took_each_others_place_are_noticed() -> None:
     sent, got = large_ends()
     first, second, last = packed(sent, LARGE)
     assert first.nbytes == second.nbytes
@@ -241,7 +241,7 @@ def test_what_lies_elsewhere_than_on_eight_bytes_or_in_another_dtype_is_staged()
     flat = torch.zeros(256 * 512 + 1)
     parcel = Parcel(0, 1, (Move(256, 512, "a", 0, 0, "a", 0, 0),))
     for parameter in (flat[1:].view(256, 512), flat[:-1].view(256, 512).double()):
-        first, _ = messages_of({"a": parameter}, parcel, torch.float32, is_sender=True)
+        first, _ = packets_of({"a": parameter}, parcel, torch.float32, is_sender=True)
         assert first.is_staged
 
 

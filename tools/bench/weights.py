@@ -5,7 +5,7 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 
 | method | what |
 |---|---|
-| raw | reshard's rounds as plain bytes, one message a parcel, that the receivers throw away |
+| raw | reshard's rounds as plain bytes, one packet a parcel, that the receivers throw away |
 | reshard, ipc, broadcast, disk | the product's, see docs/weights.md |
 
 | figure | what; medians of all publishes, the worst layout where there are several |
@@ -13,7 +13,7 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | wire_bytes_over_minimum | payload of reshard over the bytes of all engine ranks' parameters |
 | loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
 | time_over_raw | transfer of reshard over raw's beside it: first receive to last digest |
-| publish_over_raw | the same of whole publishes: digests at the senders, pause, all messages |
+| publish_over_raw | the same of whole publishes: digests at the senders, pause, all packets |
 | ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
 | broadcast_over_reshard, disk_over_reshard | whole publishes |
 | pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |

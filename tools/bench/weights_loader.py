@@ -102,8 +102,8 @@ def receive_raw(
 def _exchange(
     ends: Ends, group: dist.ProcessGroup, operation: Callable[..., object], ends_at: float
 ) -> int:
-    """One message a parcel, two rounds in flight, in memory that is kept and already mapped."""
-    sizes = [[sum(message.nbytes for message in end.messages) for end in each] for each in ends]
+    """One packet a parcel, two rounds in flight, in memory that is kept and already mapped."""
+    sizes = [[sum(packet.nbytes for packet in end.packets) for end in each] for each in ends]
     largest = max(map(sum, sizes))
     flying: list[dist.Work] = []
     for number, (parcels, lengths) in enumerate(zip(ends, sizes, strict=True)):

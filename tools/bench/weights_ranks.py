@@ -33,7 +33,7 @@ from tools.bench.weights_loader import resident_bytes, send_raw, start_peak
 
 
 class Raw:
-    """The messages of a reshard, but plain bytes instead of parcels."""
+    """The packets of a reshard, but plain bytes instead of parcels."""
 
     def __init__(self, method: Reshard) -> None:
         self._method = method
@@ -42,7 +42,7 @@ class Raw:
         """Exchange as many bytes as the members need."""
         with (
             patch.object(exchange, "send", send_raw),
-            patch.object(parcels, "digest_in_place", lambda messages: None),
+            patch.object(parcels, "digest_in_place", lambda packets: None),
         ):
             return self._method.publish(members, version)
 

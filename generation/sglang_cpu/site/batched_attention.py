@@ -32,6 +32,7 @@ class PaddedBatch:
 
 def split_by_length(query_lens: list[int], key_lens: list[int]) -> list[list[int]]:
     """Indices of sequences, in batches that waste little padding."""
+    # Longest first, so that a batch's first member gives its size and later ones only add padding.
     order = sorted(range(len(key_lens)), key=lambda i: (query_lens[i], key_lens[i]), reverse=True)
     batches: list[list[int]] = []
     queries = longest = shortest = 0
@@ -39,6 +40,7 @@ def split_by_length(query_lens: list[int], key_lens: list[int]) -> list[list[int
         if batches:
             longest, shortest = max(longest, key_lens[i]), min(shortest, key_lens[i])
             is_alike = longest <= max(SHORT_TOKENS, 2 * shortest) and queries <= 2 * query_lens[i]
+            # Padded scores: every member counts with the longest queries and keys of the batch.
             scores = (len(batches[-1]) + 1) * queries * longest
             if is_alike and scores <= SCORES_MAX:
                 batches[-1].append(i)
@@ -72,12 +74,15 @@ def plan_attention(
         q_max, k_max = int(q_lens.max()), int(k_lens.max())
         q_index, k_index = torch.arange(q_max), torch.arange(k_max)
         is_real = q_index[None] < q_lens[:, None]
+        # Padding repeats the last query: its result is computed and then thrown away.
         rows = starts[:, None] + torch.minimum(q_index[None], q_lens[:, None] - 1)
         slots = req_to_token[request_rows[torch.tensor(members)], :k_max].long()
         # Beyond a sequence's end the table holds another request's slots or none: stay inside.
         slots.masked_fill_(k_index[None] >= k_lens[:, None], 0)
         positions = (k_lens - q_lens)[:, None] + torch.minimum(q_index[None], q_lens[:, None] - 1)
+        # Causal; and the padding of keys lies behind every query's position, so it is hidden too.
         is_visible = k_index[None, None] <= positions[:, :, None]
+        # A mask as large as the scores would cost time and memory where nothing is hidden.
         mask = None
         if not bool(is_visible.all()):
             mask = torch.zeros(is_visible.shape, dtype=dtype)
@@ -156,6 +161,7 @@ def install(module: ModuleType) -> None:
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
         init_forward(self, forward_batch)
+        # SGLang calls this once a forward pass; the first layer then plans for all layers.
         self._attention_plan = None
 
     def run(

@@ -16,7 +16,9 @@ def sample(probs: torch.Tensor) -> torch.Tensor:
     is never drawn.
     """
     cumulative = probs.cumsum(-1)
+    # torch.rand is in [0, 1): a threshold of 0 would pick index 0 even at probability 0.
     uniform = 1.0 - torch.rand(probs.shape[0], 1, dtype=probs.dtype, device=probs.device)
+    # The last sum, not 1: rounding leaves it a little off, and rows need not be normalised.
     threshold = uniform * cumulative[:, -1:]
     # A tiny uniform may underflow to a threshold of 0.
     threshold.clamp_min_(torch.finfo(probs.dtype).tiny)
@@ -32,6 +34,7 @@ def install(sampler: ModuleType) -> None:
         sampling_seed: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        # With a seed a request must get the same tokens in any batch: SGLang's own code sees to it.
         if sampling_seed is not None:
             return seeded(probs, sampling_seed, positions)
         return sample(probs).to(torch.int32)

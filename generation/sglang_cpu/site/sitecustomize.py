@@ -17,7 +17,6 @@ from types import ModuleType
 
 PATCHES = {
     "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
-    "sglang.srt.layers.moe.fused_moe_native": "absent_experts",
     "sglang.srt.layers.sampler": "inverse_sampling",
     "sglang.srt.state_capturer.base": "unpinned_memory",
 }
@@ -61,6 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in self._awaited:
             return None
+        # Before the search below: importing what a module needs comes back here.
         self._awaited.discard(name)
         if name == "torchvision":
             define_torchvision_operators()
@@ -78,8 +78,10 @@ def fork_children() -> None:
     by the time SGLang 0.5.23 starts its processes.
     """
     multiprocessing.set_start_method("fork")
+    # SGLang sets "spawn" by force when its server starts: that call must do nothing.
     multiprocessing.set_start_method = lambda method, force=False: None
 
 
 fork_children()
+# In front of Python's own finders, which would find the modules without patching them.
 sys.meta_path.insert(0, _Finder())

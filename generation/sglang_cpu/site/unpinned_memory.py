@@ -17,4 +17,5 @@ def install(base: ModuleType) -> None:
     def allocate_plain(dims: tuple[int, ...], *, pin_memory: bool, **options: Any) -> torch.Tensor:
         return allocate(dims, pin_memory=False, **options)
 
+    # Host memory alone: without CUDA nobody asks for any other kind.
     base.ALLOC_MEMORY_FUNCS = {"cpu": allocate_plain}
