@@ -88,9 +88,15 @@ class ForkServer:
         if fork.lane != CUSTOM:
             self._prepare(fork)
         server_pid = os.getpid()
+        has_session, starts_session = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._become_grader(fork, server_pid, *descriptors)
+            self._become_grader(fork, server_pid, starts_session, *descriptors)
+        os.close(starts_session)
+        # Until the child has a session of its own it shares ours, and what the verifier does to its
+        # session (see give_way) would be done to the server. A child that died is an end as well.
+        os.read(has_session, 1)
+        os.close(has_session)
         for descriptor in descriptors:
             os.close(descriptor)
         self._numbers[pid] = fork.number
@@ -119,7 +125,7 @@ class ForkServer:
         gc.freeze()
 
     def _become_grader(
-        self, fork: Fork, server_pid: int, connection: int, last_words: int
+        self, fork: Fork, server_pid: int, starts_session: int, connection: int, last_words: int
     ) -> NoReturn:
         exit_code = 1
         try:
@@ -128,6 +134,7 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             # A session of its own: ending it ends all that it started.
             os.setsid()
+            os.close(starts_session)
             os.dup2(last_words, 2)
             # Nothing but the standard streams and this socket: hostile text that takes the process
             # over finds no other verifier's, child's or server's connection.

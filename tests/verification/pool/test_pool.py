@@ -333,6 +333,20 @@ def test_death_of_the_fork_server_loses_no_item_and_blames_none(pool: Pool) -> N
     assert pool.deaths == 0
 
 
+def test_a_suspect_gives_way_and_the_fork_server_does_not(pool: Pool, tmp_path: Path) -> None:
+    # Where Linux groups processes by session, lowering the suspect's group before it has a session
+    # of its own would lower the server's, and with it each later fork.
+    for number in range(3):
+        _submit(pool, _hostile("die_once", number, entry=str(tmp_path / str(number))))
+        _collect(pool, 30)
+    _submit(pool, _hostile("obey", 9))
+    _collect(pool, 30)
+    server = psutil.Process(pool.pids[0]).ppid()
+    assert os.getpriority(os.PRIO_PROCESS, server) == 0
+    group = Path(f"/proc/{server}/autogroup")
+    assert not group.exists() or group.read_text().split()[-1] == "0"
+
+
 def test_fork_server_that_keeps_dying_is_given_up(pool: Pool) -> None:
     with pytest.raises(ForkServerDied, match="died 3 times, now with exit code -9"):
         for start in range(0, 40, 10):
