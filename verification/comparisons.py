@@ -31,6 +31,7 @@ class Comparison:
     """One way to judge an answer."""
 
     judge: Judge
+    """The verdict where `quick` leaves it open; never asked otherwise."""
     quick: QuickJudge = _undecided
     """Verdict where plain text decides, else None."""
     prepare: Callable[[], None] | None = None
@@ -43,7 +44,7 @@ def exact_text(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdi
 
 
 def _math(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
-    return math_answer.compare(
+    return math_answer.compute(
         gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
     )
 

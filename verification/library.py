@@ -16,9 +16,10 @@ import msgspec
 
 from megatron_rl.protocol.reward_config import RewardConfig, VerifierConfig
 from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed, ScoreRequest
+from verification.draft import Draft
 from verification.pool.pool import Pool
 from verification.rules import RewardRules
-from verification.score import score_quickly
+from verification.score import screen
 from verification.verdict import GradingError
 
 MAX_PENDING = 512
@@ -80,16 +81,15 @@ class Grading:
     def stream(self, samples: Iterable[Sample]) -> Iterator[tuple[int, Score | ScoreFailed]]:
         """(number of the sample, score) as they are finished; takes samples as there is room."""
         for number, sample in enumerate(samples):
-            request = _request(number, sample)
             try:
-                quick = score_quickly(request, self._rules)
-                if quick is None:
-                    self.pool.submit(request)
+                found = screen(_request(number, sample), self._rules)
             except GradingError as error:
                 yield number, ScoreFailed(number, str(error))
                 continue
-            if quick is not None:
-                yield number, quick
+            if isinstance(found, Draft):
+                self.pool.submit(found)
+            else:
+                yield number, found
             yield from self._collect(0.0)
             while self.pool.pending >= MAX_PENDING:
                 yield from self._collect(POLL_S)
@@ -103,9 +103,9 @@ class Grading:
             if deadline_s is not None:
                 limit_s = min(limit_s, max(0.0, deadline_s - time.monotonic()))
             select.select([self.pool], [], [], limit_s)
-        for outcome in self.pool.collect():
-            score = outcome.score if isinstance(outcome, ScoreDone) else outcome
-            yield outcome.request_id, score
+        for finished in self.pool.collect():
+            score = finished.score if isinstance(finished, ScoreDone) else finished
+            yield finished.request_id, score
 
 
 def _request(number: int, sample: Sample) -> ScoreRequest:

@@ -29,8 +29,3 @@ class RewardRules(pydantic.BaseModel):
         if name not in tasks:
             raise GradingError(f"unknown task {name!r}: known are {', '.join(tasks)}")
         return tasks[name]
-
-    @property
-    def is_language_judged(self) -> bool:
-        """Whether language consistency earns anything."""
-        return self.reward.language > 0

@@ -1,16 +1,18 @@
 """From a completion to its score: gate -> correctness -> length -> language -> extra rewards.
 
-`score_quickly` runs in the verifier, `score` in its grading processes. Functions of the request
-and the rules, apart from the libraries that the judges load.
+`screen` runs in the verifier, once a request; `take_step` in its grading processes, once a step
+that is left. Functions of their arguments, apart from the libraries that the judges load.
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 
-from megatron_rl.protocol.reward_config import CUSTOM, LANGUAGE, ExtraReward
+from megatron_rl.protocol.reward_config import ExtraReward, StepKind
 from megatron_rl.protocol.types import Score, ScoreRequest
 from verification import language
 from verification.comparisons import find_comparison, load_function
+from verification.draft import Draft, Finding, Question
 from verification.gates import CUT_OFF_REFUSALS, GATES, Gated
 from verification.rules import RewardRules
 from verification.verdict import GradingError, Verdict
@@ -31,64 +33,57 @@ def length_penalty(
     return -largest * min(max(excess / margin_tokens, 0.0), 1.0)
 
 
-def score(request: ScoreRequest, rules: RewardRules) -> Score:
-    """The score of a completion. GradingError for our own failure.
+def screen(request: ScoreRequest, rules: RewardRules) -> Score | Draft:
+    """The score where the gate or plain text decides all of it; else a draft with steps to take.
+
+    Quick and safe for any text, and the only caller of gates and quick comparisons. Never loads
+    functions of the user's own. GradingError for an unknown task.
+    """
+    gated = _gate(request, rules)
+    if gated.refusal:
+        return _refused(request, gated)
+    steps = rules.reward.steps_of(request.task)
+    draft = Draft(request, gated, _basic_parts(request, rules), "", steps)
+    verdict = _quick_verdict(gated, request, rules)
+    return draft if verdict is None else draft.add(_judged(verdict, rules))
+
+
+def take_step(question: Question, rules: RewardRules) -> Finding:
+    """The finding of one step. GradingError for our own failure.
 
     Unbounded in time and memory: call it only in a grading process.
     """
-    gated = _gate(request, rules)
-    if gated.refusal:
-        return _refused(request, gated)
-    comparison = find_comparison(rules.task(request.task).compare)
-    verdict = comparison.quick(gated, request, rules) or comparison.judge(gated, request, rules)
-    parts = _basic_parts(request, rules, verdict)
-    if rules.is_language_judged:
-        parts["language"] = rules.reward.language * _is_in_one_language(gated, request, rules)
-    for extra in _extras_of(request, rules):
-        parts[extra.name] = extra.weight * _extra(extra, gated, request)
-    return Score(sum(parts.values()), parts, verdict.reason)
+    return _STEPS[question.kind](question, rules)
 
 
-def score_quickly(request: ScoreRequest, rules: RewardRules) -> Score | None:
-    """The score where plain text decides all of it; None when a grading process must.
+def score(request: ScoreRequest, rules: RewardRules) -> Score:
+    """The score of a completion, all steps taken here: the order of grading in one place.
 
-    GradingError for an unknown task. Never loads functions of the user's own.
+    As unbounded as `take_step`. The verifier does the same across its processes.
     """
-    gated = _gate(request, rules)
-    if gated.refusal:
-        return _refused(request, gated)
-    verdict = _quick_verdict(gated, request, rules)
-    if verdict is None or rules.is_language_judged or _extras_of(request, rules):
-        return None
-    parts = _basic_parts(request, rules, verdict)
-    return Score(sum(parts.values()), parts, verdict.reason)
+    found = screen(request, rules)
+    while isinstance(found, Draft):
+        found = found.add(take_step(found.question, rules))
+    return found
 
 
-def lane_of(request: ScoreRequest, rules: RewardRules) -> str:
-    """The lane of grading processes that has to score a request that `score_quickly` left open."""
-    if _extras_of(request, rules):
-        return CUSTOM
-    if _quick_verdict(_gate(request, rules), request, rules) is not None:
-        return LANGUAGE
-    return rules.task(request.task).lane
-
-
-def score_unverified(request: ScoreRequest, rules: RewardRules, reason: str) -> Score:
+def unverified(draft: Draft, rules: RewardRules, reason: str) -> Score:
     """The score of a completion whose grading exceeds a limit: gate and length count alone."""
-    gated = _gate(request, rules)
-    if gated.refusal:
-        return _refused(request, gated)
-    parts = _basic_parts(request, rules, Verdict(False, reason))
+    parts = _basic_parts(draft.request, rules)
     return Score(sum(parts.values()), parts, reason)
 
 
-def prepare(task: str, rules: RewardRules) -> None:
-    """Load what scoring a task needs, so that no completion pays for it. GradingError."""
-    comparison = find_comparison(rules.task(task).compare)
-    if comparison.prepare is not None:
-        comparison.prepare()
-    if rules.is_language_judged:
+def prepare(kind: StepKind, task: str, rules: RewardRules) -> None:
+    """Load what a step of a task needs, so that no completion pays for it. GradingError."""
+    if kind == "language":
         language.prepare()
+    elif kind == "extras":
+        for extra in rules.reward.extras_of(task):
+            _load_extra(extra)
+    else:
+        comparison = find_comparison(rules.task(task).compare)
+        if comparison.prepare is not None:
+            comparison.prepare()
 
 
 def _gate(request: ScoreRequest, rules: RewardRules) -> Gated:
@@ -108,11 +103,12 @@ def _refused(request: ScoreRequest, gated: Gated) -> Score:
     return Score(reward=0.0, parts={"format": 0.0, "correct": 0.0, "length": 0.0}, reason=reason)
 
 
-def _basic_parts(request: ScoreRequest, rules: RewardRules, verdict: Verdict) -> dict[str, float]:
+def _basic_parts(request: ScoreRequest, rules: RewardRules) -> dict[str, float]:
+    """What is known before the answer is judged."""
     reward = rules.reward
     return {
         "format": reward.format,
-        "correct": reward.correct if verdict.is_correct else 0.0,
+        "correct": 0.0,
         "length": length_penalty(
             request.completion_tokens,
             rules.max_tokens,
@@ -122,14 +118,29 @@ def _basic_parts(request: ScoreRequest, rules: RewardRules, verdict: Verdict) ->
     }
 
 
-def _is_in_one_language(gated: Gated, request: ScoreRequest, rules: RewardRules) -> bool:
-    return language.check_language(
+# --- steps --------------------------------------------------------------------------------------
+
+
+def _judge(question: Question, rules: RewardRules) -> Finding:
+    comparison = find_comparison(rules.task(question.request.task).compare)
+    return _judged(comparison.judge(question.gated, question.request, rules), rules)
+
+
+def _judged(verdict: Verdict, rules: RewardRules) -> Finding:
+    correct = rules.reward.correct if verdict.is_correct else 0.0
+    return Finding({"correct": correct}, verdict.reason)
+
+
+def _judge_language(question: Question, rules: RewardRules) -> Finding:
+    request, gated = question.request, question.gated
+    found = language.check_language(
         problem=request.problem,
         thoughts=gated.thoughts,
         answer=gated.final,
         target=request.language,
         rules=_language_rules(rules.reward.language_confidence),
-    ).is_consistent
+    )
+    return Finding({"language": rules.reward.language * found.is_consistent})
 
 
 @cache
@@ -137,13 +148,24 @@ def _language_rules(confidence: float) -> language.LanguageRules:
     return language.LanguageRules(min_confidence=confidence)
 
 
-def _extras_of(request: ScoreRequest, rules: RewardRules) -> list[ExtraReward]:
-    return [e for e in rules.reward.extra if not e.tasks or request.task in e.tasks]
+def _judge_extras(question: Question, rules: RewardRules) -> Finding:
+    extras = rules.reward.extras_of(question.request.task)
+    return Finding({extra.name: extra.weight * _extra(extra, question) for extra in extras})
 
 
-def _extra(extra: ExtraReward, gated: Gated, request: ScoreRequest) -> float:
-    function = load_function(extra.function, key=f"reward.extra {extra.name!r}: function")
-    value = function(gated.answer, request)
+def _extra(extra: ExtraReward, question: Question) -> float:
+    value = _load_extra(extra)(question.gated.answer, question.request)
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise GradingError(f"{extra.function!r} returned {value!r:.80}, expected a finite number")
     return float(value)
+
+
+def _load_extra(extra: ExtraReward) -> Callable[..., object]:
+    return load_function(extra.function, key=f"reward.extra {extra.name!r}: function")
+
+
+_STEPS: dict[StepKind, Callable[[Question, RewardRules], Finding]] = {
+    "judge": _judge,
+    "language": _judge_language,
+    "extras": _judge_extras,
+}

@@ -7,12 +7,14 @@ on Stop. One thread:
 | waits for | woken by | does |
 |---|---|---|
 | a request | the socket | scores it where text decides, else pool.submit |
-| a grading process | the pool's descriptor | pool.collect, sends outcomes |
+| a grading process | the pool's descriptor | pool.collect, sends what is finished |
 | the earliest deadline | the poll's timeout | pool.collect kills what is late |
 | the next heartbeat | the poll's timeout | sends VerifierReady |
 
 The queue keeps to the room of each lane, so the socket is always read: no lane waits behind
-another. A queue that restarts, is met again by zmq, and asks beyond that room is refused.
+another. Both count a request in every lane that a step of its task needs
+(`RewardConfig.steps_of`). A queue that restarts, is met again by zmq, and asks beyond that room is
+refused.
 """
 
 import argparse
@@ -37,9 +39,10 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )
 from megatron_rl.protocol.wire import Dealer, WireError
+from verification.draft import Draft
 from verification.pool.pool import Pool
 from verification.rules import RewardRules
-from verification.score import score_quickly
+from verification.score import screen
 from verification.settings import check_sources
 from verification.verdict import GradingError
 
@@ -74,8 +77,8 @@ class Verifier:
             self._send_heartbeat_if_due()
             poller.poll(self._patience_ms())
             stop = self._receive()
-            for outcome in self._pool.collect():
-                self._dealer.send(outcome)
+            for finished in self._pool.collect():
+                self._dealer.send(finished)
                 self._scored += 1
             if stop is not None:
                 log.info("told to stop (%s) after %d scores", stop.reason, self._scored)
@@ -107,22 +110,22 @@ class Verifier:
         if not isinstance(message, ScoreRequest):
             raise WireError(f"the verifier received {type(message).__name__} from the queue")
         try:
-            score = score_quickly(message, self._rules)
-            if score is None:
-                self._submit(message)
+            found = screen(message, self._rules)
+            if isinstance(found, Draft):
+                self._submit(found)
                 return
         except GradingError as error:
             self._dealer.send(ScoreFailed(message.request_id, str(error)))
             return
-        self._dealer.send(ScoreDone(message.request_id, score))
+        self._dealer.send(ScoreDone(message.request_id, found))
         self._scored += 1
 
-    def _submit(self, request: ScoreRequest) -> None:
-        lane = self._rules.task(request.task).lane
-        pending = self._pool.lanes[lane].pending
-        if pending >= MAX_OVERBOOKING * self._ready.capacity[lane]:
-            raise GradingError(f"{pending} requests are pending: no room in lane {lane!r}")
-        self._pool.submit(request)
+    def _submit(self, draft: Draft) -> None:
+        for _, lane in draft.steps:
+            taken = self._pool.taken[lane]
+            if taken >= MAX_OVERBOOKING * self._ready.capacity[lane]:
+                raise GradingError(f"{taken} requests are pending: no room in lane {lane!r}")
+        self._pool.submit(draft)
 
 
 def serve(config: Config, role: str) -> None:

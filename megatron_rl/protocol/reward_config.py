@@ -3,7 +3,7 @@
 Imported by every process, as part of the configuration tree.
 """
 
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -12,6 +12,16 @@ from megatron_rl.protocol.section import Section
 ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
 LANES = (ANSWERS, LANGUAGE, CODE, CUSTOM)
 GateName = Literal["think_box", "think_code", "box", "code", "none"]
+StepKind = Literal["judge", "language", "extras"]
+
+
+class Step(NamedTuple):
+    """A part of grading that needs a killable process."""
+
+    kind: StepKind
+    """judge: whether the answer is right; extras: all extra rewards of the task."""
+    lane: str
+    """The processes that take it."""
 
 
 class TaskConfig(Section):
@@ -24,21 +34,13 @@ class TaskConfig(Section):
     """Whether the answer is right: math, exact, reasoning_gym, code, or package.module:function
     as `f(answer: str, request: ScoreRequest) -> bool`."""
 
-    @property
-    def lane(self) -> str:
-        """Which grading processes judge it."""
-        if self.compare == "code":
-            return CODE
-        return CUSTOM if ":" in self.compare else ANSWERS
 
-
-def _default_tasks() -> dict[str, TaskConfig]:
-    return {
-        "math": TaskConfig(compare="math"),
-        "exact": TaskConfig(compare="exact"),
-        "reasoning_gym": TaskConfig(compare="reasoning_gym"),
-        "code": TaskConfig(gate="think_code", compare="code"),
-    }
+_DEFAULT_TASKS = {
+    "math": TaskConfig(compare="math"),
+    "exact": TaskConfig(compare="exact"),
+    "reasoning_gym": TaskConfig(compare="reasoning_gym"),
+    "code": TaskConfig(gate="think_code", compare="code"),
+}
 
 
 class ExtraReward(Section):
@@ -93,7 +95,26 @@ class RewardConfig(Section):
     @property
     def all_tasks(self) -> dict[str, TaskConfig]:
         """The tasks that prompts may name."""
-        return _default_tasks() | self.tasks
+        return _DEFAULT_TASKS | self.tasks
+
+    def extras_of(self, task: str) -> list[ExtraReward]:
+        """The extra rewards that apply to a task."""
+        return [extra for extra in self.extra if not extra.tasks or task in extra.tasks]
+
+    def steps_of(self, task: str) -> tuple[Step, ...]:
+        """Steps that may follow the gate of a completion of a task, in order.
+
+        The one place that decides a lane: the queue keeps room in the lanes of all these steps, and
+        the verifier takes the steps, less the first where plain text decides.
+        """
+        compare = self.all_tasks[task].compare
+        lane = CUSTOM if ":" in compare else CODE if compare == "code" else ANSWERS
+        steps = [Step("judge", lane)]
+        if self.language > 0:
+            steps.append(Step("language", LANGUAGE))
+        if self.extras_of(task):
+            steps.append(Step("extras", CUSTOM))
+        return tuple(steps)
 
     @model_validator(mode="after")
     def _check_extra(self) -> Self:
@@ -121,7 +142,7 @@ class LaneConfig(Section):
     memory_bytes: PositiveInt = 2 << 30
     """Address space of one process; for code that of a compiler, tests have their own limit."""
     max_pending: PositiveInt = 1024
-    """Requests accepted at once."""
+    """Requests accepted at once; one counts in every lane that a step of its task needs."""
 
 
 class VerifierConfig(Section):
@@ -130,11 +151,11 @@ class VerifierConfig(Section):
     answers: LaneConfig = LaneConfig()
     """Math, exact, reasoning_gym."""
     language: LaneConfig = LaneConfig(timeout_s=1.0)
-    """Language consistency of completions whose answer is already judged."""
+    """Language consistency, once the answer is judged."""
     code: LaneConfig = LaneConfig(timeout_s=200.0, memory_bytes=4 << 30, max_pending=256)
     """Compiling and testing programs."""
     custom: LaneConfig = LaneConfig(timeout_s=10.0)
-    """Functions of the user's own."""
+    """Comparisons and extra rewards of the user's own."""
 
     def lane(self, name: str) -> LaneConfig:
         """The lane of that name."""

@@ -95,6 +95,11 @@ class Peers:
         has_room = items > 0 and roomiest.capacity - roomiest.outstanding >= items
         return (roomiest, items) if has_room else None
 
+    @property
+    def rooms(self) -> dict[str, int]:
+        """Free room of each peer."""
+        return {peer.name: peer.capacity - peer.outstanding for peer in self._peers.values()}
+
     def hand_out(self, name: str, work_id: int, items: int) -> None:
         """Count work against a peer's room."""
         self._peers[name].work[work_id] = items

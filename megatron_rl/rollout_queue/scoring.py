@@ -8,7 +8,7 @@ import dataclasses
 import logging
 
 from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.reward_config import LANES, RewardConfig
+from megatron_rl.protocol.reward_config import RewardConfig
 from megatron_rl.protocol.types import (
     Rollout,
     ScoreDone,
@@ -19,7 +19,7 @@ from megatron_rl.protocol.types import (
 )
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import AttemptsExhausted
-from megatron_rl.rollout_queue.peers import Peers
+from megatron_rl.rollout_queue.verifiers import Verifiers
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ class _Pending:
     group: Group
     rollout: Rollout
     request: ScoreRequest
-    lane: str
+    lanes: frozenset[str]
+    """Lanes in which it needs room."""
     attempts: int = 0
     verifier: str = ""
     """Who grades it; empty while it waits."""
@@ -45,22 +46,21 @@ class Scoring:
 
     def __init__(self, config: QueueConfig, reward: RewardConfig) -> None:
         self._config = config
-        self._lane_of_task = {name: task.lane for name, task in reward.all_tasks.items()}
-        self._verifiers = {lane: Peers("verifier") for lane in LANES}
-        """By lane: who is there, with how much room in that lane."""
+        self._lanes_of_task = {
+            name: frozenset(step.lane for step in reward.steps_of(name))
+            for name in reward.all_tasks
+        }
+        self._verifiers = Verifiers()
         self._pending: dict[int, _Pending] = {}
-        self._waiting = {lane: collections.deque[int]() for lane in LANES}
+        # One line for each combination of lanes, so that nothing waits for room that it needs not.
+        self._waiting = {lanes: collections.deque[int]() for lanes in self._lanes_of_task.values()}
         self._next_id = 0
         self.late_scores = 0
         """Scores of requests that had been given to another verifier."""
 
     def announce(self, name: str, ready: VerifierReady, now: float) -> None:
         """Take in a verifier's state."""
-        for lane, capacity in ready.capacity.items():
-            lost = self._verifiers[lane].announce(
-                name, capacity=capacity, session=ready.session, version=-1, now=now
-            )
-            self._lose(lost, f"verifier {name} restarted")
+        self._lose(self._verifiers.announce(name, ready, now), f"verifier {name} restarted")
 
     def submit(self, group: Group, rollout: Rollout) -> None:
         """Queue a rollout for grading."""
@@ -78,24 +78,24 @@ class Scoring:
             seed=group.sampling.seed,
         )
         self._next_id += 1
-        lane = self._lane_of_task[prompt.task]
-        self._pending[request.request_id] = _Pending(group, rollout, request, lane)
-        self._waiting[lane].append(request.request_id)
+        lanes = self._lanes_of_task[prompt.task]
+        self._pending[request.request_id] = _Pending(group, rollout, request, lanes)
+        self._waiting[lanes].append(request.request_id)
 
     def next_request(self, now: float) -> tuple[str, ScoreRequest] | None:
         """A verifier with room and what to ask it; None when nothing waits or all are full."""
-        for lane, waiting in self._waiting.items():
-            if not waiting:
+        # The oldest first, since lines may share a lane and one must not starve the other.
+        lines = [lanes for lanes, waiting in self._waiting.items() if waiting]
+        for lanes in sorted(lines, key=lambda lanes: self._waiting[lanes][0]):
+            name = self._verifiers.find_room(lanes)
+            if name is None:
                 continue
-            found = self._verifiers[lane].find_room(1)
-            if found is None:
-                continue
-            pending = self._pending[waiting.popleft()]
+            pending = self._pending[self._waiting[lanes].popleft()]
             pending.attempts += 1
-            pending.verifier = found[0].name
+            pending.verifier = name
             pending.asked_at = now
-            self._verifiers[lane].hand_out(pending.verifier, pending.request.request_id, 1)
-            return pending.verifier, pending.request
+            self._verifiers.hand_out(name, pending.request.request_id, lanes)
+            return name, pending.request
         return None
 
     def take_score(
@@ -116,26 +116,23 @@ class Scoring:
     def expire(self, now: float) -> None:
         """Give up requests to silent verifiers, and those unanswered for too long."""
         config = self._config
-        for verifiers in self._verifiers.values():
-            silent = verifiers.drop_silent(now, config.heartbeat_timeout_s)
-            self._lose(silent, "its verifier fell silent")
+        silent = self._verifiers.drop_silent(now, config.heartbeat_timeout_s)
+        self._lose(silent, "its verifier fell silent")
         for request_id, pending in list(self._pending.items()):
             if pending.verifier and now - pending.asked_at > config.score_timeout_s:
-                self._verifiers[pending.lane].give_back(pending.verifier, request_id)
+                self._verifiers.give_back(pending.verifier, request_id)
                 self._repeat(request_id, f"no answer for {config.score_timeout_s:.0f} s")
 
     def drop_verifier(self, name: str) -> None:
         """Forget a verifier that cannot be reached."""
-        for verifiers in self._verifiers.values():
-            self._lose(verifiers.drop(name), f"verifier {name} is gone")
+        self._lose(self._verifiers.drop(name), f"verifier {name} is gone")
 
     def _return(self, name: str, request_id: int, now: float) -> bool:
-        for verifiers in self._verifiers.values():
-            verifiers.hear(name, now)
+        self._verifiers.hear(name, now)
         pending = self._pending.get(request_id)
         if pending is None or pending.verifier != name:
             return False
-        self._verifiers[pending.lane].give_back(name, request_id)
+        self._verifiers.give_back(name, request_id)
         return True
 
     def _lose(self, request_ids: list[int], why: str) -> None:
@@ -151,7 +148,7 @@ class Scoring:
                 f"{pending.attempts} times (queue.max_attempts); last: {why}"
             )
         log.warning("asking for the score of prompt %r again: %s", pending.group.prompt.id, why)
-        self._waiting[pending.lane].append(request_id)
+        self._waiting[pending.lanes].append(request_id)
 
     @property
     def outstanding(self) -> int:
@@ -161,18 +158,12 @@ class Scoring:
     @property
     def verifiers(self) -> list[str]:
         """Names of the live verifiers."""
-        return list(dict.fromkeys(name for lane in self._verifiers.values() for name in lane.names))
+        return self._verifiers.names
 
     def describe(self, now: float) -> str:
         """One line on what is open where."""
         unasked = sum(len(waiting) for waiting in self._waiting.values())
-        lanes = ", ".join(
-            f"{lane}: {verifiers.describe(now)}"
-            for lane, verifiers in self._verifiers.items()
-            if verifiers.outstanding or self._waiting[lane]
-        )
-        names = ", ".join(self.verifiers) or "no verifier"
         return (
             f"{len(self._pending)} scores awaited ({unasked} not yet asked for); verifiers: "
-            f"{lanes or names}"
+            f"{self._verifiers.describe(now)}"
         )

@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.reward_config import RewardConfig
+from megatron_rl.protocol.reward_config import ExtraReward, RewardConfig
 from megatron_rl.protocol.types import Sampling, ScoreDone, ScoreFailed, VerifierReady
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import AttemptsExhausted
@@ -56,6 +56,44 @@ def test_full_lane_of_programs_does_not_hold_up_answers() -> None:
     following = scoring.next_request(1.0)
     assert following is not None and following[1].task == "code"
     assert scoring.next_request(1.0) is None
+
+
+def _ask_all(scoring: Scoring, now: float = 0.0) -> list[str]:
+    """Tasks of all requests that can be handed out now."""
+    asked = []
+    while (request := scoring.next_request(now)) is not None:
+        asked.append(request[1].task)
+    return asked
+
+
+def test_request_takes_room_in_every_lane_that_its_steps_need() -> None:
+    extra = ExtraReward(name="bonus", function="a:b", tasks=["code", "exact"])
+    scoring = Scoring(CONFIG, RewardConfig(extra=[extra]))
+    room = {"answers": 5, "language": 5, "code": 5, "custom": 2}
+    scoring.announce("v", VerifierReady(room, session=1), 0.0)
+    for task in ("exact", "code", "code", "math", "exact"):
+        scoring.submit(new_group(task), make_rollout(0))
+    # Two of those with an extra reward, whatever judges them; math needs no room of theirs.
+    assert _ask_all(scoring) == ["exact", "code", "math"]
+    assert scoring.take_score("v", ScoreDone(0, make_score(1.0)), 1.0) is not None
+    assert _ask_all(scoring) == ["code"]
+    # What a restart loses is lost in two lanes, and asked for once.
+    scoring.announce("v", VerifierReady(room, session=2), 1.0)
+    assert sorted(_ask_all(scoring)) == ["code", "code", "math"]
+    assert scoring.outstanding == 4
+
+
+def test_requests_that_share_a_lane_are_asked_in_turn() -> None:
+    extra = ExtraReward(name="bonus", function="a:b", tasks=["exact"])
+    scoring = Scoring(CONFIG, RewardConfig(extra=[extra]))
+    scoring.announce("v", VerifierReady({"answers": 1, "custom": 9}, session=1), 0.0)
+    for task in ("math", "exact", "math"):
+        scoring.submit(new_group(task), make_rollout(0))
+    asked = []
+    for number in range(3):
+        asked += _ask_all(scoring)
+        assert scoring.take_score("v", ScoreDone(number, make_score(1.0)), 1.0) is not None
+    assert asked == ["math", "exact", "math"]
 
 
 @pytest.mark.parametrize("how", ["restart", "silence", "failure", "timeout", "unreachable"])

@@ -9,8 +9,9 @@ from reasoning_gym.factory import DATASETS
 
 from tests.verification.requests import RULES, boxed, make_request
 from verification import gym_answer
+from verification.draft import Draft
 from verification.gym_answer import REFUSED_DATASETS, compare, is_plain_expression
-from verification.score import score, score_quickly
+from verification.score import score, screen
 from verification.verdict import CORRECT, WRONG, GradingError
 
 QUICK_TO_MAKE = ["chain_sum", "basic_arithmetic", "countdown", "gcd", "word_sorting", "maze",
@@ -51,8 +52,8 @@ def test_reference_itself_is_scored_without_the_library() -> None:
     answer = entry["answer"]
     make = {"task": "reasoning_gym", "answer": answer, "entry": json.dumps(entry)}
     right = make_request(boxed(answer), **make)
-    assert score_quickly(right, RULES) == score(right, RULES)
-    assert score_quickly(make_request(boxed(answer + "0"), **make), RULES) is None
+    assert screen(right, RULES) == score(right, RULES)
+    assert isinstance(screen(make_request(boxed(answer + "0"), **make), RULES), Draft)
 
 
 def test_every_scorer_that_evaluates_the_answer_is_refused() -> None:

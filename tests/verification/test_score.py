@@ -3,18 +3,20 @@ import math
 import pytest
 
 from megatron_rl.protocol.reward_config import ExtraReward, TaskConfig
+from megatron_rl.protocol.types import Score, ScoreRequest
 from tests.verification.requests import RULES, boxed, make_request, make_rules
-from verification.score import (
-    lane_of,
-    length_penalty,
-    prepare,
-    score,
-    score_quickly,
-    score_unverified,
-)  # fmt: skip
+from verification.draft import Draft
+from verification.rules import RewardRules
+from verification.score import length_penalty, prepare, score, screen, unverified
 from verification.verdict import GradingError
 
 PLUG_INS = "tests.verification.pool.hostile_tasks"
+
+
+def lanes_left(request: ScoreRequest, rules: RewardRules) -> list[str]:
+    """Lanes that a request has to pass after its gate and the quick comparison."""
+    found = screen(request, rules)
+    return [step.lane for step in found.steps] if isinstance(found, Draft) else []
 
 
 @pytest.mark.parametrize(
@@ -91,28 +93,31 @@ def test_answer_before_the_cut_counts() -> None:
 def test_exact_compares_characters(box: str, answer: str, is_correct: bool) -> None:
     request = make_request(boxed(box), task="exact", answer=answer)
     assert score(request, RULES).is_correct is is_correct
-    assert score_quickly(request, RULES) == score(request, RULES)
+    assert isinstance(screen(request, RULES), Score)
 
 
 def test_quick_score_leaves_open_what_needs_a_library() -> None:
     request = make_request(boxed("7"))
-    assert score_quickly(request, RULES) == score(request, RULES)
+    assert isinstance(screen(request, RULES), Score)
     product = make_request(boxed("(x+1)(x-1)"), answer="x^2-1")
-    assert score_quickly(product, RULES) is None
-    assert lane_of(product, RULES) == "answers"
+    assert lanes_left(product, RULES) == ["answers"]
     assert score(product, RULES).is_correct
 
 
 def test_unverified_answer_keeps_the_format_reward() -> None:
-    found = score_unverified(make_request(boxed("7")), RULES, "grading_timeout")
-    assert (found.reward, found.reason) == (0.1, "grading_timeout")
-    refused = score_unverified(make_request("7"), RULES, "grading_timeout")
-    assert (refused.reward, refused.reason) == (0.0, "no_think_start")
+    rules = make_rules(length_margin_tokens=40, language=0.1)
+    request = make_request(boxed("7"), completion_tokens=80)
+    judged = screen(request, rules)
+    # The right answer is known, but the language could not be told within its limits.
+    assert isinstance(judged, Draft) and judged.parts["correct"] == 0.9
+    found = unverified(judged, rules, "grading_timeout")
+    assert found.parts == {"format": 0.1, "correct": 0.0, "length": -0.05}
+    assert (found.reward, found.reason) == (0.05, "grading_timeout")
 
 
 @pytest.mark.parametrize("name", ["maths", "", "tests.verification.pool.hostile_tasks:obey"])
 def test_unknown_task_names_the_known_ones(name: str) -> None:
-    for judge in (score, score_quickly, lane_of):
+    for judge in (score, screen):
         with pytest.raises(GradingError, match="known are math, exact, reasoning_gym, code"):
             judge(make_request("", task=name), RULES)
 
@@ -121,11 +126,15 @@ def test_unknown_task_names_the_known_ones(name: str) -> None:
 def test_function_that_cannot_be_loaded_is_our_failure(function: str) -> None:
     rules = make_rules(tasks={"mine": TaskConfig(compare=function)})
     request = make_request(boxed("7"), task="mine")
-    assert score_quickly(request, rules) is None
+    assert lanes_left(request, rules) == ["custom"]
     with pytest.raises(GradingError, match="no_such|no.such"):
         score(request, rules)
     with pytest.raises(GradingError, match="no_such|no.such"):
-        prepare("mine", rules)
+        prepare("judge", "mine", rules)
+    rules = make_rules(extra=[ExtraReward(name="bonus", function=function)])
+    assert lanes_left(make_request(boxed("7")), rules) == ["custom"]
+    with pytest.raises(GradingError, match="no_such|no.such"):
+        prepare("extras", "math", rules)
 
 
 def test_task_of_the_user_has_its_gate_and_comparison() -> None:
@@ -138,7 +147,7 @@ def test_task_of_the_user_has_its_gate_and_comparison() -> None:
     assert score(make_request("so \\boxed{7}", task="mine"), rules).is_correct
     assert not score(make_request("so \\boxed{8}", task="mine"), rules).is_correct
     assert score(make_request("so 7", task="mine"), rules).reason == "no_boxed"
-    assert lane_of(make_request("so \\boxed{7}", task="mine"), rules) == "custom"
+    assert lanes_left(make_request("so \\boxed{7}", task="mine"), rules) == ["custom"]
     assert score(make_request(" 7\n", task="any_text"), rules).is_correct
     assert score(make_request(" \n", task="any_text"), rules).reason == "empty_response"
 
@@ -152,8 +161,7 @@ def test_extra_rewards_are_added_by_weight_and_recorded_by_name() -> None:
     found = score(request, rules)
     assert math.isclose(found.reward, 1.1)
     assert found.parts == {"format": 0.1, "correct": 0.9, "length": 0.0, "half": 0.1}
-    assert score_quickly(request, rules) is None
-    assert lane_of(request, rules) == "custom"
+    assert lanes_left(request, rules) == ["custom"]
     assert "half" not in score(make_request("7"), rules).parts
 
 
@@ -179,8 +187,7 @@ def test_language_is_that_of_the_problem_or_the_target(
     rules = make_rules(language=0.1)
     text = f"<think>{THOUGHTS[thoughts]}</think>\\boxed{{7}}"
     request = make_request(text, problem=FRENCH, language=target)
-    assert score_quickly(request, rules) is None
-    assert lane_of(request, rules) == "language"
+    assert lanes_left(request, rules) == ["language"]
     found = score(request, rules)
     assert found.parts["language"] == earned
     assert math.isclose(found.reward, 1.0 + earned)

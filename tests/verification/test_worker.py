@@ -13,6 +13,7 @@ import pytest
 from megatron_rl.protocol.config import Config, PortsConfig, PromptSource, RunConfig
 from megatron_rl.protocol.config_file import dump_toml
 from megatron_rl.protocol.reward_config import (
+    ExtraReward,
     LaneConfig,
     RewardConfig,
     TaskConfig,
@@ -37,7 +38,10 @@ CAPACITY = 8
 def _write_config(folder: Path, port: int, *, dataset: str = "chain_sum") -> Path:
     config = Config(
         run=RunConfig(dir=folder),
-        reward=RewardConfig(tasks={"hang": TaskConfig(compare=HANG)}),
+        reward=RewardConfig(
+            tasks={"hang": TaskConfig(compare=HANG), "slow": TaskConfig(compare="exact")},
+            extra=[ExtraReward(name="patience", function=HANG, tasks=["slow"])],
+        ),
         verifier=VerifierConfig(
             answers=LaneConfig(timeout_s=1.0, max_pending=CAPACITY),
             custom=LaneConfig(timeout_s=1.0, max_pending=CAPACITY),
@@ -124,7 +128,7 @@ def test_verifier_grades_over_sockets_and_stops_clean(tmp_path: Path) -> None:
             6: "grading_timeout", 7: "correct",
         }  # fmt: skip
         assert "unknown task 'no_such_task'" in answers[5].reason
-        # The zygote, the process that graded the product, its spare; the one that hung is killed.
+        # Fork server, the process that graded the product, its spare; the one that hung is killed.
         children = _wait_for_children(process.pid, 3)
         router.send("verifier", Stop("the test is over"))
         assert process.wait(10) == 0
@@ -138,7 +142,9 @@ def test_requests_beyond_the_room_of_their_lane_are_refused_and_other_lanes_go_o
     port = free_port()
     with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)):
         _wait_for_ready(router)
-        hanging = [make_request(boxed("7"), request_id=i, task="hang") for i in range(30)]
+        # A comparison of the user's, and an extra reward beside one of ours: both need this lane.
+        tasks = ["hang"] * 15 + ["slow"] * 15
+        hanging = [make_request(boxed("7"), request_id=i, task=t) for i, t in enumerate(tasks)]
         for request in hanging:
             router.send("verifier", request)
         product = boxed("(x+1)(x-1)")

@@ -35,6 +35,7 @@ from verification.code.languages import LANGUAGES, compile_command
 from verification.code.setup import CodeLimits, header_folder, prepare
 from verification.format import check_code_format, check_format
 from verification.library import Grading, Sample
+from verification.rules import RewardRules
 from verification.sandbox.cgroup import remove_stale_groups
 
 RATE_PER_S = 40.0
@@ -164,7 +165,7 @@ def _stream(grading: Grading, seconds: float, *, bomb_share: float) -> tuple[lis
     arrivals = [(i / RATE_PER_S, i, sample) for i, sample in enumerate(ordinary)]
     arrivals += [(i * every / RATE_PER_S, count + i, sample) for i, sample in enumerate(bombs)]
     arrivals.sort(key=lambda arrival: arrival[0])
-    pool = grading.pool
+    pool, rules = grading.pool, RewardRules(max_tokens=1 << 20)
     started = time.monotonic()
     due: dict[int, float] = {}
     latencies: list[float] = []
@@ -175,13 +176,13 @@ def _stream(grading: Grading, seconds: float, *, bomb_share: float) -> tuple[lis
         while arrivals and arrivals[0][0] <= now:
             at, number, sample = arrivals.pop(0)
             due[number] = at
-            pool.submit(work.to_request(number, sample))
-        for outcome in pool.collect():
-            assert isinstance(outcome, ScoreDone), outcome
-            if outcome.request_id < count:
-                latencies.append(time.monotonic() - started - due[outcome.request_id])
+            pool.submit(work.to_draft(number, sample, rules))
+        for done in pool.collect():
+            assert isinstance(done, ScoreDone), done
+            if done.request_id < count:
+                latencies.append(time.monotonic() - started - due[done.request_id])
             else:
-                assert not outcome.score.is_correct
+                assert not done.score.is_correct
         if now >= next_look:
             rss_mb, next_look = max(rss_mb, _rss_mb(pool.pids)), now + 0.25
         patience = 0.05 if not arrivals else max(0.0, min(0.05, arrivals[0][0] - now))

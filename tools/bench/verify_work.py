@@ -4,7 +4,10 @@ import json
 import random
 
 from megatron_rl.protocol.types import ScoreRequest
+from verification.draft import Draft
 from verification.library import Sample
+from verification.rules import RewardRules
+from verification.score import screen
 
 # Answers that no screen refuses and that cost more than any limit of time or memory.
 BOMBS = (
@@ -118,8 +121,11 @@ def make_program(language: str, seed: int) -> Sample:
     return Sample(text=text, task="code", entry=json.dumps({"cases": cases}), seed=seed)
 
 
-def to_request(number: int, sample: Sample) -> ScoreRequest:
-    """The sample as a verifier receives it."""
-    return ScoreRequest(
+def to_draft(number: int, sample: Sample, rules: RewardRules) -> Draft:
+    """The sample as a verifier gives it to its pool."""
+    request = ScoreRequest(
         number, sample.task, sample.answer, sample.entry, sample.text, sample.tokens, True
     )
+    draft = screen(request, rules)
+    assert isinstance(draft, Draft), f"plain text decides {sample}"
+    return draft

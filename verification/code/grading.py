@@ -10,7 +10,7 @@ import signal
 import msgspec
 
 from verification.code.languages import LANGUAGES, compile_command, find_language
-from verification.code.output_comparison import CHECKER, COMPARISONS
+from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
 from verification.code.setup import (
     CodeLimits,
     header_folder,
@@ -26,7 +26,7 @@ from verification.sandbox.call_proxy import (
     EXIT_SOLUTION_GONE,
     EXIT_TESTS_BROKEN,
 )
-from verification.sandbox.sandbox import Ending, Limits, Outcome, Sandbox
+from verification.sandbox.sandbox import Ending, Limits, ProgramResult, Sandbox
 from verification.sandbox.server import EXIT_OUT_OF_MEMORY, EXIT_SYNTAX
 from verification.verdict import CORRECT, GradingError, Verdict
 
@@ -84,7 +84,7 @@ def parse_tests(entry: str) -> CodeTests:
 
 def _problem(tests: CodeTests) -> str:
     """What is wrong with tests; empty if nothing."""
-    known = (*COMPARISONS, CHECKER)
+    known = (*OUTPUT_COMPARISONS, CHECKER)
     language = find_language(tests.language)
     if tests.language and language is None:
         return f"language = {tests.language!r}, expected one of {', '.join(LANGUAGES)}"
@@ -147,11 +147,11 @@ def _compile(sandbox: Sandbox, name: str, code: bytes, limits: CodeLimits) -> Ve
     headers = header_folder(name, prepare(limits).cache_folder)
     allowed = limits_of_compiler(limits)
     command = compile_command(language, headers)
-    outcome = sandbox.compile(command, code, source_name=language.source_name, limits=allowed)
-    ending = outcome.endings[0]
+    result = sandbox.compile(command, code, source_name=language.source_name, limits=allowed)
+    ending = result.endings[0]
     if ending.exit_code == 0:
         return CORRECT
-    if outcome.is_late or ending.cpu_s >= SPENT * allowed.cpu_s:
+    if result.is_late or ending.cpu_s >= SPENT * allowed.cpu_s:
         return Verdict(False, "compile_timeout")
     return Verdict(False, "compile_error")
 
@@ -164,32 +164,32 @@ def _run_case(
     program = LANGUAGES[name].program
     command = [f"{sandbox.build_folder}/{program}"] if program else None
     stdin = case.stdin.encode("utf-8", "surrogatepass")
-    outcome = sandbox.run(command, b"" if command else code, stdin=stdin, limits=allowed)
-    verdict = _failure(outcome, outcome.endings[0], allowed, is_python=not program)
+    result = sandbox.run(command, b"" if command else code, stdin=stdin, limits=allowed)
+    verdict = _failure(result, result.endings[0], allowed, is_python=not program)
     if verdict is not None:
         return verdict
     if tests.comparison == CHECKER:
-        return _run_checker(sandbox, tests.checker, case, output=outcome.output, limits=limits)
-    is_same = COMPARISONS[tests.comparison]
+        return _run_checker(sandbox, tests.checker, case, output=result.output, limits=limits)
+    is_same = OUTPUT_COMPARISONS[tests.comparison]
     expected = case.stdout.encode("utf-8", "surrogatepass")
-    return CORRECT if is_same(outcome.output, expected, tests.tolerance) else WRONG_OUTPUT
+    return CORRECT if is_same(result.output, expected, tests.tolerance) else WRONG_OUTPUT
 
 
 def _failure(
-    outcome: Outcome, ending: Ending, allowed: Limits, *, is_python: bool
+    result: ProgramResult, ending: Ending, allowed: Limits, *, is_python: bool
 ) -> Verdict | None:
     """Why a program failed whatever its output; None if it ended well."""
     is_spent = ending.exit_code == -signal.SIGKILL and ending.cpu_s >= SPENT * allowed.cpu_s
-    if outcome.is_late or is_spent:
+    if result.is_late or is_spent:
         return Verdict(False, "test_timeout")
-    if len(outcome.output) >= allowed.file_bytes:
+    if len(result.output) >= allowed.file_bytes:
         return Verdict(False, "output_limit")
     if ending.exit_code == 0:
         return None
     if is_python and ending.exit_code == EXIT_SYNTAX:
         return Verdict(False, "compile_error")
     is_starved = ending.peak_bytes >= MEMORY_SHARE * allowed.memory_bytes
-    is_starved |= any(word in outcome.errors for word in _MEMORY_WORDS)
+    is_starved |= any(word in result.errors for word in _MEMORY_WORDS)
     if is_starved or ending.exit_code == EXIT_OUT_OF_MEMORY:
         return Verdict(False, "test_memory")
     return Verdict(False, "runtime_error")
@@ -206,11 +206,11 @@ def _run_checker(
     }
     allowed = limits_of_test(limits)
     stdin = json.dumps(question).encode()
-    outcome = sandbox.run(None, checker.encode(), stdin=stdin, limits=allowed)
-    ending = outcome.endings[0]
+    result = sandbox.run(None, checker.encode(), stdin=stdin, limits=allowed)
+    ending = result.endings[0]
     if ending.exit_code == EXIT_SYNTAX:
         raise GradingError(f"the checker of a code prompt is no Python: {checker[:200]!r}")
-    if outcome.is_late or ending.exit_code < 0 or ending.exit_code == EXIT_OUT_OF_MEMORY:
+    if result.is_late or ending.exit_code < 0 or ending.exit_code == EXIT_OUT_OF_MEMORY:
         return Verdict(False, "checker_limit")
     return CORRECT if ending.exit_code == 0 else WRONG_OUTPUT
 
@@ -219,20 +219,20 @@ def _run_unit_tests(sandbox: Sandbox, code: bytes, tests: CodeTests, limits: Cod
     """Verdict of unit tests, which run apart from the solution: see `call_proxy.py`."""
     allowed = limits_of_test(limits)
     source = tests.unit_tests.encode("utf-8", "surrogatepass")
-    outcome = sandbox.check(code, source, entry_point=tests.entry_point, limits=allowed)
-    tester, solution = outcome.endings
+    result = sandbox.check(code, source, entry_point=tests.entry_point, limits=allowed)
+    tester, solution = result.endings
     if tester.exit_code == EXIT_PASSED:
         return CORRECT
     if tester.exit_code == EXIT_TESTS_BROKEN:
-        raise GradingError(f"the unit tests of a code prompt are broken: {outcome.errors}")
-    if outcome.is_late:
+        raise GradingError(f"the unit tests of a code prompt are broken: {result.errors}")
+    if result.is_late:
         return Verdict(False, "test_timeout")
     if tester.exit_code == EXIT_ASSERTION:
         return WRONG_OUTPUT
     if solution.exit_code == EXIT_NO_ENTRY_POINT:
         return Verdict(False, "no_entry_point")
     if tester.exit_code == EXIT_SOLUTION_GONE and solution.exit_code:
-        blank = msgspec.structs.replace(outcome, errors="")
+        blank = msgspec.structs.replace(result, errors="")
         failure = _failure(blank, solution, allowed, is_python=True)
         return failure or Verdict(False, "runtime_error")
     return Verdict(False, "runtime_error")

@@ -1,4 +1,4 @@
-"""Whether the output of a program is the expected one: table COMPARISONS.
+"""Whether the output of a program is the expected one: table OUTPUT_COMPARISONS.
 
 Pure functions of bytes: model output need not be text. Linear in the size of the output.
 """
@@ -39,9 +39,9 @@ def _is_near(given: bytes, wanted: bytes, tolerance: float) -> bool:
     return abs(first - second) <= tolerance * max(1.0, abs(second))
 
 
-Comparison = Callable[[bytes, bytes, float], bool]
+OutputComparison = Callable[[bytes, bytes, float], bool]
 
-COMPARISONS: dict[str, Comparison] = {
+OUTPUT_COMPARISONS: dict[str, OutputComparison] = {
     "exact": is_same_exactly,
     "whitespace": is_same_but_for_space,
     "float": is_same_within_tolerance,

@@ -184,10 +184,10 @@ def _try(spec: SandboxSpec) -> str:
     """Why a sandbox does not work here; empty if it does."""
     try:
         with Sandbox(spec) as sandbox:
-            outcome = sandbox.run(None, b"print(6 * 7)", stdin=b"", limits=_probe_limits())
+            result = sandbox.run(None, b"print(6 * 7)", stdin=b"", limits=_probe_limits())
     except GradingError as error:
         return str(error)
-    return "" if outcome.output == b"42\n" else f"a test program failed: {outcome.errors}"
+    return "" if result.output == b"42\n" else f"a test program failed: {result.errors}"
 
 
 def _probe_limits() -> Limits:

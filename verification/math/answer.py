@@ -1,7 +1,8 @@
 """Whether a boxed answer equals a mathematical reference.
 
-`compare_quickly` is pure string and number code and runs in the verifier; `compare` computes and
-calls math-verify, which may hang or eat memory on hostile text, and runs only in a grading process.
+`compare_quickly` is pure string and number code and runs in the verifier; `compute` decides the
+rest and calls math-verify, which may hang or eat memory on hostile text: it runs only in a grading
+process.
 
 The rules: answers are equal when they mean the same mathematics, whichever is the reference.
 Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per cent is a factor, so
@@ -52,6 +53,14 @@ def compare(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
     quick = compare_quickly(answer, reference, accept_missing_unit=accept_missing_unit)
     if quick is not None:
         return quick
+    return compute(answer, reference, accept_missing_unit=accept_missing_unit)
+
+
+def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) -> Verdict:
+    """The rest of `compare`: the verdict on a pair that `compare_quickly` leaves open.
+
+    Does not repeat its refusals: of another pair it may run out of time or memory.
+    """
     first, second = normalise(_trim(answer)), normalise(_trim(reference))
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
     from verification.math.structure import same_structure

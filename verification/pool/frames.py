@@ -1,7 +1,7 @@
-"""What the verifier, its zygote and its grading processes say to each other over socket pairs.
+"""What the verifier, its fork server and its grading processes say to each other.
 
-Length-prefixed msgpack: typed, and nothing is pickled, because a grading process that hostile
-text took over must not be able to run code in the verifier.
+Over socket pairs, in length-prefixed msgpack: typed, and nothing is pickled, because a grading
+process that hostile text took over must not be able to run code in the verifier.
 """
 
 import struct
@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.protocol.types import Score, ScoreRequest
+from megatron_rl.protocol.reward_config import StepKind
+from verification.draft import Finding, Question
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
@@ -23,27 +24,28 @@ class FrameError(RuntimeError):
 
 
 class Grade(msgspec.Struct, frozen=True, tag="Grade"):
-    """Verifier -> grading process: grade this completion."""
+    """Verifier -> grading process: take this step."""
 
     item_id: int
-    request: ScoreRequest
+    question: Question
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="Loaded"):
-    """Grading process -> verifier: the libraries of a task are loaded."""
+    """Grading process -> verifier: what a step of a task needs is loaded."""
 
+    kind: StepKind
     task: str
 
 
 class Graded(msgspec.Struct, frozen=True, tag="Graded"):
-    """Grading process -> verifier: the verdict."""
+    """Grading process -> verifier: the step is taken."""
 
     item_id: int
-    score: Score
+    finding: Finding
 
 
 class GradeFailed(msgspec.Struct, frozen=True, tag="GradeFailed"):
-    """Grading process -> verifier: no verdict, through no fault of the completion."""
+    """Grading process -> verifier: no finding, through no fault of the completion."""
 
     item_id: int
     reason: str
@@ -93,27 +95,28 @@ def unpack(buffer: bytearray, decoder: msgspec.msgpack.Decoder[Any]) -> list[Any
     return messages
 
 
-# --- verifier <-> zygote: datagrams, with file descriptors beside them --------------------------
+# --- verifier <-> fork server: datagrams, with file descriptors beside them ----------------------
 
 
 class Fork(msgspec.Struct, frozen=True, tag="Fork"):
-    """Verifier -> zygote, with a socket and a file for stderr: fork a grading process."""
+    """Verifier -> fork server, with a socket and a file for stderr: fork a grading process."""
 
     number: int
     lane: str
+    kind: StepKind
     task: str
-    """Task whose libraries are loaded first."""
+    """What this step of this task needs is loaded first, to be shared by all forks."""
 
 
 class Born(msgspec.Struct, frozen=True, tag="Born"):
-    """Zygote -> verifier, with a pidfd: the grading process runs."""
+    """Fork server -> verifier, with a pidfd: the grading process runs."""
 
     number: int
     pid: int
 
 
 class Died(msgspec.Struct, frozen=True, tag="Died"):
-    """Zygote -> verifier: the process and all it started are gone."""
+    """Fork server -> verifier: the process and all it started are gone."""
 
     number: int
     exit_code: int

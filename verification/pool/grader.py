@@ -1,8 +1,8 @@
 """A grading process: answers `Grade` frames of one socket, in order, in its only thread.
 
-Forked by `zygote.py`, killed by `pool.py`. It has no other open file than that socket and its
-stderr, dies with the zygote, and lives under limits of memory, CPU time, file size and open files.
-An exception that no judge foresaw ends it: the pool then gives the completion to another process.
+Forked by the fork server, killed by the pool. It has no other open file than that socket and its
+stderr, dies with the fork server, and lives under limits of memory, CPU time, file size and open
+files. An exception that no judge foresaw ends it: the pool gives the item to another process.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-from megatron_rl.protocol.reward_config import CODE, LaneConfig
+from megatron_rl.protocol.reward_config import CODE, LaneConfig, StepKind
 from verification.pool.frames import (
     Aborted,
     Grade,
@@ -27,7 +27,7 @@ from verification.pool.frames import (
     unpack,
 )  # fmt: skip
 from verification.rules import RewardRules
-from verification.score import prepare, score
+from verification.score import prepare, take_step
 from verification.verdict import GradingError
 
 RETIRE_AFTER_ITEMS = 50_000
@@ -49,7 +49,8 @@ def die_with(parent_pid: int) -> None:
 def limit_resources(lane: str, memory_bytes: int) -> None:
     """Cap address space, written files, open files; no core dumps.
 
-    What is written in the code lane is capped by the sandbox: a compiler writes more.
+    Not the files of the code lane: a sandbox's programs inherit these limits, cannot raise them,
+    and a compiler needs more. The sandbox sets limits of its own.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -61,12 +62,14 @@ def limit_resources(lane: str, memory_bytes: int) -> None:
 def limit_cpu(seconds: float) -> None:
     """Let the kernel end this process after that many more CPU seconds, if the pool is stuck."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
+    # RLIMIT_CPU counts from the process's birth, so it moves on with each item.
     soft = math.ceil(usage.ru_utime + usage.ru_stime + seconds) + CPU_GRACE_S
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
 
 def peak_memory_bytes() -> int:
     """Most memory that this process has held."""
+    # Not ru_maxrss, which exec inherits: it would be the verifier's peak.
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
@@ -82,7 +85,7 @@ class Grader:
         self._lane = lane
         self._rules = rules
         self._limits = limits
-        self._loaded: set[str] = set()
+        self._loaded: set[tuple[StepKind, str]] = set()
         self._items = 0
         self._is_spoilt = False
 
@@ -98,15 +101,17 @@ class Grader:
                     return
 
     def _answer(self, message: Grade) -> None:
-        request = message.request
+        question = message.question
         try:
-            self._load(request.task)
+            self._load(question.kind, question.request.task)
+            # After the loading, which may take longer than grading may.
             if self._lane != CODE:
                 limit_cpu(self._limits.timeout_s)
-            reply: Reply = Graded(message.item_id, score(request, self._rules))
+            reply: Reply = Graded(message.item_id, take_step(question, self._rules))
         except GradingError as error:
             reply = GradeFailed(message.item_id, str(error))
         except MemoryError:
+            # What the failed item left on the heap may make a later, innocent one fail.
             self._is_spoilt = True
             reply = Aborted(message.item_id, "grading_memory")
         except RecursionError:
@@ -114,11 +119,11 @@ class Grader:
         self._send(reply)
         self._items += 1
 
-    def _load(self, task: str) -> None:
-        if task not in self._loaded:
-            prepare(task, self._rules)
-            self._loaded.add(task)
-            self._send(Loaded(task))
+    def _load(self, kind: StepKind, task: str) -> None:
+        if (kind, task) not in self._loaded:
+            prepare(kind, task, self._rules)
+            self._loaded.add((kind, task))
+            self._send(Loaded(kind, task))
 
     def _is_used_up(self) -> bool:
         # Near the limit a later, innocent completion would be the one to fail.

@@ -1,6 +1,6 @@
 """The verifier's end of one grading process: give items, read replies, kill.
 
-Runs in the verifier. Made by `nursery.py`, scheduled by `lane.py`.
+Runs in the verifier. Made by `ForkClient`, scheduled by `Lane`.
 """
 
 import os
@@ -12,7 +12,9 @@ from typing import IO
 
 import msgspec
 
+from megatron_rl.protocol.reward_config import StepKind
 from megatron_rl.protocol.types import ScoreRequest
+from verification.draft import Draft
 from verification.pool.frames import Grade, Reply, pack, reply_decoder, unpack
 
 RECEIVE_BYTES = 1 << 18
@@ -21,30 +23,49 @@ LOWEST_PRIORITY = 19
 
 
 class Item(msgspec.Struct):
-    """A completion on its way through the pool."""
+    """A draft waiting for its next step."""
 
     item_id: int
-    request: ScoreRequest
+    draft: Draft
+    lanes: frozenset[str]
+    """Lanes in which it takes up room until its score is collected."""
     faults: list[str] = []
-    """How earlier attempts ended: "grading_timeout", "grading_crash", ..."""
+    """How earlier attempts at this step ended: "grading_timeout", "grading_crash", ..."""
+
+    @property
+    def request(self) -> ScoreRequest:
+        """What the queue asked."""
+        return self.draft.request
+
+    @property
+    def kind(self) -> StepKind:
+        """Kind of the next step."""
+        return self.draft.steps[0].kind
+
+    @property
+    def needs(self) -> tuple[StepKind, str]:
+        """What must be loaded first: a kind of step, and a task."""
+        return self.kind, self.request.task
 
 
 class GradingProcess:
-    """A child of the zygote with the items it was given, oldest first; it works on the first."""
+    """A child of the fork server with the items it was given; it works on the first."""
 
     def __init__(self, number: int, connection: socket.socket, last_words: IO[bytes]) -> None:
         self.number = number
         self.connection = connection
         self.items: deque[Item] = deque()
-        self.loaded: set[str] = set()
+        """Oldest first."""
+        self.loaded: set[tuple[StepKind, str]] = set()
+        """Kinds of step, by task, that it is ready for."""
         self.first_since_s = 0.0
         """Monotonic time since when it works on the first item."""
         self.check_at_s: float | None = None
         """Monotonic time at which its limits are to be looked at."""
         self.pid: int | None = None
-        """None until the zygote has forked it."""
+        """None until it is forked."""
         self.exit_code: int | None = None
-        """Minus the signal's number when a signal ended it; None until the zygote reaped it."""
+        """Minus the signal's number when a signal ended it; None until it is reaped."""
         self.is_closed = False
         """It hung up: it died or retired."""
         self.is_retiring = False
@@ -69,7 +90,7 @@ class GradingProcess:
         self.items.append(item)
         if len(self.items) == 1:
             self.note_first(now)
-        self._unsent += pack(Grade(item.item_id, item.request))
+        self._unsent += pack(Grade(item.item_id, item.draft.question))
         self.flush()
 
     def note_first(self, now: float) -> None:
@@ -86,6 +107,7 @@ class GradingProcess:
         """CPU time of the child's only thread; 0 before it lives and after it died."""
         if self.pid is None or self.exit_code is not None:
             return 0.0
+        # Nanoseconds; /proc/PID/stat counts in ticks of 10 ms, too coarse for a limit of 25 ms.
         try:
             return int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[0]) / 1e9
         except (FileNotFoundError, ProcessLookupError):
@@ -135,20 +157,21 @@ class GradingProcess:
         except BlockingIOError:
             pass  # Users other than root may do so ten times a second: try again later.
         except (ProcessLookupError, FileNotFoundError):
-            pass  # It ended meanwhile, which the zygote reports.
+            pass  # It ended meanwhile, which the fork server reports.
 
     def kill(self) -> None:
-        """Kill the child, at its birth if it is not yet born; the zygote reports its death."""
+        """Kill the child, at its birth if it is not yet born; the fork server reports its death."""
         self._is_doomed = True
+        # By pidfd: the fork server may have reaped it, and its number may be another's by now.
         if self._pidfd is None or self.exit_code is not None:
             return
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # It ended meanwhile and is reaped; the zygote's report is on its way.
+            pass  # It ended meanwhile and is reaped; the report is on its way.
 
     def on_birth(self, pid: int, pidfd: int) -> None:
-        """The zygote has forked it."""
+        """It is forked."""
         self.pid, self._pidfd = pid, pidfd
         if self._is_doomed:
             self.kill()
@@ -156,7 +179,7 @@ class GradingProcess:
             self.give_way()
 
     def on_death(self, exit_code: int) -> None:
-        """The zygote has reaped it."""
+        """It is reaped."""
         self.exit_code = exit_code
         if self._pidfd is not None:
             os.close(self._pidfd)

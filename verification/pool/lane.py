@@ -1,9 +1,12 @@
 """One lane of grading: which process gets which item, and what a fault of a process means.
 
-Runs in the verifier; used by `pool.py`. Each item starts with a *worker*. In lanes limited by CPU
-time, an item that takes long makes its worker a *suspect*, a process at the lowest priority, and a
-*spare* takes its place at once, so that nothing waits behind it. An item that failed is tried once
-more by a fresh suspect; when it fails the same way it is the completion's fault.
+Runs in the verifier; used by `pool.py`. An item is one step of one score. Three kinds of process:
+
+- A *worker* takes new items. It stays for the next one when it has answered.
+- A *suspect* is at the lowest priority, has one item, and ends with it. A worker becomes one when
+  its item takes longer than BRISK_S (in lanes limited by CPU time), so that nothing waits behind
+  the item; an item that failed is tried again by a new one.
+- A *spare* is forked and idle. It takes the place of a worker that became a suspect, at once.
 
 | event | first time | second time |
 |---|---|---|
@@ -11,7 +14,7 @@ more by a fresh suspect; when it fails the same way it is the completion's fault
 | memory or stack runs out | tried again | Score with "grading_memory", "grading_depth" |
 | a signal ends the process | tried again | Score with reason "grading_crash" |
 | the process exits by itself | tried again | ScoreFailed: our own failure, never a reward |
-| it retires, or dies idle or with its zygote | nobody is blamed | nobody is blamed |
+| it retires, or dies idle or with the fork server | nobody is blamed | nobody is blamed |
 
 Why not pebble 5.2.3: a worker that dies while idle breaks its whole pool, its workers share one
 pipe and lock, it pickles, and a worker that hangs holds up what waits behind it.
@@ -22,7 +25,8 @@ import time
 from collections import deque
 
 from megatron_rl.protocol.reward_config import ANSWERS, CODE, CUSTOM, LANGUAGE, LaneConfig
-from megatron_rl.protocol.types import ScoreDone, ScoreFailed
+from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed
+from verification.draft import Finding
 from verification.pool.frames import (
     Aborted,
     FrameError,
@@ -33,9 +37,9 @@ from verification.pool.frames import (
     Retiring,
 )
 from verification.pool.grading_process import GradingProcess, Item
-from verification.pool.nursery import LOST, Nursery
+from verification.pool.nursery import LOST, ForkClient
 from verification.rules import RewardRules
-from verification.score import score_unverified
+from verification.score import unverified
 
 START_TIMEOUT_S = 60.0
 """A grading process that has not loaded a task's libraries by then has failed."""
@@ -44,24 +48,30 @@ BRISK_S = 0.025
 PATIENCE = 10
 """Elapsed time may be so many times the limit of CPU time: the machine may be crowded."""
 MAX_ATTEMPTS = 3
+# What hostile text can do to a process. That it exits by itself is not among them: only our code
+# and the user's call exit(), so that a bug there is never taken for a wrong answer.
 MODEL_FAULTS = frozenset({"grading_timeout", "grading_memory", "grading_depth", "grading_crash"})
-# Items given to one process at a time, so that a round trip is not paid per item.
+# Items given to one process at a time, so that it need not wait for a round trip between two. Where
+# an item may take long, others had better wait here, where any process can take them.
 _DEPTH = {ANSWERS: 2, LANGUAGE: 8, CODE: 1, CUSTOM: 1}
 # Code and custom rewards wait for other processes; CPU time of their own says little.
 _ELAPSED = frozenset({CODE, CUSTOM})
 
-Outcome = ScoreDone | ScoreFailed
+Finished = ScoreDone | ScoreFailed
+"""What the queue is told about a request."""
 log = logging.getLogger(__name__)
 
 
 class Lane:
     """Items and processes of one kind of grading."""
 
-    def __init__(self, name: str, cfg: LaneConfig, *, rules: RewardRules, nursery: Nursery) -> None:
+    def __init__(
+        self, name: str, cfg: LaneConfig, *, rules: RewardRules, fork_client: ForkClient
+    ) -> None:
         self._name = name
         self._cfg = cfg
         self._rules = rules
-        self._nursery = nursery
+        self._fork_client = fork_client
         self._waiting: deque[Item] = deque()
         self._doubtful: deque[Item] = deque()
         """Items that failed or must not hold up others; only suspects take them."""
@@ -69,7 +79,9 @@ class Lane:
         self.suspects: list[GradingProcess] = []
         self.spares: list[GradingProcess] = []
         """Idle and ready to replace a worker that is held up; one in lanes limited by CPU time."""
-        self.outcomes: list[Outcome] = []
+        self.passed_on: list[Item] = []
+        """Items whose next step is due in another lane, or here once more."""
+        self.finished: list[tuple[Item, Finished]] = []
         self.kills = 0
         """Processes killed for an item that took too long."""
         self.deaths = 0
@@ -82,9 +94,10 @@ class Lane:
 
     @property
     def pending(self) -> int:
-        """Items that are not collected yet."""
-        in_flight = sum(len(process.items) for process in self.processes)
-        return len(self._waiting) + len(self._doubtful) + in_flight + len(self.outcomes)
+        """Items that are here and not collected yet."""
+        given = sum(len(process.items) for process in self.processes)
+        done = len(self.passed_on) + len(self.finished)
+        return len(self._waiting) + len(self._doubtful) + given + done
 
     @property
     def next_check_s(self) -> float | None:
@@ -93,34 +106,39 @@ class Lane:
         return min(checks, default=None)
 
     def submit(self, item: Item) -> None:
-        """Add an item; the caller keeps `pending` within its limit."""
+        """Add an item; the caller keeps to the room of the lane."""
         self._waiting.append(item)
 
     def advance(self, now: float) -> list[GradingProcess]:
         """Check limits, hand items out; the processes that were given up."""
+        # First the limits, since they free processes and change who is a suspect.
         given_up = [process for process in self.processes if self._exceeds(process, now)]
         while self._doubtful and len(self.suspects) < self._cfg.workers:
             item = self._doubtful.popleft()
-            process = self._nursery.fork(self._name, item.request.task)
+            process = self._fork(item)
             process.give_way()
             self.suspects.append(process)
             self._give(process, item, now)
         while self._waiting:
             process = min(self.workers, key=_load, default=None)
             if process is None or (process.items and len(self.workers) < self._cfg.workers):
-                process = self._new_worker(self._waiting[0].request.task)
+                process = self._new_worker(self._waiting[0])
             if len(process.items) >= _DEPTH[self._name]:
                 break
             self._give(process, self._waiting.popleft(), now)
         return given_up
 
-    def _new_worker(self, task: str) -> GradingProcess:
+    def _new_worker(self, item: Item) -> GradingProcess:
         """The spare, or a new process where there is none; the next spare is on its way then."""
-        process = self.spares.pop() if self.spares else self._nursery.fork(self._name, task)
+        process = self.spares.pop() if self.spares else self._fork(item)
         self.workers.append(process)
         if self._name not in _ELAPSED:
-            self.spares.append(self._nursery.fork(self._name, task))
+            # Already now: the fork takes milliseconds in which the item to be overtaken runs on.
+            self.spares.append(self._fork(item))
         return process
+
+    def _fork(self, item: Item) -> GradingProcess:
+        return self._fork_client.fork(self._name, item.needs)
 
     # --- replies --------------------------------------------------------------------------------
 
@@ -128,9 +146,11 @@ class Lane:
         """Take in a reply; whether the process is done with. Raises FrameError for nonsense."""
         now = time.monotonic()
         if isinstance(reply, Loaded):
-            if reply.task in process.loaded:
+            # A process in the hands of hostile text must not win time by loading again and again.
+            if (reply.kind, reply.task) in process.loaded:
                 raise FrameError(f"it loaded {reply.task!r} twice")
-            process.loaded.add(reply.task)
+            process.loaded.add((reply.kind, reply.task))
+            # The time of loading is not the item's.
             process.note_first(now)
         elif isinstance(reply, Retiring):
             process.is_retiring = True
@@ -139,22 +159,36 @@ class Lane:
             process.note_first(now)
         self._set_check(process)
         if process in self.suspects and not process.items:
-            # Its priority cannot be raised again.
+            # Only root may raise a priority again, so it is of no use for the next item.
             self._remove(process)
             return True
         return False
 
     def _finish(self, process: GradingProcess, reply: Graded | GradeFailed | Aborted) -> None:
+        # A process answers in the order in which it was asked: any other answer is forged.
         if not process.items or process.items[0].item_id != reply.item_id:
             raise FrameError(f"it answered item {reply.item_id}, which is not its turn")
         item = process.items.popleft()
-        request_id = item.request.request_id
         if isinstance(reply, Graded):
-            self.outcomes.append(ScoreDone(request_id, reply.score))
+            self._advance_draft(item, reply.finding)
         elif isinstance(reply, GradeFailed):
-            self.outcomes.append(ScoreFailed(request_id, reply.reason))
+            self._fail(item, reply.reason)
         else:
             self._blame(item, reply.fault, reply.fault)
+
+    def _advance_draft(self, item: Item, finding: Finding) -> None:
+        found = item.draft.add(finding)
+        if isinstance(found, Score):
+            self._score(item, found)
+        else:
+            # A new item: faults count for each step by itself.
+            self.passed_on.append(Item(item.item_id, found, item.lanes))
+
+    def _score(self, item: Item, score: Score) -> None:
+        self.finished.append((item, ScoreDone(item.request.request_id, score)))
+
+    def _fail(self, item: Item, reason: str) -> None:
+        self.finished.append((item, ScoreFailed(item.request.request_id, reason)))
 
     # --- limits ---------------------------------------------------------------------------------
 
@@ -163,7 +197,7 @@ class Lane:
         if process.check_at_s is None or now < process.check_at_s:
             return False
         item, elapsed_s = process.items[0], now - process.first_since_s
-        if item.request.task not in process.loaded:
+        if item.needs not in process.loaded:
             reason = f"loading task {item.request.task!r} took over {START_TIMEOUT_S:.0f} s"
             return self._give_up(process, "start", reason)
         if self._name in _ELAPSED:
@@ -173,13 +207,17 @@ class Lane:
             return self._give_up(process, "grading_timeout", "it took too long")
         if process in self.workers and used_s >= BRISK_S:
             if len(self.suspects) >= self._cfg.workers:
+                # Too many at once would crowd the machine. It starts anew when its turn comes.
                 self._doubtful.append(process.items.popleft())
                 return self._give_up(process, "", "")
             self._make_suspect(process)
         elif process in self.suspects and not process.has_given_way:
+            # The kernel refused it before (see give_way).
             process.give_way()
         is_at_rest = process in self.suspects and process.has_given_way
         limit_s = self._cfg.timeout_s if is_at_rest else BRISK_S
+        # The CPU time of one thread never outruns the clock, so no limit is reached before this. It
+        # may lag behind: then little is missing at the check, and the next follows soon.
         process.check_at_s = now + max(limit_s - used_s, BRISK_S / 4)
         return False
 
@@ -187,7 +225,8 @@ class Lane:
         self.workers.remove(process)
         self.suspects.append(process)
         first = process.items.popleft()
-        # It will answer those too, as items that are no longer its own.
+        # It has read those behind the first as well and would answer them; that answer never comes
+        # in, because `take` removes a suspect with the answer to its first.
         self._requeue(process)
         process.items.append(first)
         process.give_way()
@@ -206,6 +245,7 @@ class Lane:
     def on_death(self, process: GradingProcess) -> None:
         """Account for a process that is gone: its first item is to blame, if it has any."""
         self._remove(process)
+        # Processes work on one item at a time, in order: those behind the first are innocent.
         if process.items and not process.is_retiring and process.exit_code != LOST:
             self.deaths += 1
             item = process.items.popleft()
@@ -215,18 +255,19 @@ class Lane:
         self._requeue(process)
 
     def _blame(self, item: Item, fault: str, detail: str) -> None:
-        request = item.request
+        request_id = item.request.request_id
         item.faults = [*item.faults, fault]
-        log.warning("request %d, attempt %d: %s", request.request_id, len(item.faults), detail)
+        log.warning("request %d, attempt %d: %s", request_id, len(item.faults), detail)
+        # The same fault twice, in two processes, is the item's and not the machine's.
         if item.faults.count(fault) > 1 and fault in MODEL_FAULTS:
-            score = score_unverified(request, self._rules, fault)
-            self.outcomes.append(ScoreDone(request.request_id, score))
+            self._score(item, unverified(item.draft, self._rules, fault))
         elif item.faults.count(fault) > 1 or len(item.faults) >= MAX_ATTEMPTS:
-            self.outcomes.append(ScoreFailed(request.request_id, detail))
+            self._fail(item, detail)
         else:
             self._doubtful.append(item)
 
     def _requeue(self, process: GradingProcess) -> None:
+        # In front and in their old order: they have waited longest.
         self._waiting.extendleft(reversed(process.items))
         process.items.clear()
 
@@ -246,7 +287,7 @@ class Lane:
             process.check_at_s = None
             return
         limit_s = self._cfg.timeout_s
-        if process.items[0].request.task not in process.loaded:
+        if process.items[0].needs not in process.loaded:
             limit_s = START_TIMEOUT_S
         elif process in self.workers and self._name not in _ELAPSED:
             limit_s = min(BRISK_S, limit_s)

@@ -1,6 +1,6 @@
-"""The verifier's end of the zygote: asks for grading processes, hears of their births and deaths.
+"""The verifier's end of the fork server: asks for grading processes, hears of births and deaths.
 
-Runs in the verifier; used by `pool.py`. The zygote starts when the first process is asked for.
+Runs in the verifier; used by `pool.py`. The server starts when the first process is asked for.
 """
 
 import itertools
@@ -11,27 +11,27 @@ import subprocess
 import sys
 import tempfile
 
-from megatron_rl.protocol.reward_config import VerifierConfig
+from megatron_rl.protocol.reward_config import StepKind, VerifierConfig
 from verification.pool.frames import MAX_DATAGRAM_BYTES, Born, Fork, encode, news_decoder
 from verification.pool.grading_process import GradingProcess
 from verification.rules import RewardRules
 
 MAX_STARTS = 3
-"""Zygotes that may be started; each later one replaces one that died."""
+"""Fork servers that may be started; each later one replaces one that died."""
 END_TIMEOUT_S = 10.0
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LOST = 255
-"""Exit code of a process that died with its zygote, through no fault of an item."""
+"""Exit code of a process that died with its fork server, through no fault of an item."""
 
 log = logging.getLogger(__name__)
 
 
-class ZygoteDied(RuntimeError):
-    """The zygote died more often than can be chance."""
+class ForkServerDied(RuntimeError):
+    """The fork server died more often than can be chance."""
 
 
-class Nursery:
+class ForkClient:
     """Grading processes by number, from their request until their death is known."""
 
     def __init__(self, cfg: VerifierConfig, rules: RewardRules) -> None:
@@ -39,7 +39,7 @@ class Nursery:
         self._rules = rules
         self._numbers = itertools.count()
         self._processes: dict[int, GradingProcess] = {}
-        self._zygote: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._starts = 0
 
@@ -48,8 +48,11 @@ class Nursery:
         """Readable when `receive` has something to do; None before the first fork."""
         return None if self._socket is None else self._socket.fileno()
 
-    def fork(self, lane: str, task: str) -> GradingProcess:
-        """A new grading process; it can be given items at once."""
+    def fork(self, lane: str, needs: tuple[StepKind, str]) -> GradingProcess:
+        """A new grading process, ready for that kind of step of that task.
+
+        It can be given items at once: they wait in its socket until it is forked.
+        """
         if self._socket is None:
             self._start()
         assert self._socket is not None
@@ -59,16 +62,16 @@ class Nursery:
         last_words = tempfile.TemporaryFile()
         process = GradingProcess(number, ours, last_words)
         self._processes[number] = process
-        message = encode(Fork(number, lane, task))
+        message = encode(Fork(number, lane, *needs))
         with theirs:
             try:
                 socket.send_fds(self._socket, [message], [theirs.fileno(), last_words.fileno()])
             except (BrokenPipeError, ConnectionResetError):
-                pass  # `receive` finds the zygote dead, and this process with it.
+                pass  # `receive` finds the server dead, and this process with it.
         return process
 
     def receive(self) -> list[GradingProcess]:
-        """Take in what the zygote reports; the processes that died. Raises ZygoteDied."""
+        """Take in what the server reports; the processes that died. Raises ForkServerDied."""
         died = []
         while self._socket is not None:
             try:
@@ -78,6 +81,7 @@ class Nursery:
             except ConnectionResetError:
                 body, descriptors = b"", []
             if not body:
+                # Deaths that the server reported before its own keep their exit codes.
                 return died + self._lose_all()
             news = news_decoder.decode(body)
             if isinstance(news, Born):
@@ -89,17 +93,18 @@ class Nursery:
         return died
 
     def close(self) -> None:
-        """End the zygote, which ends its children."""
-        if self._zygote is None or self._socket is None:
+        """End the server, which ends its children."""
+        if self._server is None or self._socket is None:
             return
+        # The server takes the end of the connection for the order to end.
         self._socket.close()
         self._socket = None
         try:
-            self._zygote.wait(END_TIMEOUT_S)
+            self._server.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # Its children die with it.
-            self._zygote.kill()
-            self._zygote.wait(END_TIMEOUT_S)
+            # Its children die with it: the kernel kills each at its parent's death.
+            self._server.kill()
+            self._server.wait(END_TIMEOUT_S)
         for process in self._processes.values():
             process.on_death(LOST)
         self._processes.clear()
@@ -107,7 +112,7 @@ class Nursery:
     def _start(self) -> None:
         self._starts += 1
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Python 3.11's recv_fds takes no notice of its flags.
+        # recv_fds of Python 3.11 ignores its flags, so MSG_DONTWAIT would block all the same.
         self._socket.setblocking(False)
         command = [
             sys.executable, "-m", "verification.pool.zygote",
@@ -115,26 +120,27 @@ class Nursery:
             self._rules.model_dump_json(), self._cfg.model_dump_json(),
         ]  # fmt: skip
         with theirs:
-            self._zygote = subprocess.Popen(
+            self._server = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                # Ctrl-C reaches the verifier alone, which then ends the server in order.
                 start_new_session=True,
                 env=_environment(),
             )
 
     def _lose_all(self) -> list[GradingProcess]:
-        assert self._zygote is not None and self._socket is not None
+        assert self._server is not None and self._socket is not None
         self._socket.close()
         self._socket = None
-        exit_code = self._zygote.wait(END_TIMEOUT_S)
+        exit_code = self._server.wait(END_TIMEOUT_S)
         if self._starts >= MAX_STARTS:
-            raise ZygoteDied(
-                f"the zygote of the grading processes died {self._starts} times, "
+            raise ForkServerDied(
+                f"the fork server of the grading processes died {self._starts} times, "
                 f"now with exit code {exit_code}: see this log for its last words"
             )
-        log.error("the zygote of the grading processes died (exit code %d)", exit_code)
+        log.error("the fork server of the grading processes died (exit code %d)", exit_code)
         lost = list(self._processes.values())
         for process in lost:
             process.on_death(LOST)

@@ -1,9 +1,10 @@
 """The pool of killable grading processes: the lanes, and what wakes them.
 
-Runs in the verifier's only thread. `lane.py` decides which process gets which item; `nursery.py`
-makes the processes.
+Runs in the verifier's only thread. `Lane` decides which process gets which item; `ForkClient`
+makes the processes. A draft goes from lane to lane, a step in each, until it is a score.
 """
 
+import collections
 import itertools
 import logging
 import select
@@ -12,13 +13,12 @@ from types import TracebackType
 from typing import Self
 
 from megatron_rl.protocol.reward_config import LANES, VerifierConfig
-from megatron_rl.protocol.types import ScoreRequest
+from verification.draft import Draft
 from verification.pool.frames import FrameError
 from verification.pool.grading_process import GradingProcess, Item
-from verification.pool.lane import Lane, Outcome
-from verification.pool.nursery import Nursery
+from verification.pool.lane import Finished, Lane
+from verification.pool.nursery import ForkClient
 from verification.rules import RewardRules
-from verification.score import lane_of
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,18 @@ class Pool:
     """
 
     def __init__(self, cfg: VerifierConfig, rules: RewardRules) -> None:
-        self._rules = rules
-        self._nursery = Nursery(cfg, rules)
+        self._fork_client = ForkClient(cfg, rules)
         self.lanes = {
-            name: Lane(name, cfg.lane(name), rules=rules, nursery=self._nursery) for name in LANES
+            name: Lane(name, cfg.lane(name), rules=rules, fork_client=self._fork_client)
+            for name in LANES
         }
+        self.taken: collections.Counter[str] = collections.Counter()
+        """Room taken in each lane: requests not yet collected that have passed it, are in it, or
+        will come to it. Counted as the queue counts, so that both agree when a lane is full."""
         self._owners: dict[int, tuple[Lane, GradingProcess]] = {}
         """Attached processes by the descriptor of their socket."""
         self._watched: dict[int, int] = {}
+        """Events that epoll was last asked for, by descriptor: it need not be asked again."""
         self._item_ids = itertools.count()
 
     def __enter__(self) -> Self:
@@ -50,7 +54,8 @@ class Pool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._nursery.close()
+        # First the server, with all processes: nobody writes to the sockets that are closed next.
+        self._fork_client.close()
         for _, process in self._owners.values():
             process.close()
         self._epoll.close()
@@ -85,32 +90,45 @@ class Pool:
         checks = [lane.next_check_s for lane in self.lanes.values()]
         return min((check for check in checks if check is not None), default=None)
 
-    def submit(self, request: ScoreRequest) -> None:
-        """Add a request; the caller keeps each lane's `pending` within its limit.
+    def submit(self, draft: Draft) -> None:
+        """Take the steps that a draft still needs; the caller keeps `taken` within its limits."""
+        lanes = frozenset(step.lane for step in draft.steps)
+        self.taken.update(lanes)
+        self._route(Item(next(self._item_ids), draft, lanes))
 
-        Raises GradingError for an unknown task.
-        """
-        lane = lane_of(request, self._rules)
-        self.lanes[lane].submit(Item(next(self._item_ids), request))
-
-    def collect(self) -> list[Outcome]:
+    def collect(self) -> list[Finished]:
         """Move everything on as far as it goes without waiting; finished requests."""
         for descriptor, _ in self._epoll.poll(0):
-            if descriptor == self._nursery.descriptor:
-                self._bury(self._nursery.receive())
-                if self._nursery.descriptor is None:
+            if descriptor == self._fork_client.descriptor:
+                self._bury(self._fork_client.receive())
+                if self._fork_client.descriptor is None:
+                    # Closing it has taken it out of epoll; a new server has a new one.
                     del self._watched[descriptor]
+            # An event of this batch may have closed a descriptor that a later one names.
             elif descriptor in self._owners:
                 self._read(*self._owners[descriptor])
+        # Before any lane hands out items, whichever lane they go to.
+        for lane in self.lanes.values():
+            passed_on, lane.passed_on = lane.passed_on, []
+            for item in passed_on:
+                self._route(item)
         now = time.monotonic()
-        outcomes: list[Outcome] = []
+        finished: list[Finished] = []
         for lane in self.lanes.values():
             for process in lane.advance(now):
                 self._detach(process)
             self._watch(lane)
-            outcomes += lane.outcomes
-            lane.outcomes = []
-        return outcomes
+            finished += self._harvest(lane)
+        return finished
+
+    def _route(self, item: Item) -> None:
+        self.lanes[item.draft.steps[0].lane].submit(item)
+
+    def _harvest(self, lane: Lane) -> list[Finished]:
+        finished, lane.finished = lane.finished, []
+        for item, _ in finished:
+            self.taken.subtract(item.lanes)
+        return [reply for _, reply in finished]
 
     def _read(self, lane: Lane, process: GradingProcess) -> None:
         process.flush()
@@ -125,7 +143,8 @@ class Pool:
             process.kill()
             process.is_closed = True
         if process.is_closed:
-            # Its exit code comes from the zygote; nothing more comes from here.
+            # Its exit code comes from the fork server; nothing more comes from here. Watched on, a
+            # socket at its end would be readable for ever and keep the loop spinning.
             self._unwatch(process)
 
     def _bury(self, died: list[GradingProcess]) -> None:
@@ -134,8 +153,9 @@ class Pool:
             if owner is None or owner[1] is not process:
                 continue  # It was given up before.
             lane = owner[0]
-            # What it answered before it died counts.
+            # The news of its death may overtake its last answers, which count.
             self._read(lane, process)
+            # A suspect whose last answer that was is detached by now.
             if process.connection.fileno() != -1:
                 lane.on_death(process)
                 self._detach(process)
@@ -149,8 +169,8 @@ class Pool:
                 continue
             events = select.EPOLLIN | (select.EPOLLOUT if process.has_unsent else 0)
             self._set_events(descriptor, events)
-        if self._nursery.descriptor is not None:
-            self._set_events(self._nursery.descriptor, select.EPOLLIN)
+        if self._fork_client.descriptor is not None:
+            self._set_events(self._fork_client.descriptor, select.EPOLLIN)
 
     def _set_events(self, descriptor: int, events: int) -> None:
         known = self._watched.get(descriptor)

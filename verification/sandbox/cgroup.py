@@ -34,7 +34,7 @@ class ControlGroup:
 def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
     """A group limited to that much memory and so many processes; None where that is not allowed."""
     name = f"{_PREFIX}{os.getpid()}"
-    for parents, limits in _layouts(memory_bytes, processes):
+    for parents, limits in _candidates(memory_bytes, processes):
         folders = [parent / name for parent in parents]
         for parent in parents:
             _remove_stale(parent)
@@ -50,7 +50,7 @@ def make_control_group(*, memory_bytes: int, processes: int) -> ControlGroup | N
     return None
 
 
-def _layouts(
+def _candidates(
     memory_bytes: int, processes: int
 ) -> Iterator[tuple[list[Path], list[tuple[str, str]]]]:
     """Folders to make groups in, and the files that hold their limits."""

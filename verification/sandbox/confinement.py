@@ -1,7 +1,8 @@
 """How a process inside the sandbox gives up its privileges before it runs untrusted code.
 
 Loaded by `server.py` and called in a freshly forked child. Standard library alone: inside
-the sandbox there is nothing else.
+the sandbox there is nothing else. The C library has no functions for most of these system calls, so
+they are made by number (man 2 of each: prctl, seccomp, capset, landlock_create_ruleset).
 """
 
 import ctypes
@@ -51,25 +52,34 @@ class Confinement(NamedTuple):
     """Descriptor of a Landlock ruleset; None for none."""
 
 
+# struct sock_fprog of linux/filter.h: how many instructions of 8 bytes each, and where they are.
 class _FilterProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
 def confine(confinement: Confinement, parent_pid: int) -> None:
-    """Drop every privilege of this process for good; OSError when the kernel refuses."""
+    """Drop every privilege of this process for good; OSError when the kernel refuses.
+
+    The order matters: each step needs what a later one takes away.
+    """
+    # A session of its own: the server ends all of it by its number.
     os.setsid()
     os.umask(0o022)
     _limit(confinement)
     if confinement.uid is not None:
+        # Groups first: who is no longer root cannot give them up.
         os.setgroups([])
         os.setresgid(confinement.uid, confinement.uid, confinement.uid)
         os.setresuid(confinement.uid, confinement.uid, confinement.uid)
-    # After the change of user, which clears the signal.
+    # After the change of user: the kernel then forgets the signal that a parent's death sends.
     die_with(parent_pid)
+    # A set-user-id program gives nothing any more. Without this flag the kernel takes Landlock and
+    # seccomp from privileged processes only.
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     if confinement.landlock is not None:
         _call(_SYS_LANDLOCK_RESTRICT_SELF, confinement.landlock, 0)
     drop_capabilities()
+    # The filter is last, since it allows none of the calls above.
     if confinement.filter:
         program = _FilterProgram(len(confinement.filter) // 8, confinement.filter)
         _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
@@ -78,6 +88,7 @@ def confine(confinement: Confinement, parent_pid: int) -> None:
 def die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies; exit if it already has."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that died before the call above sends no signal: then we are another's child by now.
     if os.getppid() != parent_pid:
         os._exit(1)
 
@@ -89,10 +100,12 @@ def become_reaper() -> None:
 
 def drop_capabilities() -> None:
     """Give up all capabilities."""
+    # Ambient ones would pass to the next program that is executed.
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     number = _SYS_CAPSET.get(os.uname().machine)
     if number is None:
         raise OSError(f"unknown machine {os.uname().machine}: expected one of {[*_SYS_CAPSET]}")
+    # Of process 0 (this one): two times three empty words (effective, permitted, inheritable).
     _call(number, struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 
@@ -105,6 +118,7 @@ def mount_tmpfs(path: str, options: str) -> None:
 def remount_read_only(path: str) -> None:
     """Make a mounted file system read-only for everyone; OSError on failure."""
     remount_ro_nosuid_nodev = 0b100111
+    # A remount sets all flags anew, so those of the mount are given again.
     _check(libc.mount(b"tmpfs", path.encode(), None, remount_ro_nosuid_nodev, None), path)
 
 
@@ -125,6 +139,9 @@ def landlock_rules(readable: list[str], writable: list[str]) -> int:
     Paths that do not exist are skipped. OSError when the kernel has no Landlock.
     """
     version = landlock_version()
+    # A version knows so many rights of files, and refuses rulesets with others: 13 in the first,
+    # then linking between folders (2), truncating (3), ioctl on devices (5). From 4 on it knows two
+    # rights of TCP (bind, connect), from 6 on two scopes (abstract sockets, signals to others).
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network = 0b11 if version >= 4 else 0
     scopes = 0b11 if version >= 6 else 0
@@ -143,6 +160,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
     except (FileNotFoundError, PermissionError):
         return
     try:
+        # The kernel refuses rights of folders (list, make, remove) on what is none.
         if not os.path.isdir(path):
             rights &= _LANDLOCK_FILE_RIGHTS
         _call(_SYS_LANDLOCK_ADD_RULE, rules, 1, struct.pack("<Qi", rights, handle), 0)
@@ -165,13 +183,17 @@ def _limit(confinement: Confinement) -> None:
         resource.RLIMIT_STACK: resource.RLIM_INFINITY,
     }
     for name, value in limits.items():
+        # Only root may raise a hard limit, so a lower one that was inherited stays.
         hard = resource.getrlimit(name)[1]
         if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
             value = hard
+        # Both limits, as a program may raise its soft one. For RLIMIT_CPU the kernel then sends
+        # SIGKILL at once instead of SIGXCPU, which a program may catch.
         resource.setrlimit(name, (value, value))
 
 
 def _prctl(option: int, first: int, second: int = 0) -> None:
+    # Arguments without a type would be passed as 32-bit ints, and prctl reads 64 bits of each.
     arguments = (ctypes.c_ulong(value) for value in (first, second, 0, 0))
     _check(libc.prctl(option, *arguments), f"prctl {option}")
 

@@ -82,7 +82,7 @@ class Ending(msgspec.Struct, frozen=True):
     """Most memory that it had resident."""
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class ProgramResult(msgspec.Struct, frozen=True):
     """What came of a program."""
 
     endings: list[Ending]
@@ -168,7 +168,7 @@ class Sandbox:
 
     def compile(
         self, command: list[str], source: bytes, *, source_name: str, limits: Limits
-    ) -> Outcome:
+    ) -> ProgramResult:
         """Run a compiler on a source file in the build folder; its messages are the output."""
         output = make_file()
         with closing(make_file(source), make_file(), output) as files:
@@ -177,14 +177,16 @@ class Sandbox:
 
     def run(
         self, command: list[str] | None, source: bytes, *, stdin: bytes, limits: Limits
-    ) -> Outcome:
+    ) -> ProgramResult:
         """Run a program on an input: the command, or without one the Python source."""
         output, errors = make_file(), make_file()
         with closing(make_file(stdin), output, errors, make_file(source)) as files:
             request = {"action": "program", "command": command}
             return self._run(request, files, limits, output=output, errors=errors)
 
-    def check(self, source: bytes, tests: bytes, *, entry_point: str, limits: Limits) -> Outcome:
+    def check(
+        self, source: bytes, tests: bytes, *, entry_point: str, limits: Limits
+    ) -> ProgramResult:
         """Run Python unit tests against a solution in a process of its own."""
         own, errors = make_file(), make_file()
         sources = (make_file(source), make_file(tests))
@@ -194,7 +196,7 @@ class Sandbox:
 
     def _run(
         self, request: dict[str, Any], files: list[int], limits: Limits, *, output: int, errors: int
-    ) -> Outcome:
+    ) -> ProgramResult:
         self._wait_until_ready()
         message = json.dumps(request | msgspec.to_builtins(limits)).encode()
         try:
@@ -204,9 +206,9 @@ class Sandbox:
         reply = self._receive(limits.wall_s + REPLY_GRACE_S)
         if "error" in reply:
             raise GradingError(f"a program could not be started in its sandbox: {reply['error']}")
-        outcome = msgspec.convert(reply, Outcome)
+        result = msgspec.convert(reply, ProgramResult)
         return msgspec.structs.replace(
-            outcome,
+            result,
             output=read_file(output, limits.file_bytes),
             errors=read_file(errors, ERROR_BYTES).decode(errors="replace"),
         )

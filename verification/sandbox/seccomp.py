@@ -1,8 +1,8 @@
 """Filters of system calls for untrusted programs, as programs for the kernel.
 
 Built in a grading process with libseccomp (through pyseccomp), applied inside the sandbox. Both
-filters are lists of what is allowed; a call that is not listed fails with ENOSYS, which is what C
-libraries take as "use the older call".
+filters are lists of what is allowed. Any other call fails with ENOSYS, as on a kernel that does not
+have it: C libraries then use an older call. EPERM would make them give up.
 """
 
 import base64
@@ -44,7 +44,10 @@ _PROCESS = """
     getresuid getresgid getgroups getpgrp getpgid getsid getrusage uname sysinfo getrlimit setrlimit
     getcpu getrandom arch_prctl exit exit_group execve wait4 waitid
 """
+# clone3 is missing on purpose: its flags lie in memory, where a filter cannot look. Without it the
+# C library uses clone, whose flags are an argument.
 _COMMON = f"{_FILES} {_MEMORY} {_TIME} {_PROCESS}".split()
+# Refused with EPERM: a program that sends one is told so and goes on.
 _SIGNALS = ("kill", "tkill", "tgkill")
 
 
@@ -86,8 +89,10 @@ def _build(*, may_fork: bool) -> bytes:
     else:
         _add(rules, pyseccomp.ERRNO(errno.EPERM), "fork")
         _add(rules, pyseccomp.ERRNO(errno.EPERM), "vfork")
+        # With CLONE_THREAD it is a thread of this process, which shares its limits and its end.
         mask = _CLONE_NAMESPACES | _CLONE_THREAD
         _add(rules, pyseccomp.ALLOW, "clone", arg(0, pyseccomp.MASKED_EQ, mask, _CLONE_THREAD))
+    # Exported, not loaded: it is for another process, and libseccomp exports to files alone.
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
         file.seek(0)
@@ -101,15 +106,17 @@ def _add_conditional(rules: object, pyseccomp: object) -> None:
         _add(rules, pyseccomp.ALLOW, "ioctl", arg(1, equal, request))
     for option in _PRCTLS:
         _add(rules, pyseccomp.ALLOW, "prctl", arg(0, equal, option))
+    # Of process 0, which is the caller: elsewhere it would be a way to touch another process.
     _add(rules, pyseccomp.ALLOW, "prlimit64", arg(0, equal, 0))
     _add(rules, pyseccomp.ALLOW, "socketpair", arg(0, equal, _AF_UNIX))
-    # With an address a datagram could reach sockets of the host.
+    # Argument 4 is the address: with one, a datagram could reach sockets of the host.
     _add(rules, pyseccomp.ALLOW, "sendto", arg(4, equal, 0))
 
 
 def _add(rules: object, action: int, name: str, *conditions: object) -> None:
     import pyseccomp
 
+    # Some architectures lack some calls: aarch64 has openat but no open.
     try:
         is_known = pyseccomp.resolve_syscall(pyseccomp.system_arch(), name) != -1
     except ValueError:

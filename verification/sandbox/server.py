@@ -2,9 +2,9 @@
 
 Runs as the first program of a sandbox and runs no untrusted code itself. Forking a warm interpreter
 spares the start of a new one for each test. Requests are JSON on a socket of packets, with the
-descriptors of the files that the child reads and writes; the server never sees their content, so a
-child, which begins as a copy of the server, finds no result of another test. The child has neither
-the socket nor any other descriptor of the server.
+descriptors of the files that the child reads and writes. The server never reads those files (but
+for a compiler's source): a child begins as a copy of the server's memory, and must find nothing of
+another test there. The child has neither the socket nor any other descriptor of the server.
 
 | waits for | woken by | does |
 |---|---|---|
@@ -61,6 +61,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill it and its process group."""
+        # The leader of a session cannot leave its group, and its filter has no call to move others.
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -131,6 +132,7 @@ class Server:
         files = [stdin, output, output]
         child = self._start(program, files, request, folder=self._build)
         reply = self._await([child], request["wall_s"])
+        # Tests may read the build folder, and the source is none of their business.
         os.unlink(path)
         if self._settings["may_mount"]:
             confinement.remount_read_only(self._build)
@@ -164,6 +166,7 @@ class Server:
                 except OSError:
                     _end(children)
                     raise
+            # Both ends are closed here by now: when one child ends, the other reads the end.
             return self._await(children, request["wall_s"])
 
     @contextlib.contextmanager
@@ -186,6 +189,8 @@ class Server:
         self, program: Program, files: list[int], request: dict[str, Any], *, folder: str
     ) -> Child:
         """Fork a child; returns once it is confined, OSError if it cannot be."""
+        # The child writes what went wrong before the untrusted code; the pipe closes when that code
+        # starts, so an empty pipe means that the child is confined.
         setup_read, setup_write = os.pipe()
         server_pid = os.getpid()
         pid = os.fork()
@@ -195,6 +200,7 @@ class Server:
                 os.chdir(folder)
                 self._confine(request, ruleset, server_pid)
                 program(setup_write)
+            # Anything else is the untrusted program's and was dealt with in `program`.
             except OSError as error:
                 os.write(setup_write, f"{type(error).__name__}: {error}".encode())
             finally:
@@ -229,6 +235,7 @@ class Server:
         """Wait for the first child to end, kill the others; how each ended."""
         start_s = time.monotonic()
         poll = select.poll()
+        # Not POLLIN: only the end of the grading process matters now, and that must not wait.
         poll.register(self._connection, select.POLLRDHUP)
         # The solution's end reaches the tests as the end of their connection.
         poll.register(children[0].pidfd, select.POLLIN)
@@ -237,6 +244,7 @@ class Server:
         is_late = children[0].pidfd not in events
         _end(children)
         if self._connection.fileno() in events:
+            # Nobody is left to reply to.
             os._exit(0)
         endings = [child.ending for child in children]
         return {"endings": endings, "wall_s": elapsed_s, "is_late": is_late}
@@ -254,7 +262,8 @@ def _end(children: list[Child]) -> None:
         child.reap()
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
     while True:
-        # The server is the reaper of its descendants, so it sees a compiler's orphans here.
+        # The server is the reaper of its descendants, so it sees a compiler's orphans here. They
+        # must be gone before the next program starts, which would share its limits with them.
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
@@ -268,6 +277,7 @@ def _end(children: list[Child]) -> None:
 def _arrange(files: list[int], setup_write: int, ruleset: int | None) -> tuple[int, int | None]:
     """Make the files descriptors 0, 1, ...; close all others but the two returned."""
     extra = [setup_write] if ruleset is None else [setup_write, ruleset]
+    # First all out of the way, since a source may have the number of another's target.
     lifted = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FREE_DESCRIPTOR) for fd in [*files, *extra]]
     for target, source in enumerate(lifted):
         os.dup2(source, target, inheritable=target < len(files))
@@ -298,6 +308,7 @@ def _interpretation(action: Callable[..., None], *arguments: int | str) -> Progr
     """Program that the child's own interpreter runs; ends the child as a script's end would."""
 
     def interpret(setup_write: int) -> None:
+        # Read only now, after the fork: see the module's docstring.
         source = call_proxy.read_descriptor(3)
         os.close(3)
         os.close(setup_write)
@@ -310,7 +321,10 @@ def _interpretation(action: Callable[..., None], *arguments: int | str) -> Progr
 
 
 def _exit_interpreter(error: BaseException | None) -> None:
-    """What the interpreter does at its end, short of freeing memory."""
+    """What the interpreter does at its end, short of freeing memory.
+
+    Threads, atexit functions and buffers, in Python's order: a solution may print in any of them.
+    """
     code = 1
     try:
         if isinstance(error, SystemExit):

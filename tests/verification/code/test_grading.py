@@ -18,7 +18,7 @@ from verification.code.grading import (
     prepare,
 )
 from verification.code.languages import LANGUAGES, find_language
-from verification.code.output_comparison import COMPARISONS
+from verification.code.output_comparison import OUTPUT_COMPARISONS
 from verification.code.setup import longest_item_s
 from verification.verdict import GradingError
 
@@ -69,7 +69,7 @@ def _reason(source: str, tests: CodeTests, limits: CodeLimits, tag: str = "pytho
     ],
 )
 def test_comparison_modes(mode: str, output: str, expected: str, is_same: bool) -> None:
-    assert COMPARISONS[mode](output.encode(), expected.encode(), 1e-6) is is_same
+    assert OUTPUT_COMPARISONS[mode](output.encode(), expected.encode(), 1e-6) is is_same
 
 
 def test_draw_is_the_same_for_a_seed_and_differs_between_seeds() -> None:

@@ -1,4 +1,4 @@
-"""The verifier's end of a grading process, without a zygote."""
+"""The verifier's end of a grading process, without a fork server."""
 
 import os
 import socket

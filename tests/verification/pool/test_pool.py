@@ -11,9 +11,11 @@ import pytest
 from megatron_rl.protocol.reward_config import LaneConfig, TaskConfig, VerifierConfig
 from megatron_rl.protocol.types import ScoreDone, ScoreFailed, ScoreRequest
 from tests.verification.requests import boxed, make_request, make_rules
-from verification.pool.lane import Outcome
-from verification.pool.nursery import ZygoteDied
+from verification.draft import Draft
+from verification.pool.lane import Finished
+from verification.pool.nursery import ForkServerDied
 from verification.pool.pool import Pool
+from verification.score import screen
 
 TIMEOUT_S = 1.0
 HOSTILE = "tests.verification.pool.hostile_tasks"
@@ -46,26 +48,35 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-def _collect(pool: Pool, limit_s: float) -> dict[int, Outcome]:
-    """Outcomes by request id, once nothing is pending."""
-    outcomes: dict[int, Outcome] = {}
+def _collect(pool: Pool, limit_s: float) -> dict[int, Finished]:
+    """What is finished, by request id, once nothing is pending."""
+    finished: dict[int, Finished] = {}
     deadline = time.monotonic() + limit_s
     while pool.pending:
         assert time.monotonic() < deadline, f"{pool.pending} items are late"
         select.select([pool], [], [], 0.05)
-        outcomes |= {outcome.request_id: outcome for outcome in pool.collect()}
-    return outcomes
+        finished |= {reply.request_id: reply for reply in pool.collect()}
+    return finished
+
+
+def _submit(pool: Pool, request: ScoreRequest) -> dict[int, Finished]:
+    """Give a request to the pool, or return the score where plain text decides it."""
+    found = screen(request, RULES)
+    if isinstance(found, Draft):
+        pool.submit(found)
+        return {}
+    return {request.request_id: ScoreDone(request.request_id, found)}
 
 
 def _hostile(name: str, request_id: int, entry: str = "") -> ScoreRequest:
     return make_request(boxed("7"), task=name, request_id=request_id, entry=entry)
 
 
-def _assert_graded(outcomes: dict[int, Outcome], request_ids: range) -> None:
+def _assert_graded(finished: dict[int, Finished], request_ids: range) -> None:
     for request_id in request_ids:
-        outcome = outcomes[request_id]
-        assert isinstance(outcome, ScoreDone)
-        assert outcome.score.is_correct is (request_id % 2 == 0), request_id
+        reply = finished[request_id]
+        assert isinstance(reply, ScoreDone)
+        assert reply.score.is_correct is (request_id % 2 == 0), request_id
 
 
 def _submit_neighbours(pool: Pool, request_ids: range) -> None:
@@ -73,18 +84,18 @@ def _submit_neighbours(pool: Pool, request_ids: range) -> None:
     for request_id in request_ids:
         box = f"(x+{request_id})(x-1)" if request_id % 2 == 0 else f"(x+{request_id})(x-2)"
         answer = f"x^2+({request_id}-1)x-{request_id}"
-        pool.submit(make_request(boxed(box), answer=answer, request_id=request_id))
+        _submit(pool, make_request(boxed(box), answer=answer, request_id=request_id))
 
 
 def test_hung_task_is_killed_at_its_deadline_and_keeps_the_format_reward(pool: Pool) -> None:
     _submit_neighbours(pool, range(0, 6))
-    pool.submit(_hostile("hang", 100))
+    _submit(pool, _hostile("hang", 100))
     _submit_neighbours(pool, range(6, 12))
     start = time.monotonic()
-    outcomes = _collect(pool, 30)
+    finished = _collect(pool, 30)
     elapsed_s = time.monotonic() - start
-    _assert_graded(outcomes, range(12))
-    hung = outcomes[100]
+    _assert_graded(finished, range(12))
+    hung = finished[100]
     assert isinstance(hung, ScoreDone)
     assert (hung.score.reward, hung.score.reason) == (0.1, "grading_timeout")
     # Tried again by a fresh process before it counts.
@@ -93,12 +104,12 @@ def test_hung_task_is_killed_at_its_deadline_and_keeps_the_format_reward(pool: P
 
 
 def test_deadline_is_kept_when_processes_are_warm(pool: Pool) -> None:
-    pool.submit(_hostile("obey", 1))
-    pool.submit(_hostile("hang", 2))
+    _submit(pool, _hostile("obey", 1))
+    _submit(pool, _hostile("hang", 2))
     _collect(pool, 30)
-    pool.submit(_hostile("obey", 3))
+    _submit(pool, _hostile("obey", 3))
     _collect(pool, 30)
-    pool.submit(_hostile("hang", 4))
+    _submit(pool, _hostile("hang", 4))
     start = time.monotonic()
     _collect(pool, 30)
     # Two deadlines, and a fraction of a second to load the plugged-in function.
@@ -111,11 +122,11 @@ def test_process_that_exits_is_our_own_failure_and_never_a_reward(pool: Pool) ->
         103: ("raise_error", "a bug in the user's reward"),
     }
     for request_id, (name, _) in deadly.items():
-        pool.submit(_hostile(name, request_id))
-        pool.submit(_hostile("obey", request_id + 100))
-    outcomes = _collect(pool, 60)
+        _submit(pool, _hostile(name, request_id))
+        _submit(pool, _hostile("obey", request_id + 100))
+    finished = _collect(pool, 60)
     for request_id, (_, reason) in deadly.items():
-        failed, neighbour = outcomes[request_id], outcomes[request_id + 100]
+        failed, neighbour = finished[request_id], finished[request_id + 100]
         assert isinstance(failed, ScoreFailed)
         assert reason in failed.reason
         assert isinstance(neighbour, ScoreDone)
@@ -135,20 +146,20 @@ def test_process_that_exits_is_our_own_failure_and_never_a_reward(pool: Pool) ->
 def test_poison_counts_as_the_completions_fault_when_it_fails_twice_alike(
     pool: Pool, name: str, reason: str
 ) -> None:
-    pool.submit(_hostile(name, 100))
+    _submit(pool, _hostile(name, 100))
     _submit_neighbours(pool, range(0, 4))
-    outcomes = _collect(pool, 60)
-    poisoned = outcomes[100]
+    finished = _collect(pool, 60)
+    poisoned = finished[100]
     assert isinstance(poisoned, ScoreDone)
     assert (poisoned.score.reward, poisoned.score.reason) == (0.1, reason)
-    _assert_graded(outcomes, range(4))
+    _assert_graded(finished, range(4))
 
 
 def test_death_that_does_not_repeat_costs_nothing(pool: Pool, tmp_path: Path) -> None:
-    pool.submit(_hostile("die_once", 1, entry=str(tmp_path / "died")))
-    outcome = _collect(pool, 30)[1]
-    assert isinstance(outcome, ScoreDone)
-    assert outcome.score.reward == 1.0
+    _submit(pool, _hostile("die_once", 1, entry=str(tmp_path / "died")))
+    reply = _collect(pool, 30)[1]
+    assert isinstance(reply, ScoreDone)
+    assert reply.score.reward == 1.0
     assert pool.deaths == 1
 
 
@@ -162,38 +173,38 @@ def test_process_killed_from_outside_while_idle_is_replaced(pool: Pool) -> None:
 
 def test_process_killed_from_outside_at_work_loses_no_item(pool: Pool) -> None:
     _submit_neighbours(pool, range(0, 60))
-    outcomes: dict[int, Outcome] = {}
-    while not outcomes:
+    finished: dict[int, Finished] = {}
+    while not finished:
         select.select([pool], [], [], 0.05)
-        outcomes |= {outcome.request_id: outcome for outcome in pool.collect()}
+        finished |= {reply.request_id: reply for reply in pool.collect()}
     os.kill(pool.pids[0], signal.SIGKILL)
-    outcomes |= _collect(pool, 30)
-    assert len(outcomes) == 60
-    _assert_graded(outcomes, range(60))
+    finished |= _collect(pool, 30)
+    assert len(finished) == 60
+    _assert_graded(finished, range(60))
 
 
 def test_broken_or_unknown_plug_in_fails_with_its_name(pool: Pool) -> None:
-    pool.submit(_hostile("return_nothing", 1))
-    pool.submit(_hostile("no_such_task", 2))
-    outcomes = _collect(pool, 30)
-    assert isinstance(outcomes[1], ScoreFailed)
-    assert "returned NoneType, expected a bool" in outcomes[1].reason
-    assert isinstance(outcomes[2], ScoreFailed)
-    assert "no_such_task" in outcomes[2].reason
+    _submit(pool, _hostile("return_nothing", 1))
+    _submit(pool, _hostile("no_such_task", 2))
+    finished = _collect(pool, 30)
+    assert isinstance(finished[1], ScoreFailed)
+    assert "returned NoneType, expected a bool" in finished[1].reason
+    assert isinstance(finished[2], ScoreFailed)
+    assert "no_such_task" in finished[2].reason
 
 
 def test_other_lanes_and_processes_work_on_while_one_hangs() -> None:
     with Pool(_limits(workers=2, timeout_s=6.0), RULES) as pool:
         _submit_neighbours(pool, range(0, 2))
         _collect(pool, 30)
-        pool.submit(_hostile("hang", 100))
+        _submit(pool, _hostile("hang", 100))
         pool.collect()
         _submit_neighbours(pool, range(2, 4))
-        pool.submit(_hostile("obey", 4))
+        _submit(pool, _hostile("obey", 4))
         done: set[int] = set()
         while len(done) < 3:
             select.select([pool], [], [], 0.05)
-            done |= {outcome.request_id for outcome in pool.collect()}
+            done |= {reply.request_id for reply in pool.collect()}
         assert done == {2, 3, 4}
         assert pool.pending == 1
 
@@ -204,7 +215,7 @@ def test_slow_answer_leaves_its_worker_and_holds_up_nobody() -> None:
         _collect(pool, 30)
         # About a second of computing: long, but within its limit.
         box = "\\sum_{n=1}^{3000} \\frac{1}{n^2}"
-        pool.submit(make_request(boxed(box), answer="\\frac{1}{7}+x", request_id=9))
+        _submit(pool, make_request(boxed(box), answer="\\frac{1}{7}+x", request_id=9))
         pool.collect()
         _submit_neighbours(pool, range(10, 30))
         order: list[int] = []
@@ -212,7 +223,7 @@ def test_slow_answer_leaves_its_worker_and_holds_up_nobody() -> None:
         while pool.pending:
             assert time.monotonic() < deadline
             select.select([pool], [], [], 0.01)
-            order += [outcome.request_id for outcome in pool.collect()]
+            order += [reply.request_id for reply in pool.collect()]
         assert order[-1] == 9 and len(order) == 21
         assert (pool.kills, pool.deaths) == (0, 0)
 
@@ -221,24 +232,25 @@ def test_large_completions_pass_through(pool: Pool) -> None:
     thoughts = "é" * 1_000_000
     for request_id in range(6):
         text = f"<think>{thoughts}</think>\\boxed{{(x+1)(x-1)}}"
-        pool.submit(make_request(text, answer="x^2-1", request_id=request_id))
-    outcomes = _collect(pool, 30)
-    assert all(isinstance(o, ScoreDone) and o.score.is_correct for o in outcomes.values())
-    assert len(outcomes) == 6
+        _submit(pool, make_request(text, answer="x^2-1", request_id=request_id))
+    finished = _collect(pool, 30)
+    assert all(isinstance(o, ScoreDone) and o.score.is_correct for o in finished.values())
+    assert len(finished) == 6
 
 
 def test_bombs_are_contained_and_ordinary_items_stay_right(pool: Pool) -> None:
     start = time.monotonic()
+    finished: dict[int, Finished] = {}
     for number, bomb in enumerate(BOMBS):
-        pool.submit(make_request(boxed(bomb), request_id=1000 + number))
+        finished |= _submit(pool, make_request(boxed(bomb), request_id=1000 + number))
     _submit_neighbours(pool, range(0, 40))
-    outcomes = _collect(pool, 100)
-    _assert_graded(outcomes, range(40))
+    finished |= _collect(pool, 100)
+    _assert_graded(finished, range(40))
     for number, bomb in enumerate(BOMBS):
-        outcome = outcomes[1000 + number]
-        assert isinstance(outcome, ScoreDone), (bomb, outcome)
-        assert not outcome.score.is_correct, bomb
-        assert outcome.score.reward <= 0.1
+        reply = finished[1000 + number]
+        assert isinstance(reply, ScoreDone), (bomb, reply)
+        assert not reply.score.is_correct, bomb
+        assert reply.score.reward <= 0.1
     # Each costs at most two deadlines and two new processes.
     assert time.monotonic() - start < len(BOMBS) * 2 * (TIMEOUT_S + 1)
 
@@ -257,7 +269,7 @@ def test_grading_process_inherits_nothing_but_its_socket(pool: Pool, tmp_path: P
     report = tmp_path / "report"
     with (tmp_path / "secret").open("w") as file:
         os.set_inheritable(file.fileno(), True)
-        pool.submit(_hostile("list_open_files", 1, entry=str(report)))
+        _submit(pool, _hostile("list_open_files", 1, entry=str(report)))
         _collect(pool, 30)
     opened = report.read_text().split()
     assert opened.count("socket") == 1
@@ -271,13 +283,13 @@ def test_no_process_outlives_the_pool_and_none_is_a_zombie(tmp_path: Path) -> No
     # The test session may have helper processes of its own (resource trackers of other tests).
     before = set(psutil.Process().children(recursive=True))
     with Pool(_limits(workers=2), RULES) as pool:
-        pool.submit(_hostile("leave_grandchild", 1, entry=str(marker)))
-        pool.submit(_hostile("exit_at_once", 2))
-        pool.submit(_hostile("obey", 3))
+        _submit(pool, _hostile("leave_grandchild", 1, entry=str(marker)))
+        _submit(pool, _hostile("exit_at_once", 2))
+        _submit(pool, _hostile("obey", 3))
         _collect(pool, 30)
         assert pool.pids
         deadline = time.monotonic() + 5
-        # The zygote and its live children: those that were killed are reaped within moments.
+        # The fork server and its live children: those that were killed are reaped within moments.
         while len(set(psutil.Process().children(recursive=True)) - before) > 1 + len(pool.pids):
             assert time.monotonic() < deadline, "a killed process is left"
             select.select([pool], [], [], 0.05)
@@ -308,21 +320,35 @@ def test_processes_of_a_big_parent_do_not_retire_for_its_memory(pool: Pool) -> N
     del ballast
 
 
-def test_death_of_the_zygote_loses_no_item_and_blames_none(pool: Pool) -> None:
+def test_death_of_the_fork_server_loses_no_item_and_blames_none(pool: Pool) -> None:
     _submit_neighbours(pool, range(0, 60))
-    outcomes: dict[int, Outcome] = {}
-    while not outcomes:
+    finished: dict[int, Finished] = {}
+    while not finished:
         select.select([pool], [], [], 0.05)
-        outcomes |= {outcome.request_id: outcome for outcome in pool.collect()}
+        finished |= {reply.request_id: reply for reply in pool.collect()}
     os.kill(psutil.Process(pool.pids[0]).ppid(), signal.SIGKILL)
-    outcomes |= _collect(pool, 60)
-    assert len(outcomes) == 60
-    _assert_graded(outcomes, range(60))
+    finished |= _collect(pool, 60)
+    assert len(finished) == 60
+    _assert_graded(finished, range(60))
     assert pool.deaths == 0
 
 
-def test_zygote_that_keeps_dying_is_given_up(pool: Pool) -> None:
-    with pytest.raises(ZygoteDied, match="died 3 times, now with exit code -9"):
+def test_a_suspect_gives_way_and_the_fork_server_does_not(pool: Pool, tmp_path: Path) -> None:
+    # Where Linux groups processes by session, lowering the suspect's group before it has a session
+    # of its own would lower the server's, and with it each later fork.
+    for number in range(3):
+        _submit(pool, _hostile("die_once", number, entry=str(tmp_path / str(number))))
+        _collect(pool, 30)
+    _submit(pool, _hostile("obey", 9))
+    _collect(pool, 30)
+    server = psutil.Process(pool.pids[0]).ppid()
+    assert os.getpriority(os.PRIO_PROCESS, server) == 0
+    group = Path(f"/proc/{server}/autogroup")
+    assert not group.exists() or group.read_text().split()[-1] == "0"
+
+
+def test_fork_server_that_keeps_dying_is_given_up(pool: Pool) -> None:
+    with pytest.raises(ForkServerDied, match="died 3 times, now with exit code -9"):
         for start in range(0, 40, 10):
             _submit_neighbours(pool, range(start, start + 2))
             _collect(pool, 60)

@@ -192,8 +192,8 @@ print(os.path.isdir(packages) and os.listdir(packages))
 print(sorted(os.listdir('/dev')), os.path.exists('/etc/passwd'), os.listdir('.'))
 """
     with open_sandbox("python", limits) as sandbox:
-        outcome = sandbox.run(None, source, stdin=b"", limits=limits_of_test(limits))
-    first, packages, second = outcome.output.decode().splitlines()
+        result = sandbox.run(None, source, stdin=b"", limits=limits_of_test(limits))
+    first, packages, second = result.output.decode().splitlines()
     variables = "['HOME', 'LANG', 'PATH', 'PWD', 'TMPDIR']"
     assert first == f"{variables} 65534 [] /sandbox/tmp False"
     assert packages in ("[]", "False")

@@ -1,0 +1,78 @@
+"""Who is there to grade, with how much room in each lane.
+
+Used by the rollout queue. A request takes up room in every lane that its steps may need, with the
+same verifier: it is counted here as the verifier counts it.
+"""
+
+from collections.abc import Iterable
+
+from megatron_rl.protocol.reward_config import LANES
+from megatron_rl.protocol.types import VerifierReady
+from megatron_rl.rollout_queue.peers import Peers
+
+
+class Verifiers:
+    """The live verifiers and the requests that each has.
+
+    A request is in the tables of several lanes: what is lost or named is told once all the same.
+    """
+
+    def __init__(self) -> None:
+        self._lanes = {lane: Peers("verifier") for lane in LANES}
+        """By lane: who is there, with how much room in that lane."""
+
+    def announce(self, name: str, ready: VerifierReady, now: float) -> list[int]:
+        """Take in a verifier's state; the requests that an earlier session of it lost."""
+        lost: list[int] = []
+        for lane, capacity in ready.capacity.items():
+            lost += self._lanes[lane].announce(
+                name, capacity=capacity, session=ready.session, version=-1, now=now
+            )
+        return list(dict.fromkeys(lost))
+
+    def find_room(self, lanes: Iterable[str]) -> str | None:
+        """The verifier with most room for a request that needs these lanes; None when all wait."""
+        rooms = [self._lanes[lane].rooms for lane in lanes]
+        # A verifier has as much room as in the fullest of the lanes.
+        by_name = {name: min(room.get(name, 0) for room in rooms) for name in rooms[0]}
+        name = max(by_name, key=by_name.__getitem__, default=None)
+        return name if name is not None and by_name[name] > 0 else None
+
+    def hand_out(self, name: str, request_id: int, lanes: Iterable[str]) -> None:
+        """Count a request against a verifier's room."""
+        for lane in lanes:
+            self._lanes[lane].hand_out(name, request_id, 1)
+
+    def give_back(self, name: str, request_id: int) -> None:
+        """Free the room of a request; harmless when the verifier is gone."""
+        for peers in self._lanes.values():
+            peers.give_back(name, request_id)
+
+    def hear(self, name: str, now: float) -> None:
+        """Note a sign of life."""
+        for peers in self._lanes.values():
+            peers.hear(name, now)
+
+    def drop(self, name: str) -> list[int]:
+        """Forget a verifier that is gone; its requests."""
+        lost = [id_ for peers in self._lanes.values() for id_ in peers.drop(name)]
+        return list(dict.fromkeys(lost))
+
+    def drop_silent(self, now: float, timeout_s: float) -> list[int]:
+        """Forget the verifiers that were silent for too long; their requests."""
+        lost = [id_ for peers in self._lanes.values() for id_ in peers.drop_silent(now, timeout_s)]
+        return list(dict.fromkeys(lost))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the live verifiers."""
+        return list(dict.fromkeys(n for peers in self._lanes.values() for n in peers.names))
+
+    def describe(self, now: float) -> str:
+        """The lanes with work, each with its verifiers; without any, the verifiers' names."""
+        busy = ", ".join(
+            f"{lane}: {peers.describe(now)}"
+            for lane, peers in self._lanes.items()
+            if peers.outstanding
+        )
+        return busy or ", ".join(self.names) or "no verifier"
