@@ -4,14 +4,12 @@ Used by the rollout queue's server, which calls `handle` for every message, then
 `outgoing` yields, and `tick` about once a second. Times are monotonic seconds.
 """
 
-import collections
 import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
     AnyMessage,
@@ -26,13 +24,14 @@ from megatron_rl.protocol.types import (
     Stop,
     VerifierReady,
 )  # fmt: skip
-from megatron_rl.protocol.wire import DeadlineExceeded, WireError
+from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue import admission
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
-from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize
+from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases, Work
+from megatron_rl.rollout_queue.patience import Patience
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
@@ -71,9 +70,9 @@ class Coordinator:
         self._recorder = recorder
         self._metrics = metrics
         self._evaluate_only = evaluate_only
-        if evaluate_only and not config.eval.prompts:
-            raise InputError("an evaluation is asked for, but eval.prompts = 0: raise it")
-        self._held_out = select_held_out(prompts.held_out, config.eval)
+        self._evaluations = EvaluationDesk(
+            config, prompts.held_out, recorder=recorder, metrics=metrics, only=evaluate_only
+        )
         self._training = None
         if config.train.steps and not evaluate_only:
             self._training = TrainingGroups(prompts, config)
@@ -82,14 +81,11 @@ class Coordinator:
         self._leases = Leases(config.queue)
         self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
-        self._evaluation: Evaluation | None = None
-        self._labels = collections.deque([evaluate_only] if evaluate_only else [])
-        self._evaluated: list[str] = []
+        self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
         self._first_version = 0
         self._published = -1
         self._finished_at = now if evaluate_only else None
-        self._progress_at = now
         self._group_count = 0
         self.is_over = False
         """Training and all evaluations are done."""
@@ -100,7 +96,7 @@ class Coordinator:
         self._training.restore(state)
         self._desk.resume_at(state.step)
         self._group_count = state.groups_opened
-        self._evaluated = list(state.evaluated)
+        self._evaluations.done = list(state.evaluated)
         self._first_version = state.step
 
     # --- incoming -------------------------------------------------------------------------------
@@ -133,7 +129,7 @@ class Coordinator:
         group = self._leases.take_rollout(peer, done.rollout, now)
         if group is None:
             return
-        self._progress_at = now
+        self._patience.note_progress(now)
         if not group.is_abandoned:
             self._scoring.submit(group, done.rollout)
 
@@ -141,19 +137,18 @@ class Coordinator:
         found = self._scoring.take_score(peer, done, now)
         if found is None:
             return
-        self._progress_at = now
+        self._patience.note_progress(now)
         group, scored = found
         group.add(scored)
         if not group.is_complete or group.is_abandoned:
             return
-        if not group.evaluation:
-            self._groups.close(group)
+        if group.evaluation:
+            self._evaluations.close(group)
         else:
-            assert self._evaluation is not None
-            self._evaluation.close(group)
+            self._groups.close(group)
 
     def _on_published(self, published: Published, now: float) -> None:
-        self._progress_at = now
+        self._patience.note_progress(now)
         if self._published < 0 and published.version != self._first_version:
             raise WireError(
                 f"the trainer begins with version {published.version}, the queue with "
@@ -164,22 +159,15 @@ class Coordinator:
         if published.is_final:
             self._finished_at = now
             self._abandon_groups()
-        self._labels.extend(self._labels_at(published.version, is_final=published.is_final))
-
-    def _labels_at(self, version: int, *, is_final: bool) -> list[str]:
-        evaluation = self._config.eval
-        if not evaluation.prompts or self._evaluate_only:
-            return []
-        labels = label_at(version, is_final=is_final, every_steps=evaluation.every_steps)
-        return [label for label in labels if label not in self._evaluated]
+        self._evaluations.ask(published.version, is_final=published.is_final)
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
-        self._progress_at = now
+        self._patience.note_progress(now)
         if self._training is None or self._desk.formed_steps != asked.step:
             raise WireError(
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
             )
-        counts = {"groups_opened": self._group_count, "evaluated": list(self._evaluated)}
+        counts = {"groups_opened": self._group_count, "evaluated": list(self._evaluations.done)}
         self._states.append((peer, self._training.state(asked.step, self._groups, **counts)))
 
     def _abandon_groups(self) -> None:
@@ -195,7 +183,8 @@ class Coordinator:
         """Everything that can be sent now; the caller reports peers that are gone by `lose`."""
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
-        self._advance_evaluation(now)
+        has_generator = self._leases.has_room(self._config.eval.samples, 0)
+        self._evaluations.advance(self._published, now, has_generator=has_generator)
         yield from self._batch_answers(now)
         while self._states:
             yield Outgoing(BATCHES, *self._states.pop())
@@ -218,43 +207,10 @@ class Coordinator:
         for verifier in self._scoring.verifiers:
             yield Outgoing(VERIFY, verifier, Stop("the run is over"))
 
-    def _advance_evaluation(self, now: float) -> None:
-        evaluation = self._evaluation
-        if evaluation is not None and evaluation.is_complete:
-            self._finish_evaluation(evaluation, now)
-            self._evaluation = None
-        if self._evaluation is None and self._labels:
-            if self._evaluate_only and not self._leases.has_room(self._config.eval.samples, 0):
-                return
-            label = self._labels.popleft()
-            log.info("evaluation %r of version %d starts", label, self._published)
-            self._evaluation = Evaluation(
-                label,
-                self._held_out,
-                config=self._config.eval,
-                sampling=self._config.sampling,
-                version=max(self._published, 0),
-                now=now,
-            )
-
-    def _finish_evaluation(self, evaluation: Evaluation, now: float) -> None:
-        results = summarize(evaluation.complete, now - evaluation.started_at)
-        self._recorder.write_evaluation(evaluation.label, evaluation.complete)
-        self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
-        self._evaluated.append(evaluation.label)
-        log.info(
-            "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts, %.1f s",
-            evaluation.label,
-            results["eval/accuracy"],
-            results["eval/accuracy_se"],
-            results["eval/n"],
-            results["eval/seconds"],
-        )
-
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
         formed = self._form_batch(now)
         for peer, answer in self._desk.answers():
-            self._progress_at = now
+            self._patience.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
         if formed is not None:
             self._recorder.write_step(*formed)
@@ -262,7 +218,7 @@ class Coordinator:
     def _form_batch(self, now: float) -> tuple[int, list[Group]] | None:
         """Form the batch that is asked for, if it is due: (step, groups)."""
         asked = self._desk.next_to_form()
-        if asked is None or not self._may_train_on(asked[0]):
+        if asked is None or not self._evaluations.allows_batch(asked[0], self._published):
             return None
         step, dp_size = asked
         train, queue = self._config.train, self._config.queue
@@ -296,15 +252,6 @@ class Coordinator:
         )
         return step, groups
 
-    def _may_train_on(self, version: int) -> bool:
-        """Whether its batch may be formed: also while the version is being published.
-
-        Not while an evaluation runs, or before one: an update would change what it measures.
-        """
-        if self._evaluation is not None or version > self._published + 1:
-            return False
-        return version <= self._published or not self._labels_at(version, is_final=False)
-
     def _next_lease(self, now: float) -> Outgoing | None:
         min_version = self._min_version()
         if self._leases.has_repeats:
@@ -320,17 +267,17 @@ class Coordinator:
             self._published,
             max_staleness=queue.max_staleness,
             # An evaluation measures the published version and no older one.
-            is_strict=queue.strict_staleness or self._evaluation is not None,
+            is_strict=queue.strict_staleness or self._evaluations.is_running,
         )
 
     def _open_work(self, min_version: int) -> Work | None:
         """A newly opened group with all its indices, if one is wanted and a generator has room."""
-        if self._evaluation is not None:
-            if not self._evaluation.has_unopened:
+        if self._evaluations.is_running:
+            if not self._evaluations.has_unopened:
                 return None
-            if not self._leases.has_room(self._evaluation.group_size, min_version):
+            if not self._leases.has_room(self._config.eval.samples, min_version):
                 return None
-            group = self._evaluation.open_group(self._group_count)
+            group = self._evaluations.open_group(self._group_count)
         else:
             if not self._is_training_group_due():
                 return None
@@ -354,27 +301,18 @@ class Coordinator:
         """Re-issue what is overdue; DeadlineExceeded when nothing moves any more."""
         self._leases.expire(now)
         self._scoring.expire(now)
-        evaluation, limit_s = self._evaluation, self._config.eval.timeout_s
-        if evaluation is not None and now - evaluation.started_at > limit_s:
-            raise DeadlineExceeded(f"eval.timeout_s = {limit_s:.0f} is over: {self.describe(now)}")
-        silent_s, patience_s = now - self._progress_at, self._patience_s()
-        if silent_s > patience_s:
-            raise DeadlineExceeded(f"nothing moved for {silent_s:.0f} s: {self.describe(now)}")
-
-    def _patience_s(self) -> float:
-        """How long nothing may move: above train.batch_timeout_s while others start or train."""
-        config = self._config
-        is_asked = self._leases.outstanding or self._scoring.outstanding or self._evaluation
-        if is_asked or self._desk.waiting_ranks:
-            return config.train.batch_timeout_s
-        return (
-            config.train.batch_timeout_s
-            + config.generator.start_timeout_s
-            + config.weights.join_timeout_s
+        state = self.describe(now)
+        self._evaluations.check_deadline(now, state)
+        is_work_out = bool(
+            self._leases.outstanding
+            or self._scoring.outstanding
+            or self._evaluations.is_running
+            or self._desk.waiting_ranks
         )
+        self._patience.check(now, is_work_out=is_work_out, state=state)
 
     def _check_over(self, now: float) -> None:
-        if self._finished_at is None or self._labels or self._evaluation is not None:
+        if self._finished_at is None or not self._evaluations.is_idle:
             return
         # A last checkpoint is copied between the last publish and the last request.
         patience_s = _DISMISS_S
@@ -392,7 +330,6 @@ class Coordinator:
             self._leases.describe(now),
             self._scoring.describe(now),
             f"batch asked for by data-parallel ranks {self._desk.waiting_ranks}",
+            self._evaluations.describe(now),
         ]
-        if self._evaluation is not None:
-            parts.append(self._evaluation.describe(now))
-        return "; ".join(parts)
+        return "; ".join(part for part in parts if part)
