@@ -99,10 +99,23 @@ class Coordinator:
         self._evaluations.done = list(state.evaluated)
         self._first_version = state.step
 
+    def await_cold_start(self) -> None:
+        """Supervised training comes before the trainer: wait for it without a limit.
+
+        Until `expect_trainer`, or the trainer's first message. Call before any message.
+        """
+        self._patience.await_cold_start()
+
+    def expect_trainer(self, now: float) -> None:
+        """Supervised training is over: from here on the trainer's silence counts."""
+        self._patience.expect_trainer(now)
+
     # --- incoming -------------------------------------------------------------------------------
 
     def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
         """Take in one message. Raises WireError for a message that has no place here."""
+        if endpoint == BATCHES:
+            self.expect_trainer(now)
         match endpoint, message:
             case "prompts", RolloutDone():
                 self._on_rollout(peer, message, now)

@@ -1,4 +1,4 @@
-"""How long the queue waits while nothing moves.
+"""How long the queue waits while nothing moves, and for a trainer that has not come yet.
 
 Used by the rollout queue. Pure: the caller supplies the time.
 """
@@ -8,11 +8,27 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 
 
 class Patience:
-    """When something moved last. Heartbeats are no progress: a hanging engine sends them too."""
+    """When something moved last. Heartbeats are no progress: an engine that hangs sends them too.
+
+    While supervised training precedes the trainer's first publish nothing can move here, for as
+    long as that takes: the launcher watches its ranks, whose collectives have deadlines. Only from
+    when the trainer is expected does its silence count.
+    """
 
     def __init__(self, config: Config, now: float) -> None:
         self._config = config
         self._moved_at = now
+        self._is_trainer_expected = True
+
+    def await_cold_start(self) -> None:
+        """Supervised training comes first: wait for `expect_trainer` without a limit."""
+        self._is_trainer_expected = False
+
+    def expect_trainer(self, now: float) -> None:
+        """Supervised training, if there was any, is over: count from here on."""
+        if not self._is_trainer_expected:
+            self._is_trainer_expected = True
+            self._moved_at = now
 
     def note_progress(self, now: float) -> None:
         """Something moved: a completion, a score, a batch, a publish, a state."""
@@ -24,6 +40,8 @@ class Patience:
         is_work_out: somebody was asked for something, or asks the queue for a batch. Otherwise the
         others may be starting, which their own limits add to.
         """
+        if not self._is_trainer_expected:
+            return
         config = self._config
         limit_s = config.train.batch_timeout_s
         if not is_work_out:
