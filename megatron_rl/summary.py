@@ -94,8 +94,8 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
 def trainer_idle_fraction(rows: list[Row]) -> float | None:
     """Share of the training loop that the trainer waited for batches.
 
-    The loop lasts from the publish of version 0 to the last step; evaluations inside it, during
-    which no rollouts are made for training, count neither as waiting nor as loop time.
+    The loop lasts from the publish of version 0 to the last step; evaluations inside it, for whose
+    end the trainer must wait, count neither as waiting nor as loop time.
     """
     loop = _loop_interval(rows)
     if loop is None:

@@ -223,11 +223,6 @@ class Config(Section):
                 f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
                 f"prompt beside sampling.max_new_tokens={self.sampling.max_new_tokens}: raise it"
             )
-        if self.generator.max_running < self.train.group_size:
-            raise ValueError(
-                f"generator.max_running={self.generator.max_running} is less than "
-                f"train.group_size={self.train.group_size}: a group is leased as a whole"
-            )
         if self.generator.quantization and self.generator.engine == "hf":
             raise ValueError(
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "

@@ -188,10 +188,11 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
 
 
 class Lease(msgspec.Struct, frozen=True, tag="Lease"):
-    """Generate `indices` of a group of completions of one prompt."""
+    """Generate `indices` of a group of completions of one prompt: all of them, or as few as one."""
 
     lease_id: int
     prompt: Prompt
+    """Without its `entry`."""
     indices: list[int]
     sampling: Sampling
 

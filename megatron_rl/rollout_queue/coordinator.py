@@ -30,7 +30,7 @@ from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.groups import Group, GroupBook
-from megatron_rl.rollout_queue.leases import Leases, Work
+from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.patience import Patience
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
@@ -196,7 +196,7 @@ class Coordinator:
         """Everything that can be sent now; the caller reports peers that are gone by `lose`."""
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
-        has_generator = self._leases.has_room(self._config.eval.samples, 0)
+        has_generator = self._leases.has_room(min_version=0)
         self._evaluations.advance(self._published, now, has_generator=has_generator)
         yield from self._batch_answers(now)
         while self._states:
@@ -266,41 +266,32 @@ class Coordinator:
         return step, groups
 
     def _next_lease(self, now: float) -> Outgoing | None:
-        min_version = self._min_version()
-        if self._leases.has_repeats:
-            issued = self._leases.issue(None, min_version, now)
-        else:
-            work = self._open_work(min_version)
-            issued = self._leases.issue(work, min_version, now) if work else None
+        issued = self._leases.issue(self._lease_rules, self._open_group, now)
         return Outgoing(PROMPTS, *issued) if issued else None
 
-    def _min_version(self) -> int:
+    @property
+    def _lease_rules(self) -> admission.LeaseRules:
         queue = self._config.queue
-        return admission.oldest_leasable_version(
-            self._published,
-            max_staleness=queue.max_staleness,
-            # An evaluation measures the published version and no older one.
-            is_strict=queue.strict_staleness or self._evaluations.is_running,
-        )
+        return admission.LeaseRules(self._published, queue.max_staleness, queue.strict_staleness)
 
-    def _open_work(self, min_version: int) -> Work | None:
-        """A newly opened group with all its indices, if one is wanted and a generator has room."""
-        if self._evaluations.is_running:
-            if not self._evaluations.has_unopened:
-                return None
-            if not self._leases.has_room(self._config.eval.samples, min_version):
-                return None
+    def _open_group(self) -> Group | None:
+        """A new group, if one is wanted and a generator has room for at least one completion.
+
+        Training groups are opened while an evaluation waits for its last completions, too.
+        """
+        if self._evaluations.has_unopened and self._has_room(is_evaluation=True):
             group = self._evaluations.open_group(self._group_count)
-        else:
-            if not self._is_training_group_due():
-                return None
-            if not self._leases.has_room(self._config.train.group_size, min_version):
-                return None
+        elif self._is_training_group_due() and self._has_room(is_evaluation=False):
             group = self._training.open(self._group_count, self._published)
             self._groups.open(group)
+        else:
+            return None
         # A group that is generated again keeps its number, which is below the count.
         self._group_count = max(self._group_count, group.number + 1)
-        return group, list(range(group.size))
+        return group
+
+    def _has_room(self, *, is_evaluation: bool) -> bool:
+        return self._leases.has_room(self._lease_rules.oldest_version(is_evaluation=is_evaluation))
 
     def _is_training_group_due(self) -> bool:
         if self._training is None or self._published < 0 or self._finished_at is not None:

@@ -87,12 +87,12 @@ class Scoring:
         for lane, waiting in self._waiting.items():
             if not waiting:
                 continue
-            found = self._verifiers[lane].find_room(1)
-            if found is None:
+            verifier = self._verifiers[lane].find_room()
+            if verifier is None:
                 continue
             pending = self._pending[waiting.popleft()]
             pending.attempts += 1
-            pending.verifier = found[0].name
+            pending.verifier = verifier.name
             pending.asked_at = now
             self._verifiers[lane].hand_out(pending.verifier, pending.request.request_id, 1)
             return pending.verifier, pending.request

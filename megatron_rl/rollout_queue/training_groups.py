@@ -27,7 +27,7 @@ class TrainingGroups:
         self._again: collections.deque[tuple[int, Prompt]] = collections.deque()
 
     def open(self, number: int, version: int) -> Group:
-        """The next group; `number` is for a new one. No token of it is older than `version`."""
+        """The next group, opened under the published `version`; `number` is for a new one."""
         if self._again:
             number, prompt = self._again.popleft()
         else:

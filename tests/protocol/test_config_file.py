@@ -36,7 +36,6 @@ def test_unknown_key_names_the_nearest_one(
         ("[train]\nsteps = 'many'", r"train\.steps: .*given: 'many'"),
         ("[train]\ngroup_size = 1", r"train\.group_size: .*greater than or equal to 2.*given: 1"),
         ("[train]\nminibatches = 3\ngroups_per_batch = 2", "groups never split across minibatches"),
-        ("[generator]\nmax_running = 8", r"a group is leased as a whole"),
         ("[train", r"is no valid TOML"),
     ],
 )
