@@ -209,6 +209,19 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     lease_id: int
     index: int
     reason: str
+    drop_as: str = ""
+    """Set where another try must fail too: the reason under which the group is dropped at once,
+    such as PROMPT_UNRENDERABLE."""
+
+
+PROMPT_UNRENDERABLE = "prompt_unrenderable"
+"""The prompt cannot be put into tokens, or leaves no room for a completion."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):
+    """Stop generating what is left of a lease: nobody waits for it any more. No answer."""
+
+    lease_id: int
 
 
 # --- verify endpoint: queue (ROUTER) <-> verifiers (DEALER) -------------------------------------
@@ -290,6 +303,7 @@ AnyMessage = (
     RankBatch
     | GeneratorReady
     | Lease
+    | Cancel
     | RolloutDone
     | RolloutFailed
     | VerifierReady
