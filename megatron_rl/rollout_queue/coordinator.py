@@ -25,12 +25,13 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )  # fmt: skip
 from megatron_rl.protocol.wire import WireError
-from megatron_rl.rollout_queue import admission
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
+from megatron_rl.rollout_queue.failures import FailureCount
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
+from megatron_rl.rollout_queue.openings import Openings
 from megatron_rl.rollout_queue.patience import Patience
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
@@ -79,14 +80,21 @@ class Coordinator:
         self._advantage = find_advantage(config.train)
         self._groups = GroupBook()
         self._leases = Leases(config.queue)
+        self._openings = Openings(
+            config.queue,
+            self._leases,
+            evaluations=self._evaluations,
+            training=self._training,
+            book=self._groups,
+        )
         self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
+        self._failed = FailureCount(config.queue.max_failed_groups)
         self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
         self._first_version = 0
         self._published = -1
         self._finished_at = now if evaluate_only else None
-        self._group_count = 0
         self.is_over = False
         """Training and all evaluations are done."""
 
@@ -95,7 +103,7 @@ class Coordinator:
         assert self._training is not None
         self._training.restore(state)
         self._desk.resume_at(state.step)
-        self._group_count = state.groups_opened
+        self._openings.count = state.groups_opened
         self._evaluations.done = list(state.evaluated)
         self._first_version = state.step
 
@@ -143,8 +151,7 @@ class Coordinator:
         if group is None:
             return
         self._patience.note_progress(now)
-        if not group.is_abandoned:
-            self._scoring.submit(group, done.rollout)
+        self._scoring.submit(group, done.rollout)
 
     def _on_score(self, peer: str, done: ScoreDone, now: float) -> None:
         found = self._scoring.take_score(peer, done, now)
@@ -152,9 +159,12 @@ class Coordinator:
             return
         self._patience.note_progress(now)
         group, scored = found
-        group.add(scored)
-        if not group.is_complete or group.is_abandoned:
+        if group.is_abandoned:
             return
+        group.add(scored)
+        if not group.is_complete:
+            return
+        self._failed.note_completed()
         if group.evaluation:
             self._evaluations.close(group)
         else:
@@ -180,20 +190,45 @@ class Coordinator:
             raise WireError(
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
             )
-        counts = {"groups_opened": self._group_count, "evaluated": list(self._evaluations.done)}
+        counts = {"groups_opened": self._openings.count, "evaluated": list(self._evaluations.done)}
         self._states.append((peer, self._training.state(asked.step, self._groups, **counts)))
 
     def _abandon_groups(self) -> None:
         groups = self._groups.abandon()
         if groups:
+            for group in groups:
+                self._withdraw(group)
             completions = sum(group.size for group in groups)
             log.warning("%d groups (%d completions) were not needed", len(groups), completions)
             self._metrics.write(self._published, {"queue/groups_abandoned": len(groups)})
+
+    def _drop_failed(self) -> None:
+        """Drop the groups that failed, each under its reason. Raises TooManyFailures."""
+        for failure in (*self._leases.pop_failures(), *self._scoring.pop_failures()):
+            group = failure.group
+            if group.is_abandoned:
+                continue
+            log.error(
+                "prompt %r dropped as %s: %s", group.prompt.id, failure.reason, failure.detail
+            )
+            self._withdraw(group)
+            if group.evaluation:
+                self._evaluations.lose(group)
+            else:
+                self._groups.drop(group)
+                self._metrics.write(self._published, {f"queue/groups_dropped_{failure.reason}": 1})
+            self._failed.note_failed(failure)
+
+    def _withdraw(self, group: Group) -> None:
+        group.is_abandoned = True
+        self._leases.cancel(group)
+        self._scoring.cancel(group)
 
     # --- outgoing -------------------------------------------------------------------------------
 
     def outgoing(self, now: float) -> Iterator[Outgoing]:
         """Everything that can be sent now; the caller reports peers that are gone by `lose`."""
+        self._drop_failed()
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
         has_generator = self._leases.has_room(min_version=0)
@@ -201,6 +236,8 @@ class Coordinator:
         yield from self._batch_answers(now)
         while self._states:
             yield Outgoing(BATCHES, *self._states.pop())
+        for generator, cancel in self._leases.pop_cancels():
+            yield Outgoing(PROMPTS, generator, cancel)
         while (lease := self._next_lease(now)) is not None:
             yield lease
         self._check_over(now)
@@ -233,15 +270,9 @@ class Coordinator:
         asked = self._desk.next_to_form()
         if asked is None or not self._evaluations.allows_batch(asked[0], self._published):
             return None
+        assert self._training is not None
         step, dp_size = asked
-        train, queue = self._config.train, self._config.queue
-        numbers = admission.choose_batch(
-            self._groups.candidates(),
-            step=step,
-            groups_per_batch=train.groups_per_batch,
-            max_staleness=queue.max_staleness,
-            is_strict=queue.strict_staleness,
-        )
+        numbers = self._training.choose_batch(self._groups, step)
         if numbers is None:
             return None
         groups, flat_groups = self._groups.take(numbers, step)
@@ -250,7 +281,7 @@ class Coordinator:
                 step,
                 groups,
                 flat_groups=flat_groups,
-                config=train,
+                config=self._config.train,
                 advantage=self._advantage,
                 dp_size=dp_size,
             )
@@ -266,38 +297,14 @@ class Coordinator:
         return step, groups
 
     def _next_lease(self, now: float) -> Outgoing | None:
-        issued = self._leases.issue(self._lease_rules, self._open_group, now)
+        is_training = self._published >= 0 and self._finished_at is None
+        next_step = max(self._desk.formed_steps, self._published) if is_training else None
+        issued = self._leases.issue(
+            self._openings.rules(self._published),
+            lambda: self._openings.open(self._published, next_step),
+            now,
+        )
         return Outgoing(PROMPTS, *issued) if issued else None
-
-    @property
-    def _lease_rules(self) -> admission.LeaseRules:
-        queue = self._config.queue
-        return admission.LeaseRules(self._published, queue.max_staleness, queue.strict_staleness)
-
-    def _open_group(self) -> Group | None:
-        """A new group, if one is wanted and a generator has room for at least one completion.
-
-        Training groups are opened while an evaluation waits for its last completions, too.
-        """
-        if self._evaluations.has_unopened and self._has_room(is_evaluation=True):
-            group = self._evaluations.open_group(self._group_count)
-        elif self._is_training_group_due() and self._has_room(is_evaluation=False):
-            group = self._training.open(self._group_count, self._published)
-            self._groups.open(group)
-        else:
-            return None
-        # A group that is generated again keeps its number, which is below the count.
-        self._group_count = max(self._group_count, group.number + 1)
-        return group
-
-    def _has_room(self, *, is_evaluation: bool) -> bool:
-        return self._leases.has_room(self._lease_rules.oldest_version(is_evaluation=is_evaluation))
-
-    def _is_training_group_due(self) -> bool:
-        if self._training is None or self._published < 0 or self._finished_at is not None:
-            return False
-        next_step = max(self._desk.formed_steps, self._published)
-        return self._training.is_due(self._groups, next_step)
 
     # --- deadlines and end ----------------------------------------------------------------------
 

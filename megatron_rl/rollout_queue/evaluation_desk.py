@@ -14,6 +14,7 @@ from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize
+from megatron_rl.rollout_queue.failures import TooManyFailures
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.record import Recorder
 
@@ -94,16 +95,23 @@ class EvaluationDesk:
             )
 
     def _finish(self, evaluation: Evaluation, now: float) -> None:
+        if not evaluation.complete:
+            raise TooManyFailures(
+                f"evaluation {evaluation.label!r} lost all its {evaluation.lost} prompts: look "
+                "into the logs of generators and verifiers"
+            )
         results = summarize(evaluation.complete, now - evaluation.started_at)
+        results["eval/lost"] = evaluation.lost
         self._recorder.write_evaluation(evaluation.label, evaluation.complete)
         self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
         self.done.append(evaluation.label)
         log.info(
-            "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts, %.1f s",
+            "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts (%d lost), %.1f s",
             evaluation.label,
             results["eval/accuracy"],
             results["eval/accuracy_se"],
             results["eval/n"],
+            evaluation.lost,
             results["eval/seconds"],
         )
 
@@ -121,6 +129,11 @@ class EvaluationDesk:
         """Note that a group is complete."""
         assert self._running is not None and self._running.label == group.evaluation
         self._running.close(group)
+
+    def lose(self, group: Group) -> None:
+        """Note that a group failed: the results are over the others, and say how many are lost."""
+        assert self._running is not None and self._running.label == group.evaluation
+        self._running.lose()
 
     def check_deadline(self, now: float, state: str) -> None:
         """Raise DeadlineExceeded, with the state of the queue, when one has run for too long."""

@@ -24,7 +24,8 @@ class Group:
     evaluation: str = ""
     """Label of the evaluation that it belongs to; empty for training."""
     is_abandoned: bool = False
-    """The run ended before it was trained on; what still arrives of it is ignored."""
+    """It was dropped, or the run ended before it was trained on; what still arrives of it is
+    ignored."""
     scored: dict[int, ScoredRollout] = dataclasses.field(default_factory=dict)
     """By index inside the group."""
 
@@ -97,6 +98,10 @@ class GroupBook:
         del self._untaken[group.number]
         self._flat.append(group)
         return True
+
+    def drop(self, group: Group) -> None:
+        """Forget a group that failed: it counts as dropped and is not generated again."""
+        del self._untaken[group.number]
 
     def candidates(self) -> list[UntrainedGroup]:
         """What admission needs to know of the groups in no batch."""

@@ -6,7 +6,8 @@ first generator that holds some of a group is its home and gets the others as it
 there the prompt's keys and values are in the prefix cache.
 
 A completion is leased again when its generator restarts (changed session), falls silent, reports a
-failure, or returns nothing of the lease for too long.
+failure, or returns nothing of the lease for too long; after queue.max_attempts tries its group
+fails. Whoever still generates what nobody waits for is told to stop.
 """
 
 import bisect
@@ -18,17 +19,13 @@ from collections.abc import Callable
 import msgspec
 
 from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.types import GeneratorReady, Lease, Rollout, RolloutFailed
-from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.protocol.types import Cancel, GeneratorReady, Lease, Rollout, RolloutFailed
 from megatron_rl.rollout_queue.admission import LeaseRules
+from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED, GroupFailure
 from megatron_rl.rollout_queue.groups import Group, find_fault
 from megatron_rl.rollout_queue.peers import Peer, Peers
 
 log = logging.getLogger(__name__)
-
-
-class AttemptsExhausted(DeadlineExceeded):
-    """A completion or a score failed as often as queue.max_attempts allows."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,6 +68,8 @@ class Leases:
         self._queue: list[_LeasedGroup] = []
         """Those with unleased indices, by turn."""
         self._next_id = 0
+        self._cancels: list[tuple[str, Cancel]] = []
+        self._failures: list[GroupFailure] = []
         self.late_rollouts = 0
         """Rollouts of leases that had been given up."""
 
@@ -169,26 +168,32 @@ class Leases:
         return held.group
 
     def take_failure(self, name: str, failure: RolloutFailed, now: float) -> None:
-        """Queue a failed completion to be leased again."""
+        """Queue a failed completion to be leased again, unless its group is to be dropped."""
         held = self._return(name, failure.lease_id, failure.index, now)
-        if held is not None:
-            held.shunned = name
-            self._repeat(held, [failure.index], f"{name} failed: {failure.reason}")
+        if held is None:
+            return
+        if failure.drop_as:
+            self._fail(held, failure.drop_as, failure.reason)
+            return
+        held.shunned = name
+        self._repeat(held, [failure.index], f"{name} failed: {failure.reason}")
 
     def expire(self, now: float) -> None:
         """Give up the leases of silent generators, and those that returned nothing for long."""
         config = self._config
         silent = self._generators.drop_silent(now, config.heartbeat_timeout_s)
+        # It may live on behind a slow network, and hears this when it is back.
+        self._take_back(silent)
         self._lose(silent, "its generator fell silent")
         stuck = [
             lease_id
             for lease_id, lease in self._open.items()
             if now - lease.active_at > config.lease_timeout_s
         ]
+        self._take_back(stuck)
         for lease_id in stuck:
             lease = self._open[lease_id]
             lease.holder.shunned = lease.generator
-            self._generators.give_back(lease.generator, lease_id, len(lease.missing))
         self._lose(stuck, f"nothing came for {config.lease_timeout_s:.0f} s")
 
     def drop_generator(self, name: str) -> None:
@@ -209,23 +214,57 @@ class Leases:
 
     def _lose(self, lease_ids: list[int], why: str) -> None:
         for lease_id in lease_ids:
-            lease = self._open.pop(lease_id)
-            self._repeat(lease.holder, sorted(lease.missing), why)
+            # A group that failed meanwhile took its other leases with it.
+            lease = self._open.pop(lease_id, None)
+            if lease is not None:
+                self._repeat(lease.holder, sorted(lease.missing), why)
 
     def _repeat(self, held: _LeasedGroup, indices: list[int], why: str) -> None:
-        group = held.group
-        if group.is_abandoned:
-            return
+        prompt_id = held.group.prompt.id
         attempts = max(held.attempts[index] for index in indices)
         if attempts >= self._config.max_attempts:
-            raise AttemptsExhausted(
-                f"completions {indices} of prompt {group.prompt.id!r} were tried {attempts} times "
-                f"(queue.max_attempts); last: {why}"
-            )
-        log.warning("leasing completions %s of prompt %r again: %s", indices, group.prompt.id, why)
+            tried = f"completions {indices} were tried {attempts} times (queue.max_attempts)"
+            self._fail(held, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
+            return
+        log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)
         if not held.unleased:
             self._enqueue(held)
         held.unleased = sorted([*held.unleased, *indices])
+
+    # --- giving up ------------------------------------------------------------------------------
+
+    def cancel(self, group: Group) -> None:
+        """Forget a group: take back what is leased of it; harmless when nothing is."""
+        held = self._groups.pop(group.number, None)
+        if held is None:
+            return
+        if held.unleased:
+            self._queue.remove(held)
+        lease_ids = [number for number, lease in self._open.items() if lease.holder is held]
+        self._take_back(lease_ids)
+        for lease_id in lease_ids:
+            del self._open[lease_id]
+
+    def _fail(self, held: _LeasedGroup, reason: str, detail: str) -> None:
+        self.cancel(held.group)
+        self._failures.append(GroupFailure(held.group, reason, detail))
+
+    def _take_back(self, lease_ids: list[int]) -> None:
+        """Tell the holders to stop, and count their slots as free."""
+        for lease_id in lease_ids:
+            lease = self._open[lease_id]
+            self._generators.give_back(lease.generator, lease_id, len(lease.missing))
+            self._cancels.append((lease.generator, Cancel(lease_id)))
+
+    def pop_cancels(self) -> list[tuple[str, Cancel]]:
+        """What to tell generators since the last call."""
+        cancels, self._cancels = self._cancels, []
+        return cancels
+
+    def pop_failures(self) -> list[GroupFailure]:
+        """Groups that failed since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
 
     # --- state ----------------------------------------------------------------------------------
 

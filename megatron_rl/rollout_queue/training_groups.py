@@ -60,6 +60,16 @@ class TrainingGroups:
             groups_per_batch=train.groups_per_batch,
         )
 
+    def choose_batch(self, book: GroupBook, step: int) -> list[int] | None:
+        """Numbers of the groups of batch `step`; None to wait."""
+        return admission.choose_batch(
+            book.candidates(),
+            step=step,
+            groups_per_batch=self._config.train.groups_per_batch,
+            max_staleness=self._config.queue.max_staleness,
+            is_strict=self._config.queue.strict_staleness,
+        )
+
     def state(
         self, step: int, book: GroupBook, *, groups_opened: int, evaluated: list[str]
     ) -> QueueState:

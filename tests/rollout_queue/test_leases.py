@@ -4,10 +4,17 @@ import msgspec
 import pytest
 
 from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.types import GeneratorReady, RolloutFailed, Sampling
+from megatron_rl.protocol.types import (
+    PROMPT_UNRENDERABLE,
+    Cancel,
+    GeneratorReady,
+    RolloutFailed,
+    Sampling,
+)
 from megatron_rl.rollout_queue.admission import LeaseRules
+from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.leases import AttemptsExhausted, Leases
+from megatron_rl.rollout_queue.leases import Leases
 from tests.rollout_queue.makers import make_prompt, make_rollout
 
 CONFIG = QueueConfig(heartbeat_timeout_s=10, lease_timeout_s=40, max_attempts=2)
@@ -182,11 +189,81 @@ def test_lease_that_returns_nothing_for_long_is_issued_again() -> None:
 
 
 def test_failed_and_faulty_completions_are_tried_again_up_to_the_limit() -> None:
-    leases, group = leases_with("g"), new_group(1)
+    leases, group = leases_with("g"), new_group(2)
     _, lease_id, _ = issue_group(leases, group)
     leases.take_failure("g", RolloutFailed(lease_id, 0, "engine error"), 1.0)
     issued = issue(leases, now=1.0)
-    assert issued is not None
+    assert issued is not None and issued[2] == [0] and leases.pop_failures() == []
     faulty = make_rollout(0, lease_id=issued[1], tokens=0)
-    with pytest.raises(AttemptsExhausted, match="tried 2 times .* 0 completion tokens"):
-        leases.take_rollout("g", faulty, 2.0)
+    assert leases.take_rollout("g", faulty, 2.0) is None
+    [failure] = leases.pop_failures()
+    assert failure.group is group and failure.reason == ATTEMPTS_EXHAUSTED
+    assert "completions [0] were tried 2 times" in failure.detail
+    assert "0 completion tokens" in failure.detail
+    # Nobody waits for the other completion of the group any more.
+    assert leases.pop_cancels() == [("g", Cancel(lease_id))]
+    assert leases.outstanding == 0 and leases.pop_failures() == []
+    give_back_late = make_rollout(1, lease_id=lease_id)
+    assert leases.take_rollout("g", give_back_late, 3.0) is None and leases.late_rollouts == 1
+    assert issue(leases, new_group(8, number=1)) == ("g", 2, list(range(8)))
+
+
+def test_another_generator_tries_what_one_failed() -> None:
+    leases = leases_with("a", "b")
+    name, lease_id, _ = issue_group(leases, new_group(2))
+    leases.take_failure(name, RolloutFailed(lease_id, 1, "engine error"), 1.0)
+    # The one that failed has as much room again; were it broken, it would always have the most.
+    leases.take_failure(name, RolloutFailed(lease_id, 0, "engine error"), 1.0)
+    issued = issue(leases)
+    assert issued is not None and issued[0] != name and issued[2] == [0, 1]
+
+
+def test_failure_that_must_repeat_itself_drops_the_group_at_once() -> None:
+    leases, group = leases_with("g"), new_group()
+    _, lease_id, _ = issue_group(leases, group)
+    for index in range(4):
+        failure = RolloutFailed(lease_id, index, "9 tokens", drop_as=PROMPT_UNRENDERABLE)
+        leases.take_failure("g", failure, 1.0)
+    [failed] = leases.pop_failures()
+    assert (failed.reason, failed.detail) == ("prompt_unrenderable", "9 tokens")
+    assert leases.outstanding == 0 and issue(leases) is None
+
+
+def test_expired_lease_is_cancelled_in_its_engine() -> None:
+    leases, group = leases_with("a"), new_group()
+    _, lease_id, _ = issue_group(leases, group)
+    leases.announce("a", GeneratorReady(8, 0, session=1), 41.0)
+    leases.expire(41.0)
+    assert leases.pop_cancels() == [("a", Cancel(lease_id))] and leases.pop_cancels() == []
+    assert leases.waiting == 4 and leases.has_room(0)
+
+
+def test_silent_generator_is_told_to_stop_should_it_come_back() -> None:
+    leases, group = leases_with("a"), new_group()
+    _, lease_id, _ = issue_group(leases, group)
+    leases.expire(11.0)
+    assert leases.pop_cancels() == [("a", Cancel(lease_id))]
+
+
+@pytest.mark.parametrize("how", ["restart", "silence", "timeout", "unreachable"])
+def test_leases_of_one_group_that_are_lost_together_fail_it_once(how: str) -> None:
+    leases = Leases(CONFIG.model_copy(update={"max_attempts": 1}))
+    leases.announce("g", GeneratorReady(2, 0, session=1), 0.0)
+    group = new_group(3)
+    _, lease_id, indices = issue_group(leases, group)
+    assert indices == [0, 1]
+    give_back(leases, "g", lease_id, 0)
+    second = issue(leases)
+    assert second is not None and second[1:] == (lease_id + 1, [2])
+    if how == "restart":
+        leases.announce("g", GeneratorReady(2, 0, session=2), 2.0)
+    elif how == "unreachable":
+        leases.drop_generator("g")
+    else:
+        if how == "timeout":
+            leases.announce("g", GeneratorReady(2, 0, session=1), 50.0)
+        leases.expire(50.0)
+    assert [failure.group for failure in leases.pop_failures()] == [group]
+    assert leases.outstanding == 0
+    leases.announce("g", GeneratorReady(2, 0, session=2), 51.0)
+    assert issue(leases, new_group(number=1), now=51.0) is not None
