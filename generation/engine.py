@@ -95,7 +95,8 @@ class Engine(Protocol):
     ) -> AsyncIterator[Completion]:
         """Yield one completion for each index, each as soon as it is finished.
 
-        Closing the iterator early gives the unfinished ones up. Raises EngineError.
+        Closing the iterator early stops the unfinished ones in the engine. Raises EngineError, at
+        the latest after the setup's request_timeout_s.
         """
 
     async def pause(self) -> None:

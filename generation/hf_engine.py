@@ -151,7 +151,8 @@ class HFEngine:
         mine: set[str] = set()
         try:
             for index in indices:
-                mine.add(await self._submit(prompt_ids, sampling, index, results))
+                await self._wait_until_serving(deadline)
+                mine.add(self._submit(prompt_ids, sampling, index, results))
             waiting = len(indices)
             while waiting:
                 match await self._next_result(results, deadline):
@@ -159,7 +160,8 @@ class HFEngine:
                         waiting -= 1
                         yield completion
                     case int() as index:
-                        mine.add(await self._submit(prompt_ids, sampling, index, results))
+                        await self._wait_until_serving(deadline)
+                        mine.add(self._submit(prompt_ids, sampling, index, results))
                     case EngineError() as error:
                         raise error
         finally:
@@ -178,10 +180,18 @@ class HFEngine:
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
-    async def _submit(
+    async def _wait_until_serving(self, deadline: float) -> None:
+        try:
+            await asyncio.wait_for(self._is_serving.wait(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise EngineError(
+                "a publish kept a request waiting for generator.request_timeout_s="
+                f"{self._setup.request_timeout_s:.0f}"
+            ) from error
+
+    def _submit(
         self, prompt_ids: list[int], sampling: Sampling, index: int, results: asyncio.Queue[Any]
     ) -> str:
-        await self._is_serving.wait()
         request_id = f"completion-{next(self._ids)}"
         self._requests[request_id] = _Request(index, results)
         self._running.register_result_handler(request_id, self._note_result)

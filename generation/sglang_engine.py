@@ -15,8 +15,6 @@ Concurrency, all on the caller's event loop:
 import asyncio
 import importlib.metadata
 import logging
-import re
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -29,30 +27,21 @@ from generation import sglang_cpu
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
 from generation.sglang_answers import check_answer, read_completion, read_event
-from generation.sglang_orders import (
-    LOADER,
-    NO_TENSORS,
-    ORDERS_VARIABLE,
-    Nothing,
-    Order,
-    orders_path,
-    write_order,
-)
+from generation.sglang_command import parse_release, server_command, server_environment
+from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
 
 log = logging.getLogger(__name__)
 
 POLL_READY_S = 0.25
 REGENERATE_LIMIT = 3
-REPORTS_SPANS_SINCE = (0, 5, 20)
 NEEDS_BEGIN_SINCE = (0, 5, 21)
-NEVER_STREAM_TOKENS = 1_000_000
 # We close idle connections, the server never does first: a request that is sent over one which
 # the server is about to close (by default after 5 s) is lost with "connection reset".
 CLIENT_KEEP_ALIVE_S = 15
+ABORT_S = 5.0
 LOADER_MARGIN_S = 5.0
 """The loader keeps the order's deadline itself, and says what was late."""
-SERVER_KEEP_ALIVE_S = 3600
 
 
 class SGLangEngine:
@@ -123,9 +112,12 @@ class SGLangEngine:
         effect: completions of a group differ, and a group asked for again differs too.
         """
         waiting = list(indices)
+        deadline = time.monotonic() + self._setup.request_timeout_s
         for _ in range(REGENERATE_LIMIT):
             stale: list[int] = []
-            async with aclosing(self._generate_once(prompt_ids, sampling, waiting)) as answers:
+            await self._wait_until_serving(deadline)
+            body = self._request_body(prompt_ids, sampling, len(waiting))
+            async with aclosing(self._generate_once(body, waiting, deadline)) as answers:
                 async for index, completion in answers:
                     if completion is None:
                         stale.append(index)
@@ -139,8 +131,17 @@ class SGLangEngine:
             "before their first token: publishes come faster than requests start"
         )
 
+    async def _wait_until_serving(self, deadline: float) -> None:
+        try:
+            await asyncio.wait_for(self._is_serving.wait(), deadline - time.monotonic())
+        except TimeoutError as error:
+            raise EngineError(
+                "a publish kept a request waiting for generator.request_timeout_s="
+                f"{self._setup.request_timeout_s:.0f}"
+            ) from error
+
     async def _generate_once(
-        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+        self, body: dict[str, Any], indices: list[int], deadline: float
     ) -> AsyncIterator[tuple[int, Completion | None]]:
         """Yield (index, completion), or None for one to generate again.
 
@@ -148,27 +149,43 @@ class SGLangEngine:
         the server through a publish: its keys and values are not those of its first token's
         weights.
         """
-        await self._is_serving.wait()
         version = self.version
-        body = self._request_body(prompt_ids, sampling, len(indices))
         arrivals: dict[int, list[tuple[int, int]]] = {}
-        pending = set(indices)
-        async with aclosing(self._stream(body)) as events:
-            async for event in events:
-                index = indices[event.get("index", 0)]
-                arrived = arrivals.setdefault(index, [])
-                arrived.append((event["meta_info"]["completion_tokens"], self.version))
-                if event["meta_info"]["finish_reason"] is None:
-                    continue
-                completion = read_completion(event, index, arrived)
-                is_stale = completion.spans[0].version != version and self._keeps_prefixes
-                pending.discard(index)
-                if is_stale and event["meta_info"].get("cached_tokens", 0) > 0:
-                    yield index, None
-                else:
-                    yield index, completion
-        if pending:
-            raise EngineError(f"SGLang ended its answer before completions {sorted(pending)}")
+        # The server's name of each unfinished completion, which it tells with the first token.
+        running = dict.fromkeys(indices, "")
+        try:
+            async with aclosing(self._stream(body, deadline)) as events:
+                async for event in events:
+                    index = indices[event.get("index", 0)]
+                    meta = event["meta_info"]
+                    arrived = arrivals.setdefault(index, [])
+                    arrived.append((meta["completion_tokens"], self.version))
+                    if meta["finish_reason"] is None:
+                        running[index] = meta["id"]
+                        continue
+                    del running[index]
+                    completion = read_completion(event, index, arrived)
+                    is_stale = completion.spans[0].version != version and self._keeps_prefixes
+                    if is_stale and meta.get("cached_tokens", 0) > 0:
+                        yield index, None
+                    else:
+                        yield index, completion
+            if running:
+                raise EngineError(f"SGLang ended its answer before completions {sorted(running)}")
+        finally:
+            await self._abort([name for name in running.values() if name])
+
+    async def _abort(self, names: list[str]) -> None:
+        """Have the server stop what nobody reads any more.
+
+        By itself it sees a closed connection only seconds later, and some releases never do for
+        the completions of one prompt; what waits for its first token has no name yet.
+        """
+        try:
+            for name in names:
+                await self._post("/abort_request", {"rid": name}, ABORT_S)
+        except EngineError as error:
+            log.warning("SGLang may go on with what was given up: %s", error)
 
     def _request_body(self, prompt_ids: list[int], sampling: Sampling, n: int) -> dict[str, Any]:
         params: dict[str, Any] = {
@@ -189,9 +206,10 @@ class SGLangEngine:
             "extra_key": f"{self._epoch}.{self.version}",
         }
 
-    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _stream(self, body: dict[str, Any], deadline: float) -> AsyncIterator[dict[str, Any]]:
         """Server-sent events of one /generate, parsed."""
-        timeout = aiohttp.ClientTimeout(total=self._setup.request_timeout_s)
+        # Not 0, which means no limit.
+        timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
         try:
             async with self._session.post("/generate", json=body, timeout=timeout) as response:
                 if response.status != 200:
@@ -335,58 +353,3 @@ class SGLangEngine:
         if self._http is not None:
             await self._http.close()
         await self._child.close()
-
-
-def server_command(setup: EngineSetup) -> list[str]:
-    """Command line of the server."""
-    values = {
-        "--model-path": setup.model,
-        "--dtype": setup.dtype,
-        "--host": setup.host,
-        "--port": setup.port,
-        "--tp-size": setup.tensor_parallel,
-        "--context-length": setup.context_tokens,
-        "--max-running-requests": setup.max_running,
-        "--max-total-tokens": setup.kv_tokens,
-        "--random-seed": setup.seed,
-        "--log-level": "warning",
-        # Each completion is one event at its end (and one at its first token).
-        "--stream-interval": NEVER_STREAM_TOKENS if _reports_spans() else 1,
-    }
-    command = [sys.executable, "-m", "sglang.launch_server"]
-    command += [f"{flag}={value}" for flag, value in values.items()]
-    command += [
-        f"--weight-version={setup.version}",
-        # Token ids go in and come out: no tokenizer, and no detokenizer in the way.
-        "--skip-tokenizer-init",
-        "--skip-server-warmup",
-        # With the overlap scheduler the recorded version boundary is one token off.
-        "--disable-overlap-schedule",
-        f"--custom-weight-loader={LOADER}",
-        *([f"--quantization={setup.quantization}"] if setup.quantization else []),
-        *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
-    ]
-    return command + (sglang_cpu.server_flags() if sglang_cpu.is_needed() else [])
-
-
-def server_environment(setup: EngineSetup) -> dict[str, str]:
-    """Variables added to the server's environment."""
-    shims = sglang_cpu.server_environment(setup.tensor_parallel) if sglang_cpu.is_needed() else {}
-    return shims | {
-        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
-        ORDERS_VARIABLE: str(orders_path(setup.log_path)),
-    }
-
-
-def _reports_spans() -> bool:
-    """Whether the installed SGLang reports a version for each token."""
-    return parse_release(importlib.metadata.version("sglang")) >= REPORTS_SPANS_SINCE
-
-
-def parse_release(version: str) -> tuple[int, ...]:
-    """(0, 5, 23) of "0.5.23.post1"."""
-    numbers = []
-    for part in version.split(".")[:3]:
-        digits = re.match(r"\d*", part).group()
-        numbers.append(int(digits or 0))
-    return tuple(numbers)

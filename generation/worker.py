@@ -1,19 +1,19 @@
-"""Generator process: leases groups of completions from the queue and returns each as it finishes.
+"""Generator process: leases completions from the queue and returns each as it finishes.
 
 Entry: `python -m generation.worker --config RUN_DIR/config.toml [--index 0]`. DEALER to the queue's
-prompts endpoint (GeneratorReady, Lease, RolloutDone, RolloutFailed, Stop) and to the trainer's
-weights endpoint (see `weight_client.py`). It never waits for the trainer.
+prompts endpoint (GeneratorReady, Lease, Cancel, RolloutDone, RolloutFailed, Stop) and to the
+trainer's weights endpoint (see `weight_client.py`). It never waits for the trainer.
 
 Concurrency, one event loop:
 
-| task          | waits for                    | produces                       | ends           |
-|---------------|------------------------------|--------------------------------|----------------|
-| `_receive`    | the queue's next message     | a `_serve` task for each lease | at Stop        |
-| `_serve` (n)  | the engine's next completion | RolloutDone, RolloutFailed     | with its lease |
-| `_report`     | a clock                      | GeneratorReady, metrics        | never          |
-| weight client | the publisher's next message | Ack, Failed; new versions      | never          |
-| engine watch  | the death of the engine      | EngineError                    | then           |
-| `interrupted` | SIGTERM, SIGINT              | the signal's number            | then           |
+| task          | waits for                    | produces                   | ends               |
+|---------------|------------------------------|----------------------------|--------------------|
+| `_receive`    | the queue's next message     | a `_serve` for each lease  | at Stop            |
+| `_serve` (n)  | the engine's next completion | RolloutDone, RolloutFailed | at its end, Cancel |
+| `_report`     | a clock                      | GeneratorReady, metrics    | never              |
+| weight client | the publisher's next message | Ack, Failed; new versions  | never              |
+| engine watch  | the death of the engine      | EngineError                | then               |
+| `interrupted` | SIGTERM, SIGINT              | the signal's number        | then               |
 
 The first of these but `_serve` to end ends the process: the others are cancelled, the sockets and
 then the engine closed. `_serve` tasks belong to `_receive`; they are at most as many as the queue
@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ from megatron_rl.protocol.process import (
 )
 from megatron_rl.protocol.render import Renderer, RenderError
 from megatron_rl.protocol.types import (
+    PROMPT_UNRENDERABLE,
+    Cancel,
     GeneratorReady,
     Lease,
     Rollout,
@@ -95,15 +98,20 @@ class GeneratorWorker:
 
     async def _receive(self) -> None:
         """Serve leases until Stop. An error that `_serve` does not report back is raised."""
-        serving: set[asyncio.Task[None]] = set()
+        serving: dict[int, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as leases:
             while True:
                 message = await self._queue.next_message(RECEIVE_S)
                 match message:
                     case Lease():
                         task = leases.create_task(self._serve(message))
-                        serving.add(task)
-                        task.add_done_callback(serving.discard)
+                        serving[message.lease_id] = task
+                        task.add_done_callback(partial(_forget, serving, message.lease_id))
+                    case Cancel(lease_id):
+                        # None: it finished while the message was on its way.
+                        if (task := serving.get(lease_id)) is not None:
+                            log.info("lease %d is cancelled", lease_id)
+                            task.cancel()
                     case Stop():
                         log.info("the queue said stop: %s", message.reason)
                         break
@@ -111,7 +119,7 @@ class GeneratorWorker:
                         continue
                     case _:
                         raise WireError(f"the queue sent a {type(message).__name__}")
-            for task in serving:
+            for task in serving.values():
                 task.cancel()
 
     async def _serve(self, lease: Lease) -> None:
@@ -129,12 +137,17 @@ class GeneratorWorker:
                     waiting.discard(completion.index)
                     self._activity.change(time.monotonic(), -1, len(completion.token_ids))
                     self._queue.send(RolloutDone(self._rollout(lease, prompt_ids, completion)))
-        except (EngineError, RenderError) as error:
-            log.warning("lease %d of prompt %s: %s", lease.lease_id, lease.prompt.id, error)
-            for index in sorted(waiting):
-                self._queue.send(RolloutFailed(lease.lease_id, index, str(error)))
+        except EngineError as error:
+            self._fail(lease, waiting, str(error))
+        except RenderError as error:
+            self._fail(lease, waiting, str(error), drop_as=PROMPT_UNRENDERABLE)
         finally:
             self._activity.change(time.monotonic(), -len(waiting))
+
+    def _fail(self, lease: Lease, waiting: set[int], reason: str, drop_as: str = "") -> None:
+        log.warning("lease %d of prompt %s: %s", lease.lease_id, lease.prompt.id, reason)
+        for index in sorted(waiting):
+            self._queue.send(RolloutFailed(lease.lease_id, index, reason, drop_as))
 
     def _rollout(self, lease: Lease, prompt_ids: list[int], completion: Completion) -> Rollout:
         return Rollout(
@@ -168,6 +181,10 @@ class GeneratorWorker:
 
     async def _watch_engine(self) -> None:
         raise EngineError(await self._engine.failed())
+
+
+def _forget(serving: dict[int, asyncio.Task[None]], lease_id: int, task: object) -> None:
+    del serving[lease_id]
 
 
 async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:

@@ -349,7 +349,9 @@ def _evaluate_control(session: _Session) -> None:
 
 def _serve(session: _Session) -> None:
     """Start the queue, generators and verifiers for training."""
-    _start_serving(session, session.config_path)
+    comes_first = session.config.sft.steps and not session.is_resumed
+    cold_start = ["--after", str(session.hf_folder(COLD_START))] if comes_first else []
+    _start_serving(session, session.config_path, queue_arguments=cold_start)
 
 
 def _serve_evaluation(session: _Session, label: str, model: Path) -> str:
@@ -364,11 +366,14 @@ def _serve_evaluation(session: _Session, label: str, model: Path) -> str:
     return _start_serving(session, path, label)
 
 
-def _start_serving(session: _Session, config_path: Path, label: str = "") -> str:
+def _start_serving(
+    session: _Session, config_path: Path, label: str = "", *, queue_arguments: Sequence[str] = ()
+) -> str:
     suffix = f"-{label}" if label else ""
     queue = f"queue{suffix}"
     only = ["--evaluate-only", label] if label else []
-    session.start(queue, "megatron_rl.rollout_queue.server", config_path, only)
+    arguments = [*only, *queue_arguments]
+    session.start(queue, "megatron_rl.rollout_queue.server", config_path, arguments)
     gpus = session.engine_gpus()
     for i in range(session.config.generator.replicas):
         name = f"generator-{i}{suffix}"

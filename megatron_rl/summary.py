@@ -115,8 +115,8 @@ def _groups_dropped(steps: list[Row], activity: ActivityTotals) -> dict[str, int
 def trainer_idle_fraction(rows: list[Row]) -> float | None:
     """Share of the training loop that the trainer waited for batches.
 
-    The loop lasts from the publish of version 0 to the last step; evaluations inside it, during
-    which no rollouts are made for training, count neither as waiting nor as loop time.
+    The loop lasts from the publish of version 0 to the last step; evaluations inside it, for whose
+    end the trainer must wait, count neither as waiting nor as loop time.
     """
     loop = _loop_interval(rows)
     if loop is None:

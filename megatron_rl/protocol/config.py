@@ -83,13 +83,17 @@ class QueueConfig(Section):
     """Wait for a slow group rather than let it exceed max_staleness; false never waits."""
     heartbeat_timeout_s: PositiveFloat = 30.0
     """A generator or verifier that is silent this long is dead; its work is issued again."""
-    lease_timeout_s: PositiveFloat = 300.0
-    """A lease that returned nothing for this long is issued again."""
+    lease_timeout_s: PositiveFloat = 360.0
+    """A lease that returned nothing for this long is cancelled and issued again; above
+    generator.request_timeout_s, so that an engine that lives says itself what went wrong."""
     score_timeout_s: PositiveFloat = 900.0
     """A score request unanswered for this long is issued again; above verifier.*.timeout_s and
     the wait behind others. Verifiers that die are noticed by their heartbeats."""
     max_attempts: PositiveInt = 3
-    """Times a completion or a score is tried before the run stops with an error."""
+    """Times a completion or a score is tried before its group is dropped and counted."""
+    max_failed_groups: PositiveInt = 16
+    """The run ends when so many groups failed beyond those completed: each failed one counts one
+    up, each completed one down, never below 0."""
 
 
 class GeneratorConfig(Section):
@@ -121,7 +125,8 @@ class GeneratorConfig(Section):
     """Times a run that each generator which dies is started again, after 1, 2, 4 ... s; 0: its
     death ends the run. Its new engine must start and get weights within train.batch_timeout_s."""
     request_timeout_s: PositiveFloat = 300.0
-    """A completion that takes longer has failed."""
+    """A completion that takes longer has failed; its engine stops it. Below
+    queue.lease_timeout_s."""
     wait_for_publish: bool = True
     """Serve only after the trainer's first publish; false serves the folder's own weights."""
 
@@ -223,10 +228,12 @@ class Config(Section):
                 f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
                 f"prompt beside sampling.max_new_tokens={self.sampling.max_new_tokens}: raise it"
             )
-        if self.generator.max_running < self.train.group_size:
+        if self.generator.request_timeout_s >= self.queue.lease_timeout_s:
             raise ValueError(
-                f"generator.max_running={self.generator.max_running} is less than "
-                f"train.group_size={self.train.group_size}: a group is leased as a whole"
+                f"generator.request_timeout_s={self.generator.request_timeout_s:g} is not below "
+                f"queue.lease_timeout_s={self.queue.lease_timeout_s:g}: a lease would be given to "
+                "another generator before its engine has given up; set queue.lease_timeout_s to "
+                f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
             )
         if self.generator.quantization and self.generator.engine == "hf":
             raise ValueError(

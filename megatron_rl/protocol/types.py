@@ -189,10 +189,11 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
 
 
 class Lease(msgspec.Struct, frozen=True, tag="Lease"):
-    """Generate `indices` of a group of completions of one prompt."""
+    """Generate `indices` of a group of completions of one prompt: all of them, or as few as one."""
 
     lease_id: int
     prompt: Prompt
+    """Without its `entry`."""
     indices: list[int]
     sampling: Sampling
 
@@ -209,6 +210,19 @@ class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
     lease_id: int
     index: int
     reason: str
+    drop_as: str = ""
+    """Set where another try must fail too: the reason under which the group is dropped at once,
+    such as PROMPT_UNRENDERABLE."""
+
+
+PROMPT_UNRENDERABLE = "prompt_unrenderable"
+"""The prompt cannot be put into tokens, or leaves no room for a completion."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):
+    """Stop generating what is left of a lease: nobody waits for it any more. No answer."""
+
+    lease_id: int
 
 
 # --- verify endpoint: queue (ROUTER) <-> verifiers (DEALER) -------------------------------------
@@ -290,6 +304,7 @@ AnyMessage = (
     RankBatch
     | GeneratorReady
     | Lease
+    | Cancel
     | RolloutDone
     | RolloutFailed
     | VerifierReady

@@ -2,11 +2,11 @@
 
 Words: `published` is the policy version of the last Published message; step k trains on batch k
 and ends with version k + 1. A group's `opened_version` is the version known when it was opened. In
-the strict mode no token of it is older, because only generators that hold the published version get
-leases; otherwise a generator may lag, and a token be older by up to `max_staleness`. A group's
-deadline is `opened_version + max_staleness`: in batch k with k at most the deadline its staleness
-is within the bound. A group is *untrained* from its opening until the version made from it is
-published, or until it is dropped as flat.
+strict mode no token of it is older, however late its completions are leased, because only
+generators that hold that version get leases; otherwise a generator may lag, and a token be older by
+up to `max_staleness`. A group's deadline is `opened_version + max_staleness`: in batch k with k at
+most the deadline its staleness is within the bound. A group is *untrained* from its opening until
+the version made from it is published, or until it is dropped.
 
 Why the strict mode guarantees staleness <= max_staleness (G groups a batch, s = max_staleness):
 call a set of untrained groups *timely* at step k when no deadline is before k and, for every
@@ -56,6 +56,34 @@ def oldest_leasable_version(published: int, *, max_staleness: int, is_strict: bo
     if published < 0 or is_strict:
         return max(published, 0)
     return max(published - max_staleness, 0)
+
+
+class LeaseRules(NamedTuple):
+    """Which generators may take which groups, as things stand."""
+
+    published: int
+    max_staleness: int
+    is_strict: bool
+
+    def oldest_version(self, *, is_evaluation: bool) -> int:
+        """Policy version that a generator needs to get completions of a group.
+
+        It counts when the completion is leased. That may be long after its group was opened; then
+        the version is the newer one, so what was true of the group's first tokens remains true.
+        An evaluation measures the published version and no older one.
+        """
+        return oldest_leasable_version(
+            self.published,
+            max_staleness=self.max_staleness,
+            is_strict=self.is_strict or is_evaluation,
+        )
+
+    def is_urgent(self, opened_version: int, *, is_evaluation: bool) -> bool:
+        """Whether what remains of a group goes to any free slot, wherever its other parts are.
+
+        Batches wait for evaluations; and a group of an earlier version nears its deadline.
+        """
+        return is_evaluation or opened_version < self.published
 
 
 def choose_batch(

@@ -4,14 +4,12 @@ Used by the rollout queue's server, which calls `handle` for every message, then
 `outgoing` yields, and `tick` about once a second. Times are monotonic seconds.
 """
 
-import collections
 import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
     AnyMessage,
@@ -26,14 +24,16 @@ from megatron_rl.protocol.types import (
     Stop,
     VerifierReady,
 )  # fmt: skip
-from megatron_rl.protocol.wire import DeadlineExceeded, WireError
-from megatron_rl.rollout_queue import admission
+from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
-from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize
+from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
+from megatron_rl.rollout_queue.failures import FailureCount
 from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
-from megatron_rl.rollout_queue.leases import Leases, Work
+from megatron_rl.rollout_queue.leases import Leases
+from megatron_rl.rollout_queue.openings import Openings
+from megatron_rl.rollout_queue.patience import Patience
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
@@ -72,9 +72,9 @@ class Coordinator:
         self._recorder = recorder
         self._metrics = metrics
         self._evaluate_only = evaluate_only
-        if evaluate_only and not config.eval.prompts:
-            raise InputError("an evaluation is asked for, but eval.prompts = 0: raise it")
-        self._held_out = select_held_out(prompts.held_out, config.eval)
+        self._evaluations = EvaluationDesk(
+            config, prompts.held_out, recorder=recorder, metrics=metrics, only=evaluate_only
+        )
         self._training = None
         if config.train.steps and not evaluate_only:
             self._training = TrainingGroups(prompts, config)
@@ -82,17 +82,21 @@ class Coordinator:
         self._groups = GroupBook()
         self._activity = ActivityLog(config, prompts, metrics, recorder)
         self._leases = Leases(config.queue)
+        self._openings = Openings(
+            config.queue,
+            self._leases,
+            evaluations=self._evaluations,
+            training=self._training,
+            book=self._groups,
+        )
         self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
-        self._evaluation: Evaluation | None = None
-        self._labels = collections.deque([evaluate_only] if evaluate_only else [])
-        self._evaluated: list[str] = []
+        self._failed = FailureCount(config.queue.max_failed_groups)
+        self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
         self._first_version = 0
         self._published = -1
         self._finished_at = now if evaluate_only else None
-        self._progress_at = now
-        self._group_count = 0
         self.is_over = False
         """Training and all evaluations are done."""
 
@@ -102,14 +106,27 @@ class Coordinator:
         self._training.restore(state)
         self._desk.resume_at(state.step)
         self._recorder.resume_at(state.step)
-        self._group_count = state.groups_opened
-        self._evaluated = list(state.evaluated)
+        self._openings.count = state.groups_opened
+        self._evaluations.done = list(state.evaluated)
         self._first_version = state.step
+
+    def await_cold_start(self) -> None:
+        """Supervised training comes before the trainer: wait for it without a limit.
+
+        Until `expect_trainer`, or the trainer's first message. Call before any message.
+        """
+        self._patience.await_cold_start()
+
+    def expect_trainer(self, now: float) -> None:
+        """Supervised training is over: from here on the trainer's silence counts."""
+        self._patience.expect_trainer(now)
 
     # --- incoming -------------------------------------------------------------------------------
 
     def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
         """Take in one message. Raises WireError for a message that has no place here."""
+        if endpoint == BATCHES:
+            self.expect_trainer(now)
         match endpoint, message:
             case "prompts", RolloutDone():
                 self._on_rollout(peer, message, now)
@@ -136,25 +153,27 @@ class Coordinator:
         group = self._leases.take_rollout(peer, done.rollout, now)
         if group is None:
             return
-        self._progress_at = now
+        self._patience.note_progress(now)
         self._activity.add_rollout(done.rollout)
-        if not group.is_abandoned:
-            self._scoring.submit(group, done.rollout)
+        self._scoring.submit(group, done.rollout)
 
     def _on_score(self, peer: str, done: ScoreDone, now: float) -> None:
         found = self._scoring.take_score(peer, done, now)
         if found is None:
             return
-        self._progress_at = now
+        self._patience.note_progress(now)
         group, scored = found
+        if group.is_abandoned:
+            return
         group.add(scored)
         self._activity.add_score(group, scored)
-        if group.is_complete and not group.is_abandoned:
-            if group.evaluation:
-                assert self._evaluation is not None
-                self._evaluation.close(group)
-            elif group.is_flat:
-                self._drop(group, FLAT)
+        if not group.is_complete:
+            return
+        self._failed.note_completed()
+        if group.evaluation:
+            self._evaluations.close(group)
+        elif group.is_flat:
+            self._drop(group, FLAT)
 
     def _drop(self, group: Group, reason: str) -> None:
         """Release a training group that is not trained on; the reason appears in all metrics."""
@@ -163,7 +182,7 @@ class Coordinator:
         self._activity.add_dropped(reason)
 
     def _on_published(self, published: Published, now: float) -> None:
-        self._progress_at = now
+        self._patience.note_progress(now)
         if self._published < 0 and published.version != self._first_version:
             raise WireError(
                 f"the trainer begins with version {published.version}, the queue with "
@@ -174,41 +193,61 @@ class Coordinator:
         if published.is_final:
             self._finished_at = now
             self._abandon_groups()
-        self._labels.extend(self._labels_at(published.version, is_final=published.is_final))
-
-    def _labels_at(self, version: int, *, is_final: bool) -> list[str]:
-        evaluation = self._config.eval
-        if not evaluation.prompts or self._evaluate_only:
-            return []
-        labels = label_at(version, is_final=is_final, every_steps=evaluation.every_steps)
-        return [label for label in labels if label not in self._evaluated]
+        self._evaluations.ask(published.version, is_final=published.is_final)
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
-        self._progress_at = now
+        self._patience.note_progress(now)
         if self._training is None or self._desk.formed_steps != asked.step:
             raise WireError(
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
             )
-        counts = {"groups_opened": self._group_count, "evaluated": list(self._evaluated)}
+        counts = {"groups_opened": self._openings.count, "evaluated": list(self._evaluations.done)}
         self._states.append((peer, self._training.state(asked.step, self._groups, **counts)))
 
     def _abandon_groups(self) -> None:
         groups = self._groups.abandon()
         if groups:
+            for group in groups:
+                self._withdraw(group)
             completions = sum(group.size for group in groups)
             log.warning("%d groups (%d completions) were not needed", len(groups), completions)
             self._metrics.write(self._published, {"queue/groups_abandoned": len(groups)})
+
+    def _drop_failed(self) -> None:
+        """Drop the groups that failed, each under its reason. Raises TooManyFailures."""
+        for failure in (*self._leases.pop_failures(), *self._scoring.pop_failures()):
+            group = failure.group
+            if group.is_abandoned:
+                continue
+            log.error(
+                "prompt %r dropped as %s: %s", group.prompt.id, failure.reason, failure.detail
+            )
+            self._withdraw(group)
+            if group.evaluation:
+                self._evaluations.lose(group)
+            else:
+                self._drop(group, failure.reason)
+            self._failed.note_failed(failure)
+
+    def _withdraw(self, group: Group) -> None:
+        group.is_abandoned = True
+        self._leases.cancel(group)
+        self._scoring.cancel(group)
 
     # --- outgoing -------------------------------------------------------------------------------
 
     def outgoing(self, now: float) -> Iterator[Outgoing]:
         """Everything that can be sent now; the caller reports peers that are gone by `lose`."""
+        self._drop_failed()
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
-        self._advance_evaluation(now)
+        has_generator = self._leases.has_room(min_version=0)
+        self._evaluations.advance(self._published, now, has_generator=has_generator)
         yield from self._batch_answers(now)
         while self._states:
             yield Outgoing(BATCHES, *self._states.pop())
+        for generator, cancel in self._leases.pop_cancels():
+            yield Outgoing(PROMPTS, generator, cancel)
         while (lease := self._next_lease(now)) is not None:
             yield lease
         self._check_over(now)
@@ -229,43 +268,10 @@ class Coordinator:
         for verifier in self._scoring.verifiers:
             yield Outgoing(VERIFY, verifier, Stop("the run is over"))
 
-    def _advance_evaluation(self, now: float) -> None:
-        evaluation = self._evaluation
-        if evaluation is not None and evaluation.is_complete:
-            self._finish_evaluation(evaluation, now)
-            self._evaluation = None
-        if self._evaluation is None and self._labels:
-            if self._evaluate_only and not self._leases.has_room(self._config.eval.samples, 0):
-                return
-            label = self._labels.popleft()
-            log.info("evaluation %r of version %d starts", label, self._published)
-            self._evaluation = Evaluation(
-                label,
-                self._held_out,
-                config=self._config.eval,
-                sampling=self._config.sampling,
-                version=max(self._published, 0),
-                now=now,
-            )
-
-    def _finish_evaluation(self, evaluation: Evaluation, now: float) -> None:
-        results = summarize(evaluation.complete, now - evaluation.started_at)
-        self._recorder.write_evaluation(evaluation.label, evaluation.complete)
-        self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
-        self._evaluated.append(evaluation.label)
-        log.info(
-            "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts, %.1f s",
-            evaluation.label,
-            results["eval/accuracy"],
-            results["eval/accuracy_se"],
-            results["eval/n"],
-            results["eval/seconds"],
-        )
-
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
         formed = self._form_batch(now)
         for peer, answer in self._desk.answers():
-            self._progress_at = now
+            self._patience.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
         if formed is not None:
             self._recorder.write_step(*formed)
@@ -273,22 +279,21 @@ class Coordinator:
     def _form_batch(self, now: float) -> tuple[int, list[Group]] | None:
         """Form the batch that is asked for, if it is due: (step, groups)."""
         asked = self._desk.next_to_form()
-        if asked is None or not self._may_train_on(asked[0]):
+        if asked is None or not self._evaluations.allows_batch(asked[0], self._published):
             return None
+        assert self._training is not None
         step, dp_size = asked
-        train, queue = self._config.train, self._config.queue
-        numbers = admission.choose_batch(
-            self._groups.candidates(),
-            step=step,
-            groups_per_batch=train.groups_per_batch,
-            max_staleness=queue.max_staleness,
-            is_strict=queue.strict_staleness,
-        )
+        numbers = self._training.choose_batch(self._groups, step)
         if numbers is None:
             return None
         groups, dropped = self._groups.take(numbers, step)
         batch = form_batch(
-            step, groups, dropped=dropped, config=train, advantage=self._advantage, dp_size=dp_size
+            step,
+            groups,
+            dropped=dropped,
+            config=self._config.train,
+            advantage=self._advantage,
+            dp_size=dp_size,
         )
         self._desk.put(batch)
         late, untaken = self._leases.late_rollouts, self._groups.untaken
@@ -296,57 +301,15 @@ class Coordinator:
         log.info(text, step, len(groups), dict(dropped.reasons), untaken, late)
         return step, groups
 
-    def _may_train_on(self, version: int) -> bool:
-        """Whether its batch may be formed: also while the version is being published.
-
-        Not while an evaluation runs, or before one: an update would change what it measures.
-        """
-        if self._evaluation is not None or version > self._published + 1:
-            return False
-        return version <= self._published or not self._labels_at(version, is_final=False)
-
     def _next_lease(self, now: float) -> Outgoing | None:
-        min_version = self._min_version()
-        if self._leases.has_repeats:
-            issued = self._leases.issue(None, min_version, now)
-        else:
-            work = self._open_work(min_version)
-            issued = self._leases.issue(work, min_version, now) if work else None
-        return Outgoing(PROMPTS, *issued) if issued else None
-
-    def _min_version(self) -> int:
-        queue = self._config.queue
-        return admission.oldest_leasable_version(
-            self._published,
-            max_staleness=queue.max_staleness,
-            # An evaluation measures the published version and no older one.
-            is_strict=queue.strict_staleness or self._evaluation is not None,
+        is_training = self._published >= 0 and self._finished_at is None
+        next_step = max(self._desk.formed_steps, self._published) if is_training else None
+        issued = self._leases.issue(
+            self._openings.rules(self._published),
+            lambda: self._openings.open(self._published, next_step),
+            now,
         )
-
-    def _open_work(self, min_version: int) -> Work | None:
-        """A newly opened group with all its indices, if one is wanted and a generator has room."""
-        if self._evaluation is not None:
-            if not self._evaluation.has_unopened:
-                return None
-            if not self._leases.has_room(self._evaluation.group_size, min_version):
-                return None
-            group = self._evaluation.open_group(self._group_count)
-        else:
-            if not self._is_training_group_due():
-                return None
-            if not self._leases.has_room(self._config.train.group_size, min_version):
-                return None
-            group = self._training.open(self._group_count, self._published)
-            self._groups.open(group)
-        # A group that is generated again keeps its number, which is below the count.
-        self._group_count = max(self._group_count, group.number + 1)
-        return group, list(range(group.size))
-
-    def _is_training_group_due(self) -> bool:
-        if self._training is None or self._published < 0 or self._finished_at is not None:
-            return False
-        next_step = max(self._desk.formed_steps, self._published)
-        return self._training.is_due(self._groups, next_step)
+        return Outgoing(PROMPTS, *issued) if issued else None
 
     # --- deadlines and end ----------------------------------------------------------------------
 
@@ -355,27 +318,18 @@ class Coordinator:
         self._leases.expire(now)
         self._scoring.expire(now)
         self._activity.write(self._published, now, in_flight=self._leases.outstanding)
-        evaluation, limit_s = self._evaluation, self._config.eval.timeout_s
-        if evaluation is not None and now - evaluation.started_at > limit_s:
-            raise DeadlineExceeded(f"eval.timeout_s = {limit_s:.0f} is over: {self.describe(now)}")
-        silent_s, patience_s = now - self._progress_at, self._patience_s()
-        if silent_s > patience_s:
-            raise DeadlineExceeded(f"nothing moved for {silent_s:.0f} s: {self.describe(now)}")
-
-    def _patience_s(self) -> float:
-        """How long nothing may move: above train.batch_timeout_s while others start or train."""
-        config = self._config
-        is_asked = self._leases.outstanding or self._scoring.outstanding or self._evaluation
-        if is_asked or self._desk.waiting_ranks:
-            return config.train.batch_timeout_s
-        return (
-            config.train.batch_timeout_s
-            + config.generator.start_timeout_s
-            + config.weights.join_timeout_s
+        state = self.describe(now)
+        self._evaluations.check_deadline(now, state)
+        is_work_out = bool(
+            self._leases.outstanding
+            or self._scoring.outstanding
+            or self._evaluations.is_running
+            or self._desk.waiting_ranks
         )
+        self._patience.check(now, is_work_out=is_work_out, state=state)
 
     def _check_over(self, now: float) -> None:
-        if self._finished_at is None or self._labels or self._evaluation is not None:
+        if self._finished_at is None or not self._evaluations.is_idle:
             return
         # A last checkpoint is copied between the last publish and the last request.
         patience_s = _DISMISS_S
@@ -393,7 +347,6 @@ class Coordinator:
             self._leases.describe(now),
             self._scoring.describe(now),
             f"batch asked for by data-parallel ranks {self._desk.waiting_ranks}",
+            self._evaluations.describe(now),
         ]
-        if self._evaluation is not None:
-            parts.append(self._evaluation.describe(now))
-        return "; ".join(parts)
+        return "; ".join(part for part in parts if part)

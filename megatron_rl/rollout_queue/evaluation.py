@@ -56,6 +56,8 @@ class Evaluation:
         self._left = len(prompts)
         self.complete: list[Group] = []
         """Groups whose rollouts are all scored."""
+        self.lost = 0
+        """Groups that failed: the evaluation ends without them."""
 
     @property
     def has_unopened(self) -> bool:
@@ -64,7 +66,7 @@ class Evaluation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every completion is scored."""
+        """Whether every group is complete or lost."""
         return self._left == 0
 
     @property
@@ -89,6 +91,11 @@ class Evaluation:
     def close(self, group: Group) -> None:
         """Note that a group is complete."""
         self.complete.append(group)
+        self._left -= 1
+
+    def lose(self) -> None:
+        """Note that a group failed."""
+        self.lost += 1
         self._left -= 1
 
     def describe(self, now: float) -> str:

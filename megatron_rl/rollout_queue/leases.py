@@ -1,47 +1,75 @@
 """Leases: which generator generates which completions of which group, and what is tried again.
 
-Used by the rollout queue. A completion is leased again when its generator restarts (changed
-session), falls silent, reports a failure, or returns nothing of the lease for too long.
+Used by the rollout queue. A lease holds completions of one group: as many as its generator has room
+for, down to a single one, so that no slot of an engine waits for the room of a whole group. The
+first generator that holds some of a group is its home and gets the others as its slots come free:
+there the prompt's keys and values are in the prefix cache.
+
+A completion is leased again when its generator restarts (changed session), falls silent, reports a
+failure, or returns nothing of the lease for too long; after queue.max_attempts tries its group
+fails. Whoever still generates what nobody waits for is told to stop.
 """
 
+import bisect
 import collections
 import dataclasses
 import logging
+from collections.abc import Callable
+
+import msgspec
 
 from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.types import GeneratorReady, Lease, Rollout, RolloutFailed
-from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.protocol.types import Cancel, GeneratorReady, Lease, Rollout, RolloutFailed
+from megatron_rl.rollout_queue.admission import LeaseRules
+from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED, GroupFailure
 from megatron_rl.rollout_queue.groups import Group, find_fault
-from megatron_rl.rollout_queue.peers import Peers
+from megatron_rl.rollout_queue.peers import Peer, Peers
 
 log = logging.getLogger(__name__)
 
-Work = tuple[Group, list[int]]
-"""Completions to generate: a group and indices in it."""
 
+@dataclasses.dataclass(eq=False)
+class _LeasedGroup:
+    """A group whose completions are not all returned."""
 
-class AttemptsExhausted(DeadlineExceeded):
-    """A completion or a score failed as often as queue.max_attempts allows."""
+    group: Group
+    unleased: list[int]
+    """Indices that no generator has."""
+    unreturned: int
+    attempts: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    """By index."""
+    home: str = ""
+    """The generator that got completions of it first; empty before."""
+    shunned: str = ""
+    """The generator that failed one last; others get it, if there are any."""
+
+    @property
+    def turn(self) -> tuple[bool, int, int]:
+        """Sorts groups by their turn: evaluations first, then as they are trained on."""
+        return (not self.group.evaluation, self.group.opened_version, self.group.number)
 
 
 @dataclasses.dataclass
 class _OpenLease:
-    group: Group
+    holder: _LeasedGroup
     missing: set[int]
     generator: str
     active_at: float
 
 
 class Leases:
-    """All leases, the generators that hold them, and the work waiting to be leased again."""
+    """All leases, the generators that hold them, and the completions that wait for one."""
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._generators = Peers("generator")
         self._open: dict[int, _OpenLease] = {}
-        self._again: collections.deque[Work] = collections.deque()
-        self._attempts: collections.Counter[tuple[int, int]] = collections.Counter()
+        self._groups: dict[int, _LeasedGroup] = {}
+        self._queue: list[_LeasedGroup] = []
+        """Those with unleased indices, by turn."""
         self._next_id = 0
+        self._cancels: list[tuple[str, Cancel]] = []
+        self._failures: list[GroupFailure] = []
         self.late_rollouts = 0
         """Rollouts of leases that had been given up."""
 
@@ -52,42 +80,77 @@ class Leases:
         )
         self._lose(lost, f"generator {name} restarted")
 
-    @property
-    def has_repeats(self) -> bool:
-        """Whether work waits to be leased again, or the rest of a group to be leased."""
-        while self._again and self._again[0][0].is_abandoned:
-            self._again.popleft()
-        return bool(self._again)
+    # --- handing out ----------------------------------------------------------------------------
 
-    def issue(self, fresh: Work | None, min_version: int, now: float) -> tuple[str, Lease] | None:
-        """Lease work to the generator with most room: work to repeat first, else `fresh`.
+    def add(self, group: Group) -> None:
+        """Queue all completions of a group."""
+        held = _LeasedGroup(group, list(range(group.size)), group.size)
+        self._groups[group.number] = held
+        self._enqueue(held)
 
-        None when no generator of `min_version` has room or there is no work. What a single
-        generator cannot hold is left for the next call.
+    def has_room(self, min_version: int) -> bool:
+        """Whether a generator of that version or a later one has room for a completion."""
+        return self._generators.find_room(min_version) is not None
+
+    def issue(
+        self, rules: LeaseRules, open_group: Callable[[], Group | None], now: float
+    ) -> tuple[str, Lease] | None:
+        """Lease completions of one group to a generator with room; None when nothing can be leased.
+
+        A slot takes, in this order, what remains of a group whose home it is, or of an urgent one;
+        a group that `open_group` opens; what remains of any group. So a group stays with its home
+        where that costs nothing, and no slot idles while a completion waits. The groups that come
+        before an older one are those of its own version, and no more than admission lets be opened.
         """
-        if fresh is not None:
-            self._again.append(fresh)
-        if not self.has_repeats:
-            return None
-        group, indices = self._again[0]
-        found = self._generators.find_room(len(indices), min_version)
-        if found is None:
-            return None
-        generator, count = found
-        self._again.popleft()
-        if count < len(indices):
-            self._again.appendleft((group, indices[count:]))
-        for index in indices[:count]:
-            self._attempts[group.number, index] += 1
-        lease = Lease(self._next_id, group.prompt, indices[:count], group.sampling)
+        choice = self._choose(rules, anywhere=False)
+        if choice is None and (group := open_group()) is not None:
+            self.add(group)
+            choice = self._choose(rules, anywhere=False)
+        choice = choice or self._choose(rules, anywhere=True)
+        return self._lease(*choice, now) if choice is not None else None
+
+    def _choose(self, rules: LeaseRules, *, anywhere: bool) -> tuple[_LeasedGroup, Peer] | None:
+        for held in self._queue:
+            generator = self._find_generator(held, rules, anywhere=anywhere)
+            if generator is not None:
+                return held, generator
+        return None
+
+    def _find_generator(
+        self, held: _LeasedGroup, rules: LeaseRules, *, anywhere: bool
+    ) -> Peer | None:
+        group = held.group
+        is_evaluation = bool(group.evaluation)
+        anywhere |= rules.is_urgent(group.opened_version, is_evaluation=is_evaluation)
+        able = self._generators.of_version(rules.oldest_version(is_evaluation=is_evaluation))
+        able = [peer for peer in able if peer.name != held.shunned] or able
+        home = next((peer for peer in able if peer.name == held.home), None)
+        if home is not None and (home.room or not anywhere):
+            return home if home.room else None
+        roomiest = max(able, key=lambda peer: peer.room, default=None)
+        return roomiest if roomiest is not None and roomiest.room else None
+
+    def _lease(self, held: _LeasedGroup, generator: Peer, now: float) -> tuple[str, Lease]:
+        count = min(len(held.unleased), generator.room)
+        indices, held.unleased = held.unleased[:count], held.unleased[count:]
+        if not held.unleased:
+            self._queue.remove(held)
+        if held.home not in self._generators.names:
+            held.home = generator.name
+        held.attempts.update(indices)
+        group = held.group
+        # Programs' tests, which only verifiers need, can be long, and a group has many leases.
+        prompt = msgspec.structs.replace(group.prompt, entry="")
+        lease = Lease(self._next_id, prompt, indices, group.sampling)
         self._next_id += 1
-        self._open[lease.lease_id] = _OpenLease(group, set(lease.indices), generator.name, now)
+        self._open[lease.lease_id] = _OpenLease(held, set(indices), generator.name, now)
         self._generators.hand_out(generator.name, lease.lease_id, count)
         return generator.name, lease
 
-    def has_room(self, items: int, min_version: int) -> bool:
-        """Whether a generator has room for so many completions."""
-        return self._generators.find_room(items, min_version) is not None
+    def _enqueue(self, held: _LeasedGroup) -> None:
+        bisect.insort(self._queue, held, key=lambda held: held.turn)
+
+    # --- coming back ----------------------------------------------------------------------------
 
     def take_rollout(self, name: str, rollout: Rollout, now: float) -> Group | None:
         """Group of a rollout that arrived; None when its lease was given up or it is faulty."""
@@ -95,39 +158,49 @@ class Leases:
         if fault:
             self.take_failure(name, RolloutFailed(rollout.lease_id, rollout.index, fault), now)
             return None
-        group = self._return(name, rollout.lease_id, rollout.index, now)
-        if group is None:
+        held = self._return(name, rollout.lease_id, rollout.index, now)
+        if held is None:
             self.late_rollouts += 1
             return None
-        del self._attempts[group.number, rollout.index]
-        return group
+        held.unreturned -= 1
+        if not held.unreturned:
+            del self._groups[held.group.number]
+        return held.group
 
     def take_failure(self, name: str, failure: RolloutFailed, now: float) -> None:
-        """Queue a failed completion to be leased again."""
-        group = self._return(name, failure.lease_id, failure.index, now)
-        if group is not None:
-            self._repeat(group, [failure.index], f"{name} failed: {failure.reason}")
+        """Queue a failed completion to be leased again, unless its group is to be dropped."""
+        held = self._return(name, failure.lease_id, failure.index, now)
+        if held is None:
+            return
+        if failure.drop_as:
+            self._fail(held, failure.drop_as, failure.reason)
+            return
+        held.shunned = name
+        self._repeat(held, [failure.index], f"{name} failed: {failure.reason}")
 
     def expire(self, now: float) -> None:
         """Give up the leases of silent generators, and those that returned nothing for long."""
         config = self._config
         silent = self._generators.drop_silent(now, config.heartbeat_timeout_s)
+        # It may live on behind a slow network, and hears this when it is back.
+        self._take_back(silent)
         self._lose(silent, "its generator fell silent")
         stuck = [
             lease_id
             for lease_id, lease in self._open.items()
             if now - lease.active_at > config.lease_timeout_s
         ]
+        self._take_back(stuck)
         for lease_id in stuck:
             lease = self._open[lease_id]
-            self._generators.give_back(lease.generator, lease_id, len(lease.missing))
+            lease.holder.shunned = lease.generator
         self._lose(stuck, f"nothing came for {config.lease_timeout_s:.0f} s")
 
     def drop_generator(self, name: str) -> None:
         """Forget a generator that cannot be reached."""
         self._lose(self._generators.drop(name), f"generator {name} is gone")
 
-    def _return(self, name: str, lease_id: int, index: int, now: float) -> Group | None:
+    def _return(self, name: str, lease_id: int, index: int, now: float) -> _LeasedGroup | None:
         self._generators.hear(name, now)
         lease = self._open.get(lease_id)
         if lease is None or lease.generator != name or index not in lease.missing:
@@ -137,30 +210,77 @@ class Leases:
         self._generators.give_back(name, lease_id)
         if not lease.missing:
             del self._open[lease_id]
-        return lease.group
+        return lease.holder
 
     def _lose(self, lease_ids: list[int], why: str) -> None:
         for lease_id in lease_ids:
-            lease = self._open.pop(lease_id)
-            self._repeat(lease.group, sorted(lease.missing), why)
+            # A group that failed meanwhile took its other leases with it.
+            lease = self._open.pop(lease_id, None)
+            if lease is not None:
+                self._repeat(lease.holder, sorted(lease.missing), why)
 
-    def _repeat(self, group: Group, indices: list[int], why: str) -> None:
-        if group.is_abandoned:
-            return
-        attempts = max(self._attempts[group.number, index] for index in indices)
+    def _repeat(self, held: _LeasedGroup, indices: list[int], why: str) -> None:
+        prompt_id = held.group.prompt.id
+        attempts = max(held.attempts[index] for index in indices)
         if attempts >= self._config.max_attempts:
-            raise AttemptsExhausted(
-                f"completions {indices} of prompt {group.prompt.id!r} were tried {attempts} times "
-                f"(queue.max_attempts); last: {why}"
-            )
-        log.warning("leasing completions %s of prompt %r again: %s", indices, group.prompt.id, why)
-        self._again.append((group, indices))
+            tried = f"completions {indices} were tried {attempts} times (queue.max_attempts)"
+            self._fail(held, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
+            return
+        log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)
+        if not held.unleased:
+            self._enqueue(held)
+        held.unleased = sorted([*held.unleased, *indices])
+
+    # --- giving up ------------------------------------------------------------------------------
+
+    def cancel(self, group: Group) -> None:
+        """Forget a group: take back what is leased of it; harmless when nothing is."""
+        held = self._groups.pop(group.number, None)
+        if held is None:
+            return
+        if held.unleased:
+            self._queue.remove(held)
+        lease_ids = [number for number, lease in self._open.items() if lease.holder is held]
+        self._take_back(lease_ids)
+        for lease_id in lease_ids:
+            del self._open[lease_id]
+
+    def _fail(self, held: _LeasedGroup, reason: str, detail: str) -> None:
+        self.cancel(held.group)
+        self._failures.append(GroupFailure(held.group, reason, detail))
+
+    def _take_back(self, lease_ids: list[int]) -> None:
+        """Tell the holders to stop, and count their slots as free."""
+        for lease_id in lease_ids:
+            lease = self._open[lease_id]
+            self._generators.give_back(lease.generator, lease_id, len(lease.missing))
+            self._cancels.append((lease.generator, Cancel(lease_id)))
+
+    def pop_cancels(self) -> list[tuple[str, Cancel]]:
+        """What to tell generators since the last call."""
+        cancels, self._cancels = self._cancels, []
+        return cancels
+
+    def pop_failures(self) -> list[GroupFailure]:
+        """Groups that failed since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    # --- state ----------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Completions of opened groups that no generator has."""
+        return sum(len(held.unleased) for held in self._queue)
 
     @property
     def outstanding(self) -> int:
-        """Completions leased or waiting to be leased again."""
-        leased = sum(len(lease.missing) for lease in self._open.values())
-        return leased + sum(len(indices) for _, indices in self._again)
+        """Completions leased or waiting for a lease."""
+        return self._leased + self.waiting
+
+    @property
+    def _leased(self) -> int:
+        return sum(len(lease.missing) for lease in self._open.values())
 
     @property
     def generators(self) -> list[str]:
@@ -170,6 +290,6 @@ class Leases:
     def describe(self, now: float) -> str:
         """One line on what is open where."""
         return (
-            f"{self.outstanding} completions in {len(self._open)} leases, {len(self._again)} to be "
-            f"leased again; generators: {self._generators.describe(now)}"
+            f"{self._leased} completions in {len(self._open)} leases, {self.waiting} wait for one; "
+            f"generators: {self._generators.describe(now)}"
         )

@@ -1,7 +1,7 @@
-"""Who is there to take work, with how much room: generators, and likewise verifiers.
+"""Who is there to take leases or requests, with how much room: generators, and likewise verifiers.
 
-Used by the rollout queue. Capacity is kept here: free room = announced capacity - work handed out
-and not returned.
+Used by the rollout queue. Room is counted here: announced capacity less the items that were
+handed out and not returned.
 """
 
 import dataclasses
@@ -20,13 +20,18 @@ class Peer:
     version: int
     heard_at: float
     """Monotonic seconds."""
-    work: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Work id -> items of it still out."""
+    held: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Id of a lease or a request -> items of it still out."""
 
     @property
     def outstanding(self) -> int:
         """Items handed out and not returned."""
-        return sum(self.work.values())
+        return sum(self.held.values())
+
+    @property
+    def room(self) -> int:
+        """Items it can take; 0 too where it announced less than it holds."""
+        return max(0, self.capacity - self.outstanding)
 
 
 class Peers:
@@ -39,17 +44,17 @@ class Peers:
     def announce(
         self, name: str, *, capacity: int, session: int, version: int, now: float
     ) -> list[int]:
-        """Take in a peer's state; returns the ids of the work that an earlier session lost."""
+        """Take in a peer's state; returns the ids that an earlier session lost."""
         lost: list[int] = []
         known = self._peers.get(name)
         if known is not None and known.session != session:
             log.warning(
-                "%s %s restarted; %d pieces of its work are lost",
+                "%s %s restarted; what it held under %d ids is lost",
                 self._kind,
                 name,
-                len(known.work),
+                len(known.held),
             )
-            lost = list(known.work)
+            lost = list(known.held)
             known = None
         if known is None:
             log.info("%s %s is there: capacity %d", self._kind, name, capacity)
@@ -63,55 +68,52 @@ class Peers:
             self._peers[name].heard_at = now
 
     def drop(self, name: str) -> list[int]:
-        """Forget a peer that is gone; returns the ids of its work."""
+        """Forget a peer that is gone; returns the ids that it held."""
         peer = self._peers.pop(name, None)
-        return list(peer.work) if peer else []
+        return list(peer.held) if peer else []
 
     def drop_silent(self, now: float, timeout_s: float) -> list[int]:
-        """Forget the peers that were silent for too long; returns the ids of their work."""
+        """Forget the peers that were silent for too long; returns the ids that they held."""
         lost: list[int] = []
         for name, peer in list(self._peers.items()):
             if now - peer.heard_at > timeout_s:
                 log.warning(
-                    "%s %s was silent for %.1f s; %d pieces of its work go to others",
+                    "%s %s was silent for %.1f s; what it held under %d ids goes to others",
                     self._kind,
                     name,
                     now - peer.heard_at,
-                    len(peer.work),
+                    len(peer.held),
                 )
                 lost += self.drop(name)
         return lost
 
-    def find_room(self, items: int, min_version: int = -1) -> tuple[Peer, int] | None:
-        """The peer with most room, and how many of `items` it can take; None when all must wait.
+    def of_version(self, min_version: int) -> list[Peer]:
+        """Peers that hold that version or a later one."""
+        return [peer for peer in self._peers.values() if peer.version >= min_version]
 
-        Work is split only where no peer could ever hold it whole.
-        """
-        peers = [peer for peer in self._peers.values() if peer.version >= min_version]
-        if not peers:
-            return None
-        items = min(items, max(peer.capacity for peer in peers))
-        roomiest = max(peers, key=lambda peer: peer.capacity - peer.outstanding)
-        has_room = items > 0 and roomiest.capacity - roomiest.outstanding >= items
-        return (roomiest, items) if has_room else None
+    def find_room(self, min_version: int = -1) -> Peer | None:
+        """The peer with most room for further items; None when all are full."""
+        able = self.of_version(min_version)
+        roomiest = max(able, key=lambda peer: peer.room, default=None)
+        return roomiest if roomiest is not None and roomiest.room else None
 
     @property
     def rooms(self) -> dict[str, int]:
         """Free room of each peer."""
-        return {peer.name: peer.capacity - peer.outstanding for peer in self._peers.values()}
+        return {peer.name: peer.room for peer in self._peers.values()}
 
-    def hand_out(self, name: str, work_id: int, items: int) -> None:
-        """Count work against a peer's room."""
-        self._peers[name].work[work_id] = items
+    def hand_out(self, name: str, item_id: int, items: int) -> None:
+        """Count items against a peer's room."""
+        self._peers[name].held[item_id] = items
 
-    def give_back(self, name: str, work_id: int, items: int = 1) -> None:
-        """Free the room of `items` of a piece of work; harmless when the peer is gone."""
+    def give_back(self, name: str, item_id: int, items: int = 1) -> None:
+        """Free the room of items of one id; harmless when the peer is gone."""
         peer = self._peers.get(name)
-        if peer is None or work_id not in peer.work:
+        if peer is None or item_id not in peer.held:
             return
-        peer.work[work_id] -= items
-        if peer.work[work_id] <= 0:
-            del peer.work[work_id]
+        peer.held[item_id] -= items
+        if peer.held[item_id] <= 0:
+            del peer.held[item_id]
 
     @property
     def outstanding(self) -> int:

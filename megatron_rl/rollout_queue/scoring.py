@@ -17,8 +17,8 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
 )
+from megatron_rl.rollout_queue.failures import UNGRADABLE, GroupFailure
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.leases import AttemptsExhausted
 from megatron_rl.rollout_queue.verifiers import Verifiers
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Scoring:
         # One line for each combination of lanes, so that nothing waits for room that it needs not.
         self._waiting = {lanes: collections.deque[int]() for lanes in self._lanes_of_task.values()}
         self._next_id = 0
+        self._failures: list[GroupFailure] = []
         self.late_scores = 0
         """Scores of requests that had been given to another verifier."""
 
@@ -142,13 +143,28 @@ class Scoring:
     def _repeat(self, request_id: int, why: str) -> None:
         pending = self._pending[request_id]
         pending.verifier = ""
-        if pending.attempts >= self._config.max_attempts:
-            raise AttemptsExhausted(
-                f"grading a completion of prompt {pending.group.prompt.id!r} was tried "
-                f"{pending.attempts} times (queue.max_attempts); last: {why}"
-            )
-        log.warning("asking for the score of prompt %r again: %s", pending.group.prompt.id, why)
-        self._waiting[pending.lanes].append(request_id)
+        group = pending.group
+        if group.is_abandoned:
+            del self._pending[request_id]
+        elif pending.attempts >= self._config.max_attempts:
+            del self._pending[request_id]
+            tried = f"grading was tried {pending.attempts} times (queue.max_attempts)"
+            self._failures.append(GroupFailure(group, UNGRADABLE, f"{tried}; last: {why}"))
+        else:
+            log.warning("asking for the score of prompt %r again: %s", group.prompt.id, why)
+            self._waiting[pending.lanes].append(request_id)
+
+    def cancel(self, group: Group) -> None:
+        """Forget what nobody was asked for yet of a group; what was asked for comes back first."""
+        for waiting in self._waiting.values():
+            for request_id in [n for n in waiting if self._pending[n].group is group]:
+                waiting.remove(request_id)
+                del self._pending[request_id]
+
+    def pop_failures(self) -> list[GroupFailure]:
+        """Groups of which a completion could not be graded since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
 
     @property
     def outstanding(self) -> int:

@@ -34,8 +34,13 @@ _BURST_MESSAGES = 256
 """Messages taken from one endpoint before the others get their turn."""
 
 
-def serve(coordinator: Coordinator, routers: dict[str, Router]) -> None:
-    """Run until training and all evaluations are done, then tell everyone to stop."""
+def serve(
+    coordinator: Coordinator, routers: dict[str, Router], cold_start: Path | None = None
+) -> None:
+    """Run until training and all evaluations are done, then tell everyone to stop.
+
+    cold_start: the folder with which supervised training ends, where that comes first.
+    """
     poller = zmq.Poller()
     for router in routers.values():
         poller.register(router.socket, zmq.POLLIN)
@@ -46,6 +51,9 @@ def serve(coordinator: Coordinator, routers: dict[str, Router]) -> None:
             _receive_burst(coordinator, endpoint, router)
         now = time.monotonic()
         if now >= tick_at:
+            if cold_start is not None and cold_start.exists():
+                coordinator.expect_trainer(now)
+                cold_start = None
             coordinator.tick(now)
             tick_at = now + _TICK_S
         _send(coordinator, routers, coordinator.outgoing(now))
@@ -69,7 +77,7 @@ def _send(
             coordinator.lose(endpoint, peer)
 
 
-def main(config: Config, evaluate_only: str) -> None:
+def main(config: Config, *, evaluate_only: str, cold_start: Path | None) -> None:
     """Load the prompts, open the endpoints, serve."""
     prompts = load_prompts(config.prompts, config.run.seed)
     with ExitStack() as stack:
@@ -86,6 +94,8 @@ def main(config: Config, evaluate_only: str) -> None:
         resumed = find_resume(config.checkpoint, config.run.dir)
         if resumed is not None and config.train.steps and not evaluate_only:
             coordinator.resume(read_queue_state(resumed))
+        if cold_start is not None:
+            coordinator.await_cold_start()
         ports = {
             PROMPTS: config.ports.prompts,
             VERIFY: config.ports.verify,
@@ -97,7 +107,7 @@ def main(config: Config, evaluate_only: str) -> None:
             for endpoint, port in ports.items()
         }
         log.info("serving on %s, ports %s", config.ports.host, ports)
-        serve(coordinator, routers)
+        serve(coordinator, routers, cold_start)
         log.info("the run is over")
 
 
@@ -106,6 +116,12 @@ def start() -> int:
     parser = argparse.ArgumentParser(description="the rollout queue of a run")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--evaluate-only", metavar="LABEL", default="")
+    parser.add_argument(
+        "--after",
+        metavar="FOLDER",
+        type=Path,
+        help="supervised training, which ends with this folder, comes before the trainer",
+    )
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     options = parser.parse_args()
     set_up_logging("queue")
@@ -115,7 +131,7 @@ def start() -> int:
 def _load_and_run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     set_up_logging("queue", config.run.dir / "logs")
-    main(config, options.evaluate_only)
+    main(config, evaluate_only=options.evaluate_only, cold_start=options.after)
 
 
 if __name__ == "__main__":

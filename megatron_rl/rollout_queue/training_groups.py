@@ -27,10 +27,10 @@ class TrainingGroups:
         self._again: collections.deque[tuple[int, Prompt]] = collections.deque()
 
     def open(self, number: int, version: int) -> Group:
-        """The next group; `number` is for a new one.
+        """The next group, opened under the published `version`; `number` is for a new one.
 
-        version: published when it is opened. With queue.strict_staleness no token of the group is
-        older; without it a generator that lags may sample it (`admission.py` says how far).
+        With queue.strict_staleness no token of the group is older; without it a generator that
+        lags may sample it (`admission.py` says how far).
         """
         if self._again:
             number, prompt = self._again.popleft()
@@ -62,6 +62,16 @@ class TrainingGroups:
             next_step=next_step,
             steps=train.steps,
             groups_per_batch=train.groups_per_batch,
+        )
+
+    def choose_batch(self, book: GroupBook, step: int) -> list[int] | None:
+        """Numbers of the groups of batch `step`; None to wait."""
+        return admission.choose_batch(
+            book.candidates(),
+            step=step,
+            groups_per_batch=self._config.train.groups_per_batch,
+            max_staleness=self._config.queue.max_staleness,
+            is_strict=self._config.queue.strict_staleness,
         )
 
     def state(

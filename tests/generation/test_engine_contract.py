@@ -1,6 +1,7 @@
 """What every engine must do; the same tests for each, on a real one."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -272,17 +273,25 @@ def test_requests_racing_with_a_publish_are_exact(
         )
 
 
-def test_closing_the_iterator_gives_the_rest_up(driver: Driver) -> None:
-    async def abandon() -> None:
-        async with aclosing(
-            driver.engine.generate(PROMPT, Sampling(400, 1.0), list(range(48)))
-        ) as answers:
+def test_closing_the_iterator_stops_the_rest_in_the_engine(driver: Driver) -> None:
+    many = list(range(48))
+    # As many completions as run at once: a further one waits for the end of another.
+    endless = Sampling(450, 1.0)
+
+    async def time_all() -> float:
+        started = time.monotonic()
+        await driver.collect(PROMPT, endless, many)
+        return time.monotonic() - started
+
+    async def time_after_closing() -> float:
+        async with aclosing(driver.engine.generate(PROMPT, endless, many)) as answers:
             async for _ in answers:
                 break
-        # Room for a further 48 is only there once the abandoned ones are gone.
-        await driver.collect(PROMPT, Sampling(3, 1.0), list(range(48)))
+        started = time.monotonic()
+        await driver.collect(PROMPT, Sampling(3, 1.0), many)
+        return time.monotonic() - started
 
-    driver.run(abandon())
+    assert driver.run(time_after_closing()) < driver.run(time_all()) / 3
 
 
 def test_a_broadcast_replaces_the_weights(

@@ -8,7 +8,7 @@ import pytest
 from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup
 from generation.sglang_answers import check_answer, read_completion, read_event
-from generation.sglang_engine import parse_release, server_command
+from generation.sglang_command import parse_release, server_command
 from megatron_rl.protocol.types import VersionSpan
 
 META = {

@@ -36,7 +36,7 @@ def test_unknown_key_names_the_nearest_one(
         ("[train]\nsteps = 'many'", r"train\.steps: .*given: 'many'"),
         ("[train]\ngroup_size = 1", r"train\.group_size: .*greater than or equal to 2.*given: 1"),
         ("[train]\nminibatches = 3\ngroups_per_batch = 2", "groups never split across minibatches"),
-        ("[generator]\nmax_running = 8", r"a group is leased as a whole"),
+        ("[generator]\nrequest_timeout_s = 500", r"set queue.lease_timeout_s to 600, or lower"),
         ("[train", r"is no valid TOML"),
     ],
 )

@@ -1,16 +1,27 @@
+import dataclasses
+
+import msgspec
 import pytest
 
 from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.types import GeneratorReady, RolloutFailed, Sampling
+from megatron_rl.protocol.types import (
+    PROMPT_UNRENDERABLE,
+    Cancel,
+    GeneratorReady,
+    RolloutFailed,
+    Sampling,
+)
+from megatron_rl.rollout_queue.admission import LeaseRules
+from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.leases import AttemptsExhausted, Leases
+from megatron_rl.rollout_queue.leases import Leases
 from tests.rollout_queue.makers import make_prompt, make_rollout
 
 CONFIG = QueueConfig(heartbeat_timeout_s=10, lease_timeout_s=40, max_attempts=2)
 
 
 def new_group(size: int = 4, number: int = 0) -> Group:
-    return Group(number, make_prompt(), Sampling(8, 1.0), size, 0)
+    return Group(number, make_prompt(f"p{number}"), Sampling(8, 1.0), size, 0)
 
 
 def leases_with(*generators: str, capacity: int = 8, version: int = 0) -> Leases:
@@ -20,18 +31,37 @@ def leases_with(*generators: str, capacity: int = 8, version: int = 0) -> Leases
     return leases
 
 
+def rules(published: int = 0) -> LeaseRules:
+    return LeaseRules(published, max_staleness=0, is_strict=False)
+
+
+def issue(
+    leases: Leases, *fresh: Group, now: float = 0.0, published: int = 0
+) -> tuple[str, int, list[int]] | None:
+    """(generator, lease, indices); `fresh`: groups that may be opened."""
+    waiting = list(fresh)
+    open_group = lambda: waiting.pop(0) if waiting else None  # noqa: E731
+    issued = leases.issue(rules(published), open_group, now)
+    return (issued[0], issued[1].lease_id, issued[1].indices) if issued else None
+
+
 def issue_group(leases: Leases, group: Group, now: float = 0.0) -> tuple[str, int, list[int]]:
-    issued = leases.issue((group, list(range(group.size))), 0, now)
+    issued = issue(leases, group, now=now)
     assert issued is not None
-    return issued[0], issued[1].lease_id, issued[1].indices
+    return issued
+
+
+def give_back(leases: Leases, name: str, lease_id: int, *indices: int) -> None:
+    for index in indices:
+        assert leases.take_rollout(name, make_rollout(index, lease_id=lease_id), 1.0) is not None
 
 
 def test_capacity_counts_what_is_leased_and_not_returned() -> None:
-    leases, group = leases_with("g"), new_group(6)
+    leases, group = leases_with("g"), new_group(8)
     _, lease_id, indices = issue_group(leases, group)
-    assert indices == list(range(6)) and not leases.has_room(3, 0) and leases.has_room(2, 0)
+    assert indices == list(range(8)) and not leases.has_room(0)
     assert leases.take_rollout("g", make_rollout(5, lease_id=lease_id), 1.0) is group
-    assert leases.has_room(3, 0) and leases.outstanding == 5
+    assert leases.has_room(0) and leases.outstanding == 7
 
 
 def test_group_goes_whole_to_the_generator_with_most_room() -> None:
@@ -39,21 +69,84 @@ def test_group_goes_whole_to_the_generator_with_most_room() -> None:
     assert [issue_group(leases, new_group(number=n))[0] for n in range(4)] in (
         ["a", "b", "a", "b"], ["a", "b", "b", "a"],
     )  # fmt: skip
-    assert not leases.has_room(4, 0)
+    assert not leases.has_room(0)
 
 
-def test_group_larger_than_any_generator_is_leased_in_parts() -> None:
-    leases, group = leases_with("g", capacity=3), new_group(4)
+def test_group_larger_than_any_generator_is_leased_one_by_one_as_slots_come_free() -> None:
+    leases, group = leases_with("g", capacity=3), new_group(5)
     _, first, indices = issue_group(leases, group)
-    assert indices == [0, 1, 2] and leases.issue(None, 0, 0.0) is None
-    leases.take_rollout("g", make_rollout(1, lease_id=first), 1.0)
-    issued = leases.issue(None, 0, 1.0)
-    assert issued is not None and issued[1].indices == [3]
+    assert indices == [0, 1, 2] and issue(leases) is None and leases.waiting == 2
+    give_back(leases, "g", first, 1)
+    issued = issue(leases)
+    assert issued is not None and issued[2] == [3]
+    give_back(leases, "g", first, 0, 2)
+    # What can be leased at one moment to one generator is one lease.
+    issued = issue(leases, new_group(5, number=1))
+    assert issued is not None and issued[2] == [4]
+    issued = issue(leases, new_group(5, number=1))
+    assert issued is not None and issued[2] == [0]
+
+
+def test_lease_carries_no_tests_of_programs() -> None:
+    leases = leases_with("g")
+    prompt = msgspec.structs.replace(make_prompt(task="code"), entry="[many tests]")
+    issued = leases.issue(rules(), lambda: Group(0, prompt, Sampling(8, 1.0), 4, 0), 0.0)
+    assert issued is not None and issued[1].prompt == msgspec.structs.replace(prompt, entry="")
+
+
+def two_full_generators() -> tuple[Leases, dict[str, int]]:
+    """Group 0 is at home at a, group 1 at b; both have one completion without a slot."""
+    leases = leases_with("a", "b", capacity=3)
+    held = {}
+    for number in range(2):
+        name, lease_id, indices = issue_group(leases, new_group(number=number))
+        assert indices == [0, 1, 2]
+        held[name] = lease_id
+    assert list(held) == ["a", "b"] and leases.waiting == 2
+    return leases, held
+
+
+def test_free_slot_takes_what_remains_of_its_own_group_then_a_new_one_then_any() -> None:
+    leases, held = two_full_generators()
+    give_back(leases, "b", held["b"], 0, 1, 2)
+    name, _, indices = issue_group(leases, new_group(number=2))
+    assert (name, indices) == ("b", [3])  # of group 1, although group 0 is older
+    name, _, indices = issue_group(leases, new_group(2, number=2))
+    assert (name, indices) == ("b", [0, 1])  # a new group rather than to divide group 0
+    give_back(leases, "b", 3, 0)
+    issued = issue(leases)
+    assert issued is not None and (issued[0], issued[2]) == ("b", [3])  # group 0: nothing is new
+    assert leases.waiting == 0
+
+
+@pytest.mark.parametrize("versions", [(1, 1), (0, 1)])
+def test_what_remains_of_a_group_of_an_older_version_goes_to_any_free_slot(
+    versions: tuple[int, int],
+) -> None:
+    leases, held = two_full_generators()
+    for name, version in zip("ab", versions, strict=True):
+        leases.announce(name, GeneratorReady(3, version, session=1), now=0.0)
+    give_back(leases, "b", held["b"], 0, 1)
+    order = []
+    while (issued := leases.issue(rules(1), lambda: None, 0.0)) is not None:
+        order.append((issued[0], issued[1].prompt.id))
+    # Group 0, the oldest, does not wait for its home.
+    assert order == [("b", "p0"), ("b", "p1")]
+
+
+def test_what_remains_of_an_evaluation_comes_first() -> None:
+    leases = leases_with("g", capacity=3)
+    _, lease_id, _ = issue_group(leases, new_group(number=0))
+    leases.add(dataclasses.replace(new_group(number=1), evaluation="before"))
+    give_back(leases, "g", lease_id, 0)
+    assert issue_group(leases, new_group(number=2))[2] == [0]
+    assert leases.waiting == 1 + 3
 
 
 def test_generator_of_an_older_version_gets_nothing() -> None:
     leases = leases_with("g", version=2)
-    assert leases.has_room(1, 2) and not leases.has_room(1, 3)
+    assert leases.has_room(2) and not leases.has_room(3)
+    assert issue(leases, new_group(), published=3) is None
 
 
 def test_restarted_generator_loses_its_leases_to_another_try() -> None:
@@ -61,8 +154,8 @@ def test_restarted_generator_loses_its_leases_to_another_try() -> None:
     _, lease_id, _ = issue_group(leases, group)
     leases.take_rollout("g", make_rollout(2, lease_id=lease_id), 1.0)
     leases.announce("g", GeneratorReady(8, 0, session=2), 2.0)
-    issued = leases.issue(None, 0, 2.0)
-    assert issued is not None and issued[1].indices == [0, 1, 3]
+    issued = issue(leases, now=2.0)
+    assert issued is not None and issued[2] == [0, 1, 3]
     # What the earlier session still sent is late.
     assert leases.take_rollout("g", make_rollout(0, lease_id=lease_id), 3.0) is None
     assert leases.late_rollouts == 1
@@ -75,12 +168,12 @@ def test_silent_generator_loses_its_leases_and_heartbeats_prevent_it() -> None:
     for name in ("a", "b"):
         leases.announce(name, GeneratorReady(8, 0, session=1), 9.0)
     leases.expire(18.0)
-    assert not leases.has_repeats
+    assert leases.waiting == 0
     leases.announce(other, GeneratorReady(8, 0, session=1), 18.0)
     leases.expire(20.0)
     assert leases.generators == [other]
-    issued = leases.issue(None, 0, 20.0)
-    assert issued is not None and issued[0] == other and issued[1].indices == [0, 1, 2, 3]
+    issued = issue(leases, now=20.0)
+    assert issued is not None and issued[0] == other and issued[2] == [0, 1, 2, 3]
 
 
 def test_lease_that_returns_nothing_for_long_is_issued_again() -> None:
@@ -89,18 +182,88 @@ def test_lease_that_returns_nothing_for_long_is_issued_again() -> None:
     leases.take_rollout("g", make_rollout(0, lease_id=lease_id), 30.0)
     leases.announce("g", GeneratorReady(8, 0, session=1), 69.0)
     leases.expire(69.0)
-    assert not leases.has_repeats
+    assert leases.waiting == 0
     leases.announce("g", GeneratorReady(8, 0, session=1), 71.0)
     leases.expire(71.0)
-    assert leases.has_repeats and leases.has_room(8, 0)
+    assert leases.waiting == 3 and leases.has_room(0)
 
 
 def test_failed_and_faulty_completions_are_tried_again_up_to_the_limit() -> None:
-    leases, group = leases_with("g"), new_group(1)
+    leases, group = leases_with("g"), new_group(2)
     _, lease_id, _ = issue_group(leases, group)
     leases.take_failure("g", RolloutFailed(lease_id, 0, "engine error"), 1.0)
-    issued = leases.issue(None, 0, 1.0)
-    assert issued is not None
-    faulty = make_rollout(0, lease_id=issued[1].lease_id, tokens=0)
-    with pytest.raises(AttemptsExhausted, match="tried 2 times .* 0 completion tokens"):
-        leases.take_rollout("g", faulty, 2.0)
+    issued = issue(leases, now=1.0)
+    assert issued is not None and issued[2] == [0] and leases.pop_failures() == []
+    faulty = make_rollout(0, lease_id=issued[1], tokens=0)
+    assert leases.take_rollout("g", faulty, 2.0) is None
+    [failure] = leases.pop_failures()
+    assert failure.group is group and failure.reason == ATTEMPTS_EXHAUSTED
+    assert "completions [0] were tried 2 times" in failure.detail
+    assert "0 completion tokens" in failure.detail
+    # Nobody waits for the other completion of the group any more.
+    assert leases.pop_cancels() == [("g", Cancel(lease_id))]
+    assert leases.outstanding == 0 and leases.pop_failures() == []
+    give_back_late = make_rollout(1, lease_id=lease_id)
+    assert leases.take_rollout("g", give_back_late, 3.0) is None and leases.late_rollouts == 1
+    assert issue(leases, new_group(8, number=1)) == ("g", 2, list(range(8)))
+
+
+def test_another_generator_tries_what_one_failed() -> None:
+    leases = leases_with("a", "b")
+    name, lease_id, _ = issue_group(leases, new_group(2))
+    leases.take_failure(name, RolloutFailed(lease_id, 1, "engine error"), 1.0)
+    # The one that failed has as much room again; were it broken, it would always have the most.
+    leases.take_failure(name, RolloutFailed(lease_id, 0, "engine error"), 1.0)
+    issued = issue(leases)
+    assert issued is not None and issued[0] != name and issued[2] == [0, 1]
+
+
+def test_failure_that_must_repeat_itself_drops_the_group_at_once() -> None:
+    leases, group = leases_with("g"), new_group()
+    _, lease_id, _ = issue_group(leases, group)
+    for index in range(4):
+        failure = RolloutFailed(lease_id, index, "9 tokens", drop_as=PROMPT_UNRENDERABLE)
+        leases.take_failure("g", failure, 1.0)
+    [failed] = leases.pop_failures()
+    assert (failed.reason, failed.detail) == ("prompt_unrenderable", "9 tokens")
+    assert leases.outstanding == 0 and issue(leases) is None
+
+
+def test_expired_lease_is_cancelled_in_its_engine() -> None:
+    leases, group = leases_with("a"), new_group()
+    _, lease_id, _ = issue_group(leases, group)
+    leases.announce("a", GeneratorReady(8, 0, session=1), 41.0)
+    leases.expire(41.0)
+    assert leases.pop_cancels() == [("a", Cancel(lease_id))] and leases.pop_cancels() == []
+    assert leases.waiting == 4 and leases.has_room(0)
+
+
+def test_silent_generator_is_told_to_stop_should_it_come_back() -> None:
+    leases, group = leases_with("a"), new_group()
+    _, lease_id, _ = issue_group(leases, group)
+    leases.expire(11.0)
+    assert leases.pop_cancels() == [("a", Cancel(lease_id))]
+
+
+@pytest.mark.parametrize("how", ["restart", "silence", "timeout", "unreachable"])
+def test_leases_of_one_group_that_are_lost_together_fail_it_once(how: str) -> None:
+    leases = Leases(CONFIG.model_copy(update={"max_attempts": 1}))
+    leases.announce("g", GeneratorReady(2, 0, session=1), 0.0)
+    group = new_group(3)
+    _, lease_id, indices = issue_group(leases, group)
+    assert indices == [0, 1]
+    give_back(leases, "g", lease_id, 0)
+    second = issue(leases)
+    assert second is not None and second[1:] == (lease_id + 1, [2])
+    if how == "restart":
+        leases.announce("g", GeneratorReady(2, 0, session=2), 2.0)
+    elif how == "unreachable":
+        leases.drop_generator("g")
+    else:
+        if how == "timeout":
+            leases.announce("g", GeneratorReady(2, 0, session=1), 50.0)
+        leases.expire(50.0)
+    assert [failure.group for failure in leases.pop_failures()] == [group]
+    assert leases.outstanding == 0
+    leases.announce("g", GeneratorReady(2, 0, session=2), 51.0)
+    assert issue(leases, new_group(number=1), now=51.0) is not None

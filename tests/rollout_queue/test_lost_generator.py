@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.protocol.config import QueueConfig
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady, Sampling
+from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from tests.rollout_queue.makers import make_prompt, make_rollout
@@ -17,6 +18,7 @@ from tests.rollout_queue.test_server import TRAIN, check_batches
 
 GROUPS, SIZE = 40, 4
 HEARTBEAT_S = 10.0
+RULES = LeaseRules(published=0, max_staleness=0, is_strict=False)
 
 
 class Fleet:
@@ -39,15 +41,15 @@ class Fleet:
             ready = GeneratorReady(8, self.versions[name], self.sessions[name])
             self.leases.announce(name, ready, self.now)
 
-    def lease(self, group: Group | None) -> bool:
-        work = (group, list(range(SIZE))) if group else None
-        issued = self.leases.issue(work, 0, self.now)
-        if issued is None:
-            return False
-        name, lease = issued
-        assert self.versions[name] >= 0, "a lease before the first publish"
-        self.held[name] += [(lease.lease_id, index) for index in lease.indices]
-        return True
+    def lease(self, waiting: list[Group]) -> None:
+        def open_group() -> Group | None:
+            return waiting.pop() if waiting and self.leases.has_room(0) else None
+
+        issued = self.leases.issue(RULES, open_group, self.now)
+        if issued is not None:
+            name, lease = issued
+            assert self.versions[name] >= 0, "a lease before the first publish"
+            self.held[name] += [(lease.lease_id, index) for index in lease.indices]
 
     def give_back(self) -> None:
         name = self.chance.choice("ab")
@@ -98,10 +100,7 @@ def test_each_completion_is_returned_once_however_generators_die(seed: int) -> N
         elif draw < 0.2:
             fleet.publish()
         elif draw < 0.5:
-            if fleet.leases.has_repeats:
-                fleet.lease(None)
-            elif waiting and fleet.leases.has_room(SIZE, 0):
-                assert fleet.lease(waiting.pop())
+            fleet.lease(waiting)
         else:
             fleet.give_back()
     assert deaths > 5

@@ -4,7 +4,6 @@ from megatron_rl.protocol.config import QueueConfig
 from megatron_rl.protocol.reward_config import ExtraReward, RewardConfig
 from megatron_rl.protocol.types import Sampling, ScoreDone, ScoreFailed, VerifierReady
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.leases import AttemptsExhausted
 from megatron_rl.rollout_queue.scoring import Scoring
 from tests.rollout_queue.makers import make_prompt, make_rollout, make_score
 
@@ -118,5 +117,27 @@ def test_lost_score_is_asked_for_again_and_its_late_answer_ignored(how: str) -> 
     scoring.announce("w", VerifierReady({"answers": 4}, session=1), 17.0)
     again = scoring.next_request(17.0)
     assert again is not None and again[1].request_id == request_id
-    with pytest.raises(AttemptsExhausted, match="grading .* tried 2 times"):
-        scoring.take_failure(again[0], ScoreFailed(request_id, "pool died"), 18.0)
+    assert scoring.pop_failures() == []
+    scoring.take_failure(again[0], ScoreFailed(request_id, "pool died"), 18.0)
+    [failure] = scoring.pop_failures()
+    assert failure.reason == "ungradable" and scoring.outstanding == 0
+    tried = "grading was tried 2 times (queue.max_attempts)"
+    assert failure.detail == f"{tried}; last: {again[0]} failed: pool died"
+
+
+def test_nobody_is_asked_to_grade_what_is_left_of_a_dropped_group() -> None:
+    scoring, dropped, other = scoring_with("v", capacity=1), new_group(), new_group()
+    scoring.submit(dropped, make_rollout(0))
+    asked = scoring.next_request(0.0)
+    assert asked is not None
+    scoring.submit(dropped, make_rollout(1))
+    scoring.submit(other, make_rollout(2))
+    dropped.is_abandoned = True
+    scoring.cancel(dropped)
+    assert scoring.outstanding == 2
+    # What was asked for holds its place until it is answered, and is not asked for again.
+    scoring.take_failure("v", ScoreFailed(asked[1].request_id, "pool died"), 1.0)
+    following = scoring.next_request(1.0)
+    assert following is not None and scoring.outstanding == 1
+    found = scoring.take_score("v", ScoreDone(following[1].request_id, make_score(1.0)), 2.0)
+    assert found is not None and found[0] is other and scoring.pop_failures() == []

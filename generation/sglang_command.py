@@ -1,0 +1,71 @@
+"""How SGLang's server is started: its command line and environment.
+
+Used by `sglang_engine.py`. SGLang is not imported here.
+"""
+
+import importlib.metadata
+import re
+import sys
+
+from generation import sglang_cpu
+from generation.engine import EngineSetup
+from generation.sglang_orders import LOADER, ORDERS_VARIABLE, orders_path
+
+REPORTS_SPANS_SINCE = (0, 5, 20)
+NEVER_STREAM_TOKENS = 1_000_000
+SERVER_KEEP_ALIVE_S = 3600
+
+
+def server_command(setup: EngineSetup) -> list[str]:
+    """Command line of the server."""
+    values = {
+        "--model-path": setup.model,
+        "--dtype": setup.dtype,
+        "--host": setup.host,
+        "--port": setup.port,
+        "--tp-size": setup.tensor_parallel,
+        "--context-length": setup.context_tokens,
+        "--max-running-requests": setup.max_running,
+        "--max-total-tokens": setup.kv_tokens,
+        "--random-seed": setup.seed,
+        "--log-level": "warning",
+        # Each completion is one event at its end (and one at its first token).
+        "--stream-interval": NEVER_STREAM_TOKENS if _reports_spans() else 1,
+    }
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    command += [f"{flag}={value}" for flag, value in values.items()]
+    command += [
+        f"--weight-version={setup.version}",
+        # Token ids go in and come out: no tokenizer, and no detokenizer in the way.
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",
+        # With the overlap scheduler the recorded version boundary is one token off.
+        "--disable-overlap-schedule",
+        f"--custom-weight-loader={LOADER}",
+        *([f"--quantization={setup.quantization}"] if setup.quantization else []),
+        *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
+    ]
+    return command + (sglang_cpu.server_flags() if sglang_cpu.is_needed() else [])
+
+
+def server_environment(setup: EngineSetup) -> dict[str, str]:
+    """Variables added to the server's environment."""
+    shims = sglang_cpu.server_environment(setup.tensor_parallel) if sglang_cpu.is_needed() else {}
+    return shims | {
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
+        ORDERS_VARIABLE: str(orders_path(setup.log_path)),
+    }
+
+
+def _reports_spans() -> bool:
+    """Whether the installed SGLang reports a version for each token."""
+    return parse_release(importlib.metadata.version("sglang")) >= REPORTS_SPANS_SINCE
+
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """(0, 5, 23) of "0.5.23.post1"."""
+    numbers = []
+    for part in version.split(".")[:3]:
+        digits = re.match(r"\d*", part).group()
+        numbers.append(int(digits or 0))
+    return tuple(numbers)

@@ -1,0 +1,62 @@
+"""Which group is opened next: one that an evaluation needs, or one to train on.
+
+Used by the rollout queue.
+"""
+
+from megatron_rl.protocol.config import QueueConfig
+from megatron_rl.rollout_queue.admission import LeaseRules
+from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
+from megatron_rl.rollout_queue.groups import Group, GroupBook
+from megatron_rl.rollout_queue.leases import Leases
+from megatron_rl.rollout_queue.training_groups import TrainingGroups
+
+
+class Openings:
+    """Opens groups and numbers them."""
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        leases: Leases,
+        *,
+        evaluations: EvaluationDesk,
+        training: TrainingGroups | None,
+        book: GroupBook,
+    ) -> None:
+        self._config = config
+        self._leases = leases
+        self._evaluations = evaluations
+        self._training = training
+        self._book = book
+        self.count = 0
+        """Groups opened so far; new ones get numbers from here on."""
+
+    def rules(self, published: int) -> LeaseRules:
+        """Which generators may take which groups while that version is the published one."""
+        return LeaseRules(published, self._config.max_staleness, self._config.strict_staleness)
+
+    def open(self, published: int, next_step: int | None) -> Group | None:
+        """A new group, if one is wanted and a generator has room for at least one completion.
+
+        Training groups are opened while an evaluation waits for its last completions, too.
+        next_step: the first step that a new group could be trained in; None when training is over.
+        """
+        rules = self.rules(published)
+        if self._evaluations.has_unopened and self._has_room(rules, is_evaluation=True):
+            group = self._evaluations.open_group(self.count)
+        elif (
+            next_step is not None
+            and self._training is not None
+            and self._training.is_due(self._book, next_step)
+            and self._has_room(rules, is_evaluation=False)
+        ):
+            group = self._training.open(self.count, published)
+            self._book.open(group)
+        else:
+            return None
+        # A group that is generated again keeps its number, which is below the count.
+        self.count = max(self.count, group.number + 1)
+        return group
+
+    def _has_room(self, rules: LeaseRules, *, is_evaluation: bool) -> bool:
+        return self._leases.has_room(rules.oldest_version(is_evaluation=is_evaluation))

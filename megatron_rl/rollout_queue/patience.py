@@ -1,0 +1,51 @@
+"""How long the queue waits while nothing moves, and for a trainer that has not come yet.
+
+Used by the rollout queue. Pure: the caller supplies the time.
+"""
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+
+class Patience:
+    """When something moved last. Heartbeats are no progress: an engine that hangs sends them too.
+
+    While supervised training precedes the trainer's first publish nothing can move here, for as
+    long as that takes: the launcher watches its ranks, whose collectives have deadlines. Only from
+    when the trainer is expected does its silence count.
+    """
+
+    def __init__(self, config: Config, now: float) -> None:
+        self._config = config
+        self._moved_at = now
+        self._is_trainer_expected = True
+
+    def await_cold_start(self) -> None:
+        """Supervised training comes first: wait for `expect_trainer` without a limit."""
+        self._is_trainer_expected = False
+
+    def expect_trainer(self, now: float) -> None:
+        """Supervised training, if there was any, is over: count from here on."""
+        if not self._is_trainer_expected:
+            self._is_trainer_expected = True
+            self._moved_at = now
+
+    def note_progress(self, now: float) -> None:
+        """Something moved: a completion, a score, a batch, a publish, a state."""
+        self._moved_at = now
+
+    def check(self, now: float, *, is_work_out: bool, state: str) -> None:
+        """Raise DeadlineExceeded, with the state of the queue, when nothing moved for too long.
+
+        is_work_out: somebody was asked for something, or asks the queue for a batch. Otherwise the
+        others may be starting, which their own limits add to.
+        """
+        if not self._is_trainer_expected:
+            return
+        config = self._config
+        limit_s = config.train.batch_timeout_s
+        if not is_work_out:
+            limit_s += config.generator.start_timeout_s + config.weights.join_timeout_s
+        silent_s = now - self._moved_at
+        if silent_s > limit_s:
+            raise DeadlineExceeded(f"nothing moved for {silent_s:.0f} s: {state}")

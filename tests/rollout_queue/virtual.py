@@ -1,0 +1,37 @@
+"""A coordinator without sockets or processes, moved by a clock that the test sets."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from megatron_rl.protocol.config import Config
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.rollout_queue.coordinator import Coordinator
+from megatron_rl.rollout_queue.prompts import PromptSets
+from megatron_rl.rollout_queue.record import Recorder
+from tests.rollout_queue.makers import make_prompt
+
+VERIFIER_ROOM = {"answers": 1024, "code": 256, "custom": 256}
+
+
+@contextmanager
+def open_coordinator(
+    run_dir: Path, *, held_out: int = 0, evaluate_only: str = "", **sections: dict
+) -> Iterator[Coordinator]:
+    """A coordinator at time 0 over 100 train prompts; `sections` of the configuration."""
+    config = Config.model_validate({"eval": {"prompts": held_out}, **sections})
+    prompts = PromptSets(
+        train=[[make_prompt(f"t{n}") for n in range(100)]],
+        weights=[1.0],
+        held_out=[make_prompt(f"h{n}", split="held_out") for n in range(held_out)],
+        duplicates_removed=0,
+    )
+    with closing(JsonlWriter(run_dir / "metrics.jsonl", "queue")) as metrics:
+        yield Coordinator(
+            config,
+            prompts,
+            recorder=Recorder(run_dir),
+            metrics=metrics,
+            evaluate_only=evaluate_only,
+            now=0.0,
+        )
