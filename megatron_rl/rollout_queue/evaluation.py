@@ -3,6 +3,7 @@
 Used by the rollout queue.
 """
 
+import hashlib
 import math
 
 from megatron_rl.protocol.config import EvalConfig, SamplingConfig
@@ -74,12 +75,15 @@ class Evaluation:
 
     def open_group(self, number: int) -> Group:
         """The group of the next prompt."""
+        prompt = self._unopened.pop()
         sampling = Sampling(
-            max_new_tokens=self._max_new_tokens, temperature=self._config.temperature, seed=number
+            max_new_tokens=self._max_new_tokens,
+            temperature=self._config.temperature,
+            seed=_seed_of(prompt),
         )
         return Group(
             number,
-            self._unopened.pop(),
+            prompt,
             sampling,
             self._config.samples,
             self.version,
@@ -118,6 +122,15 @@ def summarize(groups: list[Group], seconds: float) -> dict[str, float]:
         "eval/n": len(groups),
         "eval/seconds": seconds,
     }
+
+
+def _seed_of(prompt: Prompt) -> int:
+    """Seed of a prompt's group, below 2**31: the same in every evaluation.
+
+    Tests of a program are drawn by it; by another, two evaluations would measure different things.
+    """
+    digest = hashlib.sha256(prompt.id.encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def _mean(values: list[float]) -> float:
