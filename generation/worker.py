@@ -147,6 +147,7 @@ class GeneratorWorker:
             finish_reason=completion.finish_reason,
             text=self._renderer.decode(completion.token_ids),
             expert_choices=np.frombuffer(completion.expert_choices, dtype=np.int32),
+            prompt_tail=self._renderer.tail(prompt_ids),
         )
 
     async def _report(self, metrics: JsonlWriter) -> None:

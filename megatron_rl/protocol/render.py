@@ -13,6 +13,9 @@ from megatron_rl.protocol.config import RenderConfig
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import Message
 
+_TAIL_TOKENS = 16
+"""Tokens at a prompt's end that hold what a chat template writes behind the last message."""
+
 
 class RenderError(ValueError):
     """A prompt that cannot be rendered; the text says why and what to do."""
@@ -67,6 +70,10 @@ class Renderer:
                 f"generator.context_tokens {self._context_tokens} - max_new_tokens {max_new_tokens}"
             )
         return list(ids)
+
+    def tail(self, prompt_ids: list[int]) -> str:
+        """Text of the end of a prompt, special tokens included."""
+        return self.decode(prompt_ids[-_TAIL_TOKENS:])
 
     def render_response(self, text: str) -> list[int]:
         """Token ids of an answer, the end of sequence included."""

@@ -95,6 +95,8 @@ class Rollout(msgspec.Struct, frozen=True):
     """Completion decoded without the end-of-sequence token."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
     """[(all tokens - 1) x layers x experts of a token] int32; empty without train.router_replay."""
+    prompt_tail: str = ""
+    """The end of the rendered prompt, where some chat templates open <think> for the model."""
 
     @property
     def oldest_version(self) -> int:
@@ -239,6 +241,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     """The prompt's `language`."""
     seed: int = 0
     """The same for all completions of a group: what is drawn for grading is drawn by it."""
+    prompt_tail: str = ""
+    """As in Rollout."""
 
 
 class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):

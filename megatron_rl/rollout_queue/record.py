@@ -32,6 +32,8 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     finish_reason: str
     seed: int
     """The group's, by which tests were drawn."""
+    prompt_tail: str
+    """The end of the rendered prompt, which may open <think>."""
 
 
 class Recorder:
@@ -72,6 +74,7 @@ def _records(group: Group) -> list[RolloutRecord]:
             versions=[span.version for span in scored.rollout.spans],
             finish_reason=scored.rollout.finish_reason,
             seed=group.sampling.seed,
+            prompt_tail=scored.rollout.prompt_tail,
         )
         for scored in group.ordered
     ]

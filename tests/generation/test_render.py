@@ -8,7 +8,7 @@ from megatron_rl.protocol.config import RenderConfig
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.render import Renderer, RenderError
 from megatron_rl.protocol.types import Message
-from tests.generation.tiny_model import CHARACTERS, EOS_ID
+from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE
 
 FIRST = 3  # id of the first character, after the special tokens
 
@@ -48,6 +48,13 @@ def test_a_template_that_fails_says_so(models_dir: Path) -> None:
     renderer = make(models_dir, chat_template=template)
     with pytest.raises(RenderError, match=r"no critic allowed.*roles \['critic'\]"):
         renderer.render([Message("critic", "x")], 8)
+
+
+def test_the_tail_holds_what_the_template_writes_last(models_dir: Path) -> None:
+    renderer = make(models_dir, chat_template=TEMPLATE + "A:<think>\n")
+    prompt = renderer.render([Message("user", "what is 3+4?")], 8)
+    assert renderer.tail(prompt).rstrip("\n").endswith("=>A:<think>")
+    assert len(renderer.tail(prompt)) < 20 < len(prompt)
 
 
 def test_text_leaves_out_only_the_last_end_of_sequence(models_dir: Path) -> None:
