@@ -122,7 +122,9 @@ class GeneratorWorker:
             if self._engine.version < 0:
                 # Meant for a dead generator of this name, or sent before the fence was known.
                 raise EngineError("it holds no published weights")
-            prompt_ids = self._renderer.render(lease.prompt.messages, lease.sampling.max_new_tokens)
+            prompt_ids = self._renderer.render(
+                lease.prompt.messages, lease.sampling.max_new_tokens, task=lease.prompt.task
+            )
             answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
             async with aclosing(answers):
                 async for completion in answers:
@@ -225,7 +227,12 @@ def main(config_path: Path, overrides: list[str], index: int) -> None:
     """Serve until the queue says Stop or a signal arrives."""
     config = load_config(config_path, overrides)
     set_up_logging(f"generator-{index}", config.run.dir / "logs")
-    renderer = Renderer(config.render, config.model.path, config.generator.context_tokens)
+    renderer = Renderer(
+        config.render,
+        config.model.path,
+        config.generator.context_tokens,
+        gates=config.reward.gates,
+    )
     try:
         number = asyncio.run(end_with_first(interrupted(), generate_for(config, index, renderer)))
     except EngineError as error:

@@ -12,17 +12,22 @@ from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.groups import Group
 
 FINAL_LABEL = "after"
+AUTO_PROMPTS = 256
+"""Most prompts that eval.prompts = "auto" evaluates on."""
 
 
 def select_held_out(held_out: list[Prompt], config: EvalConfig) -> list[Prompt]:
     """The prompts to evaluate on; InputError when there are too few."""
-    if len(held_out) < config.prompts:
+    is_auto = config.prompts == "auto"
+    wanted = 1 if is_auto else config.prompts
+    if len(held_out) < wanted:
         raise InputError(
             f"eval.prompts={config.prompts}, but the prompt sources have only {len(held_out)} "
-            'held-out prompts: add lines with "split": "held_out" (jsonl), raise '
-            "prompts.held_out_size (reasoning_gym), or lower eval.prompts"
+            'held-out prompts that can be used: add lines with "split": "held_out", raise '
+            "prompts.held_out_share (jsonl) or prompts.held_out_size (reasoning_gym), or lower "
+            "eval.prompts; 0 skips evaluation"
         )
-    return held_out[: config.prompts]
+    return held_out[: AUTO_PROMPTS if is_auto else wanted]
 
 
 def label_at(version: int, *, is_final: bool, every_steps: int) -> list[str]:

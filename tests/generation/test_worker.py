@@ -56,6 +56,7 @@ def make_config(models_dir: Path, run_dir: Path, **generator: Any) -> Config:
         {
             "run": {"dir": run_dir},
             "model": {"path": models_dir / "old", "dtype": "float32"},
+            "render": {"system_prompt": ""},
             "sampling": {"max_new_tokens": 64},
             "generator": {
                 "max_running": 32,

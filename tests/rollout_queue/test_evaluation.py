@@ -7,6 +7,7 @@ from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest, VerifierReady
 from megatron_rl.rollout_queue.evaluation import (
+    AUTO_PROMPTS,
     Evaluation,
     label_at,
     select_held_out,
@@ -73,3 +74,12 @@ def test_every_evaluation_draws_the_same_tests_for_a_prompt() -> None:
     assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
     # The first 31 bits of the prompt's SHA-256, as `printf a | sha256sum` prints them.
     assert seeds[0] == 0xCA978112 >> 1
+
+
+def test_automatic_size_takes_what_there_is_up_to_a_limit() -> None:
+    many = [make_prompt(str(n), split="held_out") for n in range(AUTO_PROMPTS + 5)]
+    assert select_held_out(many[:3], EvalConfig()) == many[:3]
+    assert select_held_out(many, EvalConfig()) == many[:256]
+    assert select_held_out([], EvalConfig(prompts=0)) == []
+    with pytest.raises(InputError, match="eval.prompts=auto, but .* only 0 held-out"):
+        select_held_out([], EvalConfig())

@@ -1,8 +1,10 @@
-"""Gates of responses whose thoughts the prompt opened."""
+"""Gates of responses whose thoughts the prompt opened, and what our system prompts ask for."""
 
 import msgspec
 import pytest
 
+from megatron_rl.protocol.config import RenderConfig
+from megatron_rl.protocol.prompt_config import SystemPrompts
 from megatron_rl.protocol.types import ScoreRequest
 from tests.verification.requests import RULES, boxed, make_request
 from verification.gates import GATES
@@ -42,3 +44,23 @@ def test_a_prompt_that_opens_nothing_leaves_the_opening_to_the_model(tail: str) 
 def test_gates_without_thoughts_take_the_text_as_it_is() -> None:
     assert GATES["none"]("7", OPENED[0]).answer == "7"
     assert GATES["box"]("\\boxed{7}", OPENED[0]).final == "\\boxed{7}"
+
+
+@pytest.mark.parametrize("gate", ["think_box", "think_code"])
+def test_the_form_that_a_system_prompt_shows_passes_its_gate(gate: str) -> None:
+    text = RenderConfig().system_prompt_of(gate)
+    _, form = text.split("must look like this:\n")
+    assert GATES[gate](form, "").refusal == ""
+
+
+def test_every_gate_has_a_system_prompt_and_one_may_replace_them_all() -> None:
+    assert set(SystemPrompts.model_fields) == set(GATES)
+    for gate in GATES:
+        assert RenderConfig(system_prompt="").system_prompt_of(gate) == ""
+        assert RenderConfig(system_prompt="mine").system_prompt_of(gate) == "mine"
+        asked = RenderConfig().system_prompt_of(gate)
+        assert ("\\boxed{}" in asked) == (gate in ("box", "think_box"))
+        assert ("<think>" in asked) == gate.startswith("think")
+    changed = RenderConfig(system_prompts={"box": "a box"})
+    assert changed.system_prompt_of("box") == "a box"
+    assert changed.system_prompt_of("code") == RenderConfig().system_prompt_of("code") != ""
