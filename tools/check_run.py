@@ -24,6 +24,7 @@ from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.rollout_queue.prompts import load_prompts
 
@@ -42,7 +43,8 @@ def main() -> int:
     cfg = load_config(run_dir / "config.toml", [f"model.path={folder}"])
     cfg = cfg.model_copy(update={"parallel": ParallelConfig()})
     renderer = Renderer(cfg.render, folder, cfg.generator.context_tokens, gates=cfg.reward.gates)
-    prompts = select_held_out(load_prompts(cfg.prompts, cfg.run.seed).held_out, cfg.eval)
+    sets = load_prompts(cfg.prompts, cfg.run.seed, read_dropped(run_dir))
+    prompts = select_held_out(sets.held_out, cfg.eval)
     findings: dict[str, object] = {}
     if cfg.eval.temperature == 0:
         summary = json.loads((run_dir / "summary.json").read_text())

@@ -46,11 +46,18 @@ class Prompt(msgspec.Struct, frozen=True):
     """JSON that the task's judge needs: the reasoning_gym entry, the tests of a program."""
     language: str = ""
     """Language that the response must be in, as "fr"; empty: that of the question."""
+    place: str = ""
+    """Where it was read, as file:line, for messages to the user."""
 
     @property
     def question(self) -> str:
         """What the user wrote last."""
         return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
+
+    @property
+    def normalized_question(self) -> str:
+        """Text that prompts with the same question share: case and spacing do not count."""
+        return " ".join(" ".join(m.content for m in self.messages).casefold().split())
 
 
 class Sampling(msgspec.Struct, frozen=True):

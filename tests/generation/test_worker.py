@@ -217,6 +217,7 @@ def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
             check_logprobs(old_model, rollout)
             assert rollout.finish_reason in ("stop", "length")
             assert "<eos>" not in rollout.text
+            assert rollout.prompt_tail == "user:12+7=>"
         queue.send("generator-0", lease(3, 16, max_new_tokens=128))
         queue.send("generator-0", Stop("enough"))
         assert process.wait(timeout=20) == 0
