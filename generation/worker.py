@@ -130,7 +130,9 @@ class GeneratorWorker:
             if self._engine.version < 0:
                 # Meant for a dead generator of this name, or sent before the fence was known.
                 raise EngineError("it holds no published weights")
-            prompt_ids = self._renderer.render(lease.prompt.messages, lease.sampling.max_new_tokens)
+            prompt_ids = self._renderer.render(
+                lease.prompt.messages, lease.sampling.max_new_tokens, task=lease.prompt.task
+            )
             answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
             async with aclosing(answers):
                 async for completion in answers:
@@ -160,6 +162,7 @@ class GeneratorWorker:
             finish_reason=completion.finish_reason,
             text=self._renderer.decode(completion.token_ids),
             expert_choices=np.frombuffer(completion.expert_choices, dtype=np.int32),
+            prompt_tail=self._renderer.tail(prompt_ids),
         )
 
     async def _report(self, metrics: JsonlWriter) -> None:
@@ -241,7 +244,12 @@ def main(config_path: Path, overrides: list[str], index: int) -> None:
     """Serve until the queue says Stop or a signal arrives."""
     config = load_config(config_path, overrides)
     set_up_logging(f"generator-{index}", config.run.dir / "logs")
-    renderer = Renderer(config.render, config.model.path, config.generator.context_tokens)
+    renderer = Renderer(
+        config.render,
+        config.model.path,
+        config.generator.context_tokens,
+        gates=config.reward.gates,
+    )
     try:
         number = asyncio.run(end_with_first(interrupted(), generate_for(config, index, renderer)))
     except EngineError as error:

@@ -26,6 +26,7 @@ from megatron_rl.protocol.keys import make_keys
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.restarts import RestartRule
+from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.run_folder import check_run_folder, write_config
 from megatron_rl.supervisor import POLL_S, Supervisor
 
@@ -49,7 +50,7 @@ def prepare(config: Config) -> Config:
         )
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
-    preflight.check(config)
+    prompts = preflight.check(config)
     beginning = check_run_folder(config)
     resumed = beginning.checkpoint
     if beginning.is_again and resumed is None:
@@ -72,6 +73,9 @@ def prepare(config: Config) -> Config:
     resolved = config.model_copy(update={"run": run, "ports": ports})
     (run_dir / "logs").mkdir(exist_ok=True)
     write_config(resolved, resumed)
+    write_dropped(run_dir, prompts.dropped)
+    for note in prompts.notes:
+        log.info("%s", note)
     return resolved
 
 

@@ -43,6 +43,7 @@ from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.restarts import Restart, RestartRule
+from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.run_folder import check_run_folder, locked, set_aside, step_of, write_config
 from megatron_rl.summary import RESTARTS, RunFacts, render_text, summarize
 from megatron_rl.supervisor import POLL_S, Supervisor
@@ -201,14 +202,14 @@ def run(config: Config, console: Console) -> None:
 
     Raises InputError before anything starts, RoleDied, DeadlineExceeded.
     """
-    preflight.check(config)
+    prompts = preflight.check(config)
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
         beginning = check_run_folder(config)
         resumed = beginning.checkpoint
         if beginning.is_again and resumed is None:
             console.print(_restart_text(config.run.dir), highlight=False, soft_wrap=True)
-        config = _prepare_run_folder(config, resumed)
+        config = _prepare_run_folder(config, resumed, prompts, console)
         if resumed is not None:
             console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
         _run_phases(config, console, lock=lock, is_resumed=resumed is not None)
@@ -258,9 +259,9 @@ def evaluate(config: Config, label: str, console: Console) -> None:
         "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
     }
     config = config.model_copy(update=no_training)
-    preflight.check(config)
+    prompts = preflight.check(config)
     with locked(config.run.dir) as lock:
-        config = _prepare_run_folder(config, None)
+        config = _prepare_run_folder(config, None, prompts, console)
         with (
             _Session(config, console, lock=lock) as session,
             session.phase("evaluation", f"evaluation {label}"),
@@ -396,14 +397,17 @@ def _eval_limit_s(config: Config) -> float:
     return config.generator.start_timeout_s + config.eval.timeout_s + _EVAL_MARGIN_S
 
 
-def _prepare_run_folder(config: Config, resumed: Path | None) -> Config:
-    """Resolve ports and save the tree that all processes read."""
+def _prepare_run_folder(
+    config: Config, resumed: Path | None, prompts: preflight.PromptReport, console: Console
+) -> Config:
+    """Resolve ports and save the tree that all processes read; say what is known of the prompts."""
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = resolve_ports(config.model_copy(update={"run": run_config}))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, CONTROL, FINAL):
         recover(resolved.run.dir / "hf" / name)
     write_config(resolved, resumed)
+    write_dropped(resolved.run.dir, prompts.dropped)
     handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")
     handler.setFormatter(
         logging.Formatter("%(asctime)s launch %(levelname)s %(name)s: %(message)s")
@@ -411,4 +415,7 @@ def _prepare_run_folder(config: Config, resumed: Path | None) -> Config:
     logging.getLogger().addHandler(handler)
     logging.getLogger("megatron_rl").setLevel(logging.INFO)
     log.info("ports: %s", ports_text(resolved.ports))
+    for note in prompts.notes:
+        log.info("%s", note)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     return resolved

@@ -3,9 +3,11 @@
 Used by `launch.py`. Each check raises InputError: what was given, what was expected, what to do.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from generation.engine import ENGINES, load_engine
 from megatron_rl.loss import LOSSES
@@ -21,8 +23,9 @@ from megatron_rl.protocol.parallel import nearest_divisor
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.reward_config import CODE
 from megatron_rl.rollout_queue.advantage import ADVANTAGES
+from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
 from megatron_rl.rollout_queue.evaluation import select_held_out
-from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
 from megatron_rl.run_folder import check_run_folder
 from megatron_rl.traces import read_traces
 from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
@@ -31,8 +34,17 @@ from verification import settings
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def check(config: Config) -> None:
-    """Run every check, cheapest first. Raises InputError."""
+class PromptReport(NamedTuple):
+    """What a run should know of its prompts."""
+
+    notes: list[str]
+    """Lines for the user."""
+    dropped: list[DroppedPrompt]
+    """Prompts that are left out."""
+
+
+def check(config: Config) -> PromptReport:
+    """Run every check, cheapest first; returns what was found of the prompts. Raises InputError."""
     check_tools()
     check_run_folder(config)
     check_names(config)
@@ -43,7 +55,7 @@ def check(config: Config) -> None:
     check_megatron_path(config)
     check_ports(config)
     check_traces(config.sft)
-    check_prompts(config)
+    return check_prompts(config)
 
 
 def check_tools() -> None:
@@ -148,19 +160,59 @@ def check_traces(sft: SftConfig) -> None:
         read_traces(sft.traces)
 
 
-def check_prompts(config: Config) -> None:
+def check_prompts(config: Config) -> PromptReport:
     """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
     settings.check_sources(config.prompts)
     settings.check_functions(config.reward)
     sets = load_prompts(config.prompts, config.run.seed)
-    for part in (*sets.train, sets.held_out):
-        settings.check_prompts(part, config.reward)
-    tasks = {prompt.task for part in (*sets.train, sets.held_out) for prompt in part}
+    settings.check_prompts(sets.all, config.reward)
+    tasks = sorted({prompt.task for prompt in sets.all})
     if any(config.reward.all_tasks[task].compare == CODE for task in tasks):
         settings.check_sandbox(config.reward)
     if config.train.steps and not sets.train:
         raise InputError(
-            'there are no train prompts: lines need "split": "train", and a question that is not '
-            "held out; train.steps=0 only evaluates"
+            'there are no train prompts: lines need "split": "train" or none, and a question that '
+            "is not held out; train.steps=0 only evaluates"
         )
     select_held_out(sets.held_out, config.eval)
+    dropped = find_dropped(sets.all, config)
+    if dropped:
+        sets = without(sets, frozenset(prompt.id for prompt in dropped))
+        _check_kept(sets, dropped, config)
+    notes = [sets.describe(), *_describe_dropped(dropped), *_describe_system_prompts(config, tasks)]
+    return PromptReport(notes, dropped)
+
+
+def _check_kept(sets: PromptSets, dropped: list[DroppedPrompt], config: Config) -> None:
+    """Enough prompts are left without the dropped ones."""
+    if config.train.steps and not sets.train:
+        raise InputError(
+            f"no train prompt can be rendered; {dropped[0].where}: {dropped[0].reason}. Raise "
+            "generator.context_tokens, or lower sampling.max_new_tokens"
+        )
+    try:
+        select_held_out(sets.held_out, config.eval)
+    except InputError as error:
+        raise InputError(f"{error}; {_describe_dropped(dropped)[0]}") from error
+
+
+def _describe_dropped(dropped: list[DroppedPrompt]) -> list[str]:
+    if not dropped:
+        return []
+    return [
+        f"warning: {len(dropped)} prompts are left out, listed in {DROPPED} of the run folder; the "
+        f"first is {dropped[0].where}: {dropped[0].reason}"
+    ]
+
+
+def _describe_system_prompts(config: Config, tasks: list[str]) -> list[str]:
+    """One line for each system prompt, with the tasks that get it."""
+    tasks_of: dict[str, list[str]] = {}
+    for task in tasks:
+        text = config.render.system_prompt_of(config.reward.gates[task])
+        tasks_of.setdefault(text, []).append(task)
+    return [
+        f"system prompt ({', '.join(names)}): "
+        + (json.dumps(text, ensure_ascii=False) if text else "none")
+        for text, names in tasks_of.items()
+    ]

@@ -46,7 +46,9 @@ def main(cfg: Config, is_control: bool) -> None:
     """Set up this rank, tune, export."""
     if cfg.sft.traces is None:
         raise InputError("sft.traces names no file: supervised fine-tuning needs one")
-    renderer = Renderer(cfg.render, cfg.model.path, cfg.generator.context_tokens)
+    renderer = Renderer(
+        cfg.render, cfg.model.path, cfg.generator.context_tokens, gates=cfg.reward.gates
+    )
     sequences = tokenize(read_traces(cfg.sft.traces), renderer)
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
     name, source = ("control", "control") if is_control else ("cold_start", "sft")

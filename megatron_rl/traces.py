@@ -21,6 +21,8 @@ class Trace(msgspec.Struct, frozen=True):
 
     messages: list[Message]
     response: str
+    task: str = "math"
+    """Whose system prompt it gets, as in reinforcement learning."""
 
 
 def read_traces(path: Path) -> list[Trace]:
@@ -51,7 +53,7 @@ def tokenize(traces: list[Trace], renderer: Renderer) -> list[TrainSequence]:
     sequences = []
     for trace in traces:
         response = renderer.render_response(trace.response)
-        prompt = renderer.render(trace.messages, len(response))
+        prompt = renderer.render(trace.messages, len(response), task=trace.task)
         sequences.append(
             TrainSequence(
                 token_ids=np.array(prompt + response, np.int32),

@@ -14,6 +14,10 @@ from tools.make_tiny_model import make_folder
 LINE = '{"messages": [{"role": "user", "content": "sort 21="}], "response": "<think></think>12"}\n'
 
 
+def make_renderer(folder: Path) -> Renderer:
+    return Renderer(RenderConfig(system_prompt=""), folder, 64, gates={"math": "think_box"})
+
+
 def test_bad_line_is_named_with_its_file_and_number(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
     path.write_text(LINE + '{"messages": [], "reply": "x"}\n')
@@ -25,7 +29,7 @@ def test_only_the_response_and_its_end_carry_loss(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", seed=0)
     path = tmp_path / "traces.jsonl"
     path.write_text(LINE)
-    renderer = Renderer(RenderConfig(), tmp_path / "model", 64)
+    renderer = make_renderer(tmp_path / "model")
     (sequence,) = tokenize(read_traces(path), renderer)
     completion = sequence.token_ids[sequence.prompt_length :].tolist()
     assert renderer.decode(sequence.token_ids[: sequence.prompt_length].tolist()).endswith("21=")
@@ -42,7 +46,7 @@ def test_weights_of_a_minibatch_sum_to_one_and_every_trace_comes_once_an_epoch(
     path = tmp_path / "traces.jsonl"
     digits = ["1", "12", "123", "1234", "12345", "123456"]
     path.write_text("".join(LINE.replace("12", d) for d in digits))
-    sequences = tokenize(read_traces(path), Renderer(RenderConfig(), tmp_path / "model", 64))
+    sequences = tokenize(read_traces(path), make_renderer(tmp_path / "model"))
     batches = list(minibatches(sequences, batch_size=3, steps=4, seed=1))
     for batch in batches:
         assert sum(s.weight * len(s.generator_logprobs) for s in batch) == pytest.approx(1.0)

@@ -24,6 +24,7 @@ from megatron_rl.protocol.config import Config, ParallelConfig
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.rollout_queue.prompts import load_prompts
 
@@ -41,8 +42,9 @@ def main() -> int:
     folder = run_dir / "hf" / "final"
     cfg = load_config(run_dir / "config.toml", [f"model.path={folder}"])
     cfg = cfg.model_copy(update={"parallel": ParallelConfig()})
-    renderer = Renderer(cfg.render, folder, cfg.generator.context_tokens)
-    prompts = select_held_out(load_prompts(cfg.prompts, cfg.run.seed).held_out, cfg.eval)
+    renderer = Renderer(cfg.render, folder, cfg.generator.context_tokens, gates=cfg.reward.gates)
+    sets = load_prompts(cfg.prompts, cfg.run.seed, read_dropped(run_dir))
+    prompts = select_held_out(sets.held_out, cfg.eval)
     findings: dict[str, object] = {}
     if cfg.eval.temperature == 0:
         summary = json.loads((run_dir / "summary.json").read_text())
@@ -57,7 +59,7 @@ def main() -> int:
 def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
     """Distances of trainer's and transformers' logits from float32 ones, on the prompts' tokens."""
     sequences = [
-        renderer.render(p.messages, cfg.sampling.max_new_tokens)
+        renderer.render(p.messages, cfg.sampling.max_new_tokens, task=p.task)
         + renderer.render_response(f"<think></think>\\boxed{{{p.answer}}}")
         for p in prompts
     ]
@@ -124,7 +126,8 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
     correct = 0
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
-        ids = [renderer.render(p.messages, cfg.sampling.max_new_tokens) for p in batch]
+        limit = cfg.sampling.max_new_tokens
+        ids = [renderer.render(p.messages, limit, task=p.task) for p in batch]
         width = max(map(len, ids))
         pad = renderer.stop_ids[0]
         tokens = torch.tensor([[pad] * (width - len(i)) + i for i in ids])

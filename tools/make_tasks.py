@@ -21,7 +21,6 @@ import msgspec
 from megatron_rl.protocol.config import PromptSource
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import Message, Prompt
-from megatron_rl.rollout_queue.prompts import normalized_question
 from megatron_rl.rollout_queue.sources import load_reasoning_gym
 
 CHAIN_SUM_PREFIX = "State the final answer to the following arithmetic problem: "
@@ -140,16 +139,16 @@ def make_chain_sum(
     wanted = sizes.train + sizes.traces
     update = {"held_out_size": sizes.held_out, "train_size": wanted}
     prompts = load_reasoning_gym(source.model_copy(update=update), sizes.seed)
-    taken = {normalized_question(prompt) for prompt in prompts if prompt.split == "held_out"}
+    taken = {prompt.normalized_question for prompt in prompts if prompt.split == "held_out"}
     if teaching_options == source.options:
         # From the same draw: a second one would collide with it where questions are few.
         teaching = [prompt for prompt in prompts if prompt.split == "train"][: sizes.traces]
     else:
         options = {"options": teaching_options, "held_out_size": 0, "train_size": wanted}
         drawn = load_reasoning_gym(source.model_copy(update=options), sizes.seed)
-        teaching = [p for p in drawn if normalized_question(p) not in taken][: sizes.traces]
-    taught = {normalized_question(prompt) for prompt in teaching}
-    train = [p for p in prompts if p.split == "train" and normalized_question(p) not in taught]
+        teaching = [p for p in drawn if p.normalized_question not in taken][: sizes.traces]
+    taught = {prompt.normalized_question for prompt in teaching}
+    train = [p for p in prompts if p.split == "train" and p.normalized_question not in taught]
     if len(teaching) < sizes.traces or not train:
         raise InputError(
             f"chain_sum of these sizes has too few different questions for {sizes.held_out} "

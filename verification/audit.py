@@ -1,7 +1,7 @@
 """Grades a file of completions again and tells what was found: behind `megatron-rl verify`.
 
 A line is a rollout record of a run, or {"text", "answer"} with optional "task", "entry",
-"problem", "language", "tokens", "is_finished", "seed", "reason".
+"problem", "language", "tokens", "is_finished", "seed", "prompt_tail", "reason".
 """
 
 import functools
@@ -34,6 +34,7 @@ class _Line(msgspec.Struct, frozen=True):
     is_finished: bool = True
     finish_reason: str = ""
     seed: int = 0
+    prompt_tail: str = ""
     prompt_id: str = ""
     reason: str = ""
 
@@ -104,6 +105,7 @@ def _sample(line: _Line, prompts: Mapping[str, Prompt]) -> Sample:
         tokens=line.tokens,
         is_finished=line.is_finished and line.finish_reason != "length",
         seed=line.seed,
+        prompt_tail=line.prompt_tail,
     )
 
 

@@ -79,6 +79,16 @@ class FencedBlock(NamedTuple):
     """Offset behind the closing fence's line; the end of the text when the block is open."""
 
 
+def with_opening(text: str, prompt_tail: str) -> str:
+    """The response with the `<think>` that its prompt ends with.
+
+    Some chat templates (DeepSeek-R1's, QwQ's) open the thoughts for the model. prompt_tail is what
+    the generator rendered and no model wrote, so that a response cannot claim an opening.
+    """
+    is_opened = prompt_tail.rstrip().endswith(THINK_START)
+    return THINK_START + text if is_opened else text
+
+
 def check_format(text: str) -> FormatCheck:
     """The boxed answer of a response, or why the format gate refuses it.
 

@@ -13,6 +13,7 @@ from verification.format import (
     first_tagged_block,
     last_box,
     split_response,
+    with_opening,
 )
 
 __all__ = ["CUT_OFF_REFUSALS", "GATES", "Gated"]
@@ -32,21 +33,23 @@ class Gated(NamedTuple):
     """What follows the thoughts; without thoughts the whole text."""
 
 
-def think_box(text: str) -> Gated:
+def think_box(text: str, prompt_tail: str = "") -> Gated:
     """One <think>...</think>, then an answer in \\boxed{}."""
+    text = with_opening(text, prompt_tail)
     check = check_format(text)
     thoughts, final = split_response(text)
     return Gated(check.refusal, check.answer, "", thoughts, final)
 
 
-def think_code(text: str) -> Gated:
+def think_code(text: str, prompt_tail: str = "") -> Gated:
     """One <think>...</think>, then a fenced code block with a language tag."""
+    text = with_opening(text, prompt_tail)
     check = check_code_format(text)
     thoughts, final = split_response(text)
     return Gated(check.refusal, check.source, check.tag, thoughts, final)
 
 
-def box(text: str) -> Gated:
+def box(text: str, prompt_tail: str = "") -> Gated:
     """An answer in \\boxed{}, wherever it is."""
     answer = last_box(text)
     if answer is None:
@@ -54,21 +57,22 @@ def box(text: str) -> Gated:
     return Gated("" if answer.strip() else "empty_box", answer.strip(), final=text)
 
 
-def code(text: str) -> Gated:
+def code(text: str, prompt_tail: str = "") -> Gated:
     """A fenced code block with a language tag, wherever it is."""
     check = first_tagged_block(text)
     return Gated(check.refusal, check.source, check.tag, final=text)
 
 
-def anything(text: str) -> Gated:
+def anything(text: str, prompt_tail: str = "") -> Gated:
     """Any text that is not blank; all of it is the answer."""
     return Gated("" if text.strip() else "empty_response", text, final=text)
 
 
-GATES: dict[str, Callable[[str], Gated]] = {
+GATES: dict[str, Callable[[str, str], Gated]] = {
     "think_box": think_box,
     "think_code": think_code,
     "box": box,
     "code": code,
     "none": anything,
 }
+"""f(response, end of the rendered prompt)."""

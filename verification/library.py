@@ -45,6 +45,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     is_finished: bool = True
     seed: int = 0
     """The same for all completions of a problem: draws its tests."""
+    prompt_tail: str = ""
+    """The end of the rendered prompt, which may open <think>."""
 
 
 class Grading:
@@ -120,4 +122,5 @@ def _request(number: int, sample: Sample) -> ScoreRequest:
         problem=sample.problem,
         language=sample.language,
         seed=sample.seed,
+        prompt_tail=sample.prompt_tail,
     )

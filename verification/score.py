@@ -87,7 +87,7 @@ def prepare(kind: StepKind, task: str, rules: RewardRules) -> None:
 
 
 def _gate(request: ScoreRequest, rules: RewardRules) -> Gated:
-    return GATES[rules.task(request.task).gate](request.text)
+    return GATES[rules.task(request.task).gate](request.text, request.prompt_tail)
 
 
 def _quick_verdict(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:

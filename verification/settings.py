@@ -48,14 +48,18 @@ def check_prompts(prompts: Iterable[Prompt], reward: RewardConfig) -> None:
             matches = difflib.get_close_matches(prompt.task, tasks, n=1)
             hint = f"; did you mean {matches[0]!r}?" if matches else ""
             raise InputError(
-                f"prompt {prompt.id!r} has the unknown task {prompt.task!r}: known are "
+                f"{_name(prompt)} has the unknown task {prompt.task!r}: known are "
                 f"{sorted(tasks)}, others are defined in [reward.tasks.NAME]{hint}"
             )
         if tasks[prompt.task].compare == CODE:
             try:
                 parse_tests(prompt.entry)
             except GradingError as error:
-                raise InputError(f"prompt {prompt.id!r}: {error}") from error
+                raise InputError(f"{_name(prompt)}: {error}") from error
+
+
+def _name(prompt: Prompt) -> str:
+    return f"{prompt.place}: prompt {prompt.id!r}" if prompt.place else f"prompt {prompt.id!r}"
 
 
 def check_sandbox(reward: RewardConfig) -> None:

@@ -5,11 +5,12 @@ overrides; the resolved tree is saved in the run folder as `config.toml`, which 
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.protocol.parallel_config import ParallelConfig
+from megatron_rl.protocol.prompt_config import PromptSource, RenderConfig
 from megatron_rl.protocol.reward_config import RewardConfig, VerifierConfig
 from megatron_rl.protocol.section import Section
 from megatron_rl.protocol.trainer_config import (
@@ -29,38 +30,6 @@ class RunConfig(Section):
     """Folder for everything that the run leaves."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
-
-
-class PromptSource(Section):
-    """One source of prompts."""
-
-    kind: str = "jsonl"
-    """Entry of SOURCES: "jsonl" or "reasoning_gym"; or package.module:function."""
-    path: Path | None = None
-    """jsonl: the file; one prompt a line, its "split" is train or held_out."""
-    name: str = ""
-    """reasoning_gym: dataset name, e.g. chain_sum."""
-    options: dict[str, int | float | str | bool] = {}
-    """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
-    template: str = "{question}"
-    """reasoning_gym: user message; {question} is the dataset's text."""
-    strip_prefix: str = ""
-    """reasoning_gym: removed from the start of the question."""
-    train_size: int = Field(default=10_000, ge=0)
-    """reasoning_gym: train prompts to make."""
-    held_out_size: int = Field(default=500, ge=0)
-    """reasoning_gym: held-out prompts to make; no train prompt shares a question with them."""
-    weight: PositiveFloat = 1.0
-    """Share in the mixture of train prompts."""
-
-
-class RenderConfig(Section):
-    """How messages become token ids."""
-
-    system_prompt: str = ""
-    """Put before the messages; empty for none."""
-    chat_template: str = ""
-    """Jinja chat template that replaces the tokenizer's own; empty keeps that."""
 
 
 class SamplingConfig(Section):
@@ -134,8 +103,8 @@ class GeneratorConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out prompts by the generators."""
 
-    prompts: int = Field(default=256, ge=0)
-    """Held-out prompts; 0 skips evaluation."""
+    prompts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Held-out prompts; auto: all that there are, at most 256; 0 skips evaluation."""
     samples: PositiveInt = 1
     """Completions a prompt."""
     temperature: float = Field(default=0.0, ge=0)

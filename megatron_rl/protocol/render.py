@@ -1,17 +1,31 @@
 """Messages and answers to token ids, and back to text.
 
-Used by generators and by supervised fine-tuning, which must agree on it. Reads only local files.
-transformers is imported when a Renderer is made, so that importing this module stays light.
+Used by generators and by supervised fine-tuning, which must agree on it, and by a child of the
+launcher that looks for prompts which cannot be rendered. Reads only local files. transformers is
+imported when a Renderer is made, so that importing this module stays light.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 
-from megatron_rl.protocol.config import RenderConfig
 from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.prompt_config import RenderConfig
 from megatron_rl.protocol.types import Message
+
+_TAIL_TOKENS = 16
+"""Tokens at a prompt's end that hold what a chat template writes behind the last message."""
+_BATCH_PROMPTS = 512
+
+
+class Conversation(NamedTuple):
+    """What a prompt is rendered from."""
+
+    task: str
+    messages: list[Message]
 
 
 class RenderError(ValueError):
@@ -21,8 +35,13 @@ class RenderError(ValueError):
 class Renderer:
     """The tokenizer and chat template of a model folder."""
 
-    def __init__(self, config: RenderConfig, model: Path, context_tokens: int) -> None:
-        """Raises InputError when the folder has no tokenizer, or there is no chat template."""
+    def __init__(
+        self, config: RenderConfig, model: Path, context_tokens: int, *, gates: Mapping[str, str]
+    ) -> None:
+        """gates: that of each task, by which its system prompt is chosen.
+
+        Raises InputError when the folder has no tokenizer, or there is no chat template.
+        """
         from transformers import AutoTokenizer
 
         try:
@@ -37,36 +56,96 @@ class Renderer:
             )
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
-        self._system_prompt = config.system_prompt
+        self._system_prompts = {task: config.system_prompt_of(gate) for task, gate in gates.items()}
         self._context_tokens = context_tokens
         self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
         """Token ids that end a sequence."""
 
-    def render(self, messages: list[Message], max_new_tokens: int) -> list[int]:
+    def render(self, messages: list[Message], max_new_tokens: int, *, task: str) -> list[int]:
         """Prompt token ids, up to where the completion starts.
 
         Raises RenderError for a template that fails and for a prompt that leaves no room for
         max_new_tokens in the context.
         """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        if self._system_prompt:
-            turns.insert(0, {"role": "system", "content": self._system_prompt})
+        text = self._text(Conversation(task, messages))
+        # Templates write special tokens such as <s> themselves.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        refusal = self._refusal(len(ids), max_new_tokens)
+        if refusal:
+            raise RenderError(refusal)
+        return ids
+
+    def find_refusals(
+        self, conversations: Sequence[Conversation], max_new_tokens: int
+    ) -> dict[int, str]:
+        """Why `render` would refuse conversations, by their index; made for many short ones.
+
+        A template is expected to add as much to all conversations with the same roles. A token
+        stands for at least one byte, so that few prompts have to be tokenised. What escapes this
+        (a normalisation that makes a text longer) is refused by `render`.
+        """
+        room_bytes = self._context_tokens - max_new_tokens
+        added_bytes: dict[tuple[str, ...], int] = {}
+        refusals: dict[int, str] = {}
+        unsure: list[tuple[int, str]] = []
+        for index, conversation in enumerate(conversations):
+            shape = (conversation.task, *(message.role for message in conversation.messages))
+            own_bytes = sum(len(m.content.encode()) for m in conversation.messages)
+            if shape in added_bytes and own_bytes + added_bytes[shape] <= room_bytes:
+                continue
+            try:
+                text = self._text(conversation)
+            except RenderError as error:
+                refusals[index] = str(error)
+                continue
+            added_bytes.setdefault(shape, max(0, len(text.encode()) - own_bytes))
+            unsure.append((index, text))
+        for start in range(0, len(unsure), _BATCH_PROMPTS):
+            batch = unsure[start : start + _BATCH_PROMPTS]
+            ids = self._tokenizer([text for _, text in batch], add_special_tokens=False)
+            for (index, _), prompt_ids in zip(batch, ids["input_ids"], strict=True):
+                refusal = self._refusal(len(prompt_ids), max_new_tokens)
+                if refusal:
+                    refusals[index] = refusal
+        return refusals
+
+    def _text(self, conversation: Conversation) -> str:
+        """The rendered conversation. Raises RenderError for a template that fails."""
+        turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
+        if conversation.task not in self._system_prompts:
+            raise InputError(
+                f"unknown task {conversation.task!r}: known are {sorted(self._system_prompts)}, "
+                "others are defined in [reward.tasks.NAME]"
+            )
+        system_prompt = self._system_prompts[conversation.task]
+        # Many templates take one system message, and only as the first.
+        if system_prompt and all(turn["role"] != "system" for turn in turns):
+            turns.insert(0, {"role": "system", "content": system_prompt})
         try:
-            ids = self._tokenizer.apply_chat_template(
-                turns, tokenize=True, add_generation_prompt=True, return_dict=False
+            text: str = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise RenderError(
                 f"the chat template failed ({type(error).__name__}: {error}) on roles "
-                f"{[turn['role'] for turn in turns]}: mend the messages or render.chat_template"
+                f"{[turn['role'] for turn in turns]}: mend the messages or render.chat_template, "
+                'or set render.system_prompt="" where it takes no system message'
             ) from error
+        return text
+
+    def _refusal(self, tokens: int, max_new_tokens: int) -> str:
+        """Why a prompt of so many tokens cannot be completed; empty when it can."""
         room = self._context_tokens - max_new_tokens
-        if not 0 < len(ids) <= room:
-            raise RenderError(
-                f"the prompt has {len(ids)} tokens; allowed are 1 to {room} = "
-                f"generator.context_tokens {self._context_tokens} - max_new_tokens {max_new_tokens}"
-            )
-        return list(ids)
+        if 0 < tokens <= room:
+            return ""
+        return (
+            f"the prompt has {tokens} tokens; allowed are 1 to {room} = generator.context_tokens "
+            f"{self._context_tokens} - max_new_tokens {max_new_tokens}"
+        )
+
+    def tail(self, prompt_ids: list[int]) -> str:
+        """Text of the end of a prompt, special tokens included."""
+        return self.decode(prompt_ids[-_TAIL_TOKENS:])
 
     def render_response(self, text: str) -> list[int]:
         """Token ids of an answer, the end of sequence included."""

@@ -116,6 +116,11 @@ class RewardConfig(Section):
             steps.append(Step("extras", CUSTOM))
         return tuple(steps)
 
+    @property
+    def gates(self) -> dict[str, GateName]:
+        """The gate of each task."""
+        return {name: task.gate for name, task in self.all_tasks.items()}
+
     @model_validator(mode="after")
     def _check_extra(self) -> Self:
         taken = {"correct", "format", "length", "language"}

@@ -46,11 +46,18 @@ class Prompt(msgspec.Struct, frozen=True):
     """JSON that the task's judge needs: the reasoning_gym entry, the tests of a program."""
     language: str = ""
     """Language that the response must be in, as "fr"; empty: that of the question."""
+    place: str = ""
+    """Where it was read, as file:line, for messages to the user."""
 
     @property
     def question(self) -> str:
         """What the user wrote last."""
         return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
+
+    @property
+    def normalized_question(self) -> str:
+        """Text that prompts with the same question share: case and spacing do not count."""
+        return " ".join(" ".join(m.content for m in self.messages).casefold().split())
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -96,6 +103,8 @@ class Rollout(msgspec.Struct, frozen=True):
     """Completion decoded without the end-of-sequence token."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
     """[(all tokens - 1) x layers x experts of a token] int32; empty without train.router_replay."""
+    prompt_tail: str = ""
+    """The end of the rendered prompt, where some chat templates open <think> for the model."""
 
     @property
     def oldest_version(self) -> int:
@@ -254,6 +263,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     """The prompt's `language`."""
     seed: int = 0
     """The same for all completions of a group: what is drawn for grading is drawn by it."""
+    prompt_tail: str = ""
+    """As in Rollout."""
 
 
 class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):

@@ -3,6 +3,7 @@
 Used by the rollout queue.
 """
 
+import hashlib
 import math
 
 from megatron_rl.protocol.config import EvalConfig, SamplingConfig
@@ -11,17 +12,22 @@ from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.groups import Group
 
 FINAL_LABEL = "after"
+AUTO_PROMPTS = 256
+"""Most prompts that eval.prompts = "auto" evaluates on."""
 
 
 def select_held_out(held_out: list[Prompt], config: EvalConfig) -> list[Prompt]:
     """The prompts to evaluate on; InputError when there are too few."""
-    if len(held_out) < config.prompts:
+    is_auto = config.prompts == "auto"
+    wanted = 1 if is_auto else config.prompts
+    if len(held_out) < wanted:
         raise InputError(
             f"eval.prompts={config.prompts}, but the prompt sources have only {len(held_out)} "
-            'held-out prompts: add lines with "split": "held_out" (jsonl), raise '
-            "prompts.held_out_size (reasoning_gym), or lower eval.prompts"
+            'held-out prompts that can be used: add lines with "split": "held_out", raise '
+            "prompts.held_out_share (jsonl) or prompts.held_out_size (reasoning_gym), or lower "
+            "eval.prompts; 0 skips evaluation"
         )
-    return held_out[: config.prompts]
+    return held_out[: AUTO_PROMPTS if is_auto else wanted]
 
 
 def label_at(version: int, *, is_final: bool, every_steps: int) -> list[str]:
@@ -76,12 +82,15 @@ class Evaluation:
 
     def open_group(self, number: int) -> Group:
         """The group of the next prompt."""
+        prompt = self._unopened.pop()
         sampling = Sampling(
-            max_new_tokens=self._max_new_tokens, temperature=self._config.temperature, seed=number
+            max_new_tokens=self._max_new_tokens,
+            temperature=self._config.temperature,
+            seed=_seed_of(prompt),
         )
         return Group(
             number,
-            self._unopened.pop(),
+            prompt,
             sampling,
             self._config.samples,
             self.version,
@@ -125,6 +134,15 @@ def summarize(groups: list[Group], seconds: float) -> dict[str, float]:
         "eval/n": len(groups),
         "eval/seconds": seconds,
     }
+
+
+def _seed_of(prompt: Prompt) -> int:
+    """Seed of a prompt's group, below 2**31: the same in every evaluation.
+
+    Tests of a program are drawn by it; by another, two evaluations would measure different things.
+    """
+    digest = hashlib.sha256(prompt.id.encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
 
 
 def _mean(values: list[float]) -> float:

@@ -6,6 +6,8 @@ Used by the rollout queue.
 import dataclasses
 from collections import Counter
 
+import numpy as np
+
 from megatron_rl.protocol.queue_state import UnfinishedGroup
 from megatron_rl.protocol.types import Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
@@ -14,6 +16,9 @@ from megatron_rl.rollout_queue.tally import RolloutTally
 FLAT = "flat"
 """Why a group is dropped whose rewards are all equal (zero variance)."""
 _EQUAL_REWARDS = 1e-9
+_ROUNDING_NATS = 1e-3
+"""A logprob of a certain token may be above 0 by this much: engines round."""
+_FINISH_REASONS = ("stop", "length")
 
 
 @dataclasses.dataclass
@@ -162,7 +167,7 @@ class GroupBook:
 
 
 def find_fault(rollout: Rollout) -> str:
-    """Why a rollout contradicts itself; empty when it does not."""
+    """Why a rollout contradicts itself or cannot be trained on; empty when it is sound."""
     tokens = len(rollout.token_ids)
     if not tokens or not len(rollout.prompt_ids):
         return f"{len(rollout.prompt_ids)} prompt tokens and {tokens} completion tokens"
@@ -172,4 +177,19 @@ def find_fault(rollout: Rollout) -> str:
     starts = [span.start for span in rollout.spans]
     if starts != edges[:-1] or edges[-1] != tokens:
         return f"version spans {rollout.spans} do not cover {tokens} tokens"
+    if rollout.oldest_version < 0:
+        return f"version {rollout.oldest_version}, that of weights which nobody published"
+    if rollout.finish_reason not in _FINISH_REASONS:
+        return f"finish_reason {rollout.finish_reason!r}, expected one of {_FINISH_REASONS}"
+    return _find_bad_numbers(rollout)
+
+
+def _find_bad_numbers(rollout: Rollout) -> str:
+    lowest_id = min(rollout.prompt_ids.min(), rollout.token_ids.min())
+    if lowest_id < 0:
+        return f"token id {lowest_id}"
+    is_sound = np.isfinite(rollout.logprobs) & (rollout.logprobs <= _ROUNDING_NATS)
+    if not is_sound.all():
+        position = int(np.argmin(is_sound))
+        return f"logprob {rollout.logprobs[position]} of token {position}"
     return ""

@@ -4,7 +4,6 @@ Used by the rollout queue, and by tools that need the same split.
 """
 
 import dataclasses
-import logging
 import random
 
 import msgspec
@@ -14,9 +13,8 @@ from megatron_rl.protocol.lookup import find_function
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.dropped_prompts import DROPPED
 from megatron_rl.rollout_queue.sources import SOURCES
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +29,33 @@ class PromptSets:
     """Sources interleaved, so that its beginning represents all of them."""
     duplicates_removed: int
     """Train prompts left out because their question is held out."""
+    dropped: int = 0
+    """Prompts left out because they cannot be rendered."""
+
+    @property
+    def all(self) -> list[Prompt]:
+        """Train and held-out prompts."""
+        return [prompt for prompts in (*self.train, self.held_out) for prompt in prompts]
+
+    def describe(self) -> str:
+        """One line on how many there are."""
+        train = " + ".join(str(len(prompts)) for prompts in self.train) or "none"
+        text = f"prompts: {train} for training, {len(self.held_out)} held out"
+        if self.duplicates_removed:
+            text += (
+                f"; {self.duplicates_removed} train prompts removed because their question is "
+                "held out"
+            )
+        return text + (f"; {self.dropped} left out ({DROPPED})" if self.dropped else "")
 
 
-def normalized_question(prompt: Prompt) -> str:
-    """Text that two prompts with the same question share: case and spacing do not count."""
-    return " ".join(" ".join(message.content for message in prompt.messages).casefold().split())
+def load_prompts(
+    sources: list[PromptSource], seed: int, dropped: frozenset[str] = frozenset()
+) -> PromptSets:
+    """Load all sources and separate the splits. Raises InputError.
 
-
-def load_prompts(sources: list[PromptSource], seed: int) -> PromptSets:
-    """Load all sources and separate the splits. Raises InputError."""
+    dropped: ids of prompts to leave out, because they cannot be rendered.
+    """
     if not sources:
         raise InputError("no prompts are configured: add a [[prompts]] section")
     loaded = [
@@ -47,23 +63,32 @@ def load_prompts(sources: list[PromptSource], seed: int) -> PromptSets:
     ]
     loaded = _with_unique_ids(loaded)
     held_out = _interleave([[p for p in prompts if p.split == "held_out"] for prompts in loaded])
-    held_out_questions = {normalized_question(prompt) for prompt in held_out}
+    held_out_questions = {prompt.normalized_question for prompt in held_out}
     train, removed = [], 0
     for prompts in loaded:
         candidates = [prompt for prompt in prompts if prompt.split == "train"]
-        kept = [p for p in candidates if normalized_question(p) not in held_out_questions]
+        kept = [p for p in candidates if p.normalized_question not in held_out_questions]
         removed += len(candidates) - len(kept)
         train.append(kept)
-    log.info(
-        "prompts: %s for training, %d held out; %d train prompts removed because their question "
-        "is held out",
-        " + ".join(str(len(prompts)) for prompts in train),
-        len(held_out),
-        removed,
-    )
     used = [i for i, prompts in enumerate(train) if prompts]
-    return PromptSets(
+    sets = PromptSets(
         [train[i] for i in used], [sources[i].weight for i in used], held_out, removed
+    )
+    return without(sets, dropped)
+
+
+def without(sets: PromptSets, dropped: frozenset[str]) -> PromptSets:
+    """The same sets but for the prompts with these ids."""
+    train = [[p for p in prompts if p.id not in dropped] for prompts in sets.train]
+    used = [i for i, prompts in enumerate(train) if prompts]
+    held_out = [prompt for prompt in sets.held_out if prompt.id not in dropped]
+    left = sum(len(prompts) for prompts in train) + len(held_out)
+    return PromptSets(
+        [train[i] for i in used],
+        [sets.weights[i] for i in used],
+        held_out,
+        sets.duplicates_removed,
+        dropped=sets.dropped + len(sets.all) - left,
     )
 
 
@@ -145,7 +170,7 @@ class PromptStream:
                 f"the saved prompt cursor is for {len(cursor.sizes)} sources of {cursor.sizes} "
                 f"train prompts with run.seed={cursor.seed}; this run has {len(self._sizes)} of "
                 f"{self._sizes} with run.seed={self._seed}: resume with the prompts and the seed "
-                "of the saved run"
+                "of the saved run, and its limits of tokens, by which prompts are left out"
             )
         self._draws = cursor.draws
         self._taken = list(cursor.taken)

@@ -38,6 +38,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str
     seed: int
     """The group's, by which tests were drawn."""
+    prompt_tail: str
+    """The end of the rendered prompt, which may open <think>."""
     dropped: str = ""
     """Why its group was not trained on, "flat" for equal rewards; left out of other records."""
 
@@ -105,6 +107,7 @@ def _records(group: Group, dropped: str = "") -> list[RolloutRecord]:
             finish_reason=scored.rollout.finish_reason,
             seed=group.sampling.seed,
             dropped=dropped,
+            prompt_tail=scored.rollout.prompt_tail,
         )
         for scored in group.ordered
     ]

@@ -77,6 +77,7 @@ class Scoring:
             problem=prompt.question,
             language=prompt.language,
             seed=group.sampling.seed,
+            prompt_tail=rollout.prompt_tail,
         )
         self._next_id += 1
         lanes = self._lanes_of_task[prompt.task]

@@ -23,6 +23,7 @@ from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
+from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.prompts import load_prompts
 from megatron_rl.rollout_queue.record import Recorder
 
@@ -79,7 +80,8 @@ def _send(
 
 def main(config: Config, *, evaluate_only: str, cold_start: Path | None) -> None:
     """Load the prompts, open the endpoints, serve."""
-    prompts = load_prompts(config.prompts, config.run.seed)
+    prompts = load_prompts(config.prompts, config.run.seed, read_dropped(config.run.dir))
+    log.info("%s", prompts.describe())
     with ExitStack() as stack:
         metrics = JsonlWriter(config.run.dir / "metrics.jsonl", "queue")
         stack.enter_context(closing(metrics))

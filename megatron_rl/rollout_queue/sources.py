@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
-
 from megatron_rl.protocol.config import PromptSource
 from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import Message, Prompt
+from megatron_rl.rollout_queue.jsonl_source import load_jsonl
 
 log = logging.getLogger(__name__)
 
@@ -25,60 +24,6 @@ TRAIN_SEED = 1_000
 _SCAN_FACTOR = 4
 """Entries looked at for each wanted one, because small datasets repeat questions."""
 _INTEGER = re.compile(r"-?\d+")
-SPLITS = ("train", "held_out")
-
-
-class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a JSONL prompt file."""
-
-    task: str
-    messages: list[Message]
-    answer: str
-    id: str = ""
-    split: str = "train"
-    entry: str = ""
-    language: str = ""
-
-
-def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
-    """Prompts of a file with one `_PromptLine` a line; errors name file and line."""
-    path = source.path
-    if path is None:
-        raise InputError('a prompt source of kind "jsonl" needs a path (prompts.path)')
-    try:
-        # Not splitlines(), which also splits at U+2028 inside JSON strings.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the prompts {path}: {error}") from error
-    return [
-        _parse_line(line, f"{path}:{number}", f"{path.stem}:{number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-
-
-def _parse_line(text: str, place: str, default_id: str) -> Prompt:
-    try:
-        line = msgspec.json.decode(text, type=_PromptLine)
-    except msgspec.DecodeError as error:
-        raise InputError(
-            f"{place}: {error}; expected one JSON object a line: "
-            '{"task": "math", "messages": [{"role": "user", "content": "..."}], "answer": "...", '
-            '"split": "train" or "held_out"} with optional "id", "entry", "language"'
-        ) from error
-    if line.split not in SPLITS:
-        raise InputError(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
-    if not line.messages:
-        raise InputError(f'{place}: "messages" is empty; expected at least a user message')
-    return Prompt(
-        id=line.id or default_id,
-        task=line.task,
-        messages=line.messages,
-        answer=line.answer,
-        split=line.split,
-        entry=line.entry,
-        language=line.language,
-    )
 
 
 def load_reasoning_gym(source: PromptSource, seed: int) -> list[Prompt]:

@@ -76,6 +76,7 @@ class Fleet:
             {
                 "run": {"dir": folder / "run"},
                 "model": {"path": folder / "model", "dtype": "float32"},
+                "render": {"system_prompt": ""},
                 "sampling": {"max_new_tokens": 64},
                 "generator": {
                     "engine": inspected_engine.NAME,

@@ -6,9 +6,9 @@ import pytest
 
 from megatron_rl.protocol.config import RenderConfig
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.render import Renderer, RenderError
+from megatron_rl.protocol.render import Conversation, Renderer, RenderError
 from megatron_rl.protocol.types import Message
-from tests.generation.tiny_model import CHARACTERS, EOS_ID
+from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE
 
 FIRST = 3  # id of the first character, after the special tokens
 
@@ -18,36 +18,90 @@ def ids(text: str) -> list[int]:
 
 
 def make(models_dir: Path, context_tokens: int = 64, **render: str) -> Renderer:
-    return Renderer(RenderConfig(**render), models_dir / "old", context_tokens)
+    config = RenderConfig(**{"system_prompt": "", **render})
+    return Renderer(
+        config, models_dir / "old", context_tokens, gates={"sums": "box", "any": "none"}
+    )
+
+
+def render(renderer: Renderer, question: str, max_new_tokens: int = 8) -> list[int]:
+    return renderer.render([Message("user", question)], max_new_tokens, task="sums")
 
 
 def test_messages_go_through_the_folders_template(models_dir: Path) -> None:
-    assert make(models_dir).render([Message("user", "1+1")], 8) == ids("user:1+1=>")
+    assert render(make(models_dir), "1+1") == ids("user:1+1=>")
 
 
 def test_the_system_prompt_comes_first(models_dir: Path) -> None:
     renderer = make(models_dir, system_prompt="be brief")
     expected = ids("system:be brief=>user:1=>")
-    assert renderer.render([Message("user", "1")], 8) == expected
+    assert render(renderer, "1") == expected
+
+
+def test_a_prompt_gets_the_system_prompt_of_its_gate_unless_it_has_its_own(
+    models_dir: Path,
+) -> None:
+    config = RenderConfig(system_prompts={"box": "use a box"})
+    gates = {"sums": "box", "any": "none"}
+    renderer = Renderer(config, models_dir / "old", 64, gates=gates)
+    question = Message("user", "1")
+    assert renderer.render([question], 8, task="sums") == ids("system:use a box=>user:1=>")
+    assert renderer.render([question], 8, task="any") == ids("user:1=>")
+    own = [Message("system", "mine"), question]
+    assert renderer.render(own, 8, task="sums") == ids("system:mine=>user:1=>")
+    with pytest.raises(InputError, match=r"unknown task 'sum': known are \['any', 'sums'\]"):
+        renderer.render([question], 8, task="sum")
+
+
+def test_refusals_of_many_are_those_of_each(models_dir: Path) -> None:
+    template = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
+    renderer = make(models_dir, 40, chat_template=template + TEMPLATE)
+    texts = ["no", *("x" * n for n in range(40)), "é" * 12, "<bos>" * 20, "<bos>" * 24]
+    conversations = [
+        Conversation(task, messages)
+        for text in texts
+        for task in ("sums", "any")
+        for messages in (
+            [Message("user", text)],
+            [Message("user", "1"), Message("assistant", text), Message("user", "2")],
+        )
+    ]
+    expected = {}
+    for index, (task, messages) in enumerate(conversations):
+        try:
+            renderer.render(messages, 8, task=task)
+        except RenderError as error:
+            expected[index] = str(error)
+    assert renderer.find_refusals(conversations, 8) == expected
+    assert 0 < len(expected) < len(conversations)
+    # One token too many is found.
+    assert any("33 tokens; allowed are 1 to 32" in reason for reason in expected.values())
+
+
+def test_the_tail_holds_what_the_template_writes_last(models_dir: Path) -> None:
+    renderer = make(models_dir, chat_template=TEMPLATE + "A:<think>\n")
+    prompt = render(renderer, "what is 3+4?", 8)
+    assert renderer.tail(prompt).rstrip("\n").endswith("=>A:<think>")
+    assert len(renderer.tail(prompt)) < 20 < len(prompt)
 
 
 def test_the_configured_template_replaces_the_folders(models_dir: Path) -> None:
     renderer = make(models_dir, chat_template="{{ messages[0].content }}?")
-    assert renderer.render([Message("user", "7")], 8) == ids("7?")
+    assert render(renderer, "7") == ids("7?")
 
 
 def test_a_prompt_that_leaves_no_room_names_the_numbers(models_dir: Path) -> None:
     renderer = make(models_dir, context_tokens=20)
-    assert len(renderer.render([Message("user", "12345")], 8)) == 12
+    assert len(render(renderer, "12345")) == 12
     with pytest.raises(RenderError, match=r"13 tokens; allowed are 1 to 12 = .*20 - .* 8"):
-        renderer.render([Message("user", "123456")], 8)
+        render(renderer, "123456")
 
 
 def test_a_template_that_fails_says_so(models_dir: Path) -> None:
     template = "{{ raise_exception('no ' + messages[0].role + ' allowed') }}"
     renderer = make(models_dir, chat_template=template)
     with pytest.raises(RenderError, match=r"no critic allowed.*roles \['critic'\]"):
-        renderer.render([Message("critic", "x")], 8)
+        renderer.render([Message("critic", "x")], 8, task="sums")
 
 
 def test_text_leaves_out_only_the_last_end_of_sequence(models_dir: Path) -> None:
@@ -60,4 +114,4 @@ def test_text_leaves_out_only_the_last_end_of_sequence(models_dir: Path) -> None
 
 def test_a_folder_without_a_tokenizer_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot load its tokenizer"):
-        Renderer(RenderConfig(), tmp_path, 64)
+        Renderer(RenderConfig(), tmp_path, 64, gates={})

@@ -56,6 +56,7 @@ def make_config(models_dir: Path, run_dir: Path, **generator: Any) -> Config:
         {
             "run": {"dir": run_dir},
             "model": {"path": models_dir / "old", "dtype": "float32"},
+            "render": {"system_prompt": ""},
             "sampling": {"max_new_tokens": 64},
             "generator": {
                 "max_running": 32,
@@ -216,6 +217,7 @@ def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
             check_logprobs(old_model, rollout)
             assert rollout.finish_reason in ("stop", "length")
             assert "<eos>" not in rollout.text
+            assert rollout.prompt_tail == "user:12+7=>"
         queue.send("generator-0", lease(3, 16, max_new_tokens=128))
         queue.send("generator-0", Stop("enough"))
         assert process.wait(timeout=20) == 0

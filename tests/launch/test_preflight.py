@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import ConfigError, dump_toml, load_config
 from megatron_rl.protocol.process import InputError
+from tools.make_tiny_model import write_tokenizer
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -44,20 +46,22 @@ def overrides(tmp_path: Path) -> list[str]:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(SHAPE))
-    (model / "tokenizer.json").write_text("{}")
+    write_tokenizer(model)
     (model / "model.safetensors").write_bytes(b"")
     prompts = [prompt_line(n, "held_out" if n < 3 else "train") for n in range(6)]
     write_lines(tmp_path / "prompts.jsonl", prompts)
     write_lines(tmp_path / "traces.jsonl", [trace_line(n) for n in range(3)])
-    (tmp_path / "c.toml").write_text(f'[[prompts]]\npath = "{tmp_path}/prompts.jsonl"\n')
+    (tmp_path / "c.toml").write_text(
+        f'[[prompts]]\npath = "{tmp_path}/prompts.jsonl"\n[render]\nsystem_prompt = ""\n'
+    )
     return [
         f'model.path="{model}"', f'run.dir="{tmp_path}/run"', "eval.prompts=3", "sft.steps=1",
         f'sft.traces="{tmp_path}/traces.jsonl"', "parallel.tensor=2", "parallel.pipeline=2",
     ]  # fmt: skip
 
 
-def check(tmp_path: Path, overrides: list[str]) -> None:
-    preflight.check(load_config(tmp_path / "c.toml", overrides))
+def check(tmp_path: Path, overrides: list[str]) -> preflight.PromptReport:
+    return preflight.check(load_config(tmp_path / "c.toml", overrides))
 
 
 def message_of(tmp_path: Path, overrides: list[str]) -> str:
@@ -162,6 +166,7 @@ def test_incomplete_model_folder(
     tmp_path: Path, overrides: list[str], removed: str, expected: str
 ) -> None:
     if removed:
+        (tmp_path / "model" / "tokenizer_config.json").unlink()
         (tmp_path / "model" / removed).unlink()
     else:
         (tmp_path / "model").rename(tmp_path / "elsewhere")
@@ -205,6 +210,67 @@ def test_held_out_set_that_is_too_small(tmp_path: Path, overrides: list[str]) ->
 def test_no_train_prompts(tmp_path: Path, overrides: list[str]) -> None:
     write_lines(tmp_path / "prompts.jsonl", [prompt_line(n, "held_out") for n in range(4)])
     assert "no train prompts" in message_of(tmp_path, overrides)
+
+
+def long_line(number: int, split: str) -> dict:
+    """A prompt of 99 characters, one token each in the tiny tokenizer."""
+    return {
+        **prompt_line(number, split),
+        "messages": [{"role": "user", "content": str(number) * 99}],
+    }
+
+
+# <bos> and 99 characters: one token too many.
+ROOM = ["generator.context_tokens=139", "sampling.max_new_tokens=40"]
+
+
+def test_prompts_without_room_are_left_out_and_the_first_is_named(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    lines = [prompt_line(n, "held_out" if n < 3 else "train") for n in range(6)]
+    lines[4:4] = [long_line(4, "train"), long_line(5, "held_out")]
+    path = write_lines(tmp_path / "prompts.jsonl", lines)
+    report = check(tmp_path, [*overrides, *ROOM])
+    assert [(prompt.id, prompt.place) for prompt in report.dropped] == [
+        ("prompts:5", f"{path}:5"), ("prompts:6", f"{path}:6"),
+    ]  # fmt: skip
+    assert report.notes[0].startswith("prompts: 3 for training, 3 held out; 2 left out")
+    expected = f"2 prompts are left out, .* the first is {path}:5: the prompt has 100 tokens; .* 99"
+    assert re.search(expected, report.notes[1])
+
+
+def test_a_run_without_a_prompt_that_has_room_is_refused(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    held_out = [prompt_line(n, "held_out") for n in range(3)]
+    write_lines(tmp_path / "prompts.jsonl", [long_line(0, "train"), *held_out])
+    message = message_of(tmp_path, [*overrides, *ROOM])
+    assert message.startswith(f"no train prompt can be rendered; {tmp_path}/prompts.jsonl:1: ")
+    assert "Raise generator.context_tokens" in message
+    lines = [prompt_line(9, "train"), *held_out[:2], long_line(3, "held_out")]
+    write_lines(tmp_path / "prompts.jsonl", lines)
+    message = message_of(tmp_path, [*overrides, *ROOM])
+    assert "only 2 held-out" in message and f"the first is {tmp_path}/prompts.jsonl:4" in message
+
+
+def test_the_system_prompts_of_the_tasks_in_use_are_shown(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    lines = [{**prompt_line(n, ""), "task": ("math", "exact", "plain")[n % 3]} for n in range(30)]
+    for line in lines:
+        del line["split"]
+    write_lines(tmp_path / "prompts.jsonl", lines)
+    (tmp_path / "c.toml").write_text(
+        f'[[prompts]]\npath = "{tmp_path}/prompts.jsonl"\n'
+        '[reward.tasks.plain]\ngate = "none"\ncompare = "exact"\n'
+    )
+    report = check(tmp_path, [o for o in overrides if "eval.prompts" not in o])
+    assert report.dropped == []
+    counts = re.match(r"prompts: (\d+) for training, (\d+) held out$", report.notes[0])
+    assert counts and int(counts[1]) + int(counts[2]) == 30 and int(counts[2]) > 0
+    shown, none = report.notes[1:]
+    assert shown.startswith("system prompt (exact, math): ") and "\\n<think>" in shown
+    assert none == "system prompt (plain): none"
 
 
 def test_malformed_trace_names_file_and_line(tmp_path: Path, overrides: list[str]) -> None:

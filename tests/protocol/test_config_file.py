@@ -1,3 +1,4 @@
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,21 @@ def test_extreme_numbers_come_back(tmp_path: Path) -> None:
     assert again == config
     types = {key: type(value) for key, value in again.prompts[0].options.items()}
     assert types == {key: type(value) for key, value in options.items()}
+
+
+def test_the_resolved_file_holds_the_system_prompts_and_not_the_unset_one(tmp_path: Path) -> None:
+    text = dump_toml(Config())
+    assert "[render.system_prompts]" in text and "\nsystem_prompt =" not in text
+    config = load_text(tmp_path, text)
+    assert config.render.system_prompt is None
+    assert (
+        config.render.system_prompts.think_box
+        in tomllib.loads(text)["render"]["system_prompts"].values()
+    )
+
+
+def test_a_file_of_own_prompts_needs_a_path_alone(tmp_path: Path) -> None:
+    config = load_text(tmp_path, '[[prompts]]\npath = "mine.jsonl"\n')
+    [source] = config.prompts
+    assert (source.kind, source.task, source.held_out_share) == ("jsonl", "math", 0.1)
+    assert config.eval.prompts == "auto"

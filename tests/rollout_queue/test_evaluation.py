@@ -2,10 +2,19 @@ import math
 
 import pytest
 
-from megatron_rl.protocol.config import EvalConfig
+from megatron_rl.protocol.config import EvalConfig, QueueConfig, SamplingConfig
 from megatron_rl.protocol.process import InputError
-from megatron_rl.rollout_queue.evaluation import label_at, select_held_out, summarize
-from tests.rollout_queue.makers import make_group, make_prompt
+from megatron_rl.protocol.reward_config import RewardConfig
+from megatron_rl.protocol.types import ScoreRequest, VerifierReady
+from megatron_rl.rollout_queue.evaluation import (
+    AUTO_PROMPTS,
+    Evaluation,
+    label_at,
+    select_held_out,
+    summarize,
+)
+from megatron_rl.rollout_queue.scoring import Scoring
+from tests.rollout_queue.makers import make_group, make_prompt, make_rollout
 
 
 def test_standard_error_of_single_samples_is_the_binomial_one() -> None:
@@ -38,3 +47,39 @@ def test_too_few_held_out_prompts_are_an_error_that_says_what_to_do() -> None:
     assert select_held_out(held_out, EvalConfig(prompts=2)) == held_out[:2]
     with pytest.raises(InputError, match="eval.prompts=4, but .* only 3 held-out"):
         select_held_out(held_out, EvalConfig(prompts=4))
+
+
+def requests_of_an_evaluation(label: str, first_number: int) -> dict[str, ScoreRequest]:
+    """What verifiers are asked about each prompt, in an evaluation whose groups begin there."""
+    prompts = [make_prompt(name, task="code") for name in ("a", "b", "c")]
+    evaluation = Evaluation(
+        label, prompts, config=EvalConfig(), sampling=SamplingConfig(), version=0, now=0.0
+    )
+    scoring = Scoring(QueueConfig(), RewardConfig())
+    scoring.announce("v", VerifierReady({"code": 9}, session=1), 0.0)
+    for prompt in prompts:
+        group = evaluation.open_group(first_number)
+        assert (group.number, group.prompt) == (first_number, prompt)
+        first_number += 1
+        scoring.submit(group, make_rollout())
+    asked = [scoring.next_request(0.0) for _ in prompts]
+    return dict(zip(("a", "b", "c"), (request for _, request in asked), strict=True))
+
+
+def test_every_evaluation_draws_the_same_tests_for_a_prompt() -> None:
+    before = requests_of_an_evaluation("before", 0)
+    after = requests_of_an_evaluation("after", 1234)
+    seeds = [request.seed for request in before.values()]
+    assert [request.seed for request in after.values()] == seeds
+    assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
+    # The first 31 bits of the prompt's SHA-256, as `printf a | sha256sum` prints them.
+    assert seeds[0] == 0xCA978112 >> 1
+
+
+def test_automatic_size_takes_what_there_is_up_to_a_limit() -> None:
+    many = [make_prompt(str(n), split="held_out") for n in range(AUTO_PROMPTS + 5)]
+    assert select_held_out(many[:3], EvalConfig()) == many[:3]
+    assert select_held_out(many, EvalConfig()) == many[:256]
+    assert select_held_out([], EvalConfig(prompts=0)) == []
+    with pytest.raises(InputError, match="eval.prompts=auto, but .* only 0 held-out"):
+        select_held_out([], EvalConfig())

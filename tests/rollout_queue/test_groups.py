@@ -1,3 +1,6 @@
+import math
+import re
+
 import msgspec
 import numpy as np
 import pytest
@@ -151,3 +154,32 @@ def test_rollout_that_contradicts_itself_is_found() -> None:
     assert "do not cover" in find_fault(replace(good, spans=[VersionSpan(0, 0, 3)]))
     assert "do not cover" in find_fault(replace(good, spans=[]))
     assert "0 completion tokens" in find_fault(replace(good, token_ids=good.token_ids[:0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": [-0.5, math.nan, -0.5, -0.5]}, "logprob nan of token 1"),
+        ({"logprobs": [-0.5, -0.5, -math.inf, -0.5]}, "logprob -inf of token 2"),
+        ({"logprobs": [math.inf, -0.5, -0.5, -0.5]}, "logprob inf of token 0"),
+        ({"logprobs": [-0.5, -0.5, -0.5, 0.01]}, "logprob 0.0.* of token 3"),
+        ({"spans": [VersionSpan(-1, 0, 1), VersionSpan(2, 1, 4)]}, "version -1"),
+        ({"token_ids": [5, 6, -7, 8]}, "token id -7"),
+        ({"prompt_ids": [5, -1]}, "token id -1"),
+        ({"finish_reason": "abort"}, "finish_reason 'abort'"),
+        ({"finish_reason": ""}, "finish_reason ''"),
+    ],
+)
+def test_rollout_that_cannot_be_trained_on_is_found(change: dict, message: str) -> None:
+    kinds = {"logprobs": np.float32, "token_ids": np.int32, "prompt_ids": np.int32}
+    typed = {key: np.array(v, kinds[key]) if key in kinds else v for key, v in change.items()}
+    good = make_rollout(tokens=4, versions=(0, 2))
+    assert re.match(message, find_fault(msgspec.structs.replace(good, **typed)))
+
+
+def test_certain_tokens_and_both_ends_of_a_completion_are_sound() -> None:
+    # A logprob of 0 is certainty; float32 softmax may round it up a little.
+    certain = np.array([0.0, 1e-6, -40.0], np.float32)
+    for finish_reason in ("stop", "length"):
+        rollout = make_rollout(tokens=3, finish_reason=finish_reason)
+        assert find_fault(msgspec.structs.replace(rollout, logprobs=certain)) == ""

@@ -30,9 +30,8 @@ def own_source(source: PromptSource, seed: int) -> list[Prompt]:
 
 
 def test_jsonl_prompts_are_split_and_held_out_questions_leave_the_train_split(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
-    caplog.set_level("INFO")
     source = write(
         tmp_path, line("a?"), line("What  is B?"), "", line("c\u2028?", id="mine"),
         line("what is b?", "held_out"),
@@ -41,23 +40,27 @@ def test_jsonl_prompts_are_split_and_held_out_questions_leave_the_train_split(
     assert [[p.id for p in prompts] for prompts in sets.train] == [["prompts:1", "mine"]]
     assert [p.id for p in sets.held_out] == ["prompts:5"]
     assert sets.duplicates_removed == 1
-    assert "1 train prompts removed" in caplog.text
+    assert sets.describe() == (
+        "prompts: 2 for training, 1 held out; 1 train prompts removed because their question is "
+        "held out"
+    )
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ('{"task": "math", "answer": "1"}', r"missing required field `messages`"),
-        ('{"task": "math", "messages": [], "answer": "1"}', r'"messages" is empty'),
-        (line("q", answer=3), r"Expected `str`, got `int` - at `\$.answer`"),
-        (line("q", "test"), r'"split" is \'test\'; expected "train" or "held_out"'),
-        (line("q", spilt="held_out"), r"unknown field `spilt`"),
-        ("{not json", r"JSON is malformed"),
-    ],
-)
-def test_malformed_line_names_file_line_and_fault(tmp_path: Path, bad: str, message: str) -> None:
-    with pytest.raises(InputError, match=rf"prompts\.jsonl:2: .*{message}"):
-        load_prompts([write(tmp_path, line("a?"), bad)], seed=0)
+def test_dropped_prompts_are_in_no_split_and_empty_sources_leave_the_mixture(
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path, line("a?"), line("b?"), line("c?", "held_out"), line("d?", "held_out"))
+    other = PromptSource(kind="tests.rollout_queue.test_prompts:own_source", weight=3.0)
+    everything = load_prompts([source, other], seed=0)
+    assert (everything.weights, everything.dropped) == ([1.0, 3.0], 0)
+    dropped = frozenset({"prompts:2", "prompts:3", "own"})
+    sets = load_prompts([source, other], seed=0, dropped=dropped)
+    assert [[p.id for p in prompts] for prompts in sets.train] == [["prompts:1"]]
+    assert [p.id for p in sets.held_out] == ["own held", "prompts:4"]
+    assert (sets.weights, sets.dropped) == ([1.0], 3)
+    assert sets.describe().endswith(
+        "1 for training, 2 held out; 3 left out (prompts_dropped.jsonl)"
+    )
 
 
 def test_missing_file_and_missing_path_are_clear_errors(tmp_path: Path) -> None:

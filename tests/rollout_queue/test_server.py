@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady, Published
+from megatron_rl.rollout_queue.dropped_prompts import DroppedPrompt, write_dropped
 from tests.rollout_queue.scripted_peers import ScriptedPeers, start_queue, write_config
 
 TRAIN = {
@@ -32,6 +33,8 @@ def test_a_whole_run_trains_evaluates_records_and_stops(tmp_path: Path, max_stal
         eval={"prompts": 8, "samples": 2, "temperature": 0.0, "every_steps": 4},
         generator={"max_running": 64},
     )  # fmt: skip
+    dropped = {"prompts:3", "prompts:17", "prompts:41", "prompts:50"}
+    write_dropped(tmp_path, [DroppedPrompt(name, "", "too long") for name in dropped])
     queue = start_queue(config)
     peers = ScriptedPeers(config, dp_size=2, hold=9)
     try:
@@ -41,6 +44,9 @@ def test_a_whole_run_trains_evaluates_records_and_stops(tmp_path: Path, max_stal
         peers.close()
     assert peers.stopped == {"generator", "verifier", "trainer-0", "trainer-1"}
     assert len(peers.batches) == 6
+    leased = {lease.prompt.id for _, lease in peers.leases}
+    # All 36 train prompts that are left would do for 9 batches; 8 held-out ones are left.
+    assert not leased & dropped and {f"prompts:{n}" for n in range(42, 50)} <= leased
     check_batches(peers, max_staleness)
     spanning = sum(reduced(batch, "queue/rollouts_spanning_versions") for batch in peers.batches)
     assert (spanning > 0) == (max_staleness > 0)
@@ -83,7 +89,7 @@ def check_files(folder: Path, peers: ScriptedPeers) -> None:
         trained.update((record["group"], record["index"]) for record in records)
         assert set(records[0]) == {
             "prompt_id", "group", "index", "text", "answer", "reward", "parts", "reason", "tokens",
-            "versions", "finish_reason", "task", "problem", "language", "seed",
+            "versions", "finish_reason", "task", "problem", "language", "seed", "prompt_tail",
         }  # fmt: skip
     assert max(trained.values()) == 1 and len(trained) == 96
     # Nothing was generated in vain: each training group is trained on or flat.

@@ -33,12 +33,13 @@ def test_records_of_a_run_find_their_tests_by_prompt(tmp_path: Path) -> None:
         "prompt_id": "code:3", "group": 4, "index": 0, "task": "code", "problem": "?",
         "language": "", "text": "x", "answer": "", "reward": 0.0, "parts": {}, "tokens": 9,
         "reason": "unfinished", "versions": [0], "finish_reason": "length", "seed": 5,
+        "prompt_tail": "<think>",
     }  # fmt: skip
     (found,) = read_records(_write(tmp_path / "r.jsonl", record), {prompt.id: prompt})
     assert found == Record(
         Sample(
             text="x", task="code", entry=prompt.entry, problem="?", tokens=9, is_finished=False,
-            seed=5,
+            seed=5, prompt_tail="<think>",
         ),
         "unfinished",
     )  # fmt: skip
@@ -96,6 +97,7 @@ def test_command_prints_reasons_changes_and_disagreements(
         {"text": boxed("[0,1)"), "answer": "0 \\le x < 1", "reason": "wrong_answer"},
         {"text": boxed("8"), "answer": "7", "reason": "wrong_answer"},
         {"text": "7", "answer": "7"},
+        {"text": "a</think>\\boxed{7}", "answer": "7", "prompt_tail": "<think>\n"},
     )
     assert main(["verify", str(path), "--disagree"]) == 0
     printed = capsys.readouterr().out

@@ -156,14 +156,20 @@ def write_peer_prompts(config: Config, path: Path) -> int:
     Raises InputError when the prompts or the tokenizer cannot be read, ValueError for a task that
     the peer's exact comparison does not grade.
     """
-    renderer = Renderer(config.render, config.model.path, config.generator.context_tokens)
+    renderer = Renderer(
+        config.render,
+        config.model.path,
+        config.generator.context_tokens,
+        gates=config.reward.gates,
+    )
     prompts = [p for part in load_prompts(config.prompts, config.run.seed).train for p in part]
     tasks = {prompt.task for prompt in prompts}
     if tasks != {"exact"}:
         raise ValueError(f"the peer grades the task 'exact' only; the prompts have {sorted(tasks)}")
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
-            ids = renderer.render(prompt.messages, config.sampling.max_new_tokens)
+            limit = config.sampling.max_new_tokens
+            ids = renderer.render(prompt.messages, limit, task=prompt.task)
             row = {"text": renderer.decode(ids), "token_ids": ids, "answer": prompt.answer}
             file.write(json.dumps(row) + "\n")
     return len(prompts)

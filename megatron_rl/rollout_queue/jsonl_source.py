@@ -1,0 +1,139 @@
+"""Prompts of a JSONL file: the shapes that a line may have, and the split of lines without one.
+
+Used by the rollout queue at start, and by tools that need the same prompts.
+"""
+
+import difflib
+import functools
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.protocol.config import PromptSource
+from megatron_rl.protocol.process import InputError
+from megatron_rl.protocol.types import Message, Prompt
+
+_SPLITS = ("train", "held_out")
+_QUESTIONS = ("messages", "prompt", "question", "problem")
+_EXPECTED = (
+    'expected one JSON object a line: {"question": "...", "answer": "..."}, or "messages": '
+    '[{"role": "user", "content": "..."}] in place of the question; with optional "task", '
+    '"split" ("train" or "held_out"), "id", "entry", "language"'
+)
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """One line; the question has one of four names."""
+
+    answer: str | int | float
+    messages: list[Message] = []
+    prompt: str | list[Message] = ""
+    question: str = ""
+    problem: str = ""
+    task: str = ""
+    """Empty: that of the source."""
+    id: str | int = ""
+    split: str = ""
+    """Empty: chosen by a hash of the question."""
+    entry: str = ""
+    language: str = ""
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages; a plain question is one of the user. Empty where there is none."""
+        found = self.messages or self.prompt or self.question or self.problem
+        if isinstance(found, str):
+            return [Message("user", found)] if found.strip() else []
+        return found
+
+
+_KEYS = [field.name for field in msgspec.structs.fields(_Line)]
+
+
+def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
+    """Prompts of a file with one `_Line` a line; errors name file and line."""
+    path = source.path
+    if path is None:
+        raise InputError('a prompt source of kind "jsonl" needs a path (prompts.path)')
+    try:
+        # Not splitlines(), which also splits at U+2028 inside JSON strings.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the prompts {path}: {error}") from error
+    prompts = [
+        _parse_line(line, path, number, source.task)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    return _with_splits(prompts, source.held_out_share)
+
+
+def _parse_line(text: str, path: Path, number: int, task: str) -> Prompt:
+    place = f"{path}:{number}"
+    try:
+        _check_keys(msgspec.json.decode(text, type=dict[str, msgspec.Raw]), place)
+        line = msgspec.json.decode(text, type=_Line)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{place}: {error}; {_EXPECTED}") from error
+    if line.split and line.split not in _SPLITS:
+        raise InputError(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
+    if not line.conversation:
+        raise InputError(f"{place}: there is no question; {_EXPECTED}")
+    return Prompt(
+        id=str(line.id) or f"{path.stem}:{number}",
+        task=line.task or task,
+        messages=line.conversation,
+        answer=str(line.answer),
+        split=line.split,
+        entry=line.entry,
+        language=line.language,
+        place=place,
+    )
+
+
+def _check_keys(line: dict[str, msgspec.Raw], place: str) -> None:
+    """InputError for two questions, or a key that is ours but for a slip; others are ignored."""
+    questions = [key for key in _QUESTIONS if key in line]
+    if len(questions) > 1:
+        raise InputError(f"{place}: {' and '.join(questions)} are both given: keep one")
+    for key in line:
+        meant = _slip_of(key)
+        if meant:
+            raise InputError(f"{place}: unknown key {key!r}; did you mean {meant!r}?")
+
+
+@functools.cache
+def _slip_of(key: str) -> str:
+    """The key of ours that was meant; empty for one of ours, and for a key like "question_id"."""
+    if len(key) < 4 or not set(_KEYS).isdisjoint(key.split("_")):
+        return ""
+    return next(iter(difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75)), "")
+
+
+def _with_splits(prompts: list[Prompt], held_out_share: float) -> list[Prompt]:
+    """Lines without a split get one by the hash of their question, whatever the other lines are.
+
+    A question that another line puts into a split follows it. With a share above 0 at least one of
+    two or more questions is held out.
+    """
+    questions = [prompt.normalized_question for prompt in prompts]
+    split_of: dict[str, str] = {}
+    for question, prompt in zip(questions, prompts, strict=True):
+        if prompt.split and split_of.get(question) != "held_out":
+            split_of[question] = prompt.split
+    places = {question: _place_of(question) for question in set(questions) - split_of.keys()}
+    for question, place in places.items():
+        split_of[question] = "held_out" if place < held_out_share else "train"
+    if held_out_share > 0 and len(places) > 1 and "held_out" not in split_of.values():
+        split_of[min(places, key=lambda question: places[question])] = "held_out"
+    return [
+        prompt if prompt.split else msgspec.structs.replace(prompt, split=split_of[question])
+        for question, prompt in zip(questions, prompts, strict=True)
+    ]
+
+
+def _place_of(question: str) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    digest = hashlib.sha256(question.encode()).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
