@@ -102,6 +102,8 @@ class Leases:
         where that costs nothing, and no slot idles while a completion waits. The groups that come
         before an older one are those of its own version, and no more than admission lets be opened.
         """
+        if self._generators.find_room() is None:
+            return None
         choice = self._choose(rules, anywhere=False)
         if choice is None and (group := open_group()) is not None:
             self.add(group)
@@ -135,7 +137,7 @@ class Leases:
         indices, held.unleased = held.unleased[:count], held.unleased[count:]
         if not held.unleased:
             self._queue.remove(held)
-        if held.home not in self._generators.names:
+        if held.home == held.shunned or held.home not in self._generators.names:
             held.home = generator.name
         held.attempts.update(indices)
         group = held.group

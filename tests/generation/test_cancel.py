@@ -1,12 +1,14 @@
-"""A cancelled lease ends in the engine, and its generator serves on."""
+"""What nobody waits for ends in the engine, and what takes too long in its time."""
 
 import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
 from generation.async_dealer import AsyncDealer
+from generation.engine import EngineError, load_engine
 from generation.hf_engine import HFEngine
 from generation.worker import GeneratorWorker
 from megatron_rl.protocol.config import RenderConfig
@@ -85,3 +87,17 @@ def test_cancelled_lease_ends_in_the_engine_and_nothing_of_it_is_sent(
     ]  # fmt: skip
     assert isinstance(failed, RolloutFailed)
     assert (failed.lease_id, failed.drop_as) == (3, "prompt_unrenderable")
+
+
+@pytest.mark.parametrize("engine_name", ["sglang", "hf"])
+def test_request_that_a_publish_holds_up_fails_in_its_time(
+    engine_name: str, tmp_path: Path
+) -> None:
+    async def generate() -> None:
+        engine = load_engine(engine_name)(make_setup(tmp_path, tmp_path, request_timeout_s=0.1))
+        engine._is_serving.clear()  # as `pause` does; the engine is not started for this
+        async with aclosing(engine.generate([5, 6], Sampling(4, 1.0), [0])) as answers:
+            await asyncio.wait_for(anext(answers), WAIT_S)
+
+    with pytest.raises(EngineError, match="a publish kept a request waiting"):
+        asyncio.run(generate())

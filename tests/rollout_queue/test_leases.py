@@ -267,3 +267,16 @@ def test_leases_of_one_group_that_are_lost_together_fail_it_once(how: str) -> No
     assert leases.outstanding == 0
     leases.announce("g", GeneratorReady(2, 0, session=2), 51.0)
     assert issue(leases, new_group(number=1), now=51.0) is not None
+
+
+def test_group_finds_a_new_home_where_its_first_one_failed_it() -> None:
+    leases = leases_with("a", "b", "c", capacity=4)
+    name, lease_id, _ = issue_group(leases, new_group(4))
+    for index in (0, 1):
+        leases.take_failure(name, RolloutFailed(lease_id, index, "engine error"), 1.0)
+    issued = issue(leases)
+    assert issued is not None and issued[0] != name and issued[2] == [0, 1]
+    leases.take_failure(name, RolloutFailed(lease_id, 2, "engine error"), 1.0)
+    # Not to the third generator, although that has more room.
+    again = issue(leases)
+    assert again is not None and (again[0], again[2]) == (issued[0], [2])
