@@ -21,7 +21,7 @@ from tests.end_to_end.test_lost_generator import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow(130), pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 PROMPTS = 45
 __all__ = ["folder"]

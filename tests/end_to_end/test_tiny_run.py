@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.protocol.metrics import read_jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow(180), pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SUMMARY_KEYS = {

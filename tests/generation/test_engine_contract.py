@@ -23,7 +23,7 @@ from tests.generation.publisher import (
 from tests.generation.tiny_model import EOS_ID, logprobs, mixed_logprobs
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(150)]
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 TOLERANCE = 1e-5
 
