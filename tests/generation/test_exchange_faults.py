@@ -49,7 +49,7 @@ def test_a_killed_generator_costs_at_most_the_deadline_and_is_served_when_it_is_
 ) -> None:
     folders = exports(tmp_path, 2)
     blow = Blow(1, (fleet.pid(0),), after_parcels=after_parcels)
-    script = Script(folders, salt=0.1 + after_parcels / 1000, blows=(blow,), admits_until=2)
+    script = Script(folders, salt=after_parcels / 10_000, blows=(blow,), admits_until=2)
     with fleet.restarting(0):
         first, killed, _ = publish(fleet, TENSOR, script)
     assert first.metrics["publish/generators"] == 2
@@ -66,7 +66,7 @@ def test_a_stopped_rank_costs_the_deadline_and_its_generator_is_served_after_a_r
     deadline_s = fleet.config.weights.deadline_s
     stop = Blow(1, tuple(fleet.schedulers()[:1]), signal.SIGSTOP, after_parcels=MID_TRANSFER)
     kill = Blow(2, (fleet.pid(0),))
-    script = Script(folders, salt=0.2, blows=(stop, kill), admits_until=2)
+    script = Script(folders, salt=0.005, blows=(stop, kill), admits_until=2)
     with fleet.restarting(0):
         _, stopped, after, _ = publish(fleet, TENSOR, script)
     assert stopped.seconds > deadline_s - 1
@@ -83,7 +83,7 @@ def test_a_rank_that_was_stopped_and_goes_on_is_served_without_a_restart(
     pids = tuple(fleet.schedulers()[:1])
     stop = Blow(1, pids, signal.SIGSTOP, after_parcels=MID_TRANSFER)
     go_on = Blow(2, pids, signal.SIGCONT)
-    script = Script(folders, salt=0.3, blows=(stop, go_on), admits_until=2)
+    script = Script(folders, salt=0.006, blows=(stop, go_on), admits_until=2)
     publish(fleet, TENSOR, script)
     fleet.check_parameters(folders[2])
     fleet.check_logprobs(0, folders[2], version=2)
@@ -94,7 +94,7 @@ def test_a_generator_that_is_killed_after_its_transfer_is_missed_at_the_next_pub
 ) -> None:
     folders = exports(tmp_path, 3)
     blow = Blow(1, (fleet.pid(0),), after_parcels=AFTER_TRANSFER)
-    _, killed, after = publish(fleet, TENSOR, Script(folders, salt=0.4, blows=(blow,)))
+    _, killed, after = publish(fleet, TENSOR, Script(folders, salt=0.007, blows=(blow,)))
     assert killed.metrics["publish/generators"] == 2
     check_drop(after, fleet.config.weights.deadline_s + MARGIN_S)
     fleet.check_logprobs(1, folders[2], version=2)
