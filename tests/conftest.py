@@ -1,12 +1,97 @@
-"""Skips tests marked `gpu` where no CUDA device is present."""
+"""Which tests a run takes, and in which order; where their matrices are cut.
+
+Of the cases of a test marked `sampled(count)` so many are drawn by a seed; the others become
+`exhaustive`. Of exhaustive tests `--share` draws a part. Files start by their `slow(seconds)`,
+the longest first, because workers take one file after the other.
+"""
+
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.sampling import commit_seed, draw, is_drawn
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("matrices")
+    group.addoption("--matrix-seed", help="draws cases; without it, the commit that is checked out")
+    group.addoption(
+        "--share", type=float, default=1.0, help="part of the exhaustive tests to take, 0 to 1"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist get the options of the main process, and so its seed.
+    if config.option.matrix_seed is None:
+        config.option.matrix_seed = commit_seed()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"matrices: {repeat_options(config)}"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    if exitstatus:
+        terminalreporter.write_line(f"cases were drawn by {repeat_options(config)}")
+
+
+def repeat_options(config: pytest.Config) -> str:
+    """What draws the same cases on another commit."""
+    seed, share = config.option.matrix_seed, config.option.share
+    return f"--matrix-seed={seed}" + (f" --share={share}" if share < 1 else "")
+
+
+# Before pytest's own, which selects by markers.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip_gpu_tests(items)
+    mark_what_is_not_drawn(items, config.option.matrix_seed)
+    take_share(config, items)
+    put_slow_files_first(items)
+
+
+def skip_gpu_tests(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def mark_what_is_not_drawn(items: list[pytest.Item], seed: str) -> None:
+    """Cases that are exhaustive by themselves are not drawn from."""
+    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("exhaustive"):
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    for cases in matrices.values():
+        marker = cases[0].get_closest_marker("sampled")
+        assert marker is not None
+        drawn = draw((case.nodeid for case in cases), marker.args[0], seed)
+        for case in cases:
+            if case.nodeid not in drawn:
+                case.add_marker(pytest.mark.exhaustive)
+
+
+def take_share(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share, seed = config.option.share, config.option.matrix_seed
+    left = [
+        item
+        for item in items
+        if item.get_closest_marker("exhaustive") and not is_drawn(item.nodeid, share, seed)
+    ]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
+
+
+def put_slow_files_first(items: list[pytest.Item]) -> None:
+    seconds: dict[Path, float] = defaultdict(float)
+    for item in items:
+        for marker in item.iter_markers("slow"):
+            seconds[item.path] = max(seconds[item.path], *marker.args, 0.0)
+    items.sort(key=lambda item: -seconds[item.path])

@@ -1,6 +1,7 @@
 """run_ranks returns every rank's result, and never waits for ranks that cannot come."""
 
 import multiprocessing
+import os
 import time
 
 import psutil
@@ -9,6 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import RanksFailed, run_ranks
+
+IMPORTED_BY = os.getpid()
+
+
+def importer_and_self() -> tuple[int, int]:
+    return IMPORTED_BY, os.getpid()
 
 
 def add_ranks(start: float) -> float:
@@ -38,6 +45,13 @@ def start_child() -> int:
 
 def test_results_come_in_the_order_of_ranks() -> None:
     assert run_ranks(add_ranks, 2, 2.0) == [5.0, 5.0]
+
+
+def test_a_test_file_is_imported_once_for_the_ranks_of_all_calls() -> None:
+    calls = run_ranks(importer_and_self, 2) + run_ranks(importer_and_self, 2)
+    importers, ranks = zip(*calls, strict=True)
+    assert len(set(importers)) == 1 and len(set(ranks)) == 4
+    assert {os.getpid(), *ranks}.isdisjoint(importers)
 
 
 def test_failing_rank_ends_the_others() -> None:

@@ -1,7 +1,6 @@
 """Every way to divide the work trains alike: losses and gradient norms of three steps (fp32)."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,8 +42,6 @@ DENSE = [
     f"{INTERLEAVED} {SHARDED} {OVERLAP}",
     "recompute=selective",
     "recompute=full",
-]
-MORE_DENSE = [
     "data=2",
     "context=4",
     "context=2 pipeline=2",
@@ -58,8 +55,6 @@ MIXED = [
     f"{SEQUENCE} expert=2",
     f"{SEQUENCE} data=2 expert=2 expert_tensor=2",
     "context=2 expert=2",
-]
-MORE_MIXED = [
     f"{SHARDED} {OVERLAP} expert=2",
     f"{SEQUENCE} expert_tensor=2",
     f"{INTERLEAVED} data=2 expert=2",
@@ -110,17 +105,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
     return folder, curve_of(folder, "")
 
 
-def with_more(layouts: list[str], more: list[str]) -> list[Any]:
-    """All of them, `more` being run with the exhaustive tests alone."""
-    return layouts + [pytest.param(layout, marks=pytest.mark.exhaustive) for layout in more]
-
-
-@pytest.mark.parametrize("layout", with_more(DENSE, MORE_DENSE), ids=str)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("layout", DENSE)
 def test_dense_model_trains_alike(layout: str, dense: tuple[Path, Curve]) -> None:
     assert_alike(layout, *dense)
 
 
-@pytest.mark.parametrize("layout", with_more(MIXED, MORE_MIXED), ids=str)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", MIXED)
 def test_mixture_of_experts_trains_alike(layout: str, mixed: tuple[Path, Curve]) -> None:
     assert_alike(layout, *mixed)
 

@@ -141,20 +141,16 @@ def expected(folder: Path) -> tuple[float, float]:
     return run_ranks(totals, 1, make_config(folder), True)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "overrides",
     [
         ["parallel.pipeline=2", "model.recompute=full"],
-        *(
-            pytest.param(split, marks=pytest.mark.exhaustive)
-            for split in (
-                ["model.recompute=full"],
-                ["parallel.tensor=2", "parallel.sequence=true"],
-                ["parallel.data=2", "parallel.expert=2"],
-                ["parallel.context=2"],
-                ["parallel.pipeline=2", "parallel.virtual_stages=2", "model.recompute=full"],
-            )
-        ),
+        ["model.recompute=full"],
+        ["parallel.tensor=2", "parallel.sequence=true"],
+        ["parallel.data=2", "parallel.expert=2"],
+        ["parallel.context=2"],
+        ["parallel.pipeline=2", "parallel.virtual_stages=2", "model.recompute=full"],
     ],
     ids=",".join,
 )

@@ -108,7 +108,7 @@ def test_resumed_trainer_takes_the_steps_of_the_uninterrupted_one(
     check(dense, tmp_path / "c", *splits("tensor=2"), splits("tensor=1", "pipeline=2", SHARDED))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "saved",
     [
@@ -159,7 +159,7 @@ def test_experts_are_resumed_under_any_other_split(
     check(mixture, tmp_path / "c", *splits(saved), splits(*EXPERTS))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("saved", ["data=2", SHARDED])
 def test_masters_of_a_bfloat16_model_are_resumed(dense: Path, tmp_path: Path, saved: str) -> None:
     # Were masters made anew from the weights, the same split would differ in bits.

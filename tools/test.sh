@@ -5,6 +5,7 @@
 # `exhaustive` (hostile programs as every user, all of HumanEval, every layout and fault of a
 # publish), file by file on as many cores as there are, up to four. Arguments go to pytest (and skip
 # the lint), e.g. `bash tools/test.sh tests/tools -k convert`, `-m gpu` or `-m exhaustive`.
+# Matrices are sampled by the commit; the first lines name the option that repeats a sample.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -20,13 +21,13 @@ export PYTHONUNBUFFERED=1
 
 lint=0
 if [ $# -eq 0 ]; then
-    # Files in their order: the longest come early.
+    # Files in the order of tests/conftest.py: the longest come first.
     set -- -m "not exhaustive" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
     .venv/bin/ruff check --quiet --output-format concise . && .venv/bin/ruff format --quiet --check . || lint=$?
     [ "$lint" -eq 0 ] || echo "[test] lint failed: run .venv/bin/ruff check --fix . and .venv/bin/ruff format ." >&2
 fi
 status=0
-.venv/bin/python -m pytest --durations=10 --durations-min=5 -ra "$@" || status=$?
+.venv/bin/python -m pytest --durations=20 --durations-min=1 -ra "$@" || status=$?
 [ "$lint" -eq 0 ] || echo "[test] lint failed: see above" >&2
 [ "$status" -ne 0 ] || status=$lint
 exit "$status"

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.protocol.metrics import read_jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow(150), pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS, GROUPS, GROUP_SIZE = 20, 4, 8

@@ -21,7 +21,7 @@ from tests.end_to_end.test_lost_generator import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(170), pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 PROMPTS = 45
 __all__ = ["folder"]

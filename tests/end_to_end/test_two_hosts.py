@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.metrics import read_jsonl
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # No name of the loopback device in protocol/wire.py: treated as reachable from other hosts.

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -232,6 +232,27 @@ class Fleet:
                 assert torch.equal(local_part(held, part), expected), (rank, part)
                 unused.discard(part.hf)
         assert not unused
+
+
+@contextmanager
+def kept_fleets(make_folder: Callable[[str], Path]) -> Iterator[Callable[..., Fleet]]:
+    """Finds the fleet of (kind, tensor_parallel, replicas): the last one if it is whole and fits.
+
+    Else that one is closed first. Starting a fleet takes most of a test's time.
+    """
+    with ExitStack() as stack:
+        held: list[tuple[tuple[str, int, int], Fleet]] = []
+
+        def find(kind: str, tensor_parallel: int, replicas: int) -> Fleet:
+            wanted = (kind, tensor_parallel, replicas)
+            if not held or held[0][0] != wanted or not held[0][1].is_whole:
+                stack.close()
+                folder = make_folder(f"{kind}-tp{tensor_parallel}")
+                fleet = Fleet(folder, kind, tensor_parallel=tensor_parallel, replicas=replicas)
+                held[:] = [(wanted, stack.enter_context(fleet))]
+            return held[0][1]
+
+        yield find
 
 
 def publish(

@@ -21,10 +21,11 @@ from tests.generation.publisher import (
     SlicePublisher,
     TrainerProcess,
 )
+from tests.generation.test_worker import still_running
 from tests.generation.tiny_model import EOS_ID, logprobs, mixed_logprobs
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(150)]
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 TOLERANCE = 1e-5
 
@@ -95,9 +96,7 @@ def driver(
         started = set(psutil.Process().children(recursive=True)) - before
         loop.run_until_complete(engine.close())
         loop.close()
-    _, alive = psutil.wait_procs(started, timeout=5)
-    left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not left, "closing the engine left processes"
+    assert not still_running(list(started), 5), "closing the engine left processes"
 
 
 @pytest.fixture

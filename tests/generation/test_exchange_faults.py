@@ -1,14 +1,24 @@
-"""Generators that fail and come back amid publishes; trainer ranks and generators are real."""
+"""Generators that fail and come back amid publishes; trainer ranks and generators are real.
+
+Tests share the generators while all of them are alive; the one that leaves a dead one is the last.
+"""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.generation.exchange_ranks import Blow, Script
-from tests.generation.fleet import MID_TRANSFER, TENSOR, Fleet, check_drop, publish
+from tests.generation.fleet import (
+    MID_TRANSFER,
+    TENSOR,
+    Fleet,
+    check_drop,
+    kept_fleets,
+    publish,
+)
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.exhaustive]
 MARGIN_S = 8.0
@@ -16,12 +26,17 @@ AFTER_TRANSFER = 150
 """Parcels that rank 0 of TENSOR has packed when the first generator goes on; in all it has 166."""
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    """An SGLang generator of two ranks, and an hf generator that goes on when it fails."""
+@pytest.fixture(scope="module")
+def find_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Fleet]]:
     torch.set_num_threads(1)
-    with Fleet(tmp_path / "fleet", "llama-tied", tensor_parallel=2, replicas=2) as fleet:
-        yield fleet
+    with kept_fleets(tmp_path_factory.mktemp) as find:
+        yield find
+
+
+@pytest.fixture
+def fleet(find_fleet: Callable[..., Fleet]) -> Fleet:
+    """An SGLang generator of two ranks, and an hf generator that goes on when it fails."""
+    return find_fleet("llama-tied", 2, 2)
 
 
 def exports(folder: Path, count: int) -> tuple[Path, ...]:
@@ -34,7 +49,7 @@ def test_a_killed_generator_costs_at_most_the_deadline_and_is_served_when_it_is_
 ) -> None:
     folders = exports(tmp_path, 2)
     blow = Blow(1, (fleet.pid(0),), after_parcels=after_parcels)
-    script = Script(folders, blows=(blow,), admits_until=2)
+    script = Script(folders, salt=after_parcels / 10_000, blows=(blow,), admits_until=2)
     with fleet.restarting(0):
         first, killed, _ = publish(fleet, TENSOR, script)
     assert first.metrics["publish/generators"] == 2
@@ -44,17 +59,6 @@ def test_a_killed_generator_costs_at_most_the_deadline_and_is_served_when_it_is_
         fleet.check_logprobs(index, folders[1], version=1)
 
 
-def test_a_generator_that_is_killed_after_its_transfer_is_missed_at_the_next_publish(
-    fleet: Fleet, tmp_path: Path
-) -> None:
-    folders = exports(tmp_path, 3)
-    blow = Blow(1, (fleet.pid(0),), after_parcels=AFTER_TRANSFER)
-    _, killed, after = publish(fleet, TENSOR, Script(folders, blows=(blow,)))
-    assert killed.metrics["publish/generators"] == 2
-    check_drop(after, fleet.config.weights.deadline_s + MARGIN_S)
-    fleet.check_logprobs(1, folders[2], version=2)
-
-
 def test_a_stopped_rank_costs_the_deadline_and_its_generator_is_served_after_a_restart(
     fleet: Fleet, tmp_path: Path
 ) -> None:
@@ -62,7 +66,7 @@ def test_a_stopped_rank_costs_the_deadline_and_its_generator_is_served_after_a_r
     deadline_s = fleet.config.weights.deadline_s
     stop = Blow(1, tuple(fleet.schedulers()[:1]), signal.SIGSTOP, after_parcels=MID_TRANSFER)
     kill = Blow(2, (fleet.pid(0),))
-    script = Script(folders, blows=(stop, kill), admits_until=2)
+    script = Script(folders, salt=0.005, blows=(stop, kill), admits_until=2)
     with fleet.restarting(0):
         _, stopped, after, _ = publish(fleet, TENSOR, script)
     assert stopped.seconds > deadline_s - 1
@@ -79,7 +83,18 @@ def test_a_rank_that_was_stopped_and_goes_on_is_served_without_a_restart(
     pids = tuple(fleet.schedulers()[:1])
     stop = Blow(1, pids, signal.SIGSTOP, after_parcels=MID_TRANSFER)
     go_on = Blow(2, pids, signal.SIGCONT)
-    script = Script(folders, blows=(stop, go_on), admits_until=2)
+    script = Script(folders, salt=0.006, blows=(stop, go_on), admits_until=2)
     publish(fleet, TENSOR, script)
     fleet.check_parameters(folders[2])
     fleet.check_logprobs(0, folders[2], version=2)
+
+
+def test_a_generator_that_is_killed_after_its_transfer_is_missed_at_the_next_publish(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    folders = exports(tmp_path, 3)
+    blow = Blow(1, (fleet.pid(0),), after_parcels=AFTER_TRANSFER)
+    _, killed, after = publish(fleet, TENSOR, Script(folders, salt=0.007, blows=(blow,)))
+    assert killed.metrics["publish/generators"] == 2
+    check_drop(after, fleet.config.weights.deadline_s + MARGIN_S)
+    fleet.check_logprobs(1, folders[2], version=2)

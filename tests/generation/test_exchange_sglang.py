@@ -7,7 +7,6 @@ tests of two generators and of failures use the last one of the matrix, and end 
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,15 @@ import torch
 
 from megatron_rl.protocol.config import ParallelConfig
 from tests.generation.exchange_ranks import Blow, Script
-from tests.generation.fleet import MID_TRANSFER, MODELS, TENSOR, Fleet, check_drop, publish
+from tests.generation.fleet import (
+    MID_TRANSFER,
+    MODELS,
+    TENSOR,
+    Fleet,
+    check_drop,
+    kept_fleets,
+    publish,
+)
 from tests.generation.inspected_engine import pauses_path
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(280)]
@@ -55,20 +62,8 @@ def replicas(kind: str) -> int:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], Fleet]]:
     """The fleet of a model and an engine layout; the one before is closed."""
     torch.set_num_threads(1)
-    with ExitStack() as stack:
-        current: list[Fleet] = []
-
-        def find(kind: str, tensor_parallel: int) -> Fleet:
-            wanted = (kind, tensor_parallel)
-            held = [(one.kind, one.tensor_parallel) for one in current]
-            if held != [wanted] or not current[0].is_whole:
-                stack.close()
-                folder = tmp_path_factory.mktemp(f"{kind}-tp{tensor_parallel}")
-                one = Fleet(folder, kind, tensor_parallel=tensor_parallel, replicas=replicas(kind))
-                current[:] = [stack.enter_context(one)]
-            return current[0]
-
-        yield find
+    with kept_fleets(tmp_path_factory.mktemp) as find:
+        yield lambda kind, tensor_parallel: find(kind, tensor_parallel, replicas(kind))
 
 
 @pytest.mark.parametrize(("kind", "tensor_parallel", "layout"), cases())

@@ -149,11 +149,19 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie has ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that run on; a zombie has ended."""
+    """Those that run on to the end of that time."""
     deadline = time.monotonic() + timeout_s
     while True:
-        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        alive = [process for process in processes if is_alive(process)]
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.05)

@@ -44,7 +44,7 @@ def test_chat_marks_are_single_tokens(tokenizer: PreTrainedTokenizerBase) -> Non
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.parametrize(
     ("question", "expected"),
     [("What is the capital of France?", "Paris"), ("What is 7 + 5? Answer with a number.", "12")],

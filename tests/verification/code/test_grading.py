@@ -311,7 +311,7 @@ def human_eval() -> Iterator[object]:
         yield pytest.param(problem, id=problem.name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("problem", human_eval())
 def test_human_eval(problem: human_eval_tasks.Problem, limits: CodeLimits) -> None:
     assert _reason(problem.right, problem.tests, limits) == "correct"
@@ -322,7 +322,7 @@ def test_human_eval_is_complete() -> None:
     assert sum(1 for _ in human_eval_tasks.problems()) == 164
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_cpp_problem(problem: object, limits: CodeLimits) -> None:
     tests = problem.tests()
