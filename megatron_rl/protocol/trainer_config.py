@@ -133,8 +133,9 @@ class TrainConfig(Section):
     max_skipped_updates: PositiveInt = 5
     """The run stops after so many skipped optimizer steps in a row, and writes the last minibatch
     to the run folder."""
-    batch_timeout_s: PositiveFloat = 600.0
-    """The trainer gives up when a batch takes longer."""
+    batch_timeout_s: PositiveFloat = 1200.0
+    """The trainer gives up when a batch takes longer. Above queue.max_attempts x
+    generator.request_timeout_s, one slow completion drops its group and does not end the run."""
     collective_timeout_s: PositiveFloat = 120.0
     """A collective among trainer ranks that takes longer ends the run."""
 

@@ -99,10 +99,10 @@ class Activity:
         """
         if in_flight and self._busy_since is None:
             self._busy_since = now
-        if self._first_score is None:
-            if not self._counts["rollouts_scored"]:
-                return None
+        if self._first_score is None and self._counts["rollouts_scored"]:
             self._first_score = now
+        if self._first_score is None and not self._has_dropped:
+            return None
         if self._last_row is not None and now - self._last_row < ROW_S and not is_last:
             return None
         diagnosis = self._new_diagnosis(now, records)
@@ -118,9 +118,14 @@ class Activity:
         self._last_row = now
         return {PREFIX + name: value for name, value in row.items()}
 
+    @property
+    def _has_dropped(self) -> bool:
+        return any(name.startswith("groups_dropped/") for name in self._counts)
+
     def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
         """The diagnosis if it is news: of another kind, or on many more scores."""
-        assert self._first_score is not None
+        if self._first_score is None:
+            return None
         found = diagnose(
             self._evidence,
             self._setting,

@@ -148,8 +148,8 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     config = load_config(None, [f'run.dir="{tmp_path}"', "generator.start_timeout_s=180"])
     ready = tmp_path / "generator-0.ready"
     rule = RestartRule(replica="generator-0", limit=3, until="trainer", ready_path=ready)
-    generator = Role("generator-0", [], None, tmp_path, 0.0, restarts=rule)
-    trainer = Role("trainer", [], None, tmp_path, 0.0)
+    generator = Role("generator-0", [], None, tmp_path, 0, 0.0, restarts=rule)
+    trainer = Role("trainer", [], None, tmp_path, 0, 0.0)
     roles = {"generator-0": generator, "trainer": trainer}
     start = {"time": 1.0, "source": "trainer", "step": -1, "model/parameters": 9}
     publish = {"time": 2.0, "source": "trainer", "step": 0, "publish/s": 1.0}

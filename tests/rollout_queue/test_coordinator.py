@@ -158,8 +158,7 @@ def test_group_whose_completion_fails_for_good_is_dropped_and_the_run_goes_on(
         [state] = [message for message in peers.others if isinstance(message, QueueState)]
         # Not generated again when the run is resumed.
         assert (state.groups_opened, state.unfinished) == (3, [])
-    rows = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [row["queue/groups_dropped_attempts_exhausted"] for row in rows] == [1]
+        assert peers.batches[0].metrics["queue/groups_dropped_attempts_exhausted"][0] == 1
 
 
 def test_prompt_that_cannot_be_rendered_is_dropped_at_once(tmp_path: Path) -> None:
@@ -169,8 +168,9 @@ def test_prompt_that_cannot_be_rendered_is_dropped_at_once(tmp_path: Path) -> No
         long = peers.open[0][0].prompt.id
         peers.fail(*peers.open[0], drop_as=PROMPT_UNRENDERABLE)
         assert long not in {lease.prompt.id for lease, _ in peers.open} and len(peers.open) == 4
+        coordinator.tick(1.0)
     [row] = read_jsonl(tmp_path / "metrics.jsonl")
-    assert row["queue/groups_dropped_prompt_unrenderable"] == 1
+    assert row["activity/groups_dropped/prompt_unrenderable"] == 1
 
 
 def test_group_with_a_completion_that_cannot_be_graded_is_dropped(tmp_path: Path) -> None:
@@ -186,8 +186,9 @@ def test_group_with_a_completion_that_cannot_be_graded_is_dropped(tmp_path: Path
         coordinator.handle("verify", "v", ScoreFailed(asked.request_id, "pool died"), 0.0)
         peers.pump()
         assert len(peers.cancelled) == 3
+        coordinator.tick(1.0)
     [row] = read_jsonl(tmp_path / "metrics.jsonl")
-    assert row["queue/groups_dropped_ungradable"] == 1
+    assert row["activity/groups_dropped/ungradable"] == 1
 
 
 def test_evaluation_ends_without_the_prompts_that_failed_and_says_how_many(tmp_path: Path) -> None:
