@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl import cluster, doctor, launch, verify_command
+from megatron_rl.facts import find_export, run_facts
 from megatron_rl.ports import ports_text
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import load_config, override
@@ -194,13 +195,13 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
     if not config_path.exists():
         raise InputError(f"{run_dir} holds no run: it has no config.toml")
     config = load_config(config_path)
-    export = launch.find_export(run_dir)
+    export = find_export(run_dir)
     summary_path = run_dir / "summary.json"
     if summary_path.exists():
         # The folder may have been moved, and models deleted, since it was written.
         summary = json.loads(summary_path.read_text()) | {"hf_export": export}
-        return summary, launch.run_facts(config, run_dir, summary["wall_s"], export)
-    facts = launch.run_facts(config, run_dir, {}, export)
+        return summary, run_facts(config, run_dir, summary["wall_s"], export)
+    facts = run_facts(config, run_dir, {}, export)
     return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
 
 

@@ -18,183 +18,30 @@ the run.
 import json
 import logging
 import re
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 
 from megatron_rl import preflight
-from megatron_rl.backend.environment import (
-    collective_environment,
-    device_of_host,
-    role_environment,
-)
-from megatron_rl.live_view import LiveView
-from megatron_rl.placement import gpu_environment, listed_gpus, place
+from megatron_rl.facts import COLD_START, CONTROL, FINAL
 from megatron_rl.ports import ports_text, resolve_ports
 from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.config_file import dump_toml, override
-from megatron_rl.protocol.metrics import JsonlWriter, read_jsonl
+from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.restarts import Restart, RestartRule
+from megatron_rl.restarts import RestartRule
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.run_folder import check_run_folder, locked, set_aside, step_of, write_config
-from megatron_rl.summary import RESTARTS, RunFacts, render_text, summarize
-from megatron_rl.supervisor import POLL_S, Supervisor
+from megatron_rl.session import Session
+from megatron_rl.summary import render_text, summarize
 from megatron_rl.weights.staging import recover
 
-COLD_START = "cold_start"
-CONTROL = "control"
-FINAL = "final"
 TRAINER = "trainer"
-# A role that was told to stop has this long to close its children before they are ended.
-_SERVING_END_S = 30.0
 # Over eval.timeout_s: the queue itself gives up first and says why.
 _EVAL_MARGIN_S = 60.0
 
 log = logging.getLogger(__name__)
-
-
-class _Session:
-    """What the phases of one run share: the children, the view, the clock of phases."""
-
-    def __init__(
-        self, config: Config, console: Console, *, lock: int, is_resumed: bool = False
-    ) -> None:
-        """lock: descriptor that keeps other launchers out of the run folder."""
-        self.config = config
-        self.is_resumed = is_resumed
-        self.wall_s: dict[str, float] = {}
-        self._supervisor = Supervisor(
-            config.run.dir / "logs",
-            extra_environment=collective_environment(config.ports.host),
-            inherited=(lock,),
-        )
-        self._view = LiveView(config, console)
-        self._gpus = listed_gpus()
-        self._device = device_of_host(self._gpus)
-        if is_resumed:
-            self._view.skip_rows()
-        self._closing = ExitStack()
-        self._started = time.monotonic()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            # The view closes last, so that it still shows what the children wrote at their end.
-            stack.enter_context(self._view)
-            stack.enter_context(self._supervisor)
-            self._closing = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            self._view.enter_phase("ending all processes of the run")
-        self._closing.__exit__(kind, error, trace)
-        self.wall_s["total"] = time.monotonic() - self._started
-
-    @property
-    def config_path(self) -> Path:
-        """The resolved tree of the run."""
-        return self.config.run.dir / "config.toml"
-
-    def start(
-        self, name: str, module: str, config_path: Path, arguments: Sequence[str] = (), *,
-        outlives: str | None = None, restarts: RestartRule | None = None,
-        gpus: range | None = None,
-    ) -> None:  # fmt: skip
-        """Start one Python process of the run.
-
-        gpus: those that it sees, none of them on a host without any; None: it needs no device.
-        """
-        command = [sys.executable, "-m", module, "--config", str(config_path), *arguments]
-        environment = role_environment("cpu" if gpus is None else self._device)
-        if gpus:
-            environment |= gpu_environment(gpus, self._gpus)
-        self._supervisor.start(
-            name, command, outlives=outlives, restarts=restarts, environment=environment
-        )
-
-    def start_ranks(self, name: str, module: str, arguments: list[str]) -> None:
-        """Start the trainer ranks under torchrun."""
-        command = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nproc-per-node", str(self.config.parallel.world_size)]
-        command += ["--master-addr", self.config.ports.host]
-        command += ["--master-port", str(self.config.ports.torchrun)]
-        command += ["-m", module, "--config", str(self.config_path), *arguments]
-        self._supervisor.start(name, command, environment=role_environment(self._device))
-
-    def wait_for(self, name: str, what: str = "", limit_s: float | None = None) -> None:
-        """Wait until the role has ended in good order.
-
-        Without a limit the role's own deadlines bound it. Raises RoleDied when any role ends
-        otherwise, DeadlineExceeded after limit_s.
-        """
-        started = time.monotonic()
-        while self._supervisor.is_running(name):
-            if limit_s is not None and time.monotonic() - started > limit_s:
-                raise DeadlineExceeded(f"{what} has not ended after {limit_s:.0f} s")
-            self._look()
-
-    def end_serving(self) -> None:
-        """Let the roles that the queue told to stop close, then end what is left."""
-        deadline = time.monotonic() + _SERVING_END_S
-        while any(role.ended is None for role in self._supervisor.roles.values()):
-            if time.monotonic() > deadline:
-                log.warning("a role did not end within %.0f s of the queue's end", _SERVING_END_S)
-                break
-            self._look()
-        self._supervisor.stop()
-
-    def _look(self) -> None:
-        time.sleep(POLL_S)
-        for restart in self._supervisor.check():
-            self._count(restart)
-        self._view.refresh(self._supervisor.roles)
-
-    def _count(self, restart: Restart) -> None:
-        values = {
-            RESTARTS: 1,
-            "role": restart.role,
-            "exit_code": restart.exit_code,
-            "restart": restart.count,
-            "max_restarts": restart.limit,
-        }
-        with closing(JsonlWriter(self.config.run.dir / "metrics.jsonl", "launch")) as metrics:
-            metrics.write(self._view.last_step, values)
-
-    def engine_gpus(self) -> dict[int, range]:
-        """GPUs of each generator; {} on a host without any. Raises InputError."""
-        if not self._gpus:
-            return {}
-        return place(self.config, hosts=1, gpus_per_host=len(self._gpus))[0].engines
-
-    @contextmanager
-    def phase(self, name: str, text: str) -> Iterator[None]:
-        """Measure a phase and show its name."""
-        started = time.monotonic()
-        self._view.enter_phase(text)
-        yield
-        self.wall_s[name] = time.monotonic() - started
-
-    def hf_folder(self, name: str) -> Path:
-        """Where the ranks export a model."""
-        return self.config.run.dir / "hf" / name
-
-    def facts(self) -> RunFacts:
-        """What the summary needs beside the metrics."""
-        run_dir = self.config.run.dir
-        return run_facts(self.config, run_dir, self.wall_s, find_export(run_dir))
 
 
 def run(config: Config, console: Console) -> None:
@@ -231,7 +78,7 @@ def _resumption_text(config: Config, resumed: Path) -> str:
 
 
 def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool) -> None:
-    with _Session(config, console, lock=lock, is_resumed=is_resumed) as session:
+    with Session(config, console, lock=lock, is_resumed=is_resumed) as session:
         if config.train.steps:
             _train(session)
         else:
@@ -263,7 +110,7 @@ def evaluate(config: Config, label: str, console: Console) -> None:
     with locked(config.run.dir) as lock:
         config = _prepare_run_folder(config, None, prompts, console)
         with (
-            _Session(config, console, lock=lock) as session,
+            Session(config, console, lock=lock) as session,
             session.phase("evaluation", f"evaluation {label}"),
         ):
             queue = _serve_evaluation(session, label, config.model.path)
@@ -272,36 +119,14 @@ def evaluate(config: Config, label: str, console: Console) -> None:
     console.print(f"Completions: {config.run.dir}/rollouts/eval_{label}.jsonl", soft_wrap=True)
 
 
-def run_facts(
-    config: Config, run_dir: Path, wall_s: dict[str, float], hf_export: str | None
-) -> RunFacts:
-    """The facts of a run whose phases took `wall_s`; run_dir: where its folder is now."""
-    names = ("summary.json", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "logs")
-    paths = [run_dir / name for name in names]
-    return RunFacts(
-        wall_s=wall_s,
-        hf_export=hf_export,
-        max_staleness=config.queue.max_staleness,
-        strict_staleness=config.queue.strict_staleness,
-        eval_temperature=config.eval.temperature,
-        run_dir=str(run_dir),
-        files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
-    )
-
-
-def find_export(run_dir: Path) -> str | None:
-    """The model that a run exported last, if any."""
-    paths = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
-    return next((str(path) for path in paths if path.exists()), None)
-
-
-def _train(session: _Session) -> None:
+def _train(session: Session) -> None:
     """Cold start and reinforcement learning; the generators load while the cold start runs."""
     config = session.config
     _serve(session)
     model = _cold_start(session)
     with session.phase("rl", "reinforcement learning"):
-        session.start_ranks(TRAINER, "megatron_rl.train", [override("model.path", str(model))])
+        arguments = [override("model.path", str(model))]
+        session.start_ranks(TRAINER, "megatron_rl.train", arguments)
         session.wait_for(TRAINER)
     if config.sft.control:
         _continue_cold_start(session, model)
@@ -310,7 +135,7 @@ def _train(session: _Session) -> None:
     session.end_serving()
 
 
-def _evaluate_only(session: _Session) -> None:
+def _evaluate_only(session: Session) -> None:
     """Cold start if any, then its accuracy: a run without a step of reinforcement learning."""
     model = _cold_start(session)
     if session.config.eval.prompts:
@@ -320,7 +145,7 @@ def _evaluate_only(session: _Session) -> None:
         session.end_serving()
 
 
-def _cold_start(session: _Session) -> Path:
+def _cold_start(session: Session) -> Path:
     """Folder of the model that reinforcement learning starts from."""
     if not session.config.sft.steps:
         return session.config.model.path
@@ -334,28 +159,28 @@ def _cold_start(session: _Session) -> Path:
     return session.hf_folder(COLD_START)
 
 
-def _continue_cold_start(session: _Session, model: Path) -> None:
+def _continue_cold_start(session: Session, model: Path) -> None:
     with session.phase("control", "control: the cold start goes on"):
         arguments = ["--control", override("model.path", str(model))]
         session.start_ranks("sft-control", "megatron_rl.sft", arguments)
         session.wait_for("sft-control")
 
 
-def _evaluate_control(session: _Session) -> None:
+def _evaluate_control(session: Session) -> None:
     with session.phase("control_evaluation", "evaluation of the control"):
         queue = _serve_evaluation(session, CONTROL, session.hf_folder(CONTROL))
         session.wait_for(queue, "the control's evaluation", _eval_limit_s(session.config))
     session.end_serving()
 
 
-def _serve(session: _Session) -> None:
+def _serve(session: Session) -> None:
     """Start the queue, generators and verifiers for training."""
     comes_first = session.config.sft.steps and not session.is_resumed
     cold_start = ["--after", str(session.hf_folder(COLD_START))] if comes_first else []
     _start_serving(session, session.config_path, queue_arguments=cold_start)
 
 
-def _serve_evaluation(session: _Session, label: str, model: Path) -> str:
+def _serve_evaluation(session: Session, label: str, model: Path) -> str:
     """Start the same to evaluate a model folder once; returns the queue's name."""
     config = session.config
     changed = {
@@ -368,7 +193,7 @@ def _serve_evaluation(session: _Session, label: str, model: Path) -> str:
 
 
 def _start_serving(
-    session: _Session, config_path: Path, label: str = "", *, queue_arguments: Sequence[str] = ()
+    session: Session, config_path: Path, label: str = "", *, queue_arguments: Sequence[str] = ()
 ) -> str:
     suffix = f"-{label}" if label else ""
     queue = f"queue{suffix}"
