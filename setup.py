@@ -25,5 +25,5 @@ setup(
     extras_require={name: read_pins(name) for name in ("cpu", "gpu", "dev")},
     packages=find_namespace_packages(include=["megatron_rl*", "generation*", "verification*"]),
     package_data={"": ["*.json", "*.jinja", "*.toml", "*.txt"]},
-    entry_points={"console_scripts": ["megatron-rl=megatron_rl.cli:main"]},
+    entry_points={"console_scripts": ["megatron-rl=megatron_rl.launcher.cli:main"]},
 )

@@ -50,12 +50,12 @@ PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 OVERRIDES=("model.path=$MODEL" "prompts.0.path=$PROMPTS" "${OVERRIDES[@]}")
 
 cli() {
-    "$PYTHON" -m megatron_rl.cli "$@"
+    "$PYTHON" -m megatron_rl.launcher.cli "$@"
 }
 
 cli plan "$CONFIG" --gpu "$GPU" "${OVERRIDES[@]}"
 if [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ]; then
-    exec "$PYTHON" -m megatron_rl.cli run --config "$CONFIG" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
+    exec "$PYTHON" -m megatron_rl.launcher.cli run --config "$CONFIG" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
 fi
 
 HEAD_ADDRESS=${HEAD_ADDRESS:-$(hostname -I | awk '{print $1}')}
@@ -64,5 +64,5 @@ cli prepare --config "$CONFIG" --run-dir "$RUN_DIR" "ports.host=$HEAD_ADDRESS" "
 # shellcheck disable=SC2016  # the variables are those of each task
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \
     'exec "$@" --host "$SLURM_NODEID" --hosts "$SLURM_NNODES"' task \
-    "$PYTHON" -m megatron_rl.cli host "$RUN_DIR" "${GPUS_PER_NODE[@]}"
+    "$PYTHON" -m megatron_rl.launcher.cli host "$RUN_DIR" "${GPUS_PER_NODE[@]}"
 cli report "$RUN_DIR"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling, VersionSpan
 from megatron_rl.protocol.wire import LOOPBACK
 

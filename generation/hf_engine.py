@@ -37,8 +37,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from generation.engine import Completion, EngineError, EngineSetup
 from generation.weight_versions import spans_from_cuts
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
-from megatron_rl.weights.group import bucket_bytes, close_group, open_group, split_bucket
-from megatron_rl.weights.receiver import Receiver
+from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
+from megatron_rl.weights.exchange.receiver import Receiver
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import torch
 from generation import sglang_cpu
 from generation.sglang_orders import read_order
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.receiver import Receiver
+from megatron_rl.weights.exchange.receiver import Receiver
 
 
 def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:

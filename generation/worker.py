@@ -39,8 +39,8 @@ from generation.activity import Activity
 from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
 from generation.weight_client import WeightClient
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
 from megatron_rl.protocol.process import (

@@ -1,6 +1,6 @@
 """A port for a test's sockets."""
 
-from megatron_rl.ports import find_free
+from megatron_rl.launcher.ports import find_free
 
 
 def free_port() -> int:

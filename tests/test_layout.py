@@ -1,6 +1,7 @@
 """The tree keeps to docs/architecture.md: who imports whom, where devices are named, file sizes."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,122 +10,78 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("megatron_rl", "generation", "verification", "tools")
+PRODUCT = ("megatron_rl", "generation", "verification")
+PACKAGES = (*PRODUCT, "tools")
 MAX_LINES = 400
 
-# Modules of megatron_rl that start the other processes, so may import anything but tools and tests.
-SUPERVISORS = {
-    "activity_text",
-    "awaited",
-    "cli",
-    "convert_command",
-    "cluster",
-    "deaths",
-    "doctor",
-    "facts",
-    "launch",
-    "live_view",
-    "placement",
-    "plan_weights",
-    "ports",
-    "preflight",
-    "process_tree",
-    "restarts",
-    "run_folder",
-    "session",
-    "sizing",
-    "summary",
-    "supervisor",
-    "verify_command",
-}
-OUR_TOP_LEVELS = {"megatron_rl", "generation", "verification", "tools", "tests", "examples"}
-
-# Part of the tree -> parts it may import, beside itself. "trainer" is the rest of megatron_rl.
-ALLOWED = {
-    "protocol": set(),
-    "rollout_queue": {"protocol"},
-    "generation": {"protocol"},
-    "verification": {"protocol"},
-    "backend": {"protocol"},
-    "weights": {"protocol", "backend"},
-    "convert": {"protocol", "weights"},
-    "trainer": {"protocol", "weights", "backend"},
-    "supervisors": {
-        "protocol",
-        "rollout_queue",
-        "generation",
-        "verification",
-        "backend",
-        "weights",
-        "convert",
-        "trainer",
+# Folder -> folders that its files may import, beside itself. A folder speaks for the folders in it
+# that are not named here. The order matters to people alone: what is imported comes first.
+CONFIG, PROTOCOL, ALGORITHMS = (f"megatron_rl/{n}" for n in ("config", "protocol", "algorithms"))
+BACKEND, QUEUE = "megatron_rl/backend", "megatron_rl/rollout_queue"
+LAYOUT, EXCHANGE, FOLDERS, PUBLISH = (
+    f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "publish")
+)
+MODEL, TRAINER = "megatron_rl/trainer/model", "megatron_rl/trainer"
+ALLOWED: dict[str, set[str]] = {
+    CONFIG: set(),
+    PROTOCOL: {CONFIG},
+    ALGORITHMS: {CONFIG},
+    BACKEND: {CONFIG, PROTOCOL},
+    LAYOUT: {CONFIG},
+    EXCHANGE: {PROTOCOL, LAYOUT},
+    FOLDERS: {CONFIG, PROTOCOL, BACKEND, LAYOUT},
+    PUBLISH: {CONFIG, PROTOCOL, LAYOUT, EXCHANGE},
+    QUEUE: {CONFIG, PROTOCOL, ALGORITHMS},
+    MODEL: {CONFIG, PROTOCOL, BACKEND, LAYOUT, FOLDERS},
+    TRAINER: {
+        CONFIG, PROTOCOL, ALGORITHMS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, PUBLISH, MODEL,
     },
-    "tools": {
-        "protocol",
-        "rollout_queue",
-        "generation",
-        "verification",
-        "backend",
-        "weights",
-        "convert",
-        "trainer",
-        "supervisors",
-    },
-}
-# Both ends of an exchange need the same lines; these modules need torch and messages alone.
-EXCEPTIONS = {
-    ("generation.hf_engine", "megatron_rl.weights.group"),
-    ("generation.hf_engine", "megatron_rl.weights.receiver"),
-    ("generation.sglang_loader", "megatron_rl.weights.receiver"),
-}
+    "generation": {CONFIG, PROTOCOL, LAYOUT, EXCHANGE},
+    "verification": {CONFIG, PROTOCOL},
+}  # fmt: skip
+ALLOWED["megatron_rl/launcher"] = set(ALLOWED)
+ALLOWED["tools"] = set(ALLOWED)
+OUR_TOP_LEVELS = {*PACKAGES, "tests", "examples"}
 HEAVY = {"torch", "transformers", "megatron", "sglang", "tokenizers"}
 
 
-def source_files() -> list[Path]:
-    """Python files of the product."""
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+def source_files(packages: tuple[str, ...] = PACKAGES) -> list[Path]:
+    """Python files of the product and its tools."""
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
 
 
-def part_of(module: str) -> str:
-    """Part of the tree to which a dotted module name belongs."""
-    names = module.split(".")
-    if names[0] != "megatron_rl":
-        return names[0]
-    if len(names) == 1 or names[1] == "__init__":
-        return "root"
-    if names[1] in SUPERVISORS:
-        return "supervisors"
-    return names[1] if names[1] in ALLOWED else "trainer"
+def module_name(path: Path) -> str:
+    """Dotted name of a file; of a folder for its `__init__.py`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Dotted names that a file imports, anywhere in it."""
-    for node in ast.walk(tree):
+def folder_of(module: str) -> str:
+    """The folder of ALLOWED to which a dotted name belongs; "" where none does."""
+    path = module.replace(".", "/") + "/"
+    return max((folder for folder in ALLOWED if path.startswith(f"{folder}/")), key=len, default="")
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """Dotted names that a file imports, anywhere in it: `from a import b` counts as a.b."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import in line {node.lineno}"
-            module = node.module or ""
-            # `from megatron_rl import loss` imports a module too.
-            is_package = module in OUR_TOP_LEVELS
-            yield from (f"{module}.{alias.name}" if is_package else module for alias in node.names)
-
-
-def module_name(path: Path) -> str:
-    """Dotted name of a file."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def forbidden_imports(module: str, source: str) -> list[str]:
     """Imports of ours that the architecture does not allow to a module with this source."""
-    part = part_of(module)
-    allowed = ALLOWED.get(part, set()) | {part, "root"}
+    folder = folder_of(module)
+    allowed = ALLOWED.get(folder, set()) | {folder}
     return [
         name
-        for name in imported_modules(ast.parse(source))
+        for name in imported_modules(source)
         if name.split(".")[0] in OUR_TOP_LEVELS
-        and part_of(name) not in allowed
-        and (module, name) not in EXCEPTIONS
+        and name not in ("megatron_rl", "megatron_rl.__version__")
+        and folder_of(name) not in allowed
     ]
 
 
@@ -154,30 +111,66 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
     return tree
 
 
-@pytest.mark.parametrize("path", source_files(), ids=module_name)
-def test_imports_follow_the_architecture(path: Path) -> None:
-    assert forbidden_imports(module_name(path), path.read_text()) == []
+def test_every_folder_of_the_product_has_its_place() -> None:
+    assert [str(path) for path in source_files() if not folder_of(module_name(path))] == [
+        str(ROOT / "megatron_rl" / "__init__.py"),
+        str(ROOT / "megatron_rl" / "weights" / "__init__.py"),
+    ]
 
 
-@pytest.mark.parametrize("shared", sorted({shared for _, shared in EXCEPTIONS}))
-def test_a_module_shared_with_engines_loads_no_framework_but_torch(shared: str) -> None:
-    program = f"import sys, {shared}; print(*({HEAVY - {'torch'}!r} & sys.modules.keys()))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
+def test_imports_follow_the_architecture() -> None:
+    found = {
+        module_name(path): forbidden_imports(module_name(path), path.read_text())
+        for path in source_files()
+    }
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+def test_no_folder_imports_another_in_a_circle() -> None:
+    graphlib.TopologicalSorter(ALLOWED).prepare()
+
+
+def test_no_module_imports_another_in_a_circle() -> None:
+    modules = {module_name(path): path.read_text() for path in source_files()}
+
+    def nearest(name: str) -> str:
+        # `from a.b import f` imports the module a.b when there is no module a.b.f.
+        return name if name in modules else name.rpartition(".")[0]
+
+    graph = {
+        module: {nearest(name) for name in imported_modules(source)} - {module}
+        for module, source in modules.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_every_package_says_what_it_is_for() -> None:
+    folders = {path.parent for path in source_files(PRODUCT) if path.parent.name != "site"}
+    silent = [
+        str(folder)
+        for folder in sorted(folders)
+        if "sglang_cpu/site" not in str(folder)
+        and not (
+            (folder / "__init__.py").exists()
+            and ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        )
+    ]
+    assert silent == []
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
         ("megatron_rl.protocol.wire", "from megatron_rl.backend import device"),
-        ("megatron_rl.rollout_queue.server", "import megatron_rl.loss"),
-        ("megatron_rl.train", "from generation import worker"),
-        ("megatron_rl.loss", "from megatron_rl import launch"),
+        ("megatron_rl.rollout_queue.server", "import megatron_rl.trainer.step"),
+        ("megatron_rl.trainer.train", "from generation import worker"),
+        ("megatron_rl.algorithms.loss", "from megatron_rl.launcher import run"),
+        ("megatron_rl.trainer.model.build", "from megatron_rl.trainer import step"),
         ("generation.worker", "def f():\n    from verification.score import score"),
-        ("megatron_rl.weights.export", "from megatron_rl.trainer import update"),
-        ("megatron_rl.launch", "import tools.versions"),
+        ("generation.hf_engine", "from megatron_rl.weights.publish import link"),
+        ("megatron_rl.weights.folders.export", "from megatron_rl.trainer.step import Trainer"),
+        ("megatron_rl.launcher.run", "import tools.versions"),
+        ("megatron_rl.config.tree", "from megatron_rl.protocol import wire"),
     ],
 )
 def test_the_import_check_finds_violations(module: str, source: str) -> None:
@@ -185,12 +178,11 @@ def test_the_import_check_finds_violations(module: str, source: str) -> None:
 
 
 def test_devices_are_named_only_in_the_backend() -> None:
-    # generation/sglang_cpu holds the flags of SGLang's own CPU mode.
-    # megatron_rl/weights/memory serves engines, too, which cannot load the backend; benchmarks
-    # measure devices.
+    # generation/sglang_cpu holds the flags of SGLang's own CPU mode; memory serves engines, too,
+    # which cannot load the backend; benchmarks measure devices.
     exempt = (
         ROOT / "megatron_rl" / "backend",
-        ROOT / "megatron_rl" / "weights" / "memory",
+        ROOT / "megatron_rl" / "weights" / "exchange" / "memory",
         ROOT / "generation" / "sglang_cpu",
         ROOT / "tools" / "bench",
     )
@@ -223,17 +215,19 @@ def test_files_are_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "forbidden"),
+    ("entry", "forbidden"),
     [
         ("megatron_rl.rollout_queue.server", HEAVY),
         ("verification.worker", HEAVY),
         ("generation.worker", {"megatron", "sglang"}),
-        ("megatron_rl.launch", {"torch", "megatron", "sglang"}),
-        ("megatron_rl.convert.conversion", {"transformers", "megatron", "sglang"}),
+        ("megatron_rl.launcher.cli", {"torch", "megatron", "sglang"}),
+        ("megatron_rl.weights.folders.conversion", {"transformers", "megatron", "sglang"}),
+        # Loaded by SGLang inside each of its ranks.
+        ("megatron_rl.weights.exchange.receiver", HEAVY - {"torch"}),
     ],
 )
-def test_a_process_loads_no_foreign_heavy_library(module: str, forbidden: set[str]) -> None:
-    program = f"import sys, {module}; print(*(set(sys.modules) & {forbidden!r}))"
+def test_a_process_loads_no_foreign_heavy_library(entry: str, forbidden: set[str]) -> None:
+    program = f"import sys, {entry}; print(*(set(sys.modules) & {forbidden!r}))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=110
     )

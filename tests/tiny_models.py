@@ -12,10 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.backend.device import Backend, select_backend
-from megatron_rl.model import build_model, packed
-from megatron_rl.protocol.config import Config, ModelConfig, ParallelConfig
-from megatron_rl.weights.load import load_weights
-from megatron_rl.weights.shape import ModelShape, check_parallel, read_shape
+from megatron_rl.config.tree import Config, ModelConfig, ParallelConfig
+from megatron_rl.trainer.model.build import build_model, packed
+from megatron_rl.weights.folders.load import load_weights
+from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
 VOCAB = 250
 SIZES = {

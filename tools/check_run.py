@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.ports import find_free
-from megatron_rl.protocol.config import Config, ParallelConfig
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config, ParallelConfig
+from megatron_rl.launcher.ports import find_free
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.dropped_prompts import read_dropped
@@ -87,8 +87,8 @@ def hf_logits(folder: Path, sequences: list[list[int]], dtype: str) -> torch.Ten
 def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
     """The same by the trainer's model on one rank, packed."""
     # Imported here, as the backend patches torch for the whole process.
-    from megatron_rl.model import packed
-    from megatron_rl.policy import open_policy
+    from megatron_rl.trainer.model.build import packed
+    from megatron_rl.trainer.model.policy import open_policy
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free("127.0.0.1"))}

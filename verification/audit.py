@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.reward_config import ExtraReward, RewardConfig
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import ExtraReward, RewardConfig
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed, ScoreRequest
 from verification.library import Sample
 from verification.math import answer as math_answer

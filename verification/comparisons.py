@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_rl.protocol.lookup import find_function
-from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.reward_config import RewardConfig
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import find_function
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest
 from verification import gym_answer
 from verification.code import grading

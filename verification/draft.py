@@ -6,7 +6,7 @@ Draft)* -> Score: the verifier holds the draft; only questions and findings trav
 
 import msgspec
 
-from megatron_rl.protocol.reward_config import CUSTOM, Step, StepKind
+from megatron_rl.config.reward import CUSTOM, Step, StepKind
 from megatron_rl.protocol.types import Score, ScoreRequest
 from verification.gates import Gated
 

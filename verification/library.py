@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from megatron_rl.protocol.reward_config import RewardConfig, VerifierConfig
+from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed, ScoreRequest
 from verification.draft import Draft
 from verification.pool.pool import Pool

@@ -4,8 +4,8 @@ from typing import Self
 
 import pydantic
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.reward_config import RewardConfig, TaskConfig
+from megatron_rl.config.reward import RewardConfig, TaskConfig
+from megatron_rl.config.tree import Config
 from verification.verdict import GradingError
 
 

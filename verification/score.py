@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from megatron_rl.protocol.reward_config import ExtraReward, StepKind
+from megatron_rl.config.reward import ExtraReward, StepKind
 from megatron_rl.protocol.types import Score, ScoreRequest
 from verification import language
 from verification.comparisons import find_comparison, load_function

@@ -6,10 +6,10 @@ Used by the verifier's entry and by the launcher.
 import difflib
 from collections.abc import Iterable
 
-from megatron_rl.protocol.config import PromptSource
-from megatron_rl.protocol.lookup import find_function
-from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.reward_config import CODE, RewardConfig
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import find_function
+from megatron_rl.config.reward import CODE, RewardConfig
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Prompt
 from verification.code.grading import parse_tests
 from verification.code.setup import prepare

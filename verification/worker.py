@@ -25,11 +25,11 @@ from pathlib import Path
 
 import zmq
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
+from megatron_rl.config.reward import LANES
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import run_main, set_up_logging
-from megatron_rl.protocol.reward_config import LANES
 from megatron_rl.protocol.types import (
     AnyMessage,
     ScoreDone,

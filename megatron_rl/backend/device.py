@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 
 from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches
-from megatron_rl.protocol.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 
 Layers = Literal["local", "transformer_engine"]
 PACKED_GATHER_VERSION = "2.18"

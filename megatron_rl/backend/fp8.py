@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.protocol.config import ModelConfig
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import ModelConfig
 
 POSITION_MULTIPLE = 16
 """FP8 matrix products need as many positions on each rank, or a multiple."""

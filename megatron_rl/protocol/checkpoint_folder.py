@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.protocol.config import CheckpointConfig
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import CheckpointConfig
 from megatron_rl.protocol.queue_state import QueueState
 
 CHECKPOINTS = "checkpoints"

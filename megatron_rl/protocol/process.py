@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.protocol.config_file import ConfigError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import ConfigError
 from megatron_rl.protocol.failure import write_failure
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 
@@ -24,10 +25,6 @@ EXIT_BAD_INPUT = 2
 READY_FILE_VARIABLE = "MEGATRON_RL_READY_FILE"
 """Environment variable: the file by which a restartable role tells the launcher it was ready."""
 _PR_SET_PDEATHSIG = 1
-
-
-class InputError(ValueError):
-    """Bad input: the text says what was given, what was expected and what to do."""
 
 
 class TrainingStopped(RuntimeError):

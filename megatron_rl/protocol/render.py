@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import jinja2
 
-from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.prompt_config import RenderConfig
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.protocol.types import Message
 
 _TAIL_TOKENS = 16

@@ -24,7 +24,7 @@ import collections
 import logging
 from pathlib import Path
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import Rollout, ScoredRollout
 from megatron_rl.rollout_queue.diagnosis import REFUSALS, Evidence, Finding, Setting, diagnose

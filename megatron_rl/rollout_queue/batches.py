@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_rl.protocol.config import TrainConfig
-from megatron_rl.protocol.lookup import find_function
+from megatron_rl.algorithms.advantage import ADVANTAGES, normalize_over_minibatch, token_weight
+from megatron_rl.config.lookup import find_function
+from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, Metric, MetricSet
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import (
@@ -18,7 +19,6 @@ from megatron_rl.protocol.types import (
     ScoredRollout,
     TrainSequence,
 )  # fmt: skip
-from megatron_rl.rollout_queue.advantage import ADVANTAGES, normalize_over_minibatch, token_weight
 from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
 from megatron_rl.rollout_queue.tally import RolloutTally
 

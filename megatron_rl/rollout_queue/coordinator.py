@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.reward_config import RewardConfig, TaskConfig
+from megatron_rl.config.reward import RewardConfig, TaskConfig
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Prompt
 
 UNFINISHED = "unfinished"

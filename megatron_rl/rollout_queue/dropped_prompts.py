@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import Conversation, Renderer
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.protocol.wire import DeadlineExceeded

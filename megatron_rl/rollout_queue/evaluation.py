@@ -6,8 +6,8 @@ Used by the rollout queue.
 import hashlib
 import math
 
-from megatron_rl.protocol.config import EvalConfig, SamplingConfig
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import EvalConfig, SamplingConfig
 from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.groups import Group
 

@@ -8,9 +8,9 @@ it. Training groups are leased meanwhile, to slots that the evaluation does not 
 import collections
 import logging
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.process import InputError
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize

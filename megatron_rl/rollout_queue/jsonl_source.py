@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.protocol.config import PromptSource
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Message, Prompt
 
 _SPLITS = ("train", "held_out")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from megatron_rl.protocol.config import QueueConfig
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Cancel, GeneratorReady, Lease, Rollout, RolloutFailed
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED, GroupFailure

@@ -3,7 +3,7 @@
 Used by the rollout queue.
 """
 
-from megatron_rl.protocol.config import QueueConfig
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.groups import Group, GroupBook

@@ -3,7 +3,7 @@
 Used by the rollout queue. Pure: the caller supplies the time.
 """
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 

@@ -8,9 +8,9 @@ import random
 
 import msgspec
 
-from megatron_rl.protocol.config import PromptSource
-from megatron_rl.protocol.lookup import find_function
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import find_function
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED

@@ -7,8 +7,8 @@ import collections
 import dataclasses
 import logging
 
-from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.reward_config import RewardConfig
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
     Rollout,
     ScoreDone,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import zmq
 
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import run_main, set_up_logging

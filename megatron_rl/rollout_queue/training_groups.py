@@ -6,8 +6,8 @@ Used by the rollout queue.
 import collections
 import logging
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
 from megatron_rl.protocol.types import Prompt, Sampling
 from megatron_rl.rollout_queue import admission

@@ -6,7 +6,7 @@ same verifier: it is counted here as the verifier counts it.
 
 from collections.abc import Iterable
 
-from megatron_rl.protocol.reward_config import LANES
+from megatron_rl.config.reward import LANES
 from megatron_rl.protocol.types import VerifierReady
 from megatron_rl.rollout_queue.peers import Peers
 

@@ -1,1 +1,4 @@
-"""Weights between Hugging Face folders, Megatron shards and generators; used by trainer ranks."""
+"""Weights: where they lie, in which folders, and how they reach the generators.
+
+Each folder in here says who uses it and what it may import.
+"""

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.backend.device import Backend, select_backend
-from megatron_rl.protocol.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 from tests.distributed import run_ranks
 
 needs_cpu_host = pytest.mark.skipif(torch.cuda.is_available(), reason="host has CUDA")

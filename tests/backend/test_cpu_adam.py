@@ -7,8 +7,8 @@ import torch
 
 from megatron_rl.backend import cpu_adam
 from megatron_rl.backend.cpu_adam import ForeachAdam
-from megatron_rl.optimizer import build_optimizer
-from megatron_rl.protocol.config import OptimizerConfig, ParallelConfig
+from megatron_rl.config.tree import OptimizerConfig, ParallelConfig
+from megatron_rl.trainer.optimizer import build_optimizer
 from tests.distributed import run_ranks
 from tests.tiny_models import load_on_rank, write_model
 

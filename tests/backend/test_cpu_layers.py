@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.backend import cpu_patches
 from megatron_rl.backend.context import held_positions
 from megatron_rl.backend.cpu_layers import CausalAttention
-from megatron_rl.model import packed
+from megatron_rl.trainer.model.build import packed
 from tests.distributed import run_ranks
 
 HEADS, KV_HEADS, DIM = 6, 2, 4

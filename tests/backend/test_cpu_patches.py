@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_rl.backend import cpu_patches
-from megatron_rl.optimizer import build_optimizer, step_if_finite
-from megatron_rl.protocol.config import OptimizerConfig, ParallelConfig
+from megatron_rl.config.tree import OptimizerConfig, ParallelConfig
+from megatron_rl.trainer.optimizer import build_optimizer, step_if_finite
 from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_models import QWEN3_MOE, VOCAB, accumulate_gradients, load_on_rank, write_model
 

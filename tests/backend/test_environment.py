@@ -7,7 +7,7 @@ from megatron_rl.backend.environment import (
     device_of_host,
     role_environment,
 )
-from megatron_rl.supervisor import child_environment
+from megatron_rl.launcher.supervisor import child_environment
 
 CPU_ONLY = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
 

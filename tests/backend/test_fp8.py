@@ -7,8 +7,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.backend import fp8
-from megatron_rl.protocol.config import ModelConfig
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import ModelConfig
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 

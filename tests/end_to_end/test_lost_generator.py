@@ -78,7 +78,8 @@ def launched(
     """A launcher; it and its processes are ended with the block."""
     run = subprocess.Popen(
         [
-            sys.executable, "-m", "megatron_rl.cli", command, "--config", folder / "config.toml",
+            sys.executable, "-m", "megatron_rl.launcher.cli", command,
+            "--config", folder / "config.toml",
             "--run-dir", str(run_dir), *arguments,
         ],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -39,7 +39,7 @@ def kill_trainer(run: subprocess.Popen[str]) -> None:
     [rank] = [
         process
         for process in psutil.Process(run.pid).children(recursive=True)
-        if "megatron_rl.train" in process.cmdline()
+        if "megatron_rl.trainer.train" in process.cmdline()
         and "torch.distributed.run" not in (process.cmdline())
     ]
     os.kill(rank.pid, signal.SIGKILL)

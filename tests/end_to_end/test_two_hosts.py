@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
 from megatron_rl.protocol.metrics import read_jsonl
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(300)]
@@ -71,7 +71,7 @@ def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(*arguments: str) -> subprocess.Popen[str]:
     """`megatron-rl ARGUMENTS`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.cli", *arguments],
+        [sys.executable, "-m", "megatron_rl.launcher.cli", *arguments],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip

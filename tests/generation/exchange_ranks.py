@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.policy import Policy, open_policy
-from megatron_rl.protocol.config import Config
-from megatron_rl.train import open_publisher
-from megatron_rl.weights import parcels
-from megatron_rl.weights.export import save_hf
-from megatron_rl.weights.publisher import WeightPublisher
+from megatron_rl.config.tree import Config
+from megatron_rl.trainer.model.policy import Policy, open_policy
+from megatron_rl.trainer.train import open_publisher
+from megatron_rl.weights.exchange import parcels
+from megatron_rl.weights.folders.export import save_hf
+from megatron_rl.weights.publish.publisher import WeightPublisher
 
 ADMIT_S = 100.0
 ORIGINAL = parcels.pack

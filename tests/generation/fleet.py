@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from generation import sglang_cpu
-from megatron_rl.ports import resolve_ports
-from megatron_rl.protocol.config import Config, ParallelConfig
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.config.files import dump_toml
+from megatron_rl.config.tree import Config, ParallelConfig
+from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.types import (
     AnyMessage,
     GeneratorReady,
@@ -31,10 +31,10 @@ from megatron_rl.protocol.types import (
     Sampling,
 )
 from megatron_rl.protocol.wire import Router
-from megatron_rl.weights.engine_layout import check_slices, engine_slices
-from megatron_rl.weights.layouts import Share
-from megatron_rl.weights.shape import read_shape
-from megatron_rl.weights.slices import as_matrix, local_part
+from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.layout.shape import read_shape
+from megatron_rl.weights.layout.slices import as_matrix, local_part
+from megatron_rl.weights.layout.tensor_shards import Share
 from tests.distributed import run_ranks
 from tests.generation import inspected_engine
 from tests.generation.exchange_ranks import Published, Script, publish_script

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from generation import sglang_cpu
-from megatron_rl.weights.engine_layout import check_slices, engine_slices
-from megatron_rl.weights.names import Share
-from megatron_rl.weights.slices import as_matrix, local_part
+from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.layout.slices import as_matrix, local_part
+from megatron_rl.weights.layout.trainer_layout import Share
 from tests.generation.layout_models import shape_of
 
 NAME = "tests.generation.layout_loader.load"

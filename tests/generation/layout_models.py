@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from megatron_rl.weights.shape import ModelShape, read_shape
+from megatron_rl.weights.layout.shape import ModelShape, read_shape
 
 SIZES = {
     # A prime: no padding and no number of ranks divides it.

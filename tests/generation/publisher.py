@@ -17,14 +17,14 @@ from transformers import LlamaForCausalLM
 
 from generation.engine import Engine
 from megatron_rl.protocol.types import Bucket, Hello, JoinGroup, Receive
-from megatron_rl.weights.engine_layout import hf_slices
-from megatron_rl.weights.exchange import receiver_slices
-from megatron_rl.weights.group import close_group, join_group, open_store
-from megatron_rl.weights.parcels import outgoing, send
-from megatron_rl.weights.receiver import Report
-from megatron_rl.weights.reshard import Plan, make_plan
-from megatron_rl.weights.shape import ModelShape
-from megatron_rl.weights.transport import Buffers, Channel
+from megatron_rl.weights.exchange.group import close_group, join_group, open_store
+from megatron_rl.weights.exchange.parcels import outgoing, send
+from megatron_rl.weights.exchange.plan import Plan, make_plan
+from megatron_rl.weights.exchange.receiver import Report
+from megatron_rl.weights.exchange.transport import Buffers, Channel
+from megatron_rl.weights.layout.engine_layout import hf_slices
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.publish.reshard import receiver_slices
 from tests.ports import free_port
 
 TIMEOUT_S = 30.0

@@ -7,10 +7,10 @@ how ranks share them. Prints the slices compared; exits with an error where one 
 import torch
 from sglang.srt.layers import linear
 
-from megatron_rl.weights.engine_layout import engine_slices
-from megatron_rl.weights.names import Share
-from megatron_rl.weights.shape import ModelShape
-from megatron_rl.weights.slices import as_matrix, local_part
+from megatron_rl.weights.layout.engine_layout import engine_slices
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import as_matrix, local_part
+from megatron_rl.weights.layout.trainer_layout import Share
 
 SHAPE = ModelShape(
     architecture="Qwen2ForCausalLM", layers=1, hidden=8, ffn=64, heads=8, kv_heads=2, head_dim=4,

@@ -11,7 +11,7 @@ from generation.async_dealer import AsyncDealer
 from generation.engine import EngineError, load_engine
 from generation.hf_engine import HFEngine
 from generation.worker import GeneratorWorker
-from megatron_rl.protocol.config import RenderConfig
+from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import (
     Cancel,

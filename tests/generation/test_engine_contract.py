@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from generation.engine import Completion, Engine, EngineError, EngineSetup, load_engine
 from megatron_rl.protocol.types import Bucket, Sampling, VersionSpan
-from megatron_rl.weights.shape import read_shape
+from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.publisher import (
     BroadcastPublisher,
     SlicePublisher,

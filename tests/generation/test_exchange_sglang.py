@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.protocol.config import ParallelConfig
+from megatron_rl.config.tree import ParallelConfig
 from tests.generation.exchange_ranks import Blow, Script
 from tests.generation.fleet import (
     MID_TRANSFER,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.config import RenderConfig
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Conversation, Renderer, RenderError
 from megatron_rl.protocol.types import Message
 from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from megatron_rl.ports import resolve_ports
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.config.files import dump_toml
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     Ack,
@@ -37,7 +37,7 @@ from megatron_rl.protocol.types import (
     Stop,
 )
 from megatron_rl.protocol.wire import Router
-from megatron_rl.weights.shape import read_shape
+from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.publisher import (
     SliceSender,
     check_reports,

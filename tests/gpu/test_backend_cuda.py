@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from tests.distributed import run_ranks
 
@@ -41,9 +41,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(overrides: list[str]) -> list[float]:
     """Supervised losses of a few steps on one rank."""
-    from megatron_rl.loss import supervised_loss
-    from megatron_rl.policy import open_policy
-    from megatron_rl.trainer import Objective, Trainer
+    from megatron_rl.algorithms.loss import supervised_loss
+    from megatron_rl.trainer.model.policy import open_policy
+    from megatron_rl.trainer.step import Objective, Trainer
 
     cfg = load_config(None, ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", *overrides])
     rng = np.random.default_rng(0)

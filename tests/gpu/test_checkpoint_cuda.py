@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_ranks
-from tests.test_trainer_state import config, resumed_run, saving_run
 from tests.tiny_models import write_model
+from tests.trainer.checkpoint.test_trainer_state import config, resumed_run, saving_run
 
 pytestmark = pytest.mark.gpu
 

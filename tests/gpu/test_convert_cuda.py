@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.protocol.config import ParallelConfig
+from megatron_rl.config.tree import ParallelConfig
 from tests.distributed import run_ranks
 from tests.tiny_models import QWEN3_MOE
-from tests.weights.test_load_megatron import differing, make_checkpoint
+from tests.weights.folders.test_load_megatron import differing, make_checkpoint
 
 pytestmark = pytest.mark.gpu
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None

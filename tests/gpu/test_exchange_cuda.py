@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.group import open_store
-from megatron_rl.weights.memory.digests import word_sums
-from megatron_rl.weights.parcels import Received, incoming, outgoing, receive, send
-from megatron_rl.weights.reshard import make_plan
-from megatron_rl.weights.slices import Slice
-from megatron_rl.weights.transport import IPC, Buffers, Channel
+from megatron_rl.weights.exchange.group import open_store
+from megatron_rl.weights.exchange.memory.digests import word_sums
+from megatron_rl.weights.exchange.parcels import Received, incoming, outgoing, receive, send
+from megatron_rl.weights.exchange.plan import make_plan
+from megatron_rl.weights.exchange.transport import IPC, Buffers, Channel
+from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
 from tests.ports import free_port
 

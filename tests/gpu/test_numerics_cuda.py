@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.logprobs import OutputLayer, token_logprobs
+from megatron_rl.trainer.model.logprobs import OutputLayer, token_logprobs
 from tests.distributed import run_ranks
 from tools.bench.peak_memory import logprob_peak_over_bound
 from tools.bench.train import on_gpu

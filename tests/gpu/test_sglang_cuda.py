@@ -21,7 +21,7 @@ from generation.sglang_engine import SGLangEngine
 from generation.sglang_orders import LOADER
 from generation.weight_client import WeightClient
 from generation.worker import end_with_first
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Sampling
 from tests.distributed import run_ranks
 from tests.generation import layout_loader
@@ -42,9 +42,9 @@ FP8_TOLERANCE = 0.3
 
 def publish_changed(cfg: Config, export: Path) -> dict[str, float]:
     """On the trainer rank: change the weights, publish them as version 0, save them."""
-    from megatron_rl.policy import open_policy
-    from megatron_rl.train import open_publisher
-    from megatron_rl.weights.export import save_hf
+    from megatron_rl.trainer.model.policy import open_policy
+    from megatron_rl.trainer.train import open_publisher
+    from megatron_rl.weights.folders.export import save_hf
 
     with open_policy(cfg) as policy, open_publisher(cfg, policy) as weights:
         with torch.no_grad():

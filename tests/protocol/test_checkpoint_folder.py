@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import CheckpointConfig
 from megatron_rl.protocol import checkpoint_folder
 from megatron_rl.protocol.checkpoint_folder import (
     COMPLETE,
@@ -17,8 +19,6 @@ from megatron_rl.protocol.checkpoint_folder import (
     seal,
     superfluous,
 )
-from megatron_rl.protocol.config import CheckpointConfig
-from megatron_rl.protocol.process import InputError
 
 CONTENT = {"__0_0.distcp": b"weights" * 50, "common.pt": b"common", "queue.json": b"{}"}
 

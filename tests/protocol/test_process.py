@@ -7,8 +7,9 @@ import pytest
 
 SCRIPT = """
 import sys, time
-from megatron_rl.protocol.config_file import ConfigError
-from megatron_rl.protocol.process import InputError, run_main, set_up_logging
+from megatron_rl.config.files import ConfigError
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
 from pathlib import Path
 set_up_logging("tester", Path(sys.argv[1]))

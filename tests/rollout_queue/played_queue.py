@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import (
     GeneratorReady,

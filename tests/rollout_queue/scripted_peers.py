@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from megatron_rl.ports import resolve_ports
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.config.files import dump_toml
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,

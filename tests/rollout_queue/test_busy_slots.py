@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from megatron_rl.protocol.config import QueueConfig
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import GeneratorReady, Sampling
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.groups import Group

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.rollout_queue.diagnosis import REFUSALS, Evidence, Setting, diagnose
 from tests.rollout_queue.makers import make_prompt
 from verification.format import CUT_OFF_REFUSALS

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.config.files import dump_toml
+from megatron_rl.launcher.verify_command import verify
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import Rollout, SaveState, Score
 from megatron_rl.rollout_queue.groups import FLAT
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.verify_command import verify
 from tests.rollout_queue.makers import make_group
 from tests.rollout_queue.played_queue import PlayedQueue
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Message, Prompt
 from megatron_rl.rollout_queue.dropped_prompts import (
     DroppedPrompt,

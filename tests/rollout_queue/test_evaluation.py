@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from megatron_rl.protocol.config import EvalConfig, QueueConfig, SamplingConfig
-from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.reward_config import RewardConfig
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.tree import EvalConfig, QueueConfig, SamplingConfig
 from megatron_rl.protocol.types import ScoreRequest, VerifierReady
 from megatron_rl.rollout_queue.evaluation import (
     AUTO_PROMPTS,

@@ -5,10 +5,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.protocol.config import TrainConfig
+from megatron_rl.algorithms.advantage import group_mean_advantages
+from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
-from megatron_rl.rollout_queue.advantage import group_mean_advantages
 from megatron_rl.rollout_queue.batches import form_batch
 from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, GroupBook, find_fault
 from megatron_rl.rollout_queue.tally import RolloutTally

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.config import PromptSource
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Message, Prompt
 from megatron_rl.rollout_queue.jsonl_source import load_jsonl
 

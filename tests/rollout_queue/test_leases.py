@@ -3,7 +3,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from megatron_rl.protocol.config import QueueConfig
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
     PROMPT_UNRENDERABLE,
     Cancel,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.config import QueueConfig
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady, Sampling
 from megatron_rl.rollout_queue.admission import LeaseRules

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.config import PromptSource
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream, load_prompts
 from tests.rollout_queue.makers import make_prompt

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, QUEUE_STATE, seal
-from megatron_rl.protocol.config import Config
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import NextBatch, Published, RankBatch, SaveState, Stop

@@ -1,7 +1,7 @@
 import pytest
 
-from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.reward_config import ExtraReward, RewardConfig
+from megatron_rl.config.reward import ExtraReward, RewardConfig
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Sampling, ScoreDone, ScoreFailed, VerifierReady
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.scoring import Scoring

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
 from megatron_rl.rollout_queue.groups import FLAT, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 from tools.bench import trl_venv
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.protocol.config import OptimizerConfig
+from megatron_rl.config.tree import OptimizerConfig
+from megatron_rl.launcher.sizing.parameters import model_parameters
 from megatron_rl.protocol.types import TrainSequence
-from megatron_rl.sizing.parameters import model_parameters
-from megatron_rl.weights.shape import read_shape
+from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import write_model
 from tools.bench.lengths import Lengths
 from tools.bench.train_figures import (

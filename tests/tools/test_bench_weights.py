@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 from tools.bench.weights_figures import METHODS, Sample, combine, figures, growth
 
 CFG = Config.model_validate({"weights": {"bucket_bytes": 50}})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.protocol.config import PromptSource
+from megatron_rl.config.tree import PromptSource
 from megatron_rl.rollout_queue.sources import load_jsonl
 from tools import make_tasks
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_rl.protocol.reward_config import RewardConfig
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest
 from verification.rules import RewardRules
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli import main
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.launcher.cli import main
 from megatron_rl.protocol.types import Message, Prompt, Score, ScoreFailed
 from tests.verification.requests import boxed
 from verification.audit import (

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from megatron_rl.protocol.config import RenderConfig
-from megatron_rl.protocol.prompt_config import SystemPrompts
+from megatron_rl.config.prompts import SystemPrompts
+from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.types import ScoreRequest
 from tests.verification.requests import RULES, boxed, make_request
 from verification.gates import GATES

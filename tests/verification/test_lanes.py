@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.protocol.config import QueueConfig
-from megatron_rl.protocol.reward_config import (
+from megatron_rl.config.reward import (
     LANES,
     ExtraReward,
     LaneConfig,
@@ -17,6 +16,7 @@ from megatron_rl.protocol.reward_config import (
     TaskConfig,
     VerifierConfig,
 )
+from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Sampling, Score, ScoreDone, VerifierReady
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.scoring import Scoring

@@ -1,6 +1,6 @@
 import json
 
-from megatron_rl.protocol.reward_config import LaneConfig, RewardConfig, TaskConfig, VerifierConfig
+from megatron_rl.config.reward import LaneConfig, RewardConfig, TaskConfig, VerifierConfig
 from megatron_rl.protocol.types import Score, ScoreFailed
 from tests.verification.requests import boxed
 from verification.library import MAX_PENDING, Grading, Sample

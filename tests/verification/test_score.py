@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from megatron_rl.protocol.reward_config import ExtraReward, TaskConfig
+from megatron_rl.config.reward import ExtraReward, TaskConfig
 from megatron_rl.protocol.types import Score, ScoreRequest
 from tests.verification.requests import RULES, boxed, make_request, make_rules
 from verification.draft import Draft

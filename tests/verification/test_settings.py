@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from megatron_rl.protocol.config import Config, PromptSource, SamplingConfig
-from megatron_rl.protocol.process import InputError
-from megatron_rl.protocol.reward_config import ExtraReward, RewardConfig, TaskConfig
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import ExtraReward, RewardConfig, TaskConfig
+from megatron_rl.config.tree import Config, PromptSource, SamplingConfig
 from megatron_rl.protocol.types import Message, Prompt
 from verification.rules import RewardRules
 from verification.settings import check_functions, check_prompts, check_sources

@@ -10,15 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.protocol.config import Config, PortsConfig, PromptSource, RunConfig
-from megatron_rl.protocol.config_file import dump_toml
-from megatron_rl.protocol.reward_config import (
+from megatron_rl.config.files import dump_toml
+from megatron_rl.config.reward import (
     ExtraReward,
     LaneConfig,
     RewardConfig,
     TaskConfig,
     VerifierConfig,
 )  # fmt: skip
+from megatron_rl.config.tree import Config, PortsConfig, PromptSource, RunConfig
 from megatron_rl.protocol.types import (
     AnyMessage,
     ScoreDone,

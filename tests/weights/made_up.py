@@ -6,10 +6,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from megatron_rl.weights.names import hf_shapes
-from megatron_rl.weights.reshard import Parcel
-from megatron_rl.weights.shape import ModelShape
-from megatron_rl.weights.slices import Slice
+from megatron_rl.weights.exchange.plan import Parcel
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 SHAPE = ModelShape(
     architecture="Qwen2ForCausalLM", layers=2, hidden=8, ffn=12, heads=4, kv_heads=2, head_dim=2,

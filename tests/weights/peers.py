@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.protocol.wire import DeadlineExceeded, Router
-from megatron_rl.weights.control import Control
-from megatron_rl.weights.exchange import ExchangeSettings, Reshard
-from megatron_rl.weights.full_tensors import Broadcast, Disk
-from megatron_rl.weights.layouts import Share
-from megatron_rl.weights.link import GeneratorLink
-from megatron_rl.weights.names import Place, hf_shapes, place_of, trainer_slices
-from megatron_rl.weights.publisher import Member, Method, Outcome, WeightPublisher
-from megatron_rl.weights.shape import ModelShape
-from megatron_rl.weights.transport import IPC
+from megatron_rl.weights.exchange.transport import IPC
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
+from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
+from megatron_rl.weights.publish.link import GeneratorLink
+from megatron_rl.weights.publish.publisher import Member, Method, Outcome, WeightPublisher
+from megatron_rl.weights.publish.reshard import ExchangeSettings, Reshard
 from tests.weights.made_up import SHAPE, allocate, fill, values
 from tests.weights.scripted_generators import Generator, host
 

@@ -26,13 +26,13 @@ from generation.engine import EngineError
 from generation.weight_client import WeightClient
 from megatron_rl.protocol.process import die_with_parent
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
-from megatron_rl.weights import parcels, transport
-from megatron_rl.weights.engine_layout import engine_slices, hf_slices
-from megatron_rl.weights.group import bucket_bytes, close_group, open_group, split_bucket
-from megatron_rl.weights.layouts import Share
-from megatron_rl.weights.messages import Packet
-from megatron_rl.weights.receiver import Receiver
-from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.exchange import parcels, transport
+from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
+from megatron_rl.weights.exchange.packets import Packet
+from megatron_rl.weights.exchange.receiver import Receiver
+from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.tensor_shards import Share
 from tests.weights.made_up import SHAPE, allocate, fill
 
 FILE_PATIENCE_S = 60.0

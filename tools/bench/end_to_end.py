@@ -41,8 +41,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.protocol.config_file import ConfigError
-from megatron_rl.protocol.process import InputError
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import ConfigError
 from tools.bench.children import ChildFailed
 from tools.bench.contention import busy_share
 from tools.bench.measures import WARMUP_STEPS, StepMark, compare, learning

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.logprobs import OutputLayer, TokenLogprobs, token_logprobs
+from megatron_rl.trainer.model.logprobs import OutputLayer, TokenLogprobs, token_logprobs
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -6,7 +6,7 @@ over 64, and a smaller model). Loops take turns, and all count the tokens of the
 
 | loop | what |
 |---|---|
-| ours | megatron_rl.trainer: packed microbatches, float32 |
+| ours | megatron_rl.trainer.step: packed microbatches, float32 |
 | padded_peer | transformers and torch's AdamW; 8 rows in order of arrival, as its Trainer does |
 | budgeted_peer | the same with as many rows as fit the token budget once padded |
 | packed_peer | packed as ours packs: positions restart, SDPA with a block-diagonal mask |
@@ -37,9 +37,9 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.ports import find_free
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.config.files import dump_toml
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.ports import find_free
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.lengths import LONGEST

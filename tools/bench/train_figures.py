@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from megatron_rl.weights.shape import ModelShape
+from megatron_rl.weights.layout.shape import ModelShape
 from tools.bench.lengths import Lengths
 
 OURS, PADDED, BUDGETED, PACKED = "ours", "padded_peer", "budgeted_peer", "packed_peer"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.protocol.config import OptimizerConfig
+from megatron_rl.config.tree import OptimizerConfig
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import TrainSequence
 from tools.bench import train_figures

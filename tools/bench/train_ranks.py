@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.last_stage import output_weight
-from megatron_rl.logprobs import OutputLayer
-from megatron_rl.loss import LOSSES
-from megatron_rl.policy import Policy, open_policy
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.types import TrainSequence
-from megatron_rl.sft import share_of
-from megatron_rl.trainer import Objective, Trainer
-from megatron_rl.weights.load import unwrap
+from megatron_rl.trainer.model.last_stage import output_weight
+from megatron_rl.trainer.model.logprobs import OutputLayer
+from megatron_rl.trainer.model.policy import Policy, open_policy
+from megatron_rl.trainer.sft import share_of
+from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.weights.folders.load import unwrap
 from tools.bench.lengths import Lengths, magistral_like
 from tools.bench.peak_memory import is_accelerator, logprob_peak_over_bound
 from tools.bench.train_figures import (

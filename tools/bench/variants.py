@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.rollout_queue.prompts import load_prompts
@@ -83,7 +83,7 @@ def run_ours(workload: Workload, *, max_staleness: int, run_dir: Path) -> list[S
 
 def run_cli(config_path: Path, overrides: list[str], *, run_dir: Path) -> None:
     """`megatron-rl run`. Raises ChildFailed."""
-    command = [sys.executable, "-m", "megatron_rl.cli", "run", "--config", config_path]
+    command = [sys.executable, "-m", "megatron_rl.launcher.cli", "run", "--config", config_path]
     command += ["--run-dir", run_dir]
     log = run_dir.with_suffix(".log")
     run_child(

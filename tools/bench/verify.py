@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.protocol.reward_config import LaneConfig, VerifierConfig
+from megatron_rl.config.reward import LaneConfig, VerifierConfig
 from megatron_rl.protocol.types import ScoreDone
 from tools.bench import verify_work as work
 from verification.code.languages import LANGUAGES, compile_command

@@ -41,9 +41,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megatron_rl.ports import resolve_ports
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import dump_toml
+from megatron_rl.config.files import dump_toml
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.ports import resolve_ports
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.variants import ROOT, environment

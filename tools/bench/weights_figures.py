@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_rl.protocol.config import Config
+from megatron_rl.config.tree import Config
 
 TITLES = ("publish s", "transfer s", "pause s", "wire MB", "lo MB")
 RAW, RESHARD = "raw", "reshard"

@@ -13,8 +13,8 @@ from generation.async_dealer import AsyncDealer
 from generation.engine import EngineError, engine_setup
 from generation.weight_client import WeightClient
 from generation.worker import end_with_first, interrupted, parse_arguments
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging
 from tools.bench.weights_loader import LOADER
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from generation import sglang_loader
 from generation.sglang_orders import ORDERS_VARIABLE, read_order
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights import receiver
-from megatron_rl.weights.parcels import Ends, Received, payload_bytes, receive
-from megatron_rl.weights.receiver import Receiver
-from megatron_rl.weights.transport import GroupTransport
+from megatron_rl.weights.exchange import receiver
+from megatron_rl.weights.exchange.parcels import Ends, Received, payload_bytes, receive
+from megatron_rl.weights.exchange.receiver import Receiver
+from megatron_rl.weights.exchange.transport import GroupTransport
 from tools.bench.weights_figures import RAW
 
 LOADER = "tools.bench.weights_loader.load"

@@ -17,17 +17,18 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_rl.policy import Policy, open_policy
-from megatron_rl.protocol.config import Config
-from megatron_rl.protocol.config_file import load_config
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
-from megatron_rl.train import open_method
-from megatron_rl.weights import exchange, parcels
-from megatron_rl.weights.control import Control
-from megatron_rl.weights.exchange import Reshard, receiver_slices
-from megatron_rl.weights.link import GeneratorLink
-from megatron_rl.weights.publisher import Member, Method, Outcome
+from megatron_rl.trainer.model.policy import Policy, open_policy
+from megatron_rl.trainer.train import open_method
+from megatron_rl.weights.exchange import parcels
+from megatron_rl.weights.publish import reshard as exchange
+from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.publish.link import GeneratorLink
+from megatron_rl.weights.publish.publisher import Member, Method, Outcome
+from megatron_rl.weights.publish.reshard import Reshard, receiver_slices
 from tools.bench.weights_figures import METHODS, RAW, RESHARD, Sample
 from tools.bench.weights_loader import resident_bytes, send_raw, start_peak
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.protocol.reward_config import StepKind
+from megatron_rl.config.reward import StepKind
 from verification.draft import Finding, Question
 
 MAX_FRAME_BYTES = 64 << 20

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-from megatron_rl.protocol.reward_config import CODE, LaneConfig, StepKind
+from megatron_rl.config.reward import CODE, LaneConfig, StepKind
 from verification.pool.frames import (
     Aborted,
     Grade,

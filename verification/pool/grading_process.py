@@ -12,7 +12,7 @@ from typing import IO
 
 import msgspec
 
-from megatron_rl.protocol.reward_config import StepKind
+from megatron_rl.config.reward import StepKind
 from megatron_rl.protocol.types import ScoreRequest
 from verification.draft import Draft
 from verification.pool.frames import Grade, Reply, pack, reply_decoder, unpack

@@ -24,9 +24,10 @@ import logging
 import time
 from collections import deque
 
-from megatron_rl.protocol.reward_config import ANSWERS, CODE, CUSTOM, LANGUAGE, LaneConfig
+from megatron_rl.config.reward import ANSWERS, CODE, CUSTOM, LANGUAGE, LaneConfig
 from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed
 from verification.draft import Finding
+from verification.pool.fork_client import LOST, ForkClient
 from verification.pool.frames import (
     Aborted,
     FrameError,
@@ -37,7 +38,6 @@ from verification.pool.frames import (
     Retiring,
 )
 from verification.pool.grading_process import GradingProcess, Item
-from verification.pool.nursery import LOST, ForkClient
 from verification.rules import RewardRules
 from verification.score import unverified
 

@@ -12,12 +12,12 @@ import time
 from types import TracebackType
 from typing import Self
 
-from megatron_rl.protocol.reward_config import LANES, VerifierConfig
+from megatron_rl.config.reward import LANES, VerifierConfig
 from verification.draft import Draft
+from verification.pool.fork_client import ForkClient
 from verification.pool.frames import FrameError
 from verification.pool.grading_process import GradingProcess, Item
 from verification.pool.lane import Finished, Lane
-from verification.pool.nursery import ForkClient
 from verification.rules import RewardRules
 
 log = logging.getLogger(__name__)

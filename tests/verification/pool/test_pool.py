@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.protocol.reward_config import LaneConfig, TaskConfig, VerifierConfig
+from megatron_rl.config.reward import LaneConfig, TaskConfig, VerifierConfig
 from megatron_rl.protocol.types import ScoreDone, ScoreFailed, ScoreRequest
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.draft import Draft
+from verification.pool.fork_client import ForkServerDied
 from verification.pool.lane import Finished
-from verification.pool.nursery import ForkServerDied
 from verification.pool.pool import Pool
 from verification.score import screen
 

@@ -1,0 +1,95 @@
+"""Which parallel sizes a model can be divided by. Used by the launcher and by trainer ranks.
+
+Every refusal names the nearest possible size.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What of a model is divided among ranks."""
+
+    heads: int
+    kv_heads: int
+    layers: int
+    ffn: int = 0
+    """Units of a dense MLP; 0 where experts take its place."""
+    experts: int = 0
+    """Experts of a layer; 0 is a dense model."""
+    expert_ffn: int = 0
+    """Units of one expert."""
+
+
+def check_sizes(parallel: ParallelConfig, counts: Counts) -> None:
+    """Raise InputError unless the ranks can share the model."""
+    _check_tensor(parallel, counts)
+    _check_pipeline(parallel, counts.layers)
+    if counts.experts:
+        _check_experts(parallel, counts)
+        return
+    for name in ("expert", "expert_tensor"):
+        if (size := getattr(parallel, name)) > 1:
+            raise InputError(f"parallel.{name} = {size}, but the model has no experts: use 1")
+
+
+def _check_tensor(parallel: ParallelConfig, counts: Counts) -> None:
+    size = parallel.tensor
+    heads = f"{counts.heads} attention heads and {counts.kv_heads} key-value heads"
+    possible = math.gcd(counts.heads, counts.kv_heads, counts.ffn)
+    for what, count in ((heads, math.gcd(counts.heads, counts.kv_heads)),
+                        (f"{counts.ffn} MLP units", counts.ffn)):  # fmt: skip
+        if count % size:
+            raise InputError(
+                f"parallel.tensor = {size} does not divide the model's {what}; "
+                f"nearest possible: {nearest_divisor(possible, size)}"
+            )
+
+
+def _check_pipeline(parallel: ParallelConfig, layers: int) -> None:
+    stages, chunks = parallel.pipeline, parallel.virtual_stages
+    if layers % stages:
+        raise InputError(
+            f"parallel.pipeline = {stages} does not divide the model's {layers} layers; "
+            f"nearest possible: {nearest_divisor(layers, stages)}"
+        )
+    if layers // stages % chunks:
+        raise InputError(
+            f"parallel.virtual_stages = {chunks} does not divide the {layers // stages} layers "
+            f"of each of parallel.pipeline = {stages} stages; "
+            f"nearest possible: {nearest_divisor(layers // stages, chunks)}"
+        )
+
+
+def _check_experts(parallel: ParallelConfig, counts: Counts) -> None:
+    ranks = parallel.tensor * parallel.context * parallel.data
+    shared = parallel.expert_tensor
+    if counts.expert_ffn % shared or ranks % shared:
+        possible = math.gcd(counts.expert_ffn, ranks)
+        raise InputError(
+            f"parallel.expert_tensor = {shared} must divide the {counts.expert_ffn} units of an "
+            f"expert and parallel.tensor x context x data = {ranks}; "
+            f"nearest possible: {nearest_divisor(possible, shared)}"
+        )
+    if counts.experts % parallel.expert or ranks // shared % parallel.expert:
+        possible = math.gcd(counts.experts, ranks // shared)
+        raise InputError(
+            f"parallel.expert = {parallel.expert} must divide the model's {counts.experts} experts "
+            f"and parallel.tensor x context x data / expert_tensor = {ranks // shared}; "
+            f"nearest possible: {nearest_divisor(possible, parallel.expert)}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        # Tensor ranks then route tokens of their own; without it each would route all of them.
+        raise InputError(
+            f"parallel.tensor = {parallel.tensor} with experts needs parallel.sequence = true"
+        )
+
+
+def nearest_divisor(count: int, wanted: int) -> int:
+    """The divisor of `count` that is nearest to `wanted`; the smaller of two as near."""
+    divisors = (size for size in range(1, count + 1) if count % size == 0)
+    return min(divisors, key=lambda size: (abs(size - wanted), size))

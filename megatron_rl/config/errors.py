@@ -1,0 +1,5 @@
+"""Errors that a person can mend. Imported by every process."""
+
+
+class InputError(ValueError):
+    """Bad input: the text says what was given, what was expected and what to do."""

@@ -1,0 +1,63 @@
+"""The section `parallel` of the configuration tree. Imported by every process."""
+
+from typing import Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from megatron_rl.config.section import Section
+
+
+class ParallelConfig(Section):
+    """How the trainer ranks divide the model and the batch."""
+
+    tensor: PositiveInt = 1
+    """Tensor-parallel ranks; must divide the attention heads and key-value heads."""
+    pipeline: PositiveInt = 1
+    """Pipeline stages; must divide the layers."""
+    virtual_stages: PositiveInt = 1
+    """Model chunks of a pipeline stage (interleaved schedule); pipeline x virtual_stages must
+    divide the layers."""
+    context: PositiveInt = 1
+    """Ranks that share the positions of each sequence."""
+    context_exchange: Literal["auto", "p2p", "all_gather"] = "auto"
+    """How context ranks see each other's keys and values: TransformerEngine's ring (p2p), or all
+    at once, as the local layers do; auto takes what the layers can."""
+    data: PositiveInt = 1
+    """Data-parallel replicas."""
+    expert: PositiveInt = 1
+    """Ranks that share the experts of a layer; must divide the experts."""
+    expert_tensor: PositiveInt = 1
+    """Ranks that share each expert; expert x expert_tensor must divide tensor x context x data."""
+    sequence: bool = False
+    """Megatron sequence parallelism inside the tensor-parallel group; experts need it there."""
+    distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel and context ranks."""
+    overlap_gradients: bool = False
+    """Reduce gradients while the backward pass of the last microbatch goes on."""
+    overlap_parameters: bool = False
+    """Gather updated parameters while the next forward pass goes on; needs
+    distributed_optimizer and overlap_gradients."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_stages={self.virtual_stages} needs several stages, and "
+                "parallel.pipeline=1: nearest possible: 1"
+            )
+        if self.overlap_parameters and not (self.distributed_optimizer and self.overlap_gradients):
+            raise ValueError(
+                "parallel.overlap_parameters=true needs parallel.distributed_optimizer=true and "
+                "parallel.overlap_gradients=true: set both, or it to false"
+            )
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Count of trainer ranks."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def interleaved_chunks(self) -> int | None:
+        """Chunks of a stage as Megatron counts them: None for its plain schedule."""
+        return self.virtual_stages if self.virtual_stages > 1 else None

@@ -1,0 +1,87 @@
+"""The sections `[[prompts]]` (where prompts come from) and `[render]` (how they become tokens).
+
+Imported by every process, as part of the configuration tree.
+"""
+
+from pathlib import Path
+
+from pydantic import Field, PositiveFloat
+
+from megatron_rl.config.section import Section
+
+_THINK = (
+    "The user asks a question. First think it through step by step between <think> and </think>. "
+    "Only then write a short solution for the user, in the language of the question"
+)
+_BOX = "Put the final answer in \\boxed{}."
+_CODE = "Write the program in one fenced code block that names its language, such as ```python."
+
+
+class PromptSource(Section):
+    """One source of prompts."""
+
+    kind: str = "jsonl"
+    """Entry of SOURCES: "jsonl" or "reasoning_gym"; or package.module:function."""
+    path: Path | None = None
+    """jsonl: the file; one prompt a line (README.md)."""
+    task: str = "math"
+    """jsonl: the task of lines that name none."""
+    held_out_share: float = Field(default=0.1, ge=0, le=1)
+    """jsonl: share of the lines without "split" that is held out, chosen by a hash of the question:
+    a question stays where it is when others are added."""
+    name: str = ""
+    """reasoning_gym: dataset name, e.g. chain_sum."""
+    options: dict[str, int | float | str | bool] = {}
+    """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
+    template: str = "{question}"
+    """reasoning_gym: user message; {question} is the dataset's text."""
+    strip_prefix: str = ""
+    """reasoning_gym: removed from the start of the question."""
+    train_size: int = Field(default=10_000, ge=0)
+    """reasoning_gym: train prompts to make."""
+    held_out_size: int = Field(default=500, ge=0)
+    """reasoning_gym: held-out prompts to make; no train prompt shares a question with them."""
+    weight: PositiveFloat = 1.0
+    """Share in the mixture of train prompts."""
+
+
+class SystemPrompts(Section):
+    """What is put before a prompt, by the gate of its task: it asks for what the gate demands.
+
+    After the system prompt of Magistral (arXiv 2506.10910, section 2.2.1), in our words.
+    """
+
+    think_box: str = (
+        f"{_THINK}. {_BOX} Your whole reply must look like this:\n"
+        "<think>\n(your thoughts)\n</think>\n(your solution) \\boxed{(final answer)}"
+    )
+    """Tasks math, exact and reasoning_gym, unless [reward.tasks] says otherwise."""
+    think_code: str = (
+        f"{_THINK}. {_CODE} Your whole reply must look like this:\n"
+        "<think>\n(your thoughts)\n</think>\n```python\n(your program)\n```"
+    )
+    """Task code, unless [reward.tasks] says otherwise."""
+    box: str = (
+        f"Answer in the language of the question. {_BOX} For example: The answer is \\boxed{{7}}."
+    )
+    code: str = _CODE
+    none: str = ""
+
+
+class RenderConfig(Section):
+    """How messages become token ids."""
+
+    system_prompt: str | None = None
+    """Put before the messages of every prompt that has no system message of its own; "" for none.
+    Not given: the text of render.system_prompts for the gate of the prompt's task."""
+    system_prompts: SystemPrompts = SystemPrompts()
+    """By gate."""
+    chat_template: str = ""
+    """Jinja chat template that replaces the tokenizer's own; empty keeps that."""
+
+    def system_prompt_of(self, gate: str) -> str:
+        """What is put before a prompt whose task has this gate; empty for nothing."""
+        if self.system_prompt is not None:
+            return self.system_prompt
+        text: str = getattr(self.system_prompts, gate)
+        return text

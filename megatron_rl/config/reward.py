@@ -1,0 +1,168 @@
+"""The sections `[reward]` (what a completion earns) and `[verifier]` (the processes that grade).
+
+Imported by every process, as part of the configuration tree.
+"""
+
+from typing import Literal, NamedTuple, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megatron_rl.config.section import Section
+
+ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
+LANES = (ANSWERS, LANGUAGE, CODE, CUSTOM)
+GateName = Literal["think_box", "think_code", "box", "code", "none"]
+StepKind = Literal["judge", "language", "extras"]
+
+
+class Step(NamedTuple):
+    """A part of grading that needs a killable process."""
+
+    kind: StepKind
+    """judge: whether the answer is right; extras: all extra rewards of the task."""
+    lane: str
+    """The processes that take it."""
+
+
+class TaskConfig(Section):
+    """How completions of a task are judged; prompts name the task."""
+
+    gate: GateName = "think_box"
+    """Form that a response must have to earn anything. think_*: one <think>...</think> first;
+    box: an answer in \\boxed{}; code: a fenced block with a language tag; none: any text."""
+    compare: str
+    """Whether the answer is right: math, exact, reasoning_gym, code, or package.module:function
+    as `f(answer: str, request: ScoreRequest) -> bool`."""
+
+
+_DEFAULT_TASKS = {
+    "math": TaskConfig(compare="math"),
+    "exact": TaskConfig(compare="exact"),
+    "reasoning_gym": TaskConfig(compare="reasoning_gym"),
+    "code": TaskConfig(gate="think_code", compare="code"),
+}
+
+
+class ExtraReward(Section):
+    """A reward of the user's own, beside correctness."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    """Name of its part in records and metrics."""
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    """package.module:function as `f(answer: str, request: ScoreRequest) -> float`."""
+    weight: float = 1.0
+    """Factor on what the function returns."""
+    tasks: list[str] = []
+    """Tasks that it applies to; none named: all."""
+
+
+class RewardConfig(Section):
+    """Addends of the reward of a completion that passes its gate; any other earns 0.
+
+    Defaults are the paper's, but for the parts that a run has to ask for.
+    """
+
+    correct: float = Field(default=0.9, ge=0)
+    """For a right answer."""
+    format: float = Field(default=0.1, ge=0)
+    """For passing the gate."""
+    length: float = Field(default=0.1, ge=0)
+    """Largest length penalty; see length_margin_tokens."""
+    length_margin_tokens: int = Field(default=0, ge=0)
+    """Paper's l_cache: the length penalty grows over the last tokens before the limit; 0: none."""
+    language: float = Field(default=0.0, ge=0)
+    """For problem, thoughts and answer in one language (paper: 0.1); 0: not looked at."""
+    language_confidence: float = Field(default=0.6, gt=0, le=1)
+    """A text whose language is less sure than this counts as unknown, never as a mismatch."""
+    accept_missing_unit: bool = True
+    """An answer without the reference's unit is right."""
+    tests_per_problem: PositiveInt = 20
+    """Tests drawn for a group's completions of a code problem."""
+    test_s: PositiveFloat = 4.0
+    """Time of one test of a program."""
+    test_memory_bytes: PositiveInt = 300 << 20
+    """Memory of one test of a program."""
+    compile_s: PositiveFloat = 10.0
+    """Time of a compilation."""
+    isolation: Literal["auto", "bubblewrap", "landlock", "rlimits"] = "auto"
+    """How programs are confined. auto: bubblewrap, else Landlock with a warning, else refuse;
+    rlimits alone let a program read files and use the network."""
+    tasks: dict[str, TaskConfig] = {}
+    """Tasks beside math, exact, reasoning_gym and code, or other definitions of those."""
+    extra: list[ExtraReward] = []
+    """Rewards of the user's own."""
+
+    @property
+    def all_tasks(self) -> dict[str, TaskConfig]:
+        """The tasks that prompts may name."""
+        return _DEFAULT_TASKS | self.tasks
+
+    def extras_of(self, task: str) -> list[ExtraReward]:
+        """The extra rewards that apply to a task."""
+        return [extra for extra in self.extra if not extra.tasks or task in extra.tasks]
+
+    def steps_of(self, task: str) -> tuple[Step, ...]:
+        """Steps that may follow the gate of a completion of a task, in order.
+
+        The one place that decides a lane: the queue keeps room in the lanes of all these steps, and
+        the verifier takes the steps, less the first where plain text decides.
+        """
+        compare = self.all_tasks[task].compare
+        lane = CUSTOM if ":" in compare else CODE if compare == "code" else ANSWERS
+        steps = [Step("judge", lane)]
+        if self.language > 0:
+            steps.append(Step("language", LANGUAGE))
+        if self.extras_of(task):
+            steps.append(Step("extras", CUSTOM))
+        return tuple(steps)
+
+    @property
+    def gates(self) -> dict[str, GateName]:
+        """The gate of each task."""
+        return {name: task.gate for name, task in self.all_tasks.items()}
+
+    @model_validator(mode="after")
+    def _check_extra(self) -> Self:
+        taken = {"correct", "format", "length", "language"}
+        for extra in self.extra:
+            if extra.name in taken:
+                raise ValueError(f"reward.extra: the name {extra.name!r} is taken: choose another")
+            taken.add(extra.name)
+            unknown = sorted(set(extra.tasks) - set(self.all_tasks))
+            if unknown:
+                raise ValueError(
+                    f"reward.extra {extra.name!r} names unknown tasks {unknown}; known are "
+                    f"{sorted(self.all_tasks)}"
+                )
+        return self
+
+
+class LaneConfig(Section):
+    """Processes for one kind of grading; slow kinds never hold up quick ones."""
+
+    workers: PositiveInt = 1
+    """Processes."""
+    timeout_s: PositiveFloat = 3.0
+    """Limit of grading one completion: CPU time, for code and custom rewards elapsed time."""
+    memory_bytes: PositiveInt = 2 << 30
+    """Address space of one process; for code that of a compiler, tests have their own limit."""
+    max_pending: PositiveInt = 1024
+    """Requests accepted at once; one counts in every lane that a step of its task needs."""
+
+
+class VerifierConfig(Section):
+    """Grading processes, by lane; a lane that is not needed starts none."""
+
+    answers: LaneConfig = LaneConfig()
+    """Math, exact, reasoning_gym."""
+    language: LaneConfig = LaneConfig(timeout_s=1.0)
+    """Language consistency, once the answer is judged."""
+    code: LaneConfig = LaneConfig(timeout_s=200.0, memory_bytes=4 << 30, max_pending=256)
+    """Compiling and testing programs."""
+    custom: LaneConfig = LaneConfig(timeout_s=10.0)
+    """Comparisons and extra rewards of the user's own."""
+
+    def lane(self, name: str) -> LaneConfig:
+        """The lane of that name."""
+        lane: LaneConfig = getattr(self, name)
+        return lane

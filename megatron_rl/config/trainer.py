@@ -1,0 +1,173 @@
+"""Sections of the configuration that say what trainer ranks do.
+
+Imported by every process by way of `config.py`.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megatron_rl.config.section import Section
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: Path = Path("model")
+    """HF folder: config.json, *.safetensors, tokenizer."""
+    megatron_path: Path | None = None
+    """Megatron checkpoint whose weights the trainer starts from, in place of those in path."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of trainer and generators; master weights are always float32."""
+    layers: Literal["auto", "transformer_engine", "local"] = "auto"
+    """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
+    """Matrix products in FP8 through TransformerEngine, and how tensors are scaled for them."""
+    fp8_bf16_edge_layers: int = Field(default=0, ge=0)
+    """First layers, and as many last ones, that stay in bfloat16; delayed scaling knows none."""
+    fp8_parameters: bool = False
+    """Keep the weights of FP8 products in FP8, and gather them so; needs
+    parallel.distributed_optimizer, and no delayed scaling. Generators get the rounded ones."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of core attention, or those of
+    every layer."""
+
+    @model_validator(mode="after")
+    def _check_fp8(self) -> Self:
+        given = f"model.fp8={self.fp8!r}"
+        if self.fp8 == "none":
+            if self.fp8_parameters or self.fp8_bf16_edge_layers:
+                raise ValueError(
+                    "model.fp8_parameters and model.fp8_bf16_edge_layers need FP8, and "
+                    f"{given}: choose 'blockwise', 'tensorwise' or 'delayed'"
+                )
+        elif self.megatron_path is not None and self.fp8_parameters:
+            raise ValueError(
+                "model.megatron_path does not fill parameters in FP8: set "
+                "model.fp8_parameters=false, or make a HF folder with `megatron-rl convert`"
+            )
+        elif self.layers == "local":
+            raise ValueError(f"{given} needs model.layers='transformer_engine' or 'auto'")
+        elif self.dtype != "bfloat16":
+            raise ValueError(f"{given} needs model.dtype='bfloat16'")
+        elif self.fp8 == "delayed" and self.fp8_bf16_edge_layers:
+            raise ValueError(
+                f"model.fp8_bf16_edge_layers={self.fp8_bf16_edge_layers} is not possible with "
+                f"{given}, which scales all layers at once; nearest possible: 0, or 'tensorwise'"
+            )
+        elif self.fp8 == "delayed" and self.fp8_parameters:
+            # Loaded weights would be rounded with a scale of 1, as there are no steps before.
+            raise ValueError(
+                f"model.fp8_parameters=true is not possible with {given}, which has no scales for "
+                "loaded weights; nearest possible: model.fp8='tensorwise'"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW with float32 masters."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear"] = "constant"
+    """Schedule after the warm-up; linear ends at min_lr_ratio * lr on the last step."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate of the linear schedule over lr."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of Adam's first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of Adam's second moment."""
+    eps: PositiveFloat = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_grad_norm: PositiveFloat = 1.0
+    """Global gradient norm limit."""
+    offload: bool = False
+    """Keep masters and moments in host memory and update them there; GPU only, needs
+    parallel.distributed_optimizer and no checkpoints."""
+    skip_grad_norm: float = Field(default=0.0, ge=0)
+    """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
+
+
+class LossConfig(Section):
+    """The policy loss."""
+
+    name: str = "clipped"
+    """Entry of LOSSES, or package.module:function."""
+    eps_low: float = Field(default=0.2, gt=0, lt=1)
+    """The importance ratio is clipped below 1 - eps_low."""
+    eps_high: PositiveFloat = 0.28
+    """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
+    old_logprobs: Literal["generator", "recompute"] = "generator"
+    """What the importance ratio divides by. recompute: the trainer's own logprobs before the first
+    update of the batch, for one more forward pass."""
+
+
+class TrainConfig(Section):
+    """Steps and batch shape of reinforcement learning."""
+
+    steps: int = Field(default=100, ge=0)
+    """Batches to train on."""
+    groups_per_batch: PositiveInt = 16
+    """Groups of completions, flat ones not counted, that make a batch."""
+    group_size: int = Field(default=16, ge=2)
+    """Completions of one prompt."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps a batch; the paper found more than 2 harmful."""
+    microbatch_tokens: PositiveInt = 4096
+    """Token budget (prompt and completion) of one packed microbatch."""
+    logprob_chunk_tokens: int = Field(default=2048, ge=8)
+    """Logits and all copies of them take less memory than those of so many tokens in float32."""
+    router_replay: bool = False
+    """Mixtures of experts: tokens go to the experts that the generator chose, not to those that the
+    trainer's router would; generators return them (generator.engine "sglang")."""
+    advantage: str = "group_mean"
+    """Entry of ADVANTAGES, or package.module:function."""
+    max_mismatch: float = Field(default=0.0, ge=0)
+    """The run stops where |trainer - generator logprob| of tokens sampled under the current version
+    is above this on average, in nats; 0: never."""
+    max_skipped_updates: PositiveInt = 5
+    """The run stops after so many skipped optimizer steps in a row, and writes the last minibatch
+    to the run folder."""
+    batch_timeout_s: PositiveFloat = 1200.0
+    """The trainer gives up when a batch takes longer. Above queue.max_attempts x
+    generator.request_timeout_s, one slow completion drops its group and does not end the run."""
+    collective_timeout_s: PositiveFloat = 120.0
+    """A collective among trainer ranks that takes longer ends the run."""
+
+
+class SftConfig(Section):
+    """Supervised cold start, and its control."""
+
+    traces: Path | None = None
+    """JSONL of {"messages", "response"}; no cold start without it."""
+    steps: int = Field(default=0, ge=0)
+    """Optimizer steps."""
+    batch_size: PositiveInt = 32
+    """Traces a step."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Learning rate and schedule of the cold start."""
+    control: bool = False
+    """After RL, continue the cold start on the same traces for RL's compute, and evaluate."""
+
+
+class CheckpointConfig(Section):
+    """Saving the trainer and the queue together, and going on from there."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Save after every so many batches, and after the last one; 0: never."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_every: int = Field(default=0, ge=0)
+    """Also keep for good those of steps that this divides; 0: none."""
+    resume: str = "auto"
+    """Where a run begins. auto: at the newest complete checkpoint of the run folder, if there is
+    one; never: at the start, in a new folder; else the path of a checkpoint."""
+    queue_timeout_s: PositiveFloat = 60.0
+    """The queue has this long to tell its state."""
+    write_timeout_s: PositiveFloat = 1800.0
+    """A checkpoint that is not on the disk by then ends the run."""

@@ -1,0 +1,240 @@
+"""The configuration tree of a run.
+
+Imported by every process. `files.py` loads it once from TOML plus `section.key=value`
+overrides; the resolved tree is saved in the run folder as `config.toml`, which processes read.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.prompts import PromptSource, RenderConfig
+from megatron_rl.config.reward import RewardConfig, VerifierConfig
+from megatron_rl.config.section import Section
+from megatron_rl.config.trainer import (
+    CheckpointConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SftConfig,
+    TrainConfig,
+)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    dir: Path = Path("runs/default")
+    """Folder for everything that the run leaves."""
+    seed: int = 0
+    """Seed of prompts, sampling and initial weights."""
+
+
+class SamplingConfig(Section):
+    """Sampling of training completions."""
+
+    max_new_tokens: PositiveInt = 1024
+    """Limit of a completion."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus; below 1 the generator's logprobs no longer match the trainer's."""
+
+
+class QueueConfig(Section):
+    """Admission and leases."""
+
+    max_staleness: int = Field(default=2, ge=0)
+    """Policy versions a typical rollout may lag when it is trained on; 0 is synchronous."""
+    strict_staleness: bool = False
+    """Wait for a slow group rather than let it exceed max_staleness; false never waits."""
+    heartbeat_timeout_s: PositiveFloat = 30.0
+    """A generator or verifier that is silent this long is dead; its work is issued again."""
+    lease_timeout_s: PositiveFloat = 360.0
+    """A lease that returned nothing for this long is cancelled and issued again; above
+    generator.request_timeout_s, so that an engine that lives says itself what went wrong."""
+    score_timeout_s: PositiveFloat = 900.0
+    """A score request unanswered for this long is issued again; above verifier.*.timeout_s and
+    the wait behind others. Verifiers that die are noticed by their heartbeats."""
+    max_attempts: PositiveInt = 3
+    """Times a completion or a score is tried before its group is dropped and counted."""
+    max_failed_groups: PositiveInt = 16
+    """The run ends when so many groups failed beyond those completed: each failed one counts one
+    up, each completed one down, never below 0."""
+
+
+class GeneratorConfig(Section):
+    """Engine replicas."""
+
+    engine: str = "sglang"
+    """Entry of ENGINES: "sglang" or "hf"; or package.module:function."""
+    replicas: PositiveInt = 1
+    """Generators that launch starts on this host."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks of one engine."""
+    shares_gpus: bool = False
+    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk",
+    or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
+    quantization: str = ""
+    """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
+    Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
+    max_running: PositiveInt = 64
+    """Completions in flight in one engine."""
+    kv_tokens: PositiveInt = 65_536
+    """Tokens that the KV cache holds (all completions in flight)."""
+    context_tokens: PositiveInt = 2048
+    """Longest prompt plus completion."""
+    nice: int = Field(default=0, ge=0, le=19)
+    """CPU priority given up by the engine, where it shares cores with the trainer."""
+    start_timeout_s: PositiveFloat = 180.0
+    """An engine that is not ready by then has failed."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times a run that each generator which dies is started again, after 1, 2, 4 ... s; 0: its
+    death ends the run. Its new engine must start and get weights within train.batch_timeout_s."""
+    request_timeout_s: PositiveFloat = 300.0
+    """A completion that takes longer has failed; its engine stops it. Below
+    queue.lease_timeout_s."""
+    wait_for_publish: bool = True
+    """Serve only after the trainer's first publish; false serves the folder's own weights."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts by the generators."""
+
+    prompts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Held-out prompts; auto: all that there are, at most 256; 0 skips evaluation."""
+    samples: PositiveInt = 1
+    """Completions a prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    every_steps: int = Field(default=0, ge=0)
+    """Also evaluate every so many steps; 0: only before and after."""
+    timeout_s: PositiveFloat = 600.0
+    """An evaluation that takes longer ends the run."""
+
+
+class WeightsConfig(Section):
+    """Publishing weights to the generators."""
+
+    method: Literal["reshard", "ipc", "broadcast", "disk"] = "reshard"
+    """reshard: slices from shard to shard. ipc: the same through memory that ranks of one host
+    share, for a GPU that trainer and engine share. broadcast: full tensors by way of rank 0, for
+    engines without our loader; quantised ones get it instead of reshard. disk: a folder that every
+    engine reads; quantised ones get it instead of ipc."""
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    """What running requests keep across a publish. keep: keys and values of older weights, as in
+    the paper; recompute: tokens alone."""
+    bucket_bytes: PositiveInt = 64 << 20
+    """Size of a round of the exchange; trainer and engine ranks need at most twice as much memory
+    beside their parameters."""
+    deadline_s: PositiveFloat = 120.0
+    """A generator that does not take a publish in that time is dropped until it comes back."""
+    join_timeout_s: PositiveFloat = 300.0
+    """With no generator left, one must come back in that time."""
+
+
+class PortsConfig(Section):
+    """Where the sockets of a run listen. Port 0: launch picks a free one."""
+
+    host: str = "127.0.0.1"
+    """Address of the host of the queue and of trainer rank 0, where these listen. One that other
+    hosts can reach needs keys, which `megatron-rl prepare` makes."""
+    keys_dir: Path | None = None
+    """Folder with the run's CURVE keys, on a file system that all hosts share."""
+    prompts: int = Field(default=0, ge=0, le=65535)
+    """Queue, for generators."""
+    verify: int = Field(default=0, ge=0, le=65535)
+    """Queue, for verifiers."""
+    batches: int = Field(default=0, ge=0, le=65535)
+    """Queue, for trainer ranks."""
+    weights: int = Field(default=0, ge=0, le=65535)
+    """Trainer rank 0, for generators."""
+    torchrun: int = Field(default=0, ge=0, le=65535)
+    """Rendezvous of the trainer ranks."""
+    engine: int = Field(default=0, ge=0, le=65535)
+    """HTTP of the first engine; further replicas take the next even ports."""
+
+
+class Config(Section):
+    """Everything about a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    sft: SftConfig = SftConfig()
+    prompts: list[PromptSource] = []
+    render: RenderConfig = RenderConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    queue: QueueConfig = QueueConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    reward: RewardConfig = RewardConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    eval: EvalConfig = EvalConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    ports: PortsConfig = PortsConfig()
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.train.minibatches > self.train.groups_per_batch:
+            raise ValueError(
+                f"train.minibatches={self.train.minibatches} is more than "
+                f"train.groups_per_batch={self.train.groups_per_batch}: groups never split across "
+                "minibatches; lower the former"
+            )
+        if self.reward.length_margin_tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"reward.length_margin_tokens={self.reward.length_margin_tokens} exceeds "
+                f"sampling.max_new_tokens={self.sampling.max_new_tokens}"
+            )
+        if self.generator.context_tokens <= self.sampling.max_new_tokens:
+            raise ValueError(
+                f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
+                f"prompt beside sampling.max_new_tokens={self.sampling.max_new_tokens}: raise it"
+            )
+        if self.generator.request_timeout_s >= self.queue.lease_timeout_s:
+            raise ValueError(
+                f"generator.request_timeout_s={self.generator.request_timeout_s:g} is not below "
+                f"queue.lease_timeout_s={self.queue.lease_timeout_s:g}: a lease would be given to "
+                "another generator before its engine has given up; set queue.lease_timeout_s to "
+                f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
+            )
+        if self.generator.quantization and self.generator.engine == "hf":
+            raise ValueError(
+                f"generator.quantization={self.generator.quantization!r} needs an engine that "
+                "quantises: generator.engine='hf' does not; use 'sglang'"
+            )
+        possible = ("disk", "ipc") if self.parallel.world_size == 1 else ("disk",)
+        if self.generator.shares_gpus and self.weights.method not in possible:
+            # An engine sees its own GPUs alone, and memory of others cannot be opened there.
+            raise ValueError(
+                f"generator.shares_gpus with {self.parallel.world_size} trainer ranks needs "
+                f"weights.method {' or '.join(possible)}, not {self.weights.method!r}: two ranks "
+                "of NCCL do not share a GPU"
+            )
+        if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
+            raise ValueError(
+                "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
+            )
+        for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
+            if optimizer.offload:
+                self._check_offload(f"{section}optimizer.offload")
+        if self.train.router_replay and self.generator.engine == "hf":
+            raise ValueError(
+                "train.router_replay needs an engine that returns its expert choices: "
+                "generator.engine='hf' does not; use 'sglang'"
+            )
+        return self
+
+    def _check_offload(self, key: str) -> None:
+        if not self.parallel.distributed_optimizer:
+            raise ValueError(f"{key}=true needs parallel.distributed_optimizer=true: set it")
+        if self.model.fp8_parameters:
+            raise ValueError(
+                f"{key}=true and model.fp8_parameters=true exclude each other: set one to false"
+            )

@@ -1,1 +1,0 @@
-"""Conversion of model folders: Hugging Face, mistral-format and Megatron. One process, by hand."""

@@ -1,0 +1,93 @@
+"""Says what this machine has and lacks: `megatron-rl doctor`. Imports nothing heavy."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.ports import is_free, resolve_ports
+from megatron_rl.launcher.preflight import find_compiler
+from verification.code.setup import CodeLimits, resolve
+from verification.verdict import GradingError
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "sglang",
+    "transformers",
+    "pyzmq",
+    "msgspec",
+    "pydantic",
+    "math-verify",
+    "reasoning-gym",
+)
+_GPU_PACKAGES = ("transformer-engine",)
+_LOW_MEMORY_BYTES = 6 << 30
+_LOW_DISK_BYTES = 5 << 30
+
+
+def examine(console: Console) -> int:
+    """Print a table of checks and return how many found something that a run needs missing."""
+    checks = [*_check_packages(), *_check_machine(), *_check_sandbox(), *_check_loopback()]
+    table = Table("", "what", "found")
+    for is_good, what, found in checks:
+        table.add_row("ok" if is_good else "!!", what, found)
+    console.print(table)
+    return sum(not is_good for is_good, _, _ in checks)
+
+
+def _check_packages() -> list[tuple[bool, str, str]]:
+    found = [(True, "python", platform.python_version())]
+    for name in _PACKAGES:
+        version = _version(name)
+        found.append((version is not None, name, version or "missing: bash tools/install.sh"))
+    for name in _GPU_PACKAGES:
+        found.append((True, name, _version(name) or "absent (used on GPUs only)"))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_machine() -> list[tuple[bool, str, str]]:
+    compiler = find_compiler()
+    setpriv = shutil.which("setpriv")
+    memory = psutil.virtual_memory().available
+    disk = shutil.disk_usage(Path.cwd()).free
+    return [
+        (compiler is not None, "C++ compiler", compiler or "missing: apt-get install g++"),
+        (setpriv is not None, "setpriv", setpriv or "missing: apt-get install util-linux"),
+        (True, "CPU cores for this process", str(len(os.sched_getaffinity(0)))),
+        (True, "NVIDIA driver", shutil.which("nvidia-smi") or "absent (runs on the CPU)"),
+        (memory >= _LOW_MEMORY_BYTES, "free memory", f"{memory / 2**30:.1f} GiB (6 are enough)"),
+        (disk >= _LOW_DISK_BYTES, "free disk here", f"{disk / 2**30:.1f} GiB (5 are enough)"),
+    ]
+
+
+def _check_sandbox() -> list[tuple[bool, str, str]]:
+    try:
+        found = resolve(CodeLimits())
+    except GradingError as error:
+        return [(False, "sandbox for programs", str(error))]
+    is_full = found.isolation == "bubblewrap"
+    return [(is_full, "sandbox for programs", found.isolation + ("" if is_full else ": degraded"))]
+
+
+def _check_loopback() -> list[tuple[bool, str, str]]:
+    try:
+        ports = resolve_ports(Config()).ports
+    except InputError as error:
+        return [(False, "loopback ports", str(error))]
+    is_good = is_free(ports.host, ports.prompts)
+    return [(is_good, "loopback ports", f"{ports.host}, for example {ports.prompts}")]

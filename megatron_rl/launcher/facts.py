@@ -1,0 +1,35 @@
+"""What the summary of a run needs beside its metrics: where things lie, and what was configured.
+
+Used by the launcher, for a run that it ends and for the folder of an earlier one.
+"""
+
+from pathlib import Path
+
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.summary import RunFacts
+
+COLD_START, CONTROL, FINAL = "cold_start", "control", "final"
+"""Models that a run exports: names of the folders in RUN/hf."""
+
+
+def run_facts(
+    config: Config, run_dir: Path, wall_s: dict[str, float], hf_export: str | None
+) -> RunFacts:
+    """The facts of a run whose phases took `wall_s`; run_dir: where its folder is now."""
+    names = ("summary.json", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "logs")
+    paths = [run_dir / name for name in names]
+    return RunFacts(
+        wall_s=wall_s,
+        hf_export=hf_export,
+        max_staleness=config.queue.max_staleness,
+        strict_staleness=config.queue.strict_staleness,
+        eval_temperature=config.eval.temperature,
+        run_dir=str(run_dir),
+        files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
+    )
+
+
+def find_export(run_dir: Path) -> str | None:
+    """The model that a run exported last, if any."""
+    paths = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
+    return next((str(path) for path in paths if path.exists()), None)

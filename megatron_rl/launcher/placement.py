@@ -1,0 +1,81 @@
+"""Which roles run on which host, on which of its GPUs. Pure but for `listed_gpus`.
+
+Used by the launcher. GPUs are counted through all hosts: the trainer's ranks take the first ones,
+then each engine its own, never across two hosts.
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_LIST_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class HostRoles:
+    """What one host runs, beside a verifier; the first host also runs the queue."""
+
+    trainer_ranks: int = 0
+    trainer_hosts: int = 0
+    """Hosts that have trainer ranks; they are the first ones."""
+    engines: dict[int, range] = field(default_factory=dict)
+    """Generator -> its GPUs, counted on this host."""
+
+
+def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
+    """The roles of each host. Raises InputError when they do not fit."""
+    ranks, width = config.parallel.world_size, config.generator.tensor_parallel
+    if ranks > gpus_per_host and ranks % gpus_per_host:
+        raise InputError(
+            f"{ranks} trainer ranks do not fill whole hosts of {gpus_per_host} GPUs: choose "
+            "parallel sizes whose product is a multiple of them, or smaller than a host"
+        )
+    if width > gpus_per_host:
+        raise InputError(
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host"
+        )
+    trainer_hosts = -(-ranks // gpus_per_host)
+    engines: list[dict[int, range]] = [{} for _ in range(hosts)]
+    first = 0 if config.generator.shares_gpus else ranks
+    for index in range(config.generator.replicas):
+        if first % gpus_per_host + width > gpus_per_host:
+            first += -first % gpus_per_host
+        host, start = divmod(first, gpus_per_host)
+        first += width
+        if first > hosts * gpus_per_host:
+            raise InputError(
+                f"{ranks} trainer ranks and {index + 1} engines of {width} GPUs do not fit on "
+                f"{hosts} hosts of {gpus_per_host} GPUs: lower generator.replicas "
+                f"(given: {config.generator.replicas}) or parallel.data"
+            )
+        engines[host][index] = range(start, start + width)
+    if trainer_hosts > hosts:
+        raise InputError(f"{ranks} trainer ranks need {trainer_hosts} hosts, there are {hosts}")
+    per_host = min(ranks, gpus_per_host)
+    return [
+        HostRoles(per_host if host < trainer_hosts else 0, trainer_hosts, engines[host])
+        for host in range(hosts)
+    ]
+
+
+def gpu_environment(gpus: range, names: list[str]) -> dict[str, str]:
+    """The variable that shows a process these GPUs alone; names: those of all GPUs of the host."""
+    return {GPUS_VARIABLE: ",".join(names[gpu] for gpu in gpus)} if names else {}
+
+
+def listed_gpus() -> list[str]:
+    """Names of this host's GPUs that its processes may use; [] without any."""
+    if GPUS_VARIABLE in os.environ:
+        return [name for name in os.environ[GPUS_VARIABLE].split(",") if name]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+        capture_output=True, text=True, timeout=_LIST_TIMEOUT_S,
+    )  # fmt: skip
+    return done.stdout.split() if done.returncode == 0 else []

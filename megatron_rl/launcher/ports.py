@@ -1,0 +1,119 @@
+"""Finds free ports for a run, and says who holds a port that is not free.
+
+Used by `run.py`, `preflight.py` and `cli.py`.
+"""
+
+import random
+import socket
+from collections.abc import Set
+
+import psutil
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config, PortsConfig
+
+# Below Linux' range for outgoing connections (from 32768): a port chosen here may be bound only
+# minutes later, and no connection takes it meanwhile.
+_FIRST, _LAST = 20_000, 32_000
+_MAX_TRIES = 200
+_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "engine")
+
+
+def resolve_ports(config: Config) -> Config:
+    """The config with every port 0 replaced by a free one. Raises InputError."""
+    ports = config.ports
+    taken = {port for _, port in listed_ports(config)}
+    chosen: dict[str, int] = {}
+    for name in _NAMES:
+        if getattr(ports, name) == 0:
+            count = _width(name, config)
+            chosen[name] = find_free(ports.host, count, taken)
+            taken.update(range(chosen[name], chosen[name] + count))
+    return config.model_copy(update={"ports": ports.model_copy(update=chosen)})
+
+
+def listed_ports(config: Config) -> list[tuple[str, int]]:
+    """(key, port) of every port that the config fixes, all replicas of the engine included."""
+    found = []
+    for name in _NAMES:
+        base = getattr(config.ports, name)
+        if base:
+            step = 2 if name == "engine" else 1
+            found.extend((f"ports.{name}", base + i) for i in range(0, _width(name, config), step))
+    return found
+
+
+def check_ports(config: Config) -> None:
+    """Raise InputError for a fixed port that is named twice or that another process holds."""
+    seen: dict[int, str] = {}
+    for key, port in listed_ports(config):
+        if port in seen:
+            raise InputError(
+                f"{key} and {seen[port]} are both port {port}: choose two, or 0 for any"
+            )
+        seen[port] = key
+        if not is_free(config.ports.host, port):
+            raise InputError(
+                f"{key} = {port} on {config.ports.host} is in use{_holder(port)}: stop that "
+                f"process, choose another port, or set {key}=0 for any free one"
+            )
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a socket can listen there now."""
+    with socket.socket() as probe:
+        # As servers do: a port whose last connection is in TIME_WAIT counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def _width(name: str, config: Config) -> int:
+    """Ports that a name stands for: one, or two for each replica of the engine."""
+    return 2 * config.generator.replicas if name == "engine" else 1
+
+
+def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
+    """The first, an even one, of so many ports that nothing listens on. Raises InputError.
+
+    taken: not these.
+    """
+    choose = random.SystemRandom()
+    for _ in range(_MAX_TRIES):
+        base = choose.randrange(_FIRST, _LAST - count, 2)
+        block = range(base, base + count)
+        if not taken.intersection(block) and all(is_free(host, port) for port in block):
+            return base
+    raise InputError(
+        f"found no {count} free ports on {host} between {_FIRST} and {_LAST} in {_MAX_TRIES} "
+        f"tries: is {host} an address of this machine? Else fix the ports in [ports]"
+    )
+
+
+def _holder(port: int) -> str:
+    """The words ` by NAME (pid N)` when this user may know it, else nothing."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return ""
+    for connection in connections:
+        is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if is_listener and connection.pid:
+            return f" by {_process_name(connection.pid)}"
+    return ""
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return f"{psutil.Process(pid).name()} (pid {pid})"
+    except psutil.NoSuchProcess:
+        return f"pid {pid}"
+
+
+def ports_text(ports: PortsConfig) -> str:
+    """One line that names all ports."""
+    return ", ".join(f"{name} {getattr(ports, name)}" for name in _NAMES)

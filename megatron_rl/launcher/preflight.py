@@ -1,0 +1,218 @@
+"""Refuses bad input with one clear error before any process starts or any model is loaded.
+
+Used by `run.py`. Each check raises InputError: what was given, what was expected, what to do.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from generation.engine import ENGINES, load_engine
+from megatron_rl.algorithms.advantage import ADVANTAGES
+from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.config.divisibility import nearest_divisor
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import find_function
+from megatron_rl.config.reward import CODE
+from megatron_rl.config.tree import (
+    Config,
+    GeneratorConfig,
+    SftConfig,
+    TrainConfig,
+)
+from megatron_rl.launcher.ports import check_ports
+from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
+from megatron_rl.rollout_queue.evaluation import select_held_out
+from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
+from megatron_rl.trainer.traces import read_traces
+from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
+from verification import settings
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+class PromptReport(NamedTuple):
+    """What a run should know of its prompts."""
+
+    notes: list[str]
+    """Lines for the user."""
+    dropped: list[DroppedPrompt]
+    """Prompts that are left out."""
+
+
+def check(config: Config) -> PromptReport:
+    """Run every check, cheapest first; returns what was found of the prompts. Raises InputError."""
+    check_tools()
+    check_run_folder(config)
+    check_names(config)
+    check_model_folder(config.model.path)
+    if config.train.steps or config.sft.steps:
+        # An evaluation alone needs no trainer: the engine knows more architectures.
+        check_model(config)
+    check_megatron_path(config)
+    check_ports(config)
+    check_traces(config.sft)
+    return check_prompts(config)
+
+
+def check_tools() -> None:
+    """The programs that a run starts."""
+    if find_compiler() is None:
+        raise InputError(
+            f"no C++ compiler: neither $CXX (given: {os.environ.get('CXX', '')!r}) nor g++ is on "
+            "PATH. SGLang and PyTorch compile small extensions. Install the Debian package g++: "
+            "apt-get install g++"
+        )
+    if shutil.which("setpriv") is None:
+        raise InputError(
+            "the program setpriv is not on PATH; it ties the processes of a run to the launcher. "
+            "Install the Debian package util-linux: apt-get install util-linux"
+        )
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler that extensions would be built with."""
+    return shutil.which(os.environ.get("CXX") or "g++")
+
+
+def check_model_folder(folder: Path) -> None:
+    """A Hugging Face folder with configuration, tokenizer and weights; none of them is read."""
+    if not folder.is_dir():
+        raise InputError(
+            f"model.path = {folder}: there is no such folder. Give a HF folder with config.json, "
+            "*.safetensors and a tokenizer"
+        )
+    if not (folder / "config.json").exists():
+        raise InputError(
+            f"model.path = {folder}: the folder has no config.json, so it is no HF model"
+        )
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        raise InputError(
+            f"model.path = {folder}: the folder has no tokenizer: "
+            f"expected one of {', '.join(_TOKENIZER_FILES)}"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"model.path = {folder}: the folder has no *.safetensors")
+
+
+def check_model(config: Config) -> None:
+    """The trainer knows the architecture, and the parallel sizes divide the model."""
+    shape = read_shape(config.model.path)
+    check_parallel(shape, config.parallel)
+    check_engine_parallel(config.generator, shape, config.model.path)
+    check_router_replay(config.train, shape, config.model.path)
+
+
+def check_names(config: Config) -> None:
+    """Every function that is named exists; the processes that use them start much later."""
+    if config.train.steps:
+        find_function(LOSSES, config.loss.name, key="loss.name")
+        find_function(ADVANTAGES, config.train.advantage, key="train.advantage")
+    # By name alone: the engines' modules are slow to load.
+    engines = dict.fromkeys(ENGINES, load_engine)
+    find_function(engines, config.generator.engine, key="generator.engine")
+
+
+def check_engine_parallel(generator: GeneratorConfig, shape: ModelShape, folder: Path) -> None:
+    """An engine's tensor parallelism divides the heads; it copies key-value heads where needed."""
+    if shape.heads % generator.tensor_parallel:
+        raise InputError(
+            f"generator.tensor_parallel = {generator.tensor_parallel} does not divide the "
+            f"{shape.heads} attention heads of {folder}; nearest possible: "
+            f"{nearest_divisor(shape.heads, generator.tensor_parallel)}"
+        )
+
+
+def check_megatron_path(config: Config) -> None:
+    """Only reinforcement learning starts from a Megatron checkpoint; engines read HF folders."""
+    path = config.model.megatron_path
+    if path is None:
+        return
+    if not path.is_dir():
+        raise InputError(f"model.megatron_path = {path}: there is no such folder")
+    if config.sft.steps or not config.train.steps:
+        raise InputError(
+            f"model.megatron_path = {path} is read by reinforcement learning alone, without "
+            "sft.steps and with train.steps: make a HF folder of it with `megatron-rl convert`, "
+            "and give that as model.path"
+        )
+
+
+def check_router_replay(train: TrainConfig, shape: ModelShape, folder: Path) -> None:
+    """Only a mixture of experts has choices to replay."""
+    if train.router_replay and not shape.experts:
+        raise InputError(
+            f"train.router_replay = true, but {folder} has no experts: set it to false"
+        )
+
+
+def check_traces(sft: SftConfig) -> None:
+    """Every line of the traces is {"messages": [{"role", "content"}, ...], "response": text}."""
+    if sft.traces is None:
+        if sft.steps or sft.control:
+            key = "sft.steps" if sft.steps else "sft.control"
+            raise InputError(f"{key} needs sft.traces: name a JSONL file of {{messages, response}}")
+        return
+    if sft.steps or sft.control:
+        read_traces(sft.traces)
+
+
+def check_prompts(config: Config) -> PromptReport:
+    """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
+    settings.check_sources(config.prompts)
+    settings.check_functions(config.reward)
+    sets = load_prompts(config.prompts, config.run.seed)
+    settings.check_prompts(sets.all, config.reward)
+    tasks = sorted({prompt.task for prompt in sets.all})
+    if any(config.reward.all_tasks[task].compare == CODE for task in tasks):
+        settings.check_sandbox(config.reward)
+    if config.train.steps and not sets.train:
+        raise InputError(
+            'there are no train prompts: lines need "split": "train" or none, and a question that '
+            "is not held out; train.steps=0 only evaluates"
+        )
+    select_held_out(sets.held_out, config.eval)
+    dropped = find_dropped(sets.all, config)
+    if dropped:
+        sets = without(sets, frozenset(prompt.id for prompt in dropped))
+        _check_kept(sets, dropped, config)
+    notes = [sets.describe(), *_describe_dropped(dropped), *_describe_system_prompts(config, tasks)]
+    return PromptReport(notes, dropped)
+
+
+def _check_kept(sets: PromptSets, dropped: list[DroppedPrompt], config: Config) -> None:
+    """Enough prompts are left without the dropped ones."""
+    if config.train.steps and not sets.train:
+        raise InputError(
+            f"no train prompt can be rendered; {dropped[0].where}: {dropped[0].reason}. Raise "
+            "generator.context_tokens, or lower sampling.max_new_tokens"
+        )
+    try:
+        select_held_out(sets.held_out, config.eval)
+    except InputError as error:
+        raise InputError(f"{error}; {_describe_dropped(dropped)[0]}") from error
+
+
+def _describe_dropped(dropped: list[DroppedPrompt]) -> list[str]:
+    if not dropped:
+        return []
+    return [
+        f"warning: {len(dropped)} prompts are left out, listed in {DROPPED} of the run folder; the "
+        f"first is {dropped[0].where}: {dropped[0].reason}"
+    ]
+
+
+def _describe_system_prompts(config: Config, tasks: list[str]) -> list[str]:
+    """One line for each system prompt, with the tasks that get it."""
+    tasks_of: dict[str, list[str]] = {}
+    for task in tasks:
+        text = config.render.system_prompt_of(config.reward.gates[task])
+        tasks_of.setdefault(text, []).append(task)
+    return [
+        f"system prompt ({', '.join(names)}): "
+        + (json.dumps(text, ensure_ascii=False) if text else "none")
+        for text, names in tasks_of.items()
+    ]

@@ -1,0 +1,252 @@
+"""Runs all roles of a run on this host, in order, and ends them all.
+
+Used by `megatron-rl run` and `megatron-rl eval`. One process, one thread.
+
+| phase            | runs                                               | ends when                |
+|------------------|----------------------------------------------------|--------------------------|
+| cold start       | sft ranks; beside them the serving roles load      | the sft ranks exit 0     |
+| RL               | trainer ranks                                      | the trainer ranks exit 0 |
+| control          | sft ranks; beside them the queue's last evaluation | both exit 0              |
+| control accuracy | the serving roles, on the control's weights        | the queue exits 0        |
+
+Serving roles: queue, generators, verifier. All processes read RUN_DIR/config.toml, but those that
+evaluate a model without training, which read RUN_DIR/config.LABEL.toml. A generator that dies is
+started again, `generator.max_restarts` times; any other role that ends otherwise than expected ends
+the run.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import dump_toml, override
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher import preflight
+from megatron_rl.launcher.facts import COLD_START, CONTROL, FINAL
+from megatron_rl.launcher.ports import ports_text, resolve_ports
+from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.run_folder import (
+    check_run_folder,
+    locked,
+    set_aside,
+    step_of,
+    write_config,
+)
+from megatron_rl.launcher.session import Session
+from megatron_rl.launcher.summary import render_text, summarize
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.rollout_queue.dropped_prompts import write_dropped
+from megatron_rl.weights.folders.staging import recover
+
+TRAINER = "trainer"
+# Over eval.timeout_s: the queue itself gives up first and says why.
+_EVAL_MARGIN_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config, console: Console) -> None:
+    """Cold start, reinforcement learning, control, evaluation, summary.
+
+    Raises InputError before anything starts, RoleDied, DeadlineExceeded.
+    """
+    prompts = preflight.check(config)
+    with locked(config.run.dir) as lock:
+        # Once more: another launcher may have had the lock until now.
+        beginning = check_run_folder(config)
+        resumed = beginning.checkpoint
+        if beginning.is_again and resumed is None:
+            console.print(_restart_text(config.run.dir), highlight=False, soft_wrap=True)
+        config = _prepare_run_folder(config, resumed, prompts, console)
+        if resumed is not None:
+            console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
+        _run_phases(config, console, lock=lock, is_resumed=resumed is not None)
+
+
+def _restart_text(run_dir: Path) -> str:
+    """Sets aside what is there; a cold start, which no checkpoint holds, is made again too."""
+    return (
+        f"{run_dir} holds an attempt of this run that ended before its first checkpoint. The run "
+        f"begins anew; what the attempt left is now in {set_aside(run_dir)}."
+    )
+
+
+def _resumption_text(config: Config, resumed: Path) -> str:
+    return (
+        f"Resuming {config.run.dir} after step {step_of(resumed)} of {config.train.steps}, from "
+        f"{resumed}. What was generated but not trained on is generated again."
+    )
+
+
+def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool) -> None:
+    with Session(config, console, lock=lock, is_resumed=is_resumed) as session:
+        if config.train.steps:
+            _train(session)
+        else:
+            _evaluate_only(session)
+        # The control spends what reinforcement learning spent: without a step there is none.
+        if config.sft.control and config.train.steps and config.eval.prompts:
+            _evaluate_control(session)
+    facts = session.facts()
+    summary = summarize(read_jsonl(config.run.dir / "metrics.jsonl"), facts)
+    (config.run.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    # Found anew: the summary is one of the files that the text names.
+    text = render_text(summary, session.facts())
+    console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
+
+
+def evaluate(config: Config, label: str, console: Console) -> None:
+    """Evaluate the model folder on the held-out prompts, without training. Raises as `run` does."""
+    if not config.eval.prompts:
+        raise InputError("eval.prompts is 0: say how many held-out prompts to evaluate on")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
+        raise InputError(f"--label {label!r}: it names files; use letters, digits, - and _")
+    no_training = {
+        "sft": config.sft.model_copy(update={"steps": 0, "control": False}),
+        "train": config.train.model_copy(update={"steps": 0}),
+        "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
+    }
+    config = config.model_copy(update=no_training)
+    prompts = preflight.check(config)
+    with locked(config.run.dir) as lock:
+        config = _prepare_run_folder(config, None, prompts, console)
+        with (
+            Session(config, console, lock=lock) as session,
+            session.phase("evaluation", f"evaluation {label}"),
+        ):
+            queue = _serve_evaluation(session, label, config.model.path)
+            session.wait_for(queue, f"evaluation {label}", _eval_limit_s(config))
+            session.end_serving()
+    console.print(f"Completions: {config.run.dir}/rollouts/eval_{label}.jsonl", soft_wrap=True)
+
+
+def _train(session: Session) -> None:
+    """Cold start and reinforcement learning; the generators load while the cold start runs."""
+    config = session.config
+    _serve(session)
+    model = _cold_start(session)
+    with session.phase("rl", "reinforcement learning"):
+        arguments = [override("model.path", str(model))]
+        session.start_ranks(TRAINER, "megatron_rl.trainer.train", arguments)
+        session.wait_for(TRAINER)
+    if config.sft.control:
+        _continue_cold_start(session, model)
+    with session.phase("last_evaluation", "evaluation after the last step"):
+        session.wait_for("queue", "the last evaluation", _eval_limit_s(config))
+    session.end_serving()
+
+
+def _evaluate_only(session: Session) -> None:
+    """Cold start if any, then its accuracy: a run without a step of reinforcement learning."""
+    model = _cold_start(session)
+    if session.config.eval.prompts:
+        with session.phase("evaluation", "evaluation"):
+            queue = _serve_evaluation(session, "before", model)
+            session.wait_for(queue, "the evaluation", _eval_limit_s(session.config))
+        session.end_serving()
+
+
+def _cold_start(session: Session) -> Path:
+    """Folder of the model that reinforcement learning starts from."""
+    if not session.config.sft.steps:
+        return session.config.model.path
+    if session.is_resumed:
+        # A checkpoint of another folder comes without its cold start: only the shape is needed.
+        folder = session.hf_folder(COLD_START)
+        return folder if folder.exists() else session.config.model.path
+    with session.phase("cold_start", "supervised cold start"):
+        session.start_ranks("sft", "megatron_rl.trainer.sft", [])
+        session.wait_for("sft")
+    return session.hf_folder(COLD_START)
+
+
+def _continue_cold_start(session: Session, model: Path) -> None:
+    with session.phase("control", "control: the cold start goes on"):
+        arguments = ["--control", override("model.path", str(model))]
+        session.start_ranks("sft-control", "megatron_rl.trainer.sft", arguments)
+        session.wait_for("sft-control")
+
+
+def _evaluate_control(session: Session) -> None:
+    with session.phase("control_evaluation", "evaluation of the control"):
+        queue = _serve_evaluation(session, CONTROL, session.hf_folder(CONTROL))
+        session.wait_for(queue, "the control's evaluation", _eval_limit_s(session.config))
+    session.end_serving()
+
+
+def _serve(session: Session) -> None:
+    """Start the queue, generators and verifiers for training."""
+    comes_first = session.config.sft.steps and not session.is_resumed
+    cold_start = ["--after", str(session.hf_folder(COLD_START))] if comes_first else []
+    _start_serving(session, session.config_path, queue_arguments=cold_start)
+
+
+def _serve_evaluation(session: Session, label: str, model: Path) -> str:
+    """Start the same to evaluate a model folder once; returns the queue's name."""
+    config = session.config
+    changed = {
+        "model": config.model.model_copy(update={"path": model}),
+        "generator": config.generator.model_copy(update={"wait_for_publish": False}),
+    }
+    path = config.run.dir / f"config.{label}.toml"
+    path.write_text(dump_toml(config.model_copy(update=changed)))
+    return _start_serving(session, path, label)
+
+
+def _start_serving(
+    session: Session, config_path: Path, label: str = "", *, queue_arguments: Sequence[str] = ()
+) -> str:
+    suffix = f"-{label}" if label else ""
+    queue = f"queue{suffix}"
+    only = ["--evaluate-only", label] if label else []
+    arguments = [*only, *queue_arguments]
+    session.start(queue, "megatron_rl.rollout_queue.server", config_path, arguments)
+    gpus = session.engine_gpus()
+    for i in range(session.config.generator.replicas):
+        name = f"generator-{i}{suffix}"
+        rule = RestartRule(
+            replica=f"generator-{i}",
+            limit=session.config.generator.max_restarts,
+            # The trainer's publishes are where a new one gets its weights, if not from the folder.
+            until=queue if only else TRAINER,
+            ready_path=session.config.run.dir / "logs" / f"{name}.ready",
+        )
+        session.start(
+            name, "generation.worker", config_path, ["--index", str(i)],
+            outlives=queue, restarts=rule, gpus=gpus.get(i, range(0)),
+        )  # fmt: skip
+    session.start(f"verifier{suffix}", "verification.worker", config_path, outlives=queue)
+    return queue
+
+
+def _eval_limit_s(config: Config) -> float:
+    return config.generator.start_timeout_s + config.eval.timeout_s + _EVAL_MARGIN_S
+
+
+def _prepare_run_folder(
+    config: Config, resumed: Path | None, prompts: preflight.PromptReport, console: Console
+) -> Config:
+    """Resolve ports and save the tree that all processes read; say what is known of the prompts."""
+    run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
+    resolved = resolve_ports(config.model_copy(update={"run": run_config}))
+    (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
+    for name in (COLD_START, CONTROL, FINAL):
+        recover(resolved.run.dir / "hf" / name)
+    write_config(resolved, resumed)
+    write_dropped(resolved.run.dir, prompts.dropped)
+    handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s launch %(levelname)s %(name)s: %(message)s")
+    )
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("megatron_rl").setLevel(logging.INFO)
+    log.info("ports: %s", ports_text(resolved.ports))
+    for note in prompts.notes:
+        log.info("%s", note)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    return resolved

@@ -1,0 +1,163 @@
+"""The folder of a run: new, or one whose run goes on from a checkpoint; one launcher at a time.
+
+Used by the launcher.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import ConfigError, dump_toml, load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_completion
+from megatron_rl.protocol.metrics import RESUMED, JsonlWriter
+
+CONFIG = "config.toml"
+SUMMARY = "summary.json"
+_LOCK = "lock"
+_LOCK_WAIT_S = 20.0
+"""Processes of a run whose launcher was killed hold the lock until they have noticed."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins."""
+
+    checkpoint: Path | None
+    """The complete checkpoint that it goes on from; None: at the start."""
+    is_again: bool = False
+    """The folder holds an earlier part of the run, or an attempt that left no checkpoint."""
+
+
+def check_run_folder(config: Config) -> Beginning:
+    """Where the run begins: in a new folder, at a checkpoint, or anew after an attempt without one.
+
+    Raises InputError: a run never writes into the folder of another.
+    """
+    run_dir = config.run.dir
+    if (run_dir / CONFIG).exists():
+        return _check_resumption(config)
+    found = find_resume(config.checkpoint, run_dir)
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"cannot make the run folder {run_dir}: {existing} is no writable folder")
+    return Beginning(found)
+
+
+def _check_resumption(config: Config) -> Beginning:
+    run_dir = config.run.dir
+    found = find_resume(config.checkpoint, run_dir)
+    has_ended = (run_dir / SUMMARY).exists()
+    other = "Name another folder with --run-dir DIR (or run.dir=DIR)"
+    if found is None and config.checkpoint.resume == "auto":
+        if has_ended:
+            raise InputError(
+                f"the run in {run_dir} has ended, and kept no checkpoint to train on from "
+                f"(checkpoint.every_steps). {other}"
+            )
+        if _is_same_command(config):
+            return Beginning(None, is_again=True)
+    if found is None or found.resolve().parent != (run_dir / CHECKPOINTS).resolve():
+        why = {
+            "auto": "it has no complete checkpoint to resume from",
+            "never": 'checkpoint.resume is "never"',
+        }.get(config.checkpoint.resume, "checkpoint.resume names a checkpoint of another folder")
+        raise InputError(
+            f"{run_dir} already holds a run (it has a {CONFIG}), and {why}; runs are never "
+            "overwritten: name another folder with --run-dir DIR (or run.dir=DIR)"
+        )
+    step = step_of(found)
+    if step >= config.train.steps and has_ended:
+        raise InputError(
+            f"the run in {run_dir} has ended: it is complete after step {step}. {other}, or give "
+            f"a train.steps above {step} to train on"
+        )
+    if step > config.train.steps:
+        raise InputError(
+            f"{found} is after step {step}, beyond train.steps={config.train.steps}: raise it"
+        )
+    return Beginning(found, is_again=True)
+
+
+def _is_same_command(config: Config) -> bool:
+    """Whether the run in the folder was started with this configuration."""
+    try:
+        earlier = load_config(config.run.dir / CONFIG)
+    except ConfigError:
+        return False
+    # These two were resolved when it started.
+    run = config.run.model_copy(update={"dir": earlier.run.dir})
+    return earlier == config.model_copy(update={"run": run, "ports": earlier.ports})
+
+
+def set_aside(run_dir: Path) -> Path:
+    """Move what an attempt without a checkpoint left into a folder of its own; returns that."""
+    number = next(n for n in itertools.count(1) if not (run_dir / f"attempt_{n}").exists())
+    folder = run_dir / f"attempt_{number}"
+    folder.mkdir()
+    # The configuration goes last: killed before, the next launcher does it over.
+    for name in ("metrics.jsonl", "rollouts", "hf", "skipped", CONFIG):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(folder / name)
+    return folder
+
+
+def step_of(checkpoint: Path) -> int:
+    """Step of a complete checkpoint."""
+    completion = read_completion(checkpoint)
+    assert completion is not None
+    return completion.step
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[int]:
+    """Keep other launchers out of the folder; gives a descriptor that children may inherit.
+
+    The lock holds as long as one process has the descriptor open. Raises InputError when another
+    launcher, or what it left behind, does not let go of it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"a run is going on in {run_dir}: end it first, or name another folder with "
+                    "--run-dir DIR"
+                )
+            time.sleep(0.2)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_config(config: Config, resumed: Path | None) -> None:
+    """Save the tree that all processes read; that of the part before a resumption is kept."""
+    path = config.run.dir / CONFIG
+    if resumed is not None and path.exists():
+        step = step_of(resumed)
+        path.rename(path.with_name(f"config.until_step_{step:06d}.toml"))
+    with path.open("x") as file:
+        file.write(dump_toml(config))
+    if resumed is not None:
+        (config.run.dir / SUMMARY).unlink(missing_ok=True)
+        with contextlib.closing(JsonlWriter(config.run.dir / "metrics.jsonl", "launch")) as metrics:
+            metrics.write(step_of(resumed), {RESUMED: 1, "checkpoint": str(resumed)})

@@ -1,0 +1,61 @@
+"""How trainer ranks divide the model, as plain numbers. Pure."""
+
+from dataclasses import dataclass
+
+from megatron_rl.config.tree import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Counts of ranks along each dimension, and what is sharded."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    """Chunks of layers on each pipeline rank."""
+    data: int = 1
+    context: int = 1
+    """Ranks that share the tokens of a sequence."""
+    expert: int = 1
+    expert_tensor: int = 1
+    """Ranks that share one expert."""
+    is_sequence_parallel: bool = False
+    is_optimizer_sharded: bool = False
+    """Megatron's distributed optimizer."""
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def dense_shards(self) -> int:
+        """Ranks over which the optimizer state of parameters outside experts is divided."""
+        return self.data * self.context if self.is_optimizer_sharded else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """The same for parameters of experts: ranks of a stage that hold the same ones."""
+        if not self.is_optimizer_sharded:
+            return 1
+        return self.tensor * self.data * self.context // (self.expert * self.expert_tensor)
+
+    @property
+    def sequence_shards(self) -> int:
+        """Tensor ranks over which tokens are divided outside attention and MLP."""
+        return self.tensor if self.is_sequence_parallel else 1
+
+
+def layout_of(parallel: ParallelConfig) -> Layout:
+    """The layout of a configuration."""
+    return Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_stages=parallel.virtual_stages,
+        data=parallel.data,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        is_sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        is_optimizer_sharded=parallel.distributed_optimizer,
+    )

@@ -1,0 +1,266 @@
+"""All figures of a configuration on given GPUs, and what is wrong with it.
+
+Used by `megatron-rl plan`. Pure, but that it reads the model's config.json.
+"""
+
+from dataclasses import dataclass
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.sizing.fit import HOST_GPUS, nearest_engine_fit, nearest_fit
+from megatron_rl.launcher.sizing.flops import (
+    StepFlops,
+    bubble_share,
+    hardware_flops,
+    step_flops,
+    step_seconds,
+)
+from megatron_rl.launcher.sizing.generator import EngineMemory, Publish, engine_memory, publish_cost
+from megatron_rl.launcher.sizing.gpus import GIB, Gpu, find_gpu
+from megatron_rl.launcher.sizing.parameters import active_parameters, model_parameters
+from megatron_rl.launcher.sizing.trainer_memory import (
+    ITEM_BYTES,
+    RankMemory,
+    fullest_rank,
+    setting_of,
+)
+from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
+
+MAX_BUBBLE = 0.25
+"""Share of a step that a pipeline stage may idle without a warning."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan assumes of the machines."""
+
+    gpu: str = "h100-80g"
+    """A name in gpus.GPUS."""
+    gpus: int | None = None
+    """Of the whole run; None: as many as the configuration uses."""
+    mfu: float = 0.35
+    """Share of the GPUs' peak that the model's FLOPs use."""
+    bytes_per_s: float = 25e9
+    """That one rank sends or receives in a publish."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch of reinforcement learning."""
+
+    sequences: int
+    mean_tokens: int
+    """Assumed length of each, prompt and completion."""
+    microbatches: int
+    """Of each data-parallel rank and optimizer step."""
+    flops: StepFlops
+    hardware_flops: int
+    """What is computed, recomputation included."""
+    seconds: float
+    """At the stated MFU; generation and publishing are not in it."""
+    bubble_share: float
+
+
+@dataclass(frozen=True)
+class SizingPlan:
+    """All figures."""
+
+    parameters: int
+    active_parameters: int
+    trainer_gpus: int
+    generator_gpus: int
+    """0: on those of the trainer."""
+    gpu: str
+    gpu_bytes: int
+    mfu: float
+    trainer: RankMemory
+    """Of the fullest rank."""
+    engine: EngineMemory
+    context_tokens: int
+    kv_tokens: int
+    step: Step
+    publish: Publish
+    problems: tuple[str, ...]
+    """Why the run cannot work as it is."""
+    advice: tuple[str, ...]
+    """What could be better."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Left on the fullest trainer rank; below 0 when it does not fit."""
+        return self.gpu_bytes - self.trainer.total
+
+    @property
+    def kv_completions(self) -> int:
+        """Completions of context_tokens that an engine's KV cache could hold at once."""
+        return self.engine.kv_tokens // self.context_tokens
+
+
+def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None) -> SizingPlan:
+    """The plan of a configuration; its model folder needs config.json alone.
+
+    mean_tokens: of a prompt and its completion, on average; None: half of
+    generator.context_tokens. Raises InputError for impossible sizes.
+    """
+    shape = read_shape(config.model.path)
+    check_parallel(shape, config.parallel)
+    gpu = find_gpu(hardware.gpu)
+    mean = mean_tokens or max(1, config.generator.context_tokens // 2)
+    trainer = fullest_rank(shape, setting_of(config, mean))
+    item_bytes = ITEM_BYTES[config.model.dtype]
+    engine = engine_memory(
+        shape, config.generator, item_bytes=item_bytes, gpu_bytes=gpu.memory_bytes
+    )
+    publish = publish_cost(
+        shape,
+        config.generator,
+        trainer_ranks=config.parallel.world_size,
+        item_bytes=item_bytes,
+        bytes_per_s=hardware.bytes_per_s,
+    )
+    step = _step(shape, config, hardware, mean)
+    return SizingPlan(
+        parameters=model_parameters(shape),
+        active_parameters=active_parameters(shape),
+        trainer_gpus=config.parallel.world_size,
+        generator_gpus=0 if config.generator.shares_gpus else _generator_gpus(config),
+        gpu=hardware.gpu,
+        gpu_bytes=gpu.memory_bytes,
+        mfu=hardware.mfu,
+        trainer=trainer,
+        engine=engine,
+        context_tokens=config.generator.context_tokens,
+        kv_tokens=config.generator.kv_tokens,
+        step=step,
+        publish=publish,
+        problems=(
+            *_trainer_problems(shape, config, trainer, gpu, mean),
+            *_engine_problems(shape, config, engine, gpu),
+            *_sharing_problems(config, trainer, engine, gpu),
+            *_count_problems(config, hardware.gpus),
+        ),
+        advice=tuple(_advice(config, hardware.gpus, step, publish)),
+    )
+
+
+def _generator_gpus(config: Config) -> int:
+    return config.generator.replicas * config.generator.tensor_parallel
+
+
+def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: int) -> Step:
+    gpu, setting = find_gpu(hardware.gpu), setting_of(config, mean_tokens)
+    peak = gpu.fp8_flops if config.model.fp8 != "none" else gpu.bf16_flops
+    if peak is None:
+        raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
+    sequences = config.train.groups_per_batch * config.train.group_size
+    flops = step_flops(shape, sequences=sequences, length=mean_tokens)
+    layout = setting.layout
+    return Step(
+        sequences=sequences,
+        mean_tokens=mean_tokens,
+        microbatches=setting.microbatch.count,
+        flops=flops,
+        hardware_flops=hardware_flops(flops, recomputes_layers=setting.recompute == "full"),
+        seconds=step_seconds(flops, gpus=layout.world_size, peak_flops=peak, mfu=hardware.mfu),
+        bubble_share=bubble_share(layout.pipeline, layout.virtual_stages, setting.microbatch.count),
+    )
+
+
+def _trainer_problems(
+    shape: ModelShape, config: Config, trainer: RankMemory, gpu: Gpu, mean_tokens: int
+) -> list[str]:
+    if trainer.total <= gpu.memory_bytes:
+        return []
+    found = nearest_fit(shape, config, gpu_bytes=gpu.memory_bytes, mean_tokens=mean_tokens)
+    remedy = f"nearest setting that fits: {' '.join(found)}" if found else (
+        "neither sharding, recomputation, smaller microbatches nor 8 times the ranks make it fit: "
+        "take larger GPUs or a shorter generator.context_tokens"
+    )  # fmt: skip
+    return [
+        f"a trainer rank of pipeline stage {trainer.stage} needs {trainer.total / GIB:.1f} GiB of "
+        f"{gpu.memory_bytes / GIB:.1f}; {remedy}"
+    ]
+
+
+def _engine_problems(
+    shape: ModelShape, config: Config, engine: EngineMemory, gpu: Gpu
+) -> list[str]:
+    generator = config.generator
+    if generator.kv_tokens < generator.context_tokens:
+        return [
+            f"generator.kv_tokens={generator.kv_tokens} does not hold one completion of "
+            f"generator.context_tokens={generator.context_tokens}: raise it"
+        ]
+    if engine.kv_tokens >= generator.kv_tokens:
+        return []
+    found = nearest_engine_fit(shape, config, gpu_bytes=gpu.memory_bytes)
+    remedy = f"nearest setting that fits: {' '.join(found)}" if found else "take larger GPUs"
+    room = f"leaves room for {engine.kv_tokens} tokens of KV cache" if engine.kv_room > 0 else (
+        "has no room for its weights"
+    )  # fmt: skip
+    return [f"an engine rank {room}, generator.kv_tokens={generator.kv_tokens}; {remedy}"]
+
+
+def _sharing_problems(
+    config: Config, trainer: RankMemory, engine: EngineMemory, gpu: Gpu
+) -> list[str]:
+    """Both on one GPU: their sum must fit too."""
+    if not config.generator.shares_gpus:
+        return []
+    cache = config.generator.kv_tokens * engine.kv_per_token
+    total = trainer.total + engine.weights + engine.reserve + cache
+    if total <= gpu.memory_bytes:
+        return []
+    return [
+        f"a trainer rank and an engine on one GPU need {total / GIB:.1f} GiB of "
+        f"{gpu.memory_bytes / GIB:.1f}: lower generator.kv_tokens or train.microbatch_tokens"
+    ]
+
+
+def _wanted_gpus(config: Config) -> int:
+    if config.generator.shares_gpus:
+        return max(config.parallel.world_size, _generator_gpus(config))
+    return config.parallel.world_size + _generator_gpus(config)
+
+
+def _count_problems(config: Config, gpus: int | None) -> list[str]:
+    wanted = _wanted_gpus(config)
+    if gpus is None or wanted <= gpus:
+        return []
+    return [
+        f"the run takes {wanted} GPUs, {config.parallel.world_size} for the trainer and "
+        f"{_generator_gpus(config)} for generators, but --gpus is {gpus}: lower parallel.data or "
+        "generator.replicas"
+    ]
+
+
+def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> list[str]:
+    train, generator = config.train, config.generator
+    found = []
+    wanted = _wanted_gpus(config)
+    if gpus is not None and wanted < gpus:
+        found.append(f"{gpus - wanted} of {gpus} GPUs are idle: raise generator.replicas")
+    if train.microbatch_tokens < generator.context_tokens:
+        found.append(
+            f"a sequence may have generator.context_tokens={generator.context_tokens}, more than "
+            f"train.microbatch_tokens={train.microbatch_tokens}: memory is that of the former"
+        )
+    if generator.max_running * step.mean_tokens > generator.kv_tokens:
+        running = generator.kv_tokens // step.mean_tokens
+        found.append(
+            f"the KV cache holds {running} completions of {step.mean_tokens} tokens, fewer than "
+            f"generator.max_running={generator.max_running}"
+        )
+    if step.bubble_share > MAX_BUBBLE:
+        found.append(
+            f"{step.microbatches} microbatches leave pipeline stages idle "
+            f"{step.bubble_share:.0%} of a step: lower train.microbatch_tokens or parallel.pipeline"
+        )
+    if max(config.parallel.tensor, generator.tensor_parallel) > HOST_GPUS:
+        found.append(f"more than {HOST_GPUS} tensor ranks span hosts: their traffic is slow there")
+    if publish.seconds / generator.replicas > config.weights.deadline_s:
+        found.append(
+            f"a transfer takes {publish.seconds / generator.replicas:.0f} s, longer than "
+            f"weights.deadline_s={config.weights.deadline_s:.0f}"
+        )
+    return found

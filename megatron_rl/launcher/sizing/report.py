@@ -1,0 +1,96 @@
+"""`megatron-rl plan CONFIG`: prints the figures of a configuration before anything is started."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.launcher.sizing.gpus import GIB
+from megatron_rl.launcher.sizing.plan import SizingPlan
+
+
+def print_plan(plan: SizingPlan, console: Console, *, as_json: bool) -> None:
+    """Print the plan for people, or for programs."""
+    if as_json:
+        console.print(json.dumps(as_tree(plan), indent=2), markup=False, soft_wrap=True)
+        return
+    table = Table("quantity", "value", title=f"on {plan.gpu}", title_justify="left")
+    for name, value in (*_model_rows(plan), *_trainer_rows(plan), *_other_rows(plan)):
+        table.add_row(name, value)
+    console.print(table, markup=False)
+    for text in plan.problems:
+        console.print(f"does not work: {text}", markup=False, highlight=False, soft_wrap=True)
+    for text in plan.advice:
+        console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def as_tree(plan: SizingPlan) -> dict:
+    """The plan as JSON's types, totals included; bytes, seconds and counts."""
+    tree = asdict(plan)
+    tree["fits"] = not plan.problems
+    tree["free_bytes"] = plan.free_bytes
+    tree["trainer"]["total"] = plan.trainer.total
+    tree["trainer"]["states"]["total"] = plan.trainer.states.total
+    tree["step"]["flops"]["total"] = plan.step.flops.total
+    tree["engine"]["kv_tokens"] = plan.engine.kv_tokens
+    tree["kv_completions"] = plan.kv_completions
+    return tree
+
+
+def _model_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
+    yield "parameters", f"{plan.parameters / 1e9:.2f} B"
+    if plan.active_parameters != plan.parameters:
+        yield "parameters that a token meets", f"{plan.active_parameters / 1e9:.2f} B"
+    generators = f"{plan.generator_gpus} generators" if plan.generator_gpus else "shared"
+    yield "GPUs", f"{plan.trainer_gpus} trainer, {generators}"
+
+
+def _trainer_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
+    rank, states = plan.trainer, plan.trainer.states
+    yield "fullest trainer rank", f"pipeline stage {rank.stage}, {rank.parameters / 1e9:.2f} B"
+    parts = {
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "float32 masters": states.masters,
+        "Adam's moments": states.moments,
+        "activations": rank.activations,
+        "logits": rank.logits,
+        "buffers of a publish": rank.publish_buffers,
+        "CUDA, NCCL, fragments (allowance)": rank.reserve,
+        "sum": rank.total,
+    }
+    for name, size in parts.items():
+        yield f"  {name}", _gib(size)
+    yield "  free", _gib(plan.free_bytes)
+
+
+def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
+    step, engine, publish = plan.step, plan.engine, plan.publish
+    flops = step.flops
+    yield "sequences of a step", f"{step.sequences} of {step.mean_tokens} tokens (assumed mean)"
+    yield "microbatches of a replica", f"{step.microbatches} an optimizer step"
+    yield "FLOPs of a step", f"{flops.total:.3g}"
+    yield "  layers, attention, output", _shares(flops.products, flops.attention, flops.output)
+    if step.hardware_flops != flops.total:
+        yield "  with recomputation", f"{step.hardware_flops:.3g}"
+    yield f"seconds of a step at {plan.mfu:.0%} MFU", f"{step.seconds:.1f}"
+    if step.bubble_share:
+        yield "  pipeline bubble (within the MFU)", f"{step.bubble_share:.0%}"
+    yield "engine rank: weights", _gib(engine.weights)
+    yield "  left free by SGLang", _gib(engine.reserve)
+    yield "  KV cache of a token", f"{engine.kv_per_token / 1024:.1f} KiB"
+    room = f"{engine.kv_tokens:,} tokens, {plan.kv_completions} completions"
+    yield "  room for KV cache", f"{_gib(engine.kv_room)}: {room} of {plan.context_tokens}"
+    yield "  generator.kv_tokens", f"{plan.kv_tokens:,}"
+    yield "publish", f"{publish.total_bytes / 1e9:.2f} GB, {publish.seconds:.2f} s"
+    yield "  most that an engine rank takes", f"{publish.rank_bytes / 1e9:.2f} GB"
+
+
+def _shares(*parts: int) -> str:
+    return ", ".join(f"{part / sum(parts):.1%}" for part in parts)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,116 @@
+"""Memory of a trainer rank by what it is for, and which rank needs most. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.sizing.activations import (
+    Microbatch,
+    Recompute,
+    activation_bytes,
+    logits_bytes,
+)
+from megatron_rl.launcher.sizing.gpus import GIB
+from megatron_rl.launcher.sizing.layout import Layout, layout_of
+from megatron_rl.launcher.sizing.parameters import stage_parameters
+from megatron_rl.launcher.sizing.states import StateBytes, state_bytes
+from megatron_rl.weights.layout.shape import ModelShape
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+RESERVE_BYTES = 4 * GIB
+"""An allowance: CUDA context, NCCL's and cuBLAS' buffers, fragmentation."""
+
+
+@dataclass(frozen=True)
+class TrainerSetting:
+    """What the memory of a trainer rank depends on, beside the model."""
+
+    layout: Layout
+    microbatch: Microbatch
+    item_bytes: int
+    """Of a parameter and of an activation."""
+    recompute: Recompute = "none"
+    publish_buffer_bytes: int = 0
+    logprob_chunk_tokens: int | None = None
+    """Rows of logits that exist at once; None: those of a whole microbatch."""
+    is_fp8: bool = False
+    is_offloaded: bool = False
+    """Optimizer state is in host memory."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of each rank of one pipeline stage."""
+
+    stage: int
+    parameters: int
+    """Elements, not bytes."""
+    states: StateBytes
+    activations: int
+    logits: int
+    publish_buffers: int
+    reserve: int = RESERVE_BYTES
+
+    @property
+    def total(self) -> int:
+        """The peak, as a sum of parts that are not all at theirs at once."""
+        parts = (self.activations, self.logits, self.publish_buffers, self.reserve)
+        return self.states.total + sum(parts)
+
+
+def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
+    """The setting of a configuration whose sequences have mean_tokens on average."""
+    train = config.train
+    tokens = train.groups_per_batch * train.group_size * mean_tokens
+    # A sequence over the budget is a microbatch of its own (protocol/packing.py).
+    budget = max(train.microbatch_tokens, config.generator.context_tokens)
+    passes = tokens / (train.minibatches * config.parallel.data * train.microbatch_tokens)
+    return TrainerSetting(
+        layout=layout_of(config.parallel),
+        microbatch=Microbatch(budget, max(1, math.ceil(passes))),
+        item_bytes=ITEM_BYTES[config.model.dtype],
+        recompute=config.model.recompute,
+        # Two rounds of a publish are in flight (docs/weights.md).
+        publish_buffer_bytes=2 * config.weights.bucket_bytes,
+        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
+        is_fp8=config.model.fp8 != "none",
+        is_offloaded=config.optimizer.offload,
+    )
+
+
+def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankMemory:
+    """Memory of a rank of pipeline stage `stage`; its tensor and data ranks are alike."""
+    layout = setting.layout
+    parameters = stage_parameters(shape, layout, stage)
+    logits = 0
+    if stage == layout.pipeline - 1:
+        rows = setting.microbatch.tokens // layout.context
+        columns = shape.padded_vocab(layout.tensor) // layout.tensor
+        logits = logits_bytes(rows, columns, setting.logprob_chunk_tokens)
+    return RankMemory(
+        stage=stage,
+        parameters=parameters.total,
+        states=state_bytes(
+            parameters,
+            layout,
+            item_bytes=setting.item_bytes,
+            is_fp8=setting.is_fp8,
+            is_offloaded=setting.is_offloaded,
+        ),
+        activations=activation_bytes(
+            shape,
+            layout,
+            setting.microbatch,
+            stage=stage,
+            item_bytes=setting.item_bytes,
+            recompute=setting.recompute,
+        ),
+        logits=logits,
+        publish_buffers=setting.publish_buffer_bytes,
+    )
+
+
+def fullest_rank(shape: ModelShape, setting: TrainerSetting) -> RankMemory:
+    """Memory of the rank that needs most; of several, the one of the earliest stage."""
+    stages = range(setting.layout.pipeline)
+    return max((rank_memory(shape, setting, stage) for stage in stages), key=lambda m: m.total)

@@ -1,0 +1,304 @@
+"""What a run came to: numbers from its metrics, and the text about them.
+
+Used by `run.py` and `cli.py`. Pure functions of the rows of `metrics.jsonl` and of what only the
+launcher knows; a number that the rows do not hold is None.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.launcher.activity_text import ActivityTotals, groups_text, rollouts_text
+from megatron_rl.protocol.metrics import GROUPS_DROPPED, without_superseded
+from megatron_rl.rollout_queue.diagnosis import reasons_text
+
+Row = dict[str, Any]
+Interval = tuple[float, float]
+
+RESTARTS = "launch/generator_restarts"
+"""Metric of the launcher: generators that died and were started again."""
+
+CONTROL_TEXT = (
+    "instead of RL, the cold start goes on, on the same traces, for as much compute as RL took "
+    "(counted in tokens: trained ones whole, generated ones a third), and is evaluated alike"
+)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the metrics do not hold."""
+
+    wall_s: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase."""
+    hf_export: str | None = None
+    """Exported HF folder."""
+    max_staleness: int | None = None
+    """`queue.max_staleness`."""
+    strict_staleness: bool = False
+    """`queue.strict_staleness`."""
+    eval_temperature: float = 0.0
+    """`eval.temperature`; 0 is greedy."""
+    run_dir: str = ""
+    files: tuple[str, ...] = ()
+    """What the run folder holds beside the exported model, for the text."""
+
+
+def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
+    """The content of summary.json."""
+    rows = without_superseded(rows)
+    trainer = [row for row in rows if row.get("source") == "trainer"]
+    steps = [row for row in trainer if "train/loss" in row]
+    start = next((row for row in trainer if "model/parameters" in row), {})
+    evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
+    before, after = evaluations.get("before", {}), evaluations.get("after", {})
+    control = evaluations.get("control", {})
+    activity = ActivityTotals(rows)
+    rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
+    return {
+        "engine": start.get("engine"),
+        "engine_version": start.get("engine_version"),
+        "megatron_core_version": start.get("megatron_core_version"),
+        "trainer_world_size": start.get("trainer/world_size"),
+        "tp": start.get("trainer/tp"),
+        "pp": start.get("trainer/pp"),
+        "dp": start.get("trainer/dp"),
+        "model_parameters": start.get("model/parameters"),
+        "steps": len(steps),
+        "rollouts_trained": int(sum(_values(steps, "queue/rollouts_trained"))),
+        "groups_dropped_flat": int(sum(_values(steps, f"{GROUPS_DROPPED}flat"))),
+        "groups_dropped": _groups_dropped(steps, activity),
+        "activity": activity.counts(),
+        "diagnosis": activity.diagnosis or None,
+        "eval_n": (after or before).get("eval/n"),
+        "accuracy_before": before.get("eval/accuracy"),
+        "accuracy_after": after.get("eval/accuracy"),
+        "accuracy_se_before": before.get("eval/accuracy_se"),
+        "accuracy_se_after": after.get("eval/accuracy_se"),
+        "reward_first10": _mean(rewards[:10]),
+        "reward_last10": _mean(rewards[-10:]),
+        "rollouts_spanning_versions": int(sum(_values(steps, "queue/rollouts_spanning_versions"))),
+        "staleness_mean": _weighted_mean(
+            steps, "queue/staleness_versions_mean", weight="queue/rollouts_trained"
+        ),
+        "staleness_max": max(_values(steps, "queue/staleness_versions_max"), default=None),
+        "max_staleness": facts.max_staleness,
+        "logprob_gap_mean": _weighted_mean(
+            steps, "train/logprob_gap", weight="train/logprob_gap_tokens"
+        ),
+        "publish_s_median": _median(_values(trainer, "publish/s")),
+        "generator_idle_fraction": generator_idle_fraction(rows),
+        "trainer_idle_fraction": trainer_idle_fraction(rows),
+        "generator_restarts": int(sum(_values(rows, RESTARTS))),
+        "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
+        "hf_export": facts.hf_export,
+        "control_accuracy": control.get("eval/accuracy"),
+        "control_se": control.get("eval/accuracy_se"),
+        "control": CONTROL_TEXT if control else None,
+    }
+
+
+def _groups_dropped(steps: list[Row], activity: ActivityTotals) -> dict[str, int]:
+    """Groups by the reason: those that the batches count, or, without a batch, all of them."""
+    if not steps:
+        return dict(activity.by_reason("groups_dropped"))
+    found: Counter[str] = Counter()
+    for row in steps:
+        for name in row:
+            if name.startswith(GROUPS_DROPPED):
+                found[name.removeprefix(GROUPS_DROPPED)] += int(row[name])
+    return dict(+found)
+
+
+def trainer_idle_fraction(rows: list[Row]) -> float | None:
+    """Share of the training loop that the trainer waited for batches.
+
+    The loop lasts from the publish of version 0 to the last step; evaluations inside it, for whose
+    end the trainer must wait, count neither as waiting nor as loop time.
+    """
+    loop = _loop_interval(rows)
+    if loop is None:
+        return None
+    evaluations = _evaluation_intervals(rows)
+    waited = 0.0
+    for row in _step_rows(rows):
+        # A step's row is written at its end: wait, then update, then publish.
+        end = row["time"] - row.get("train/update_s", 0.0) - row.get("publish/s", 0.0)
+        wait = (end - row.get("wait/batch_s", 0.0), end)
+        waited += (wait[1] - wait[0]) - _overlap(wait, evaluations)
+    length = (loop[1] - loop[0]) - _overlap(loop, evaluations)
+    return min(1.0, max(0.0, waited / length)) if length > 0 else None
+
+
+def generator_idle_fraction(rows: list[Row]) -> float | None:
+    """Share of the training loop that generators had nothing in flight; evaluations left out."""
+    loop = _loop_interval(rows)
+    if loop is None:
+        return None
+    evaluations = _evaluation_intervals(rows)
+    idle = busy = 0.0
+    for row in rows:
+        if "generator/idle_s" not in row or not loop[0] <= row["time"] <= loop[1]:
+            continue
+        if any(start <= row["time"] <= end for start, end in evaluations):
+            continue
+        idle += row["generator/idle_s"]
+        busy += row["generator/busy_s"]
+    return idle / (idle + busy) if idle + busy > 0 else None
+
+
+def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
+    """What is printed at the end: measured numbers with their errors, and where things are."""
+    lines = [*_accuracy_lines(summary, facts), "", *_training_lines(summary, facts), ""]
+    if restarts := summary.get("generator_restarts"):
+        lines.append(f"Generators          died and were restarted {restarts} times")
+    wall = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["wall_s"].items())
+    if wall:
+        lines.append(f"Time                {wall}")
+    lines.append(f"Trained model       {summary['hf_export'] or 'none was exported'}")
+    if facts.files:
+        lines.append(f"Everything else     {facts.run_dir}: {', '.join(facts.files)}")
+    return "\n".join(lines)
+
+
+def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
+    if summary["accuracy_before"] is None and summary["accuracy_after"] is None:
+        return ["No evaluation was made."]
+    how = "greedy" if facts.eval_temperature == 0 else f"sampled, T={facts.eval_temperature:g}"
+    before = summary["accuracy_before"], summary["accuracy_se_before"]
+    after = summary["accuracy_after"], summary["accuracy_se_after"]
+    control = summary["control_accuracy"], summary["control_se"]
+    lines = [f"Accuracy on {summary['eval_n']} held-out prompts ({how}), with its standard error"]
+    lines.append(f"  before RL         {_with_error(*before)}")
+    if after[0] is not None:
+        lines.append(f"  after RL          {_with_error(*after)}{_change(before, after, 'before')}")
+    if control[0] is not None:
+        lines.append(
+            f"  control           {_with_error(*control)}{_change(before, control, 'before')}"
+        )
+        lines.append(f"    (control: {summary['control']})")
+        if after[0] is not None:
+            lines.append(f"  RL beside control {_change(control, after, 'control').strip()}")
+    return lines
+
+
+def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
+    if not summary["steps"]:
+        return _stepless_lines(summary)
+    bound = "" if facts.strict_staleness else " for a typical rollout; a slow group may exceed it"
+    return [
+        f"RL steps            {summary['steps']}, {summary['rollouts_trained']} rollouts trained; "
+        f"groups dropped: {_dropped_text(summary)}",
+        f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
+        f"last 10 steps {_number(summary['reward_last10'])}",
+        f"Staleness           mean {_number(summary['staleness_mean'], 2)}, "
+        f"max {_number(summary['staleness_max'], 0)} (bound {summary['max_staleness']}{bound}); "
+        f"{summary['rollouts_spanning_versions']} rollouts span two or more versions",
+        f"Logprob gap         {_number(summary['logprob_gap_mean'], 5)} mean |trainer - generator|",
+        f"Publish             {_number(summary['publish_s_median'], 2)} s median",
+        f"Idle                trainer {_percent(summary['trainer_idle_fraction'])}, "
+        f"generators {_percent(summary['generator_idle_fraction'])}",
+        f"Ran on              {summary['engine']} {summary['engine_version']}, megatron-core "
+        f"{summary['megatron_core_version']}, {summary['trainer_world_size']} trainer ranks "
+        f"(TP {summary['tp']}, PP {summary['pp']}, DP {summary['dp']}), "
+        f"{_number(summary['model_parameters'], 0)} parameters",
+    ]
+
+
+def _stepless_lines(summary: dict[str, Any]) -> list[str]:
+    """What happened in a run that never trained on a batch."""
+    lines = ["No step of reinforcement learning was taken."]
+    activity = ActivityTotals.of_counts(summary.get("activity", {}))
+    if activity.count("rollouts_generated"):
+        lines.append(f"Rollouts            {rollouts_text(activity)}")
+    if activity.count("groups_complete") or summary.get("groups_dropped"):
+        lines.append(f"Groups              {groups_text(activity)}")
+    if summary.get("diagnosis"):
+        lines.append(f"Likely fault        {summary['diagnosis']}")
+    return lines
+
+
+def _dropped_text(summary: dict[str, Any]) -> str:
+    # A summary that was written before reasons were counted has flat ones alone.
+    dropped = summary.get("groups_dropped", {"flat": summary["groups_dropped_flat"]})
+    return reasons_text(Counter(dropped)) or "none"
+
+
+def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:
+    """The difference in combined standard errors; below 3 it is called undecided."""
+    if start[0] is None or end[0] is None:
+        return ""
+    difference = end[0] - start[0]
+    error = math.hypot(start[1] or 0.0, end[1] or 0.0)
+    if error == 0.0:
+        return f"   {difference:+.3f} to {name}"
+    sigmas = difference / error
+    verdict = "" if abs(sigmas) >= 3 else ": too little to tell from chance"
+    return f"   {difference:+.3f} to {name}, {sigmas:+.1f} combined standard errors{verdict}"
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.3f}" if error is None else f"{value:.3f} +- {error:.3f}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "not measured" if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.0%}"
+
+
+def _step_rows(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.get("source") == "trainer" and "train/loss" in row]
+
+
+def _loop_interval(rows: list[Row]) -> Interval | None:
+    """From the first publish to the end of the last step, on the clock of the rows."""
+    steps = _step_rows(rows)
+    published = [row for row in rows if row.get("source") == "trainer" and "publish/s" in row]
+    if not steps:
+        return None
+    first = published[0]
+    if first is steps[0]:  # no row for the publish of version 0: the first wait began there
+        begin = first["time"] - sum(
+            first.get(k, 0.0) for k in ("train/update_s", "publish/s", "wait/batch_s")
+        )
+        return begin, steps[-1]["time"]
+    return first["time"], steps[-1]["time"]
+
+
+def _evaluation_intervals(rows: list[Row]) -> list[Interval]:
+    return [
+        (row["time"] - row.get("eval/seconds", 0.0), row["time"])
+        for row in rows
+        if "eval/accuracy" in row
+    ]
+
+
+def _overlap(interval: Interval, others: Iterable[Interval]) -> float:
+    """Seconds of the interval inside the others, which do not overlap one another."""
+    return sum(max(0.0, min(interval[1], end) - max(interval[0], start)) for start, end in others)
+
+
+def _values(rows: Iterable[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _weighted_mean(rows: list[Row], name: str, *, weight: str) -> float | None:
+    """Mean over what the rows' own means were taken over; rows without a weight count once."""
+    pairs = [(row[name], row.get(weight, 1)) for row in rows if name in row]
+    total = sum(count for _, count in pairs)
+    return sum(value * count for value, count in pairs) / total if total else None

@@ -1,0 +1,288 @@
+"""Starts the processes of a run, restarts those that may die, and ends them all together.
+
+Used by `run.py`, in one thread. Every child leads its own process group, so that Ctrl-C at the
+terminal reaches only the launcher, and gets SIGTERM from Linux when the launcher dies by any
+cause. The launcher is a child subreaper while a Supervisor is open: a grandchild whose parent
+died becomes a child of the launcher instead of escaping, so `stop` finds every descendant, and a
+role is started again only when nothing is left of its predecessor.
+"""
+
+import collections
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import psutil
+
+import megatron_rl
+from megatron_rl.launcher.deaths import Ending, RoleDied, explain_death, how_it_ended
+from megatron_rl.launcher.process_tree import (
+    find_descendants,
+    find_orphans,
+    kill_all,
+    set_subreaper,
+    wait_for_none,
+)
+from megatron_rl.launcher.restarts import (
+    Answer,
+    Death,
+    Restart,
+    RestartRule,
+    answer_death,
+    pause_before,
+)
+from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
+from megatron_rl.protocol.process import READY_FILE_VARIABLE
+
+TERM_GRACE_S = 6.0
+POLL_S = 0.2
+_FAILURES = "failures"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Role:
+    """One started child."""
+
+    name: str
+    command: list[str]
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    log_start: int
+    """Bytes that earlier starts left in the log."""
+    started: float
+    """time.monotonic() of the start."""
+    outlives: str | None = None
+    """Name of the role that tells this one to end; it must not end long before that one does."""
+    restarts: RestartRule | None = None
+    """None when its death ends the run."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of this role alone."""
+    ended: float | None = None
+    """time.monotonic() when its end was noticed."""
+    restart_at: float | None = None
+    """time.monotonic() when it is to be started again."""
+    is_death_answered: bool = False
+    """Its death was noticed, and the run goes on."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal's number when a signal ended it."""
+        return self.process.returncode
+
+
+@dataclass
+class Supervisor:
+    """Owner of all children; a context manager that leaves none behind."""
+
+    log_dir: Path
+    extra_environment: dict[str, str] = field(default_factory=dict)
+    """Of all children."""
+    early_end_grace_s: float = 30.0
+    """A role may end this long before the one that it must outlive."""
+    first_pause_s: float = 1.0
+    """Before the first restart of a role; doubles for each further one."""
+    inherited: tuple[int, ...] = ()
+    """File descriptors that all children hold too."""
+    roles: dict[str, Role] = field(default_factory=dict)
+    _restarts: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Of each replica, over all phases."""
+    _not_ours: set[psutil.Process] = field(default_factory=set)
+    _opened_s: float = 0.0
+    """time.time() when it was opened; errors that were noted before are of another run."""
+
+    def __enter__(self) -> Self:
+        set_subreaper(True)
+        self._opened_s = time.time()
+        self._not_ours = set(psutil.Process().children(recursive=True))
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.stop()
+        finally:
+            set_subreaper(False)
+
+    def start(
+        self, name: str, command: list[str], *,
+        outlives: str | None = None, restarts: RestartRule | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Role:  # fmt: skip
+        """Start a child; its stdout and stderr are appended to `log_dir/<name>.out`."""
+        if restarts is not None:
+            restarts.ready_path.unlink(missing_ok=True)
+        return self._start(name, command, outlives, restarts, dict(environment))
+
+    def _start(
+        self, name: str, command: list[str], outlives: str | None,
+        restarts: RestartRule | None, environment: dict[str, str],
+    ) -> Role:  # fmt: skip
+        log_path = self.log_dir / f"{name}.out"
+        told = {FAILURE_VARIABLE: str(self.log_dir.absolute() / _FAILURES / name)}
+        if restarts is not None:
+            told[READY_FILE_VARIABLE] = str(restarts.ready_path)
+        clear_failures(self.log_dir / _FAILURES, name)
+        with log_path.open("ab") as out:
+            log_start = out.tell()
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", "--", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | child_environment() | self.extra_environment | environment | told,
+                process_group=0,
+                pass_fds=self.inherited,
+            )
+        started = time.monotonic()
+        role = Role(
+            name, command, process, log_path, log_start, started, outlives, restarts, environment
+        )
+        self.roles[name] = role
+        log.info("started %s, pid %d: %s", name, process.pid, " ".join(command))
+        return role
+
+    def check(self) -> list[Restart]:
+        """Note which roles ended, and start again those whose pause is over; returns the latter.
+
+        Raises RoleDied for a role that should not have ended.
+        """
+        now = time.monotonic()
+        for role in self.roles.values():
+            if role.ended is None and role.process.poll() is not None:
+                role.ended = now
+                log.info("%s ended with exit code %d", role.name, role.exit_code)
+        for role in self.roles.values():
+            is_dead = role.exit_code not in (None, 0) or self._ended_early(role, now)
+            if is_dead and not role.is_death_answered:
+                self._answer_death(role, now)
+        due = [r for r in self.roles.values() if r.restart_at is not None and now >= r.restart_at]
+        return [restart for role in due if (restart := self._restart(role)) is not None]
+
+    def _ended_early(self, role: Role, now: float) -> bool:
+        if role.ended is None or role.outlives is None:
+            return False
+        return self.roles[role.outlives].ended is None and now - role.ended > self.early_end_grace_s
+
+    def _has_ended_well(self, name: str | None) -> bool:
+        return name in self.roles and self.roles[name].exit_code == 0
+
+    def _answer_death(self, role: Role, now: float) -> None:
+        """Plan a restart or go on without the role; RoleDied when its death ends the run."""
+        rule = role.restarts
+        if rule is None:
+            raise self._explain(role)
+        death = Death(
+            exit_code=role.exit_code or 0,
+            was_ready=rule.ready_path.exists(),
+            restarts=self._restarts[rule.replica],
+            is_run_ending=self._has_ended_well(role.outlives),
+            is_too_late=self._has_ended_well(rule.until),
+            has_siblings=any(
+                other.restarts is not None and other.ended is None for other in self.roles.values()
+            ),
+        )
+        answer, remark = answer_death(death, rule.limit)
+        if answer is Answer.END_RUN:
+            raise self._explain(role, remark)
+        role.is_death_answered = True
+        if answer is Answer.RESTART:
+            pause_s = pause_before(death.restarts, self.first_pause_s)
+            role.restart_at = now + pause_s
+            remark = f"to be restarted in {pause_s:.0f} s"
+        log.warning("%s", self._explain(role, remark))
+        # The run goes on: this error is not the cause of a later one.
+        clear_failures(self.log_dir / _FAILURES, role.name)
+        self._end_orphans(role)
+
+    def _explain(self, role: Role, remark: str = "") -> RoleDied:
+        ending = Ending(role.name, role.exit_code or 0, role.log_path, role.log_start)
+        first = first_failure(self.log_dir / _FAILURES, self._opened_s)
+        return explain_death(ending, first, remark)
+
+    def _end_orphans(self, role: Role) -> list[psutil.Process]:
+        """Kill what dead roles left behind: it would hold their ports and memory."""
+        return kill_all(
+            lambda: find_orphans(self._not_ours, self._role_pids()), f"left behind by {role.name}"
+        )
+
+    def _restart(self, role: Role) -> Restart | None:
+        """Start a role again; None when a restart became pointless during the pause."""
+        rule = role.restarts
+        assert rule is not None and role.exit_code is not None
+        if self._has_ended_well(rule.until) or self._has_ended_well(role.outlives):
+            role.restart_at, role.is_death_answered = None, False  # answered anew
+            return None
+        if left := self._end_orphans(role):
+            pids = [process.pid for process in left]
+            raise self._explain(
+                role, f"not restarted, because pids {pids} of it could not be ended"
+            )
+        self._restarts[rule.replica] += 1
+        count = self._restarts[rule.replica]
+        with role.log_path.open("a") as out:
+            how = how_it_ended(role.exit_code)
+            out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
+        self._start(role.name, role.command, role.outlives, rule, role.environment)
+        return Restart(role.name, role.exit_code, count, rule.limit)
+
+    def is_running(self, name: str) -> bool:
+        """Whether the role was started and has not been seen to end."""
+        return name in self.roles and self.roles[name].ended is None
+
+    def stop(self) -> None:
+        """End every descendant within 10 s: SIGTERM to the roles, SIGKILL to what is left.
+
+        A second Ctrl-C or SIGTERM meanwhile is ignored: it could only leave processes behind. The
+        Supervisor can start others afterwards.
+        """
+        handlers = {number: _ignore(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for role in self.roles.values():
+                if role.process.poll() is None:
+                    role.process.terminate()
+            if not wait_for_none(self.descendants, TERM_GRACE_S):
+                kill_all(self.descendants, "deaf to SIGTERM")
+            self.roles.clear()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Live processes below this one that did not exist before the Supervisor was opened."""
+        for role in self.roles.values():
+            role.process.poll()
+        return find_descendants(self._not_ours, self._role_pids())
+
+    def _role_pids(self) -> set[int]:
+        return {role.process.pid for role in self.roles.values()}
+
+
+def child_environment() -> dict[str, str]:
+    """What every child needs to find: our packages, its launcher, no hub."""
+    root = str(Path(megatron_rl.__file__).resolve().parent.parent)
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        # Asks `process.run_main` to end the process with the one that started it.
+        "MEGATRON_RL_LAUNCHED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
+    }
+
+
+def _ignore(number: int) -> "signal._HANDLER":
+    return signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,97 @@
+"""`megatron-rl verify FILE`: grades a file of completions again and prints what was found."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
+from megatron_rl.rollout_queue.prompts import load_prompts
+from verification import audit, settings
+from verification.format import last_box
+from verification.library import Grading
+
+_WIDTH = 48
+
+
+def verify(
+    path: Path, config_path: Path | None, overrides: list[str], *, disagree: bool, console: Console
+) -> int:
+    """Print the verdicts on a file; exit code 1 when grading itself failed anywhere.
+
+    Without a configuration a file in RUN/rollouts is graded by RUN/config.toml. Raises InputError.
+    """
+    if config_path is None:
+        beside = path.resolve().parent.parent / "config.toml"
+        config_path = beside if beside.exists() else None
+    config = load_config(config_path, overrides)
+    settings.check_functions(config.reward)
+    records = audit.read_records(path, _prompts_by_id(config))
+    reward = audit.with_opinions(config.reward) if disagree else config.reward
+    with Grading(reward, config.verifier, max_tokens=config.sampling.max_new_tokens) as grading:
+        scores = grading.score(record.sample for record in records)
+    _print_reasons(records, scores, console)
+    _print_changes(records, scores, console)
+    if disagree:
+        _print_disagreements(audit.disagreements(records, scores), console)
+    return int(any(isinstance(score, ScoreFailed) for score in scores))
+
+
+def _prompts_by_id(config: Config) -> dict[str, Prompt]:
+    if not config.prompts:
+        return {}
+    sets = load_prompts(config.prompts, config.run.seed)
+    return {prompt.id: prompt for part in (*sets.train, sets.held_out) for prompt in part}
+
+
+def _print_reasons(
+    records: Sequence[audit.Record], scores: Sequence[Score | ScoreFailed], console: Console
+) -> None:
+    table = Table("reason", "completions", "share", "mean reward", "an answer", "its reference")
+    for row in audit.reason_rows(records, scores):
+        share = f"{100 * row.count / len(records):.1f} %"
+        cells = (row.reason, str(row.count), share, f"{row.reward:.3f}")
+        table.add_row(*cells, _short(_answer_of(row.answer)), _short(row.reference))
+    console.print(table, markup=False)
+
+
+def _print_changes(
+    records: Sequence[audit.Record], scores: Sequence[Score | ScoreFailed], console: Console
+) -> None:
+    changed = audit.changes(records, scores)
+    recorded = sum(bool(record.recorded_reason) for record in records)
+    if not recorded:
+        return
+    if not changed:
+        console.print(f"All {recorded} verdicts are those that the file holds.")
+        return
+    table = Table("verdict in the file", "verdict now", "completions")
+    for (before, now), count in sorted(changed.items(), key=lambda item: -item[1]):
+        table.add_row(before, now, str(count))
+    console.print(table, markup=False)
+
+
+def _print_disagreements(found: list[audit.Disagreement], console: Console) -> None:
+    if not found:
+        console.print("The parsers disagree on no answer.")
+        return
+    table = Table("answer", "reference", *audit.PARSERS, "verdict")
+    words = {True: "right", False: "wrong", None: "-"}
+    for pair in found:
+        said = [words[pair.said[name]] for name in audit.PARSERS]
+        answer = _short(_answer_of(pair.answer))
+        table.add_row(answer, _short(pair.reference), *said, pair.verdict)
+    console.print(table, markup=False)
+
+
+def _answer_of(text: str) -> str:
+    """The part of a completion that a table has room for."""
+    return last_box(text) or text[-_WIDTH:]
+
+
+def _short(text: str) -> str:
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    return printable if len(printable) <= _WIDTH else printable[: _WIDTH - 1] + "…"

@@ -1,0 +1,217 @@
+"""Checkpoints of a run: when to save, one at a time in the background, which to keep, resuming.
+
+Runs in trainer ranks; all of them call every method together. Rank 0 asks the queue for its state
+of the same step, writes it beside the trainer's, and declares the folder complete when all ranks
+have written theirs; `protocol/checkpoint_folder.py` says what that means.
+"""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import CheckpointConfig
+from megatron_rl.protocol import checkpoint_folder
+from megatron_rl.protocol.checkpoint_folder import FileRecord
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.queue_state import QueueState
+from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SaveFailed
+from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
+from megatron_rl.trainer.step import Trainer
+from megatron_rl.weights.publish.control import Control
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A checkpoint that is being written."""
+
+    step: int
+    queue_state: QueueState | None
+    """On rank 0."""
+    folder: Path
+    save: BackgroundSave
+    deadline: float
+    """time.monotonic() by which it must be written."""
+
+
+class Checkpoints:
+    """The checkpoints of a run; a context manager that waits for the last one to be complete."""
+
+    def __init__(
+        self,
+        cfg: CheckpointConfig,
+        run_dir: Path,
+        control: Control,
+        *,
+        queue_state: Callable[[int], QueueState | None],
+        last_step: int,
+    ) -> None:
+        """queue_state: the queue's state after a step, on rank 0; what others return is ignored.
+
+        control: its collectives may take checkpoint.write_timeout_s.
+        """
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._folder = run_dir / checkpoint_folder.CHECKPOINTS
+        self._control = control
+        self._queue_state = queue_state
+        self._last_step = last_step
+        self._flight: _Flight | None = None
+        self.metrics: list[Metric] = []
+        """Of the last call of save_if_due."""
+
+    def resume(self, trainer: Trainer) -> int:
+        """Put the checkpoint that `checkpoint.resume` means into a new trainer; returns its step.
+
+        0 when there is none. Raises InputError when it is damaged or does not fit.
+        """
+        found = ""
+        if self._control.rank == 0:
+            found = str(checkpoint_folder.find_resume(self._cfg, self._run_dir) or "")
+        found = self._control.share(found, str)
+        step = 0
+        if found:
+            self._check_content(Path(found))
+            step = restore(trainer, Path(found))
+            log.info("resumed after step %d from %s", step, found)
+        if self._control.rank == 0:
+            checkpoint_folder.clear_after(self._folder, step)
+        return step
+
+    def save_if_due(self, step: int, trainer: Trainer) -> None:
+        """Save after batch number `step` where that is due; the files are written meanwhile.
+
+        Waits for the checkpoint before, at most until checkpoint.write_timeout_s after its start.
+        Raises InputError when a checkpoint could not be written, DeadlineExceeded.
+        """
+        self.metrics = []
+        flight = self._flight
+        if flight is not None and self._control.all(flight.save.is_written):
+            self._complete(flight)
+        if not self.is_due(step):
+            return
+        started = time.monotonic()
+        self._await_flight()
+        self._start(step, trainer)
+        self.metrics.append(Metric("checkpoint/stall_s", time.monotonic() - started, "sum"))
+
+    def is_due(self, step: int) -> bool:
+        """Whether batch number `step` is followed by a checkpoint; the same on every rank."""
+        every = self._cfg.every_steps
+        return every > 0 and (step % every == 0 or step == self._last_step)
+
+    def _check_content(self, folder: Path) -> None:
+        """Each rank reads its part of the files."""
+        completion = checkpoint_folder.read_completion(folder)
+        names = sorted(completion.files) if completion is not None else []
+        mine = names[self._control.rank :: self._control.world_size]
+        damaged = checkpoint_folder.find_damage(folder, mine)
+        if damaged := next(filter(None, self._control.gather(damaged, str)), ""):
+            raise InputError(
+                f"{folder / damaged} is damaged: its content is not what COMPLETE says. Remove or "
+                f"rename {folder} to resume from the checkpoint before it"
+            )
+
+    def _start(self, step: int, trainer: Trainer) -> None:
+        state = self._queue_state(step)
+        folder = self._folder / (checkpoint_folder.folder_name(step) + checkpoint_folder.PARTIAL)
+        deadline = time.monotonic() + self._cfg.write_timeout_s
+        self._on_rank_0(step, lambda: _make_empty(folder))
+        content = sharded_state(trainer, step)
+        try:
+            save = BackgroundSave(content, folder)
+        # torch's archive writer turns a failed write into a RuntimeError.
+        except (OSError, RuntimeError) as error:
+            raise self._failure(step, str(error)) from error
+        self._flight = _Flight(step, state, folder, save, deadline)
+
+    def _await_flight(self) -> None:
+        flight = self._flight
+        if flight is None:
+            return
+        if not self._control.all(flight.save.wait(flight.deadline)):
+            raise DeadlineExceeded(
+                f"the checkpoint of step {flight.step} was not on the disk within "
+                f"{self._cfg.write_timeout_s:.0f} s (checkpoint.write_timeout_s)"
+            )
+        self._complete(flight)
+
+    def _complete(self, flight: _Flight) -> None:
+        """All ranks have written: metadata, COMPLETE, the final name; then old ones go."""
+        self._flight = None
+        try:
+            flight.save.finalize()
+        except (SaveFailed, OSError) as error:
+            if self._control.rank == 0:
+                shutil.rmtree(flight.folder, ignore_errors=True)
+            raise self._failure(flight.step, str(error)) from error
+        files = {
+            name: record
+            for of_rank in self._control.gather(flight.save.files, dict[str, FileRecord])
+            for name, record in of_rank.items()
+        }
+        self._on_rank_0(flight.step, lambda: self._seal(flight, files))
+        self.metrics += [
+            Metric("checkpoint/write_s", flight.save.write_s, "max"),
+            Metric("checkpoint/bytes", float(sum(r.size for r in files.values())), "sum"),
+        ]
+
+    def _seal(self, flight: _Flight, files: dict[str, FileRecord]) -> None:
+        assert flight.queue_state is not None
+        queue_state = msgspec.json.encode(flight.queue_state)
+        (flight.folder / checkpoint_folder.QUEUE_STATE).write_bytes(queue_state)
+        final = checkpoint_folder.seal(flight.folder, flight.step, files)
+        log.info("checkpoint of step %d is complete: %s", flight.step, final)
+        found = checkpoint_folder.complete_checkpoints(self._folder)
+        for step in checkpoint_folder.superfluous(
+            found, keep_last=self._cfg.keep_last, keep_every=self._cfg.keep_every
+        ):
+            checkpoint_folder.discard(found[step])
+
+    def _on_rank_0(self, step: int, work: Callable[[], None]) -> None:
+        """Do what touches the folder; where it fails, every rank raises InputError."""
+        problem = ""
+        if self._control.rank == 0:
+            try:
+                work()
+            except OSError as error:
+                problem = str(error)
+        problem = self._control.share(problem, str)
+        if problem:
+            raise self._failure(step, problem)
+
+    def _failure(self, step: int, problem: str) -> InputError:
+        return InputError(
+            f"the checkpoint of step {step} could not be written to {self._folder}: {problem}. "
+            "Older ones are whole. Make room or mend the cause, then give the same command again: "
+            "it resumes from the newest of them"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # After an error other ranks may be gone: what is in flight stays incomplete.
+        if kind is None:
+            self._await_flight()
+            self._control.close()
+
+
+def _make_empty(folder: Path) -> None:
+    checkpoint_folder.discard(folder)
+    folder.mkdir(parents=True)

@@ -1,0 +1,122 @@
+"""What a checkpoint holds of the trainer, as Megatron's sharded state, and how it is put back.
+
+Runs in trainer ranks. Model weights and optimizer state can be read back under any other split.
+Random states belong to a rank: they are read back under the same tensor and pipeline sizes only,
+else the ranks keep the ones that `run.seed` gave them.
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.trainer.checkpoint.optimizer_state import (
+    adam_steps,
+    restore_optimizer_state,
+    sharded_optimizer_state,
+)
+from megatron_rl.trainer.model.policy import Policy
+from megatron_rl.trainer.step import Trainer
+from megatron_rl.weights.folders.load import unwrap
+
+log = logging.getLogger(__name__)
+
+
+def sharded_state(trainer: Trainer, step: int) -> dict[str, Any]:
+    """Everything to save after batch number `step`. Collective over all ranks.
+
+    Tensors may share memory with the trainer.
+    """
+    trainer.gather()
+    model = _model_state(trainer.policy)
+    return {
+        **model,
+        "optimizer": sharded_optimizer_state(trainer.optimizer, model),
+        "random": _random_state(trainer.policy),
+        "common": {
+            "step": step,
+            "optimizer_steps": trainer.steps_done,
+            "adam_steps": adam_steps(trainer.optimizer),
+            "shape": dataclasses.asdict(trainer.policy.shape),
+            "model_parallel_sizes": list(_model_parallel_sizes()),
+        },
+    }
+
+
+def restore(trainer: Trainer, folder: Path) -> int:
+    """Put a checkpoint's state into a trainer that has taken no step; returns the step of it.
+
+    Collective over all ranks. Raises InputError when the checkpoint does not fit the model.
+    """
+    common = dist_checkpointing.load_common_state_dict(str(folder))["common"]
+    _check_shape(trainer.policy, common["shape"], folder)
+    model = _model_state(trainer.policy)
+    wanted = {
+        **model,
+        "optimizer": sharded_optimizer_state(trainer.optimizer, model, is_loading=True),
+    }
+    is_same_split = tuple(common["model_parallel_sizes"]) == _model_parallel_sizes()
+    if is_same_split:
+        wanted["random"] = _random_state(trainer.policy)
+    try:
+        loaded = dist_checkpointing.load(wanted, str(folder))
+    except (CheckpointingException, KeyError) as error:
+        raise InputError(f"{folder} does not fit the model to be trained: {error}") from error
+    for name, chunk in _chunks(trainer.policy).items():
+        chunk.load_state_dict(loaded[name])
+    # A second look at the model: the first one's tensors may be gone into what was loaded.
+    model = _model_state(trainer.policy)
+    restore_optimizer_state(
+        trainer.optimizer, model, loaded["optimizer"], steps=common["adam_steps"]
+    )
+    trainer.steps_done = common["optimizer_steps"]
+    if is_same_split:
+        trainer.policy.backend.set_random_states(loaded["random"])
+    else:
+        log.info("other tensor or pipeline sizes than in %s: random states start anew", folder)
+    return common["step"]
+
+
+def _chunks(policy: Policy) -> dict[str, Any]:
+    return {f"model{number}": unwrap(chunk) for number, chunk in enumerate(policy.chunks)}
+
+
+def _model_state(policy: Policy) -> dict[str, Any]:
+    return {name: chunk.sharded_state_dict() for name, chunk in _chunks(policy).items()}
+
+
+def _model_parallel_sizes() -> tuple[int, int]:
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def _random_state(policy: Policy) -> ShardedObject:
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return ShardedObject(
+        "random",
+        policy.backend.random_states(),
+        _model_parallel_sizes(),
+        place,
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _check_shape(policy: Policy, saved: dict[str, Any], folder: Path) -> None:
+    mine = dataclasses.asdict(policy.shape)
+    differing = [name for name in mine if saved.get(name) != mine[name]]
+    if differing:
+        name = differing[0]
+        raise InputError(
+            f"{folder} holds another model than model.path: its {name} is {saved.get(name)!r}, "
+            f"that of model.path is {mine[name]!r}. Resume with the model that the run began with"
+        )

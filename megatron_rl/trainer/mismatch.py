@@ -1,0 +1,79 @@
+"""Train-inference mismatch: how far the generator's logprobs are from the trainer's own. Pure.
+
+Used by trainer ranks on tokens that were sampled under the version being trained from. Everything
+is a sum over tokens, the histogram behind the quantile too, so that ranks reduce it by addition.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.tree import LossConfig
+from megatron_rl.protocol.metrics import Metric
+
+QUANTILE = 0.99
+BINS = 1024
+"""Of the histogram; neighbouring edges differ by 2.3 %, and so much may the quantile be off."""
+_LEAST_LOG10, _MOST_LOG10 = -8.0, 2.0
+_NAMES = ("absolute", "k1", "k2", "k3", "outside", "tokens")
+SIZE = len(_NAMES) + BINS
+
+
+def mismatch_sums(trainer: Tensor, generator: Tensor, cfg: LossConfig) -> Tensor:
+    """[SIZE] float64 of the logprobs of tokens that the generator sampled: [tokens] each.
+
+    k1, k2 and k3 estimate KL(generator || trainer) from r = trainer / generator probability:
+    -log r, (log r)^2 / 2 and (r - 1) - log r.
+    Source: J. Schulman, "Approximating KL Divergence", 2020.
+    """
+    log_ratio = trainer.double() - generator.double()
+    ratio = log_ratio.exp()
+    outside = (ratio < 1 - cfg.eps_low) | (ratio > 1 + cfg.eps_high)
+    absolute = log_ratio.abs()
+    terms = (absolute, -log_ratio, log_ratio**2 / 2, ratio - 1 - log_ratio, outside.double())
+    sums = [term.sum() for term in terms] + [torch.ones_like(log_ratio).sum()]
+    return torch.cat([torch.stack(sums), _histogram(absolute)])
+
+
+def _histogram(absolute: Tensor) -> Tensor:
+    """[BINS] float64 counts; the outer bins hold what lies beyond them, the last one NaN too."""
+    logs = absolute.nan_to_num(nan=math.inf).clamp_min(10**_LEAST_LOG10).log10()
+    places = (logs - _LEAST_LOG10) * (BINS / (_MOST_LOG10 - _LEAST_LOG10))
+    return torch.bincount(places.clamp(0, BINS - 1).long(), minlength=BINS).double()
+
+
+def quantile(histogram: Tensor, share: float) -> float:
+    """Value below which `share` of the counted differences lie; nan of none."""
+    cumulative = histogram.cumsum(0)
+    target = share * float(cumulative[-1])
+    if target == 0:
+        return math.nan
+    place = int(torch.searchsorted(cumulative, torch.tensor(target, dtype=cumulative.dtype)))
+    below = float(cumulative[place] - histogram[place])
+    within = (target - below) / float(histogram[place])
+    return 10 ** (_LEAST_LOG10 + (place + within) * (_MOST_LOG10 - _LEAST_LOG10) / BINS)
+
+
+def mean_mismatch(sums: Tensor) -> float:
+    """Mean |trainer - generator logprob| over all ranks' sums; nan of no tokens."""
+    values = dict(zip(_NAMES, sums.tolist(), strict=False))
+    return values["absolute"] / values["tokens"] if values["tokens"] else math.nan
+
+
+def mismatch_metrics(sums: Tensor) -> list[Metric]:
+    """Metrics of one update from the sums over all ranks; only the count where no token counts."""
+    values = dict(zip(_NAMES, sums.tolist(), strict=False))
+    tokens = values["tokens"]
+    count = Metric("train/logprob_gap_tokens", tokens, "sum")
+    if not tokens:
+        return [count]
+    return [
+        count,
+        Metric("train/logprob_gap", values["absolute"], count=tokens),
+        Metric("train/mismatch_p99", quantile(sums[len(_NAMES) :], QUANTILE), "max"),
+        Metric("train/mismatch_k1", values["k1"], count=tokens),
+        Metric("train/mismatch_k2", values["k2"], count=tokens),
+        Metric("train/mismatch_k3", values["k3"], count=tokens),
+        Metric("train/mismatch_outside_clip", values["outside"], count=tokens),
+    ]

@@ -1,0 +1,262 @@
+"""The policy as a Megatron-Core GPTModel with data parallelism. Runs on every trainer rank.
+
+The order on a rank:
+
+    shape = read_shape(cfg.model.path)                  # InputError before anything is built
+    check_parallel(shape, cfg.parallel)
+    backend = select_backend(cfg.model)
+    backend.init_distributed(cfg.parallel, seed=cfg.run.seed, timeout_s=120)
+    model = build_model(backend, cfg, shape)            # the rank's chunks; weights still unset
+    load_weights(model, shape, cfg.model.path)          # megatron_rl.weights.folders.load
+    optimizer = build_optimizer(cfg.optimizer, model)   # copies the masters: after the load
+
+Forward: `model[0](tokens, position_ids, None, packed_seq_params=packed_params(starts, longest))`,
+with tokens and position_ids [1, positions] int64. The sequences fill the positions (padding is a
+sequence of its own); a context rank gives its own positions, but the starts of whole sequences. The
+trainer calls it within `last_stage.without_output_layer`: the last pipeline stage then returns
+hidden states [1, positions, hidden], divided by positions under sequence parallelism, and
+`logprobs.py` computes logits for some rows at a time. Outside of it the last stage returns logits
+[1, positions, padded_vocab / tensor ranks], whose columns from `shape.vocab` on are padding. Both
+are float32 under bf16 too: Megatron's wrapper converts what a last stage returns.
+
+Gradients are sums: over microbatches, and over data-parallel ranks. The loss function given to
+Megatron's schedule returns (loss, tokens as an int tensor, report) and nothing divides by tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.backend import fp8
+from megatron_rl.backend.device import Backend
+from megatron_rl.config.tree import Config
+from megatron_rl.weights.layout.rotary import inverse_frequencies
+from megatron_rl.weights.layout.shape import ModelShape
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[DistributedDataParallel]:
+    """This rank's part of the model, a chunk for each virtual stage; parameters not yet filled."""
+    config = transformer_config(backend, cfg, shape)
+    data_parallel = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+        overlap_grad_reduce=cfg.parallel.overlap_gradients,
+        overlap_param_gather=cfg.parallel.overlap_parameters,
+        fp8_param_gather=cfg.model.fp8_parameters,
+        # The optimizer step skips and counts non-finite gradients; Megatron's check would raise.
+        check_for_nan_in_grad=False,
+    )
+    chunks = [
+        DistributedDataParallel(
+            config,
+            data_parallel,
+            _build_chunk(backend, config, shape, number),
+            # The reductions of later chunks hide behind the backward passes of earlier ones.
+            disable_bucketing=number > 0,
+        )
+        for number in range(cfg.parallel.virtual_stages)
+    ]
+    if cfg.parallel.overlap_gradients:
+        # Else each microbatch's backward pass would reduce what the ones before it have summed.
+        holds = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = holds if len(holds) > 1 else holds[0]
+    return chunks
+
+
+def gather_parameters(model: Sequence[DistributedDataParallel]) -> None:
+    """Have every parameter whole on this rank, also where the next forward pass would gather it.
+
+    Collective. Call before parameters are read outside a forward pass: with
+    parallel.overlap_parameters an optimizer step leaves each rank with its own part of them new.
+    """
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _build_chunk(
+    backend: Backend, config: TransformerConfig, shape: ModelShape, number: int
+) -> torch.nn.Module:
+    """Chunk `number` of the rank, in the compute dtype."""
+    stage = {"ignore_virtual": False, "vp_stage": number}
+    module: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=backend.layer_spec(config, number),
+        vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=shape.is_tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        parallel_output=True,
+        vp_stage=number,
+    )
+    # Megatron knows no linear scaling and fixes llama3's constants, so the angles are given.
+    module.rotary_pos_emb.inv_freq = inverse_frequencies(shape).to(backend.device)
+    module.to(backend.device)
+    mark_experts(module)
+    return Float16Module(config, module) if config.bf16 else module
+
+
+def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> TransformerConfig:
+    """Megatron's description of `shape` under the run's dtype and parallel sizes."""
+    dtype = DTYPES[cfg.model.dtype]
+    # Rounding whatever the memory held to FP8 could leave scales that are not finite.
+    leave_unset = torch.nn.init.zeros_ if cfg.model.fp8_parameters else _leave_unset
+    values = {
+        **_sizes(shape),
+        **_experts(shape),
+        "moe_enable_routing_replay": bool(shape.experts) and cfg.train.router_replay,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # load_weights fills every parameter, and proves it. perform_initialization=False would also
+        # leave out the marks by which the gradient norm knows a parameter's tensor shards.
+        "init_method": leave_unset,
+        "output_layer_init_method": leave_unset,
+        "embedding_init_method": leave_unset,
+        "tensor_model_parallel_size": cfg.parallel.tensor,
+        "pipeline_model_parallel_size": cfg.parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": cfg.parallel.interleaved_chunks,
+        "context_parallel_size": cfg.parallel.context,
+        "cp_comm_type": backend.context_exchange(
+            cfg.parallel, has_window=shape.sliding_window is not None
+        ),
+        "expert_model_parallel_size": cfg.parallel.expert,
+        "expert_tensor_parallel_size": cfg.parallel.expert_tensor,
+        "pipeline_dtype": dtype,
+        # Packed microbatches differ in length. Megatron then refuses the default token dispatcher
+        # even for models without experts.
+        "variable_seq_lengths": cfg.parallel.pipeline > 1,
+        # Two stages that exchange both directions in one batch would mix them up.
+        "overlap_p2p_comm": cfg.parallel.virtual_stages > 1,
+        "batch_p2p_comm": cfg.parallel.virtual_stages == 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "sequence_parallel": cfg.parallel.sequence and cfg.parallel.tensor > 1,
+        # Without this the schedule divides losses by tokens and DDP averages over its ranks.
+        "calculate_per_token_loss": True,
+        "finalize_model_grads_func": sum_gradients,
+        **_recompute(cfg.model.recompute),
+        **fp8.transformer_fields(
+            cfg.model,
+            stage_layers=shape.layers // cfg.parallel.pipeline,
+            has_experts=shape.experts > 0,
+        ),
+        **backend.transformer_overrides(),
+    }
+    return TransformerConfig(**values)
+
+
+def _sizes(shape: ModelShape) -> dict[str, Any]:
+    window = shape.sliding_window
+    return {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.has_qkv_bias,
+        "qk_layernorm": shape.has_qk_norm,
+        "window_size": (window - 1, 0) if window else None,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    if not shape.experts:
+        return {}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.moe_ffn,
+        "moe_router_topk": shape.experts_per_token,
+        # A softmax over the chosen experts alone is the softmax over all, normalised afterwards.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def mark_experts(module: torch.nn.Module) -> None:
+    """Make Megatron reduce and count the gradients of experts among expert ranks.
+
+    Experts are whole on a rank, so that their replicas are all ranks of a stage that hold the same
+    ones, tensor ranks too. megatron-core 0.16.1 leaves the marks out where there is one expert rank
+    (layers.py:886), and would then sum over data-parallel ranks only.
+    """
+    for name, parameter in module.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
+            # Else the gradient norm would take it for a copy on all tensor ranks but the first.
+            parameter.tensor_model_parallel = True
+
+
+def _leave_unset(weight: torch.Tensor) -> None:
+    """Initialization that keeps whatever the memory held."""
+
+
+def _recompute(kind: str) -> dict[str, str | int]:
+    match kind:
+        case "selective":
+            return {"recompute_granularity": "selective"}
+        case "full":
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+    return {}
+
+
+def sum_gradients(
+    model: list[DistributedDataParallel],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Megatron's gradient reductions without its division by the count of tokens.
+
+    The loss is a weighted sum whose weights already hold the denominator.
+    """
+    finalize_model_grads(model, None, pg_collection, force_all_reduce)
+
+
+def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedSeqParams:
+    """Description of sequences that stand one after the other in a [1, tokens] input."""
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return packed_params(bounds.to(device), max(lengths))
+
+
+def packed_params(bounds: torch.Tensor, longest: int) -> PackedSeqParams:
+    """The same from cumulative lengths: bounds [sequences + 1] int32, from 0."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        # Megatron 0.16.1 takes the longest length for rotary angles; were it the total of several
+        # sequences, positions would not restart (rope_utils.py:_apply_rotary_pos_emb_thd).
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

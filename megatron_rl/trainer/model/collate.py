@@ -1,0 +1,139 @@
+"""Sequences -> tensors of one packed microbatch.
+
+Runs in trainer ranks. The only place that converts between "this position predicts the next token"
+and "this token": row `rows[i]` of the model's output predicts `targets[i]`.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.types import TrainSequence
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences laid end to end; `rows` are the positions that predict a completion token."""
+
+    tokens: Tensor  # [1, positions] int64
+    position_ids: Tensor  # [1, positions] int64, from 0 in each sequence
+    sequence_starts: Tensor  # [sequences + 1] int32, cumulative lengths
+    longest: int  # positions of the longest sequence
+    rows: Tensor  # [completion tokens] int64, index into positions
+    targets: Tensor  # [completion tokens] int64, token id
+    generator_logprobs: Tensor  # [completion tokens] float32
+    advantages: Tensor  # [completion tokens] float32
+    weights: Tensor  # [completion tokens] float32
+    versions: Tensor  # [completion tokens] int64, policy version that sampled the token
+    expert_choices: Tensor | None = None  # [positions, layers x experts of a token] int64, or -1
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on another device."""
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return MicroBatch(**moved)
+
+
+def placeholder() -> TrainSequence:
+    """A sequence without weight: an empty microbatch still runs, as its collectives must match."""
+    one = np.zeros(1, np.int32)
+    return TrainSequence(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), one - 1, 0.0, 0.0)
+
+
+def collate(
+    sequences: list[TrainSequence],
+    *,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
+    choice_width: int = 0,
+) -> MicroBatch:
+    """Pack sequences into one microbatch.
+
+    multiple: the count of positions is padded up to a multiple of it by a sequence without
+    weight (sequence parallelism needs a multiple of the tensor-parallel size).
+    sequence_multiple: every sequence is padded at its end to a multiple of it, which `multiple` is
+    one of (context parallelism cuts each into equal chunks).
+    choice_width: layers x experts of a token, to take the generator's choices along; else 0.
+    Raises InputError for a sequence without them.
+    """
+    sequences = list(sequences) or [placeholder()]
+    padded = [_pad(s.token_ids, sequence_multiple) for s in sequences]
+    missing = -sum(map(len, padded)) % multiple
+    lengths = [len(ids) for ids in padded] + ([missing] if missing else [])
+    tokens = np.concatenate([*padded, np.zeros(missing, np.int32)])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    rows = [
+        np.arange(start + s.prompt_length - 1, start + len(s.token_ids) - 1)
+        for s, start in zip(sequences, starts, strict=False)
+    ]
+    counts = [len(s.token_ids) - s.prompt_length for s in sequences]
+    return MicroBatch(
+        tokens=_tensor(tokens, torch.int64)[None],
+        position_ids=_tensor(np.concatenate([np.arange(n) for n in lengths]), torch.int64)[None],
+        sequence_starts=_tensor(starts, torch.int32),
+        longest=max(lengths),
+        rows=_tensor(np.concatenate(rows), torch.int64),
+        targets=_tensor(
+            np.concatenate([s.token_ids[s.prompt_length :] for s in sequences]), torch.int64
+        ),
+        generator_logprobs=_tensor(
+            np.concatenate([s.generator_logprobs for s in sequences]), torch.float32
+        ),
+        advantages=_tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
+        weights=_tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
+        versions=_tensor(np.concatenate([s.token_versions for s in sequences]), torch.int64),
+        expert_choices=_choices(sequences, lengths, choice_width) if choice_width else None,
+    )
+
+
+def hold(batch: MicroBatch, positions: Tensor) -> MicroBatch:
+    """What a context rank that holds these positions sees: their tokens, and the rows among them.
+
+    positions: int64, in the rank's order. `sequence_starts` stay those of the whole microbatch.
+    """
+    places = torch.full((batch.tokens.shape[1],), -1)
+    places[positions] = torch.arange(len(positions))
+    rows = places[batch.rows]
+    is_held = rows >= 0
+    per_row = ("targets", "generator_logprobs", "advantages", "weights", "versions")
+    return replace(
+        batch,
+        tokens=batch.tokens[:, positions],
+        position_ids=batch.position_ids[:, positions],
+        rows=rows[is_held],
+        expert_choices=None if batch.expert_choices is None else batch.expert_choices[positions],
+        **{name: getattr(batch, name)[is_held] for name in per_row},
+    )
+
+
+def _pad(token_ids: np.ndarray, multiple: int) -> np.ndarray:
+    return np.pad(token_ids, (0, -len(token_ids) % multiple))
+
+
+def _choices(sequences: list[TrainSequence], lengths: list[int], width: int) -> Tensor:
+    """[positions, width]; -1 where no choice is recorded, from where nothing is predicted.
+
+    lengths: of the sequences with their padding, and of what follows them.
+    """
+    choices = np.full((sum(lengths), width), -1)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    for sequence, start in zip(sequences, starts, strict=False):
+        count = len(sequence.token_ids) - 1
+        if len(sequence.expert_choices) == count * width:
+            choices[start : start + count] = sequence.expert_choices.reshape(count, width)
+        elif sequence.weight:
+            raise InputError(
+                f"train.router_replay: a sequence of {count + 1} tokens has "
+                f"{len(sequence.expert_choices)} expert choices instead of {count * width}: does "
+                "the engine return them for this model? Else set train.router_replay=false"
+            )
+    return _tensor(choices, torch.int64)
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(np.asarray(array), dtype=dtype)

@@ -1,0 +1,110 @@
+"""The policy being trained, as the trainer sees it: model chunks and what to know of them.
+
+Runs in trainer ranks.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_rl.backend.device import Backend, select_backend
+from megatron_rl.backend.fp8 import POSITION_MULTIPLE
+from megatron_rl.config.tree import Config, ParallelConfig
+from megatron_rl.protocol.process import failures_noted
+from megatron_rl.trainer.model.build import build_model
+from megatron_rl.weights.folders.export import save_hf
+from megatron_rl.weights.folders.load import load_megatron, load_weights
+from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
+from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
+
+
+@dataclass(frozen=True)
+class Policy:
+    """This rank's part of the model, with weights loaded."""
+
+    backend: Backend
+    shape: ModelShape
+    chunks: list[DistributedDataParallel]
+    parallel: ParallelConfig
+    has_fp8: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's parameters and gradients; its microbatches must lie there."""
+        return self.backend.device
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(math.prod(size) for size in hf_shapes(self.shape).values())
+
+    @property
+    def position_multiple(self) -> int:
+        """A microbatch's positions must be a multiple of this."""
+        ranks = self.parallel.context
+        if self.has_sequence_parallelism:
+            ranks *= self.parallel.tensor
+        return math.lcm(ranks * (POSITION_MULTIPLE if self.has_fp8 else 1), self.sequence_multiple)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Each sequence's positions must be a multiple of this: context ranks hold two chunks."""
+        return 2 * self.parallel.context if self.parallel.context > 1 else 1
+
+    @property
+    def has_sequence_parallelism(self) -> bool:
+        """Whether tensor ranks divide the positions among them between their layers."""
+        return self.parallel.sequence and self.parallel.tensor > 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The count of microbatches of a step must be a multiple of this."""
+        return self.parallel.pipeline if self.parallel.virtual_stages > 1 else 1
+
+    @property
+    def position_share(self) -> Share:
+        """This rank's part of a microbatch's positions between its layers."""
+        if not self.has_sequence_parallelism:
+            return Share()
+        return Share(parallel_state.get_tensor_model_parallel_rank(), self.parallel.tensor)
+
+    def export(self, cfg: Config, name: str) -> None:
+        """Write the model as the run's Hugging Face folder of that name; every rank must call it.
+
+        A run that was killed after its export, or is made longer, finds an older one there.
+        """
+        folder = cfg.run.dir / "hf" / name
+        save_hf(folder, self.chunks, self.shape, source=cfg.model.path, replaces=True)
+
+
+@contextmanager
+def open_policy(cfg: Config) -> Iterator[Policy]:
+    """Join the trainer ranks, build the model and load its weights straight into shards.
+
+    They are those of `cfg.model.megatron_path`, or else of `cfg.model.path`. Leaves the process
+    groups at the end. Raises InputError, for impossible sizes before anything is built.
+    """
+    shape = read_shape(cfg.model.path)
+    check_parallel(shape, cfg.parallel)
+    backend = select_backend(cfg.model)
+    backend.check_offload(cfg.optimizer)
+    backend.check_offload(cfg.sft.optimizer)
+    backend.init_distributed(
+        cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s
+    )
+    try:
+        chunks = build_model(backend, cfg, shape)
+        if cfg.model.megatron_path is None:
+            load_weights(chunks, shape, cfg.model.path)
+        else:
+            load_megatron(chunks, shape, cfg.model.megatron_path)
+        with failures_noted():
+            yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
+    finally:
+        backend.shutdown()

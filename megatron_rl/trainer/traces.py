@@ -1,0 +1,86 @@
+"""Supervised traces: JSONL -> TrainSequences -> minibatches.
+
+Runs in trainer ranks of supervised fine-tuning. A line is {"messages": [...], "response": "..."};
+only response tokens (and the end of sequence after them) carry loss.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.types import Message, TrainSequence
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """One conversation and the response to learn."""
+
+    messages: list[Message]
+    response: str
+    task: str = "math"
+    """Whose system prompt it gets, as in reinforcement learning."""
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """All traces of a file; InputError names the file and line of the first bad one."""
+    try:
+        # Not splitlines(), which also splits at U+2028 inside JSON strings.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the traces {path}: {error}") from error
+    traces = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            traces.append(msgspec.json.decode(line, type=Trace))
+        except msgspec.MsgspecError as error:
+            raise InputError(
+                f"{path}:{number}: not a trace: {error}; expected "
+                '{"messages": [...], "response": "..."}'
+            ) from error
+    if not traces:
+        raise InputError(f"{path} has no traces")
+    return traces
+
+
+def tokenize(traces: list[Trace], renderer: Renderer) -> list[TrainSequence]:
+    """Traces as sequences; weights are set when they are put into a batch."""
+    sequences = []
+    for trace in traces:
+        response = renderer.render_response(trace.response)
+        prompt = renderer.render(trace.messages, len(response), task=trace.task)
+        sequences.append(
+            TrainSequence(
+                token_ids=np.array(prompt + response, np.int32),
+                prompt_length=len(prompt),
+                generator_logprobs=np.zeros(len(response), np.float32),
+                token_versions=np.full(len(response), -1, np.int32),
+                advantage=0.0,
+                weight=0.0,
+            )
+        )
+    return sequences
+
+
+def minibatches(
+    sequences: list[TrainSequence], *, batch_size: int, steps: int, seed: int
+) -> Iterator[list[TrainSequence]]:
+    """`steps` minibatches; every sequence once before any twice, in an order fixed by the seed.
+
+    Each response token weighs 1 / response tokens of the minibatch.
+    """
+    order: list[int] = []
+    rng = random.Random(seed)
+    for _ in range(steps):
+        chosen: list[int] = []
+        while len(chosen) < batch_size:
+            if not order:
+                order = rng.sample(range(len(sequences)), len(sequences))
+            chosen.append(order.pop())
+        tokens = sum(len(sequences[i].generator_logprobs) for i in chosen)
+        yield [msgspec.structs.replace(sequences[i], weight=1.0 / tokens) for i in chosen]

@@ -1,0 +1,230 @@
+"""The reinforcement-learning trainer: `torchrun -m megatron_rl.trainer.train --config FILE`.
+
+One process a trainer rank. Takes batches from the rollout queue, updates the policy, and publishes
+every new version to the generators, which never wait for it.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.metadata import version as package_version
+from pathlib import Path
+
+from megatron.core import parallel_state
+
+from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.config.files import load_config
+from megatron_rl.config.lookup import find_function
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.keys import load_keys
+from megatron_rl.protocol.process import failures_noted, run_main, set_up_logging
+from megatron_rl.protocol.wire import Router
+from megatron_rl.trainer.batch_client import BatchClient
+from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
+from megatron_rl.trainer.metrics import StepMetrics
+from megatron_rl.trainer.model.build import DTYPES
+from megatron_rl.trainer.model.policy import Policy, open_policy
+from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.weights.exchange.transport import IPC
+from megatron_rl.weights.folders.export import export_tensors, save_hf
+from megatron_rl.weights.folders.hf_folder import bucketed
+from megatron_rl.weights.layout.ranks import all_places
+from megatron_rl.weights.layout.trainer_layout import named_parameters, trainer_slices
+from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
+from megatron_rl.weights.publish.link import GeneratorLink
+from megatron_rl.weights.publish.publisher import Method, WeightPublisher
+from megatron_rl.weights.publish.reshard import ExchangeSettings, Reshard
+
+log = logging.getLogger(__name__)
+
+
+def train(
+    trainer: Trainer,
+    batches: BatchClient,
+    weights: WeightPublisher,
+    checkpoints: Checkpoints,
+    metrics: StepMetrics,
+    steps: range,
+) -> None:
+    """Train until the queue has no more batches; version k is the policy after k batches.
+
+    steps: from the one of the checkpoint that was resumed, or 0.
+    """
+    step = steps.start
+    weights.publish(version=step)  # proves the path before any training
+    batches.announce(step, is_final=step == steps.stop)
+    metrics.flush(step, weights.metrics)
+    while (batch := batches.next(step, weights.admit)) is not None:
+        old_logprobs = trainer.old_logprobs(batch.minibatches)
+        for minibatch, old in zip(batch.minibatches, old_logprobs, strict=True):
+            metrics.add(trainer.update(minibatch, version=step, old_logprobs=old))
+        trainer.gather()
+        step += 1
+        if step < steps.stop and not checkpoints.is_due(step):
+            batches.request(step)  # the queue forms it while the weights travel
+        weights.publish(version=step)
+        batches.announce(step, is_final=step == steps.stop)
+        checkpoints.save_if_due(step, trainer)
+        metrics.add_entries(batch.metrics)
+        metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
+
+
+def main(cfg: Config) -> None:
+    """Set up this rank, train, export."""
+    objective = Objective(
+        find_function(LOSSES, cfg.loss.name, key="loss.name"),
+        cfg.loss,
+        cfg.sampling.temperature,
+        replays_experts=cfg.train.router_replay,
+    )
+    with open_policy(cfg) as policy:
+        total_steps = cfg.train.steps * cfg.train.minibatches
+        trainer = Trainer(
+            policy, objective, cfg.optimizer, total_steps, train=cfg.train, run_dir=cfg.run.dir
+        )
+        with (
+            open_batches(cfg, policy) as batches,
+            open_checkpoints(cfg, policy, batches) as checkpoints,
+        ):
+            steps = range(checkpoints.resume(trainer), cfg.train.steps)
+            with open_publisher(cfg, policy) as weights:
+                metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
+                metrics.write_start(describe(cfg, policy, weights))
+                with failures_noted():
+                    train(trainer, batches, weights, checkpoints, metrics, steps)
+        policy.export(cfg, "final")
+
+
+@contextmanager
+def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
+    """Publisher to the generators, which must say hello within weights.join_timeout_s."""
+    with ExitStack() as stack:
+        link = None
+        if int(os.environ["RANK"]) == 0:
+            keys = load_keys(cfg.ports.keys_dir)
+            router = Router(cfg.ports.host, cfg.ports.weights, keys)
+            link = GeneratorLink(stack.enter_context(router))
+        # A rank may wait for two transfers of another rank that pass their deadline.
+        patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
+        control = Control(policy.backend.host_group(patience_s))
+        publisher = WeightPublisher(
+            open_method(cfg, policy, control=control, link=link),
+            control,
+            link,
+            replicas=cfg.generator.replicas,
+            join_timeout_s=cfg.weights.join_timeout_s,
+        )
+        publisher.await_generators()
+        yield stack.enter_context(publisher)
+
+
+def open_method(
+    cfg: Config, policy: Policy, *, control: Control, link: GeneratorLink | None
+) -> Method:
+    """How this run moves weights."""
+    settings = ExchangeSettings(
+        host=cfg.ports.host,
+        backend=IPC if cfg.weights.method == "ipc" else policy.backend.collectives,
+        dtype=DTYPES[cfg.model.dtype],
+        bucket_bytes=cfg.weights.bucket_bytes,
+        deadline_s=cfg.weights.deadline_s,
+        name=control.share(f"weights-{time.time_ns()}", str),
+    )
+    match chosen_method(cfg.weights.method, cfg.generator.quantization):
+        case "broadcast":
+            buckets = partial(buckets_of, policy, cfg.weights.bucket_bytes)
+            return Broadcast(buckets, control=control, link=link, settings=settings)
+        case "disk":
+            save = partial(save_hf, model=policy.chunks, shape=policy.shape, source=cfg.model.path)
+            folder = cfg.run.dir / "weights"
+            return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
+    slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
+    parameters = named_parameters(policy.chunks)
+    return Reshard(parameters, slices, policy.shape, control=control, link=link, settings=settings)
+
+
+def chosen_method(method: str, quantization: str) -> str:
+    """How weights move: a quantised engine's parameters are not the model's, so no slice fits."""
+    full = {"reshard": "broadcast", "ipc": "disk"}
+    if method not in full or not quantization:
+        return method
+    chosen = full[method]
+    log.info(
+        "generator.quantization=%s: weights.method is %s, not %s", quantization, chosen, method
+    )
+    return chosen
+
+
+def buckets_of(policy: Policy, bucket_bytes: int) -> Iterator[list]:
+    """Full tensors of the current policy in buckets, on rank 0."""
+    return bucketed(export_tensors(policy.chunks, policy.shape), bucket_bytes)
+
+
+def open_batches(cfg: Config, policy: Policy) -> BatchClient:
+    """Client of the queue for this data-parallel rank."""
+    return BatchClient(
+        f"{cfg.ports.host}:{cfg.ports.batches}",
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        group=policy.backend.replica_group(cfg.parallel, cfg.train.collective_timeout_s),
+        device=policy.device,
+        # Batches also wait for the evaluation of the version that was published.
+        timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
+        keys=load_keys(cfg.ports.keys_dir),
+    )
+
+
+def open_checkpoints(cfg: Config, policy: Policy, batches: BatchClient) -> Checkpoints:
+    """Checkpoints of this run; collective over all ranks."""
+    # A rank may wait so long for its own writer before it joins the others.
+    patience_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
+    return Checkpoints(
+        cfg.checkpoint,
+        cfg.run.dir,
+        Control(policy.backend.host_group(patience_s)),
+        queue_state=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
+        last_step=cfg.train.steps,
+    )
+
+
+def describe(cfg: Config, policy: Policy, weights: WeightPublisher) -> dict[str, str | int]:
+    """Facts for the first row of the metrics."""
+    engines = weights.engines
+    return {
+        "model/parameters": policy.parameters,
+        "trainer/world_size": cfg.parallel.world_size,
+        "trainer/tp": cfg.parallel.tensor,
+        "trainer/pp": cfg.parallel.pipeline,
+        "trainer/cp": cfg.parallel.context,
+        "trainer/dp": cfg.parallel.data,
+        "engine": ",".join(sorted({hello.engine for hello in engines})),
+        "engine_version": ",".join(sorted({hello.engine_version for hello in engines})),
+        "megatron_core_version": package_version("megatron-core"),
+    }
+
+
+def read_arguments(arguments: list[str]) -> Config:
+    """Config of the command line: --config FILE [section.key=value ...]."""
+    parser = argparse.ArgumentParser(description="trainer rank; start it with torchrun")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args(arguments)
+    return load_config(options.config, options.overrides)
+
+
+def start() -> int:
+    """Entry of a rank."""
+    cfg = read_arguments(sys.argv[1:])
+    role = f"trainer-{os.environ.get('RANK', '0')}"
+    set_up_logging(role, cfg.run.dir / "logs")
+    return run_main(role, partial(main, cfg))
+
+
+if __name__ == "__main__":
+    sys.exit(start())

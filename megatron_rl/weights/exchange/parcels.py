@@ -1,0 +1,166 @@
+"""Sending and receiving the parcels of a plan, round by round.
+
+Shared by trainer ranks and engines; needs torch alone. Two rounds are in flight: a rank needs at
+most twice the bytes of a round beside its parameters. Senders call `outgoing` before the generator
+is paused, receivers `incoming` before the senders start: neither takes time of the transfer.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.weights.exchange.packets import (
+    Packet,
+    digest_in_place,
+    give_back,
+    pack,
+    packets_of,
+    unpack,
+)
+from megatron_rl.weights.exchange.plan import Parcel
+from megatron_rl.weights.exchange.transport import Transport, Work
+
+
+class ParcelEnd(NamedTuple):
+    """A parcel as one end sees it; the packets that are staged lack their buffers yet."""
+
+    peer: int
+    packets: list[Packet]
+
+
+Rounds = Sequence[Sequence[Parcel]]
+Ends = Sequence[Sequence[ParcelEnd]]
+"""Of a rank's parcels, round by round."""
+Flight = tuple[list[Packet], list[Work]]
+"""A parcel's packets on their way."""
+
+
+@dataclass
+class Received:
+    """What a receiver reports."""
+
+    payload_bytes: int = 0
+    peak_bytes: int = 0
+    """Most bytes of buffers at once."""
+    seconds: float = 0.0
+    damaged: int = 0
+    """Parcels whose digest or version is not that of their content."""
+
+
+@torch.no_grad()
+def outgoing(
+    rounds: Rounds, parameters: dict[str, Tensor], dtype: torch.dtype, *, stages_all: bool = False
+) -> Ends:
+    """What a sender can do ahead: find what it sends, and take digests where it lies.
+
+    The parameters must not change until all is sent. stages_all: see `packets_of`.
+    """
+    ends = _ends(rounds, parameters, dtype, is_sender=True, stages_all=stages_all)
+    for end in (end for parcels in ends for end in parcels):
+        digest_in_place(end.packets)
+    return ends
+
+
+@torch.no_grad()
+def incoming(
+    rounds: Rounds, parameters: dict[str, Tensor], dtype: torch.dtype, *, stages_all: bool = False
+) -> Ends:
+    """What a receiver can do ahead: find where everything goes."""
+    return _ends(rounds, parameters, dtype, is_sender=False, stages_all=stages_all)
+
+
+def _ends(
+    rounds: Rounds,
+    parameters: dict[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    is_sender: bool,
+    stages_all: bool,
+) -> Ends:
+    def end_of(parcel: Parcel) -> ParcelEnd:
+        packets = packets_of(parameters, parcel, dtype, is_sender=is_sender, stages_all=stages_all)
+        return ParcelEnd(parcel.receiver if is_sender else parcel.sender, packets)
+
+    return [[end_of(parcel) for parcel in parcels] for parcels in rounds]
+
+
+def payload_bytes(ends: Ends, dtype: torch.dtype) -> int:
+    """Of all parcels of a rank, without padding and digests."""
+    packets = (packet for parcels in ends for end in parcels for packet in end.packets)
+    return sum(packet.elements for packet in packets) * dtype.itemsize
+
+
+@torch.no_grad()
+def send(
+    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
+) -> int:
+    """Send a rank's parcels; returns the most bytes of buffers at once.
+
+    Returns when everything has been handed over: the parameters may change from then on. Raises
+    RuntimeError (torch's own) when a receiver is gone or at `ends_at` (monotonic time).
+    """
+    flying: list[Flight] = []
+    # A round starts before the previous one is waited for. The empty one at the end waits for the
+    # last. When a round takes its buffers, the last but one, which had them, has been waited for.
+    for parcels in (*ends, ()):
+        held = [end.packets for end in parcels]
+        transport.lend(held, ends_at, is_sender=True)
+        for packets in held:
+            pack(packets, dtype, version=version)
+        works = transport.send([end.peer for end in parcels], held)
+        for packets, each in flying:
+            _wait(each, ends_at)
+            give_back(packets)
+        flying = list(zip(held, works, strict=True))
+    # In shared memory receivers may still read the last rounds.
+    transport.finish(ends_at)
+    return transport.peak_bytes
+
+
+@torch.no_grad()
+def receive(
+    ends: Ends, transport: Transport, *, dtype: torch.dtype, version: int, ends_at: float
+) -> Received:
+    """Receive a rank's parcels into its parameters. Raises RuntimeError as `send` does."""
+    result = Received(payload_bytes(ends, dtype))
+    started = time.monotonic()
+    damaged: list[Tensor] = []
+    arriving: list[Flight] = []
+    arriving_from: list[int] = []
+    # As in `send`: while one round is copied into the parameters, the next one is arriving.
+    for parcels in (*ends, ()):
+        held = [end.packets for end in parcels]
+        transport.lend(held, ends_at, is_sender=False)
+        senders = [end.peer for end in parcels]
+        works = transport.receive(senders, held)
+        for packets, each in arriving:
+            damaged.append(unpack(_arrived(packets, each, ends_at), dtype, version))
+            give_back(packets)
+        # Only after the copies into the parameters: the sender may overwrite its buffers now.
+        transport.release(arriving_from)
+        arriving, arriving_from = list(zip(held, works, strict=True)), senders
+    # Only now: on a device each of these reads waits until all copies before it have ended.
+    result.damaged = sum(int(each) for each in damaged)
+    result.peak_bytes = transport.peak_bytes
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def _arrived(packets: Sequence[Packet], works: Sequence[Work], ends_at: float) -> Iterator[Packet]:
+    for packet, work in zip(packets, works, strict=True):
+        _wait([work], ends_at)
+        yield packet
+
+
+def _wait(flying: Sequence[Work], ends_at: float) -> None:
+    for work in flying:
+        left_s = ends_at - time.monotonic()
+        # torch takes a timeout of 0 for the group's default, which may be much longer.
+        if left_s <= 0:
+            raise RuntimeError("the exchange of weights passed its deadline")
+        work.wait(timedelta(seconds=left_s))

@@ -1,0 +1,249 @@
+"""The plan of an exchange: which slice goes from which trainer rank to which engine rank, and when.
+
+A pure function of slices, computed by trainer rank 0 and printed by `megatron-rl plan-weights`.
+Every element of every receiver comes from exactly one sender. Where several senders hold the same
+element, the one with least to send gives it, so that no network card is the limit. The exchange
+goes in rounds: in each, no rank sends and none receives more than `bucket_bytes`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_rl.weights.layout.slices import Slice
+
+PARCEL_OVERHEAD_BYTES = 32
+"""At most so much of a parcel's buffer is not payload: digest and version are 24 bytes, padding in
+front of them less than 8."""
+_PIECES = 8
+"""A bucket holds at least so many pieces, so that loads and rounds come out even."""
+
+
+class Move(NamedTuple):
+    """A rectangle of a sender's parameter and its place in a receiver's; see `as_matrix`."""
+
+    rows: int
+    columns: int
+    source: str
+    source_row: int
+    source_column: int
+    target: str
+    target_row: int
+    target_column: int
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+
+class Parcel(NamedTuple):
+    """What one rank sends another in one round, one move after the other."""
+
+    sender: int
+    receiver: int
+    moves: tuple[Move, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return sum(move.size for move in self.moves)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rounds of an exchange with one engine."""
+
+    rounds: tuple[tuple[Parcel, ...], ...]
+    itemsize: int
+    """Bytes of an element on the wire."""
+
+    def sent_bytes(self) -> dict[int, int]:
+        """Payload by sender."""
+        return self._bytes("sender")
+
+    def received_bytes(self) -> dict[int, int]:
+        """Payload by receiver."""
+        return self._bytes("receiver")
+
+    def of_sender(self, rank: int) -> list[list[Parcel]]:
+        """What a trainer rank sends, round by round."""
+        return [[parcel for parcel in each if parcel.sender == rank] for each in self.rounds]
+
+    def of_receiver(self, rank: int) -> list[list[Parcel]]:
+        """What an engine rank receives, round by round."""
+        return [[parcel for parcel in each if parcel.receiver == rank] for each in self.rounds]
+
+    def peak_bytes(self) -> int:
+        """Bound of the memory of any rank beside its parameters: two rounds are in flight."""
+        most = 0
+        for first, second in zip(self.rounds, [*self.rounds[1:], ()], strict=True):
+            held: dict[tuple[str, int], int] = defaultdict(int)
+            for parcel in (*first, *second):
+                size = parcel.size * self.itemsize + PARCEL_OVERHEAD_BYTES
+                held["sender", parcel.sender] += size
+                held["receiver", parcel.receiver] += size
+            most = max(most, *held.values()) if held else most
+        return most
+
+    def _bytes(self, end: str) -> dict[int, int]:
+        total: dict[int, int] = defaultdict(int)
+        for parcel in (parcel for each in self.rounds for parcel in each):
+            total[getattr(parcel, end)] += parcel.size * self.itemsize
+        return dict(total)
+
+
+class Offer(NamedTuple):
+    """A rectangle that a receiver needs, and where each rank that holds it has it."""
+
+    receiver: int
+    move: Move
+    """Its source is that of the first holder."""
+    holders: tuple[tuple[int, Slice], ...]
+
+
+def make_plan(
+    senders: Mapping[int, Sequence[Slice]],
+    receivers: Mapping[int, Sequence[Slice]],
+    *,
+    itemsize: int,
+    bucket_bytes: int,
+    loads: dict[int, int] | None = None,
+) -> Plan:
+    """The exchange that fills every slice of the receivers from those of the senders.
+
+    loads: bytes that the senders send to other engines, added to by what they send here; the least
+    loaded holder sends. Raises ValueError when an element is held by nobody, or one row of a
+    tensor exceeds a bucket.
+    """
+    loads = defaultdict(int) if loads is None else loads
+    # In a round a rank has at most one parcel with each rank of the other side.
+    overhead_bytes = PARCEL_OVERHEAD_BYTES * max(len(senders), len(receivers))
+    limit = (bucket_bytes - overhead_bytes) // itemsize
+    offers = [piece for offer in _offers(senders, receivers) for piece in _cut(offer, limit)]
+    chosen: dict[int, tuple[int, Move]] = {}
+    # What few ranks hold is assigned first: what many hold can then even out the loads.
+    for number in sorted(range(len(offers)), key=lambda n: len(offers[n].holders)):
+        offer = offers[number]
+        rank, source = min(offer.holders, key=lambda holder: loads.get(holder[0], 0))
+        loads[rank] = loads.get(rank, 0) + offer.move.size * itemsize
+        chosen[number] = rank, _from(offer, source)
+    moves = [(chosen[n][0], offers[n].receiver, chosen[n][1]) for n in range(len(offers))]
+    return Plan(_rounds(moves, limit), itemsize)
+
+
+def _offers(
+    senders: Mapping[int, Sequence[Slice]], receivers: Mapping[int, Sequence[Slice]]
+) -> Iterator[Offer]:
+    held = _by_area(senders)
+    # In a fixed order, as are the senders: every trainer rank makes the plan for itself.
+    for receiver in sorted(receivers):
+        for need in receivers[receiver]:
+            covered = 0
+            for holders in held.get(need.hf, {}).values():
+                move = _overlap(holders[0][1], need)
+                if move is not None:
+                    # Trainer ranks divide a tensor alike: areas are the same or do not overlap, so
+                    # no element counts twice.
+                    covered += move.size
+                    yield Offer(receiver, move, tuple(holders))
+            if covered != need.size:
+                raise ValueError(
+                    f"of the {need.size} elements that rank {receiver} needs of {need.hf}, the "
+                    f"senders hold {covered}: {need}"
+                )
+
+
+def _by_area(
+    senders: Mapping[int, Sequence[Slice]],
+) -> dict[str, dict[tuple[int, int, int, int], list[tuple[int, Slice]]]]:
+    """HF tensor -> area of it -> who holds exactly that area."""
+    held: dict[str, dict[tuple[int, int, int, int], list[tuple[int, Slice]]]] = {}
+    for rank in sorted(senders):
+        for part in senders[rank]:
+            area = (part.row, part.column, part.rows, part.columns)
+            held.setdefault(part.hf, {}).setdefault(area, []).append((rank, part))
+    return held
+
+
+def _overlap(have: Slice, need: Slice) -> Move | None:
+    row, column = max(have.row, need.row), max(have.column, need.column)
+    rows = min(have.row + have.rows, need.row + need.rows) - row
+    columns = min(have.column + have.columns, need.column + need.columns) - column
+    if rows <= 0 or columns <= 0:
+        return None
+    return Move(
+        rows, columns,
+        have.local, have.local_row + row - have.row, have.local_column + column - have.column,
+        need.local, need.local_row + row - need.row, need.local_column + column - need.column,
+    )  # fmt: skip
+
+
+def _cut(offer: Offer, limit: int) -> Iterator[Offer]:
+    """The offer in pieces of whole rows, each well below a bucket."""
+    move = offer.move
+    # At least a row, even if a few of them fill a bucket.
+    rows = max(1, limit // _PIECES // move.columns)
+    if move.columns > limit:
+        raise ValueError(
+            f"a bucket (weights.bucket_bytes) holds {limit} elements, but one row of {move.source} "
+            f"has {move.columns}: give it more"
+        )
+    for start in range(0, move.rows, rows):
+        piece = move._replace(
+            rows=min(rows, move.rows - start),
+            source_row=move.source_row + start,
+            target_row=move.target_row + start,
+        )
+        yield offer._replace(move=piece)
+
+
+def _from(offer: Offer, source: Slice) -> Move:
+    """The offer's move, from another holder of the same area."""
+    first, move = offer.holders[0][1], offer.move
+    return move._replace(
+        source=source.local,
+        source_row=move.source_row - first.local_row + source.local_row,
+        source_column=move.source_column - first.local_column + source.local_column,
+    )
+
+
+def _rounds(moves: Sequence[tuple[int, int, Move]], limit: int) -> tuple[tuple[Parcel, ...], ...]:
+    """Moves in the earliest round in which sender and receiver have room."""
+    filled: dict[tuple[str, int, int], int] = defaultdict(int)
+    last: dict[tuple[int, int, int], int] = {}
+    found: dict[int, dict[tuple[int, int], list[Move]]] = defaultdict(lambda: defaultdict(list))
+    for sender, receiver, move in _in_turn(moves):
+        ends = (("sender", sender), ("receiver", receiver))
+        # Rounds only fill up: where the pair's last move of this size did not fit, none will fit.
+        # Looking from round 0 on each time would be quadratic in the rounds.
+        number = last.get((sender, receiver, move.size), 0)
+        while any(filled[(*end, number)] + move.size > limit for end in ends):
+            number += 1
+        last[sender, receiver, move.size] = number
+        found[number][sender, receiver].append(move)
+        for end in ends:
+            filled[(*end, number)] += move.size
+    return tuple(
+        tuple(
+            Parcel(sender, receiver, tuple(held))
+            for (sender, receiver), held in sorted(found[number].items())
+        )
+        for number in sorted(found)
+    )
+
+
+def _in_turn(moves: Sequence[tuple[int, int, Move]]) -> list[tuple[int, int, Move]]:
+    """The moves so that at no time many senders serve the same receiver."""
+    receivers = {rank: index for index, rank in enumerate(sorted({move[1] for move in moves}))}
+    # Turn n of a pair is its n-th move: no pair comes twice before every other has come once.
+    turns: dict[tuple[int, int], int] = defaultdict(int)
+    order = []
+    for number, (sender, receiver, _) in enumerate(moves):
+        turn = turns[sender, receiver]
+        turns[sender, receiver] += 1
+        # Each sender goes through the receivers from another one on, as in an all-to-all.
+        place = (receivers[receiver] + sender) % len(receivers)
+        order.append((turn, place, sender, number))
+    return [moves[number] for *_, number in sorted(order)]

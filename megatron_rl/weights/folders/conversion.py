@@ -1,0 +1,188 @@
+"""One conversion from folder to folder: opened, checked, streamed, verified, then in place."""
+
+import hashlib
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.weights.folders.hf_folder import (
+    SHARD_BYTES,
+    copy_files,
+    write_config,
+    write_tensors,
+)
+from megatron_rl.weights.folders.megatron_folder import RELEASE, TRACKER
+from megatron_rl.weights.folders.megatron_writer import write_checkpoint
+from megatron_rl.weights.folders.sources import Source, files_to_carry, open_source
+from megatron_rl.weights.folders.staging import staged
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
+
+Kind = Literal["hf", "megatron"]
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
+_SPARE = 1.01
+"""A checkpoint is a little larger than its tensors."""
+
+
+class VerificationFailed(RuntimeError):
+    """What was written is not what was read."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A conversion."""
+
+    source: Path
+    target: Path
+    """Must not exist."""
+    to: Kind | None = None
+    """Without it, hf for a Megatron folder and megatron for any other."""
+    dtype: str | None = None
+    """Key of DTYPES; without it tensors keep theirs."""
+    verify: bool = False
+    """Read the target again and compare the digest of every tensor, before it is in place."""
+    shard_bytes: int = SHARD_BYTES
+    """Size of the target's files, and so of the memory that is needed."""
+    files_from: Path | None = None
+    """Folder with the configuration and tokenizer files that the source lacks."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a conversion did."""
+
+    kind: str
+    """Of the source: hf, mistral or megatron."""
+    to: Kind
+    architecture: str
+    tensors: int
+    size_bytes: int
+
+
+def convert(request: Request, progress: Callable[[int, int], None]) -> Done:
+    """Convert; `progress` is told the bytes read so far, and how many there are to read.
+
+    The target appears whole or not at all. Raises InputError and VerificationFailed.
+    """
+    if request.target.exists():
+        raise InputError(f"{request.target} exists already: name another folder, or delete it")
+    files = files_to_carry(request.source, request.files_from)
+    with open_source(request.source, files) as source:
+        to: Kind = request.to or ("hf" if source.kind == "megatron" else "megatron")
+        dtype = None if request.dtype is None else DTYPES[request.dtype]
+        reading = _Reading(source, dtype, progress, verify=request.verify)
+        _check_space(request.target, reading.size_bytes)
+        with staged(request.target) as staging:
+            copy_files(files, staging)
+            if _declared_dtype(source.config) != reading.main_dtype or source.kind == "mistral":
+                write_config(source.config, staging, reading.main_dtype)
+            _write(staging, reading, to, request.shard_bytes)
+            if request.verify:
+                _verify(staging, reading)
+    names = hf_shapes(source.shape)
+    return Done(source.kind, to, source.shape.architecture, len(names), reading.size_bytes)
+
+
+class _Reading:
+    """A source's tensors in the dtype that is asked for; notes digests and progress."""
+
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype | None,
+        progress: Callable[[int, int], None],
+        *,
+        verify: bool,
+    ) -> None:
+        """verify: note digests, as everything will be read twice."""
+        self.shape = source.shape
+        self.digests: dict[str, bytes] = {}
+        self._source = source
+        self._dtype = dtype
+        self._progress = progress
+        self._verify = verify
+        self._done_bytes = 0
+        self.size_bytes = sum(
+            math.prod(size) * self.dtype_of(name).itemsize
+            for name, size in hf_shapes(source.shape).items()
+        )
+        self._total_bytes = (2 if verify else 1) * self.size_bytes
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """What config.json is to say."""
+        return self.dtype_of("model.embed_tokens.weight")
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Dtype in which a tensor is given."""
+        return self._dtype or self._source.dtype_of(name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor."""
+        tensor = self._source.read(name).to(self.dtype_of(name)).contiguous()
+        if self._verify:
+            self.digests[name] = digest(tensor)
+        self.advance(tensor.nbytes)
+        return tensor
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in order."""
+        for name in hf_shapes(self.shape):
+            yield name, self.read(name)
+
+    def advance(self, size: int) -> None:
+        """Report more bytes as read."""
+        self._done_bytes += size
+        self._progress(self._done_bytes, self._total_bytes)
+
+
+def digest(tensor: Tensor) -> bytes:
+    """SHA-256 of a contiguous tensor's bytes, its dtype and its shape."""
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    found.update(tensor.view(torch.uint8).numpy())
+    return found.digest()
+
+
+def _declared_dtype(config: dict[str, Any]) -> torch.dtype | None:
+    # transformers 5 writes dtype, earlier ones torch_dtype.
+    return DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
+
+
+def _write(folder: Path, reading: _Reading, to: Kind, shard_bytes: int) -> None:
+    if to == "hf":
+        write_tensors(folder, reading.stream(), shard_bytes)
+        return
+    (folder / RELEASE).mkdir()
+    write_checkpoint(folder / RELEASE, reading.shape, reading, shard_bytes=shard_bytes)
+    (folder / TRACKER).write_text(RELEASE)
+
+
+def _verify(folder: Path, reading: _Reading) -> None:
+    """Compare what `folder` holds with what was read for it."""
+    with open_source(folder, files_to_carry(folder, None)) as written:
+        for name, expected in reading.digests.items():
+            tensor = written.read(name).contiguous()
+            if digest(tensor) != expected:
+                raise VerificationFailed(
+                    f"{name} was written otherwise than it was read; nothing was kept. Is the "
+                    "disk or the memory at fault?"
+                )
+            reading.advance(tensor.nbytes)
+
+
+def _check_space(target: Path, size_bytes: int) -> None:
+    existing = next(path for path in target.absolute().parents if path.exists())
+    if not existing.is_dir():
+        raise InputError(f"cannot make {target}: {existing} is no folder")
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < _SPARE * size_bytes:
+        raise InputError(
+            f"{target} needs {size_bytes / 1e9:.1f} GB, but {existing} has {free_bytes / 1e9:.1f} "
+            "GB free: make room, or name a folder on another disk"
+        )

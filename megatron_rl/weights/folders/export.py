@@ -1,0 +1,123 @@
+"""The sharded model as a stream of full Hugging Face tensors. Runs on every trainer rank.
+
+    export_tensors -> (name, tensor) one by one -> bucketed -> what a publisher sends
+                                                -> save_hf  -> a folder
+
+A publisher takes any iterator of buckets, so an exchange from shard to shard can take the place of
+`export_tensors` without a change there.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.weights.folders.hf_folder import (
+    SHARD_BYTES,
+    NamedTensor,
+    carried_files,
+    copy_files,
+    write_config,
+    write_tensors,
+)
+from megatron_rl.weights.folders.staging import staged
+from megatron_rl.weights.layout.ranks import all_places
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice, as_matrix, local_part
+from megatron_rl.weights.layout.trainer_layout import (
+    Place,
+    hf_shapes,
+    named_parameters,
+    trainer_slices,
+)
+
+
+@torch.no_grad()
+def export_tensors(model: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[NamedTensor]:
+    """Full HF tensors, in the compute dtype, without vocabulary padding.
+
+    Every rank must iterate to the end; world rank 0 yields all tensors, the others yield none.
+    Tensors come one at a time in the order of `hf_shapes`: rank 0 holds one full tensor and one
+    rank's part of it besides its shards.
+    """
+    parameters = named_parameters(model)
+    rank = dist.get_rank()
+    sent = senders(shape, all_places())
+    for name, size in hf_shapes(shape).items():
+        if rank == 0:
+            yield name, _assemble(size, sent[name], parameters)
+        elif rank in sent[name]:
+            dist.send(_flat(parameters, sent[name][rank]), dst=0)
+
+
+@lru_cache(maxsize=1)
+def senders(shape: ModelShape, places: tuple[Place, ...]) -> dict[str, dict[int, list[Slice]]]:
+    """HF tensor -> world rank -> the slices that rank gives; together each element once.
+
+    Of replicas the lowest rank gives, so that rank 0 has what it can. places: of every world rank.
+    """
+    sent: dict[str, dict[int, list[Slice]]] = {name: {} for name in hf_shapes(shape)}
+    given: set[tuple[str, int, int]] = set()
+    first_ranks = {place: rank for rank, place in reversed(list(enumerate(places)))}
+    for place, rank in sorted(first_ranks.items(), key=lambda item: item[1]):
+        for part in trainer_slices(shape, place):
+            corner = (part.hf, part.row, part.column)
+            if corner not in given:
+                given.add(corner)
+                sent[part.hf].setdefault(rank, []).append(part)
+    return sent
+
+
+def _assemble(
+    size: tuple[int, ...], parts: dict[int, list[Slice]], parameters: dict[str, Tensor]
+) -> Tensor:
+    """A full tensor on rank 0, of the slices that it has and those it receives."""
+    # New memory each time: what is yielded never aliases a parameter that the next step changes.
+    full = next(iter(parameters.values())).new_empty(size)
+    matrix = as_matrix(full)
+    for rank, slices in parts.items():
+        if rank == 0:
+            flat = _flat(parameters, slices)
+        else:
+            flat = full.new_empty(sum(part.size for part in slices))
+            dist.recv(flat, src=rank)
+        for part, values in zip(slices, flat.split([s.size for s in slices]), strict=True):
+            area = matrix[part.row : part.row + part.rows]
+            area = area[:, part.column : part.column + part.columns]
+            area.copy_(values.view(part.rows, part.columns))
+    return full
+
+
+def _flat(parameters: dict[str, Tensor], slices: Sequence[Slice]) -> Tensor:
+    """The slices' elements one after the other."""
+    return torch.cat([local_part(parameters, part).reshape(-1) for part in slices])
+
+
+def save_hf(
+    folder: Path,
+    model: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    *,
+    source: Path,
+    shard_bytes: int = SHARD_BYTES,
+    replaces: bool = False,
+) -> None:
+    """Write the model as a Hugging Face folder; every rank must call it.
+
+    Configuration and tokenizer files are copied from `source`. The folder appears at once, when
+    complete; replaces: in place of an older one, which is a FileExistsError without it.
+    """
+    if dist.get_rank() != 0:
+        for _ in export_tensors(model, shape):
+            pass
+    else:
+        with staged(folder, replaces=replaces) as staging:
+            write_tensors(staging, export_tensors(model, shape), shard_bytes)
+            copy_files(carried_files(source), staging)
+            values = json.loads((source / "config.json").read_text())
+            write_config(values, staging, next(model[0].parameters()).dtype)
+    dist.barrier()

@@ -1,0 +1,175 @@
+"""Hugging Face folders: which files hold which tensors, and how a new folder is written.
+
+Used by trainer ranks and by conversions. Files are memory-mapped; a tensor is read when its slice
+is taken.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
+
+NamedTensor = tuple[str, Tensor]
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD_BYTES = 4 << 30
+_SHOWN = 5
+_CARRIED = (
+    "config.json",
+    "generation_config.json",
+    "tokeniz*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "SYSTEM_PROMPT.txt",
+    "LICENSE*",
+)
+"""Files that a model keeps on its way from folder to folder."""
+
+
+def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """HF name -> a lazy slice of its tensor, over all files of the folder.
+
+    Raises InputError when a file is missing, cut off or no safetensors.
+    """
+    if (folder / SINGLE).is_file():
+        return open_files([folder / SINGLE], stack)
+    if not (folder / INDEX).is_file():
+        raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: give a Hugging Face folder")
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{folder / INDEX} is no index of safetensors ({error!r}): it must be JSON with a "
+            'weight_map of {"tensor": "file"}'
+        ) from error
+    return open_files(files, stack)
+
+
+def open_files(files: Iterable[Path], stack: ExitStack) -> dict[str, Any]:
+    """Name -> a lazy slice of its tensor; each tensor must be in one file. Raises InputError."""
+    tensors: dict[str, Any] = {}
+    for file in files:
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"{file} cannot be read as safetensors: {error}. Is it cut off? Fetch it again"
+            ) from error
+        for name in opened.keys():
+            if name in tensors:
+                raise InputError(f"{file}: another file of the folder has the tensor {name} too")
+            tensors[name] = opened.get_slice(name)
+    return tensors
+
+
+def check_tensors(shape: ModelShape, found: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise InputError unless the tensors found (HF name -> shape) are those of `shape`."""
+    expected = hf_shapes(shape)
+    # A tied model may store its output matrix all the same; it equals the embedding.
+    optional = {"lm_head.weight"} if shape.is_tied else set()
+    optional |= {name for name in found if name.endswith("rotary_emb.inv_freq")}
+    for claim, names in (
+        ("lacks", expected.keys() - found.keys()),
+        ("has unexpected", found.keys() - expected.keys() - optional),
+    ):
+        if names:
+            raise InputError(
+                f"{folder} {claim} {len(names)} tensors for {shape.architecture} with "
+                f"{shape.layers} layers: {shown(names)}"
+            )
+    for name, size in expected.items():
+        if found[name] != size:
+            raise InputError(
+                f"{folder}: {name} has shape {found[name]}, but config.json means {size}"
+            )
+
+
+def shown(names: Iterable[str]) -> str:
+    """The first few of the names."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:_SHOWN]) + (", ..." if len(ordered) > _SHOWN else "")
+
+
+def carried_files(folder: Path) -> list[Path]:
+    """Configuration, tokenizer and chat template: all that belongs to a model but weights."""
+    found = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
+    return sorted(found)
+
+
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    """Copy files into `folder` under their names; contents only, not permissions."""
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def write_config(values: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> None:
+    """Write config.json with the dtype of the weights."""
+    # transformers 5 writes dtype, earlier ones torch_dtype.
+    kept = {key: value for key, value in values.items() if key != "torch_dtype"}
+    kept["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def bucketed(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+    """Group tensors in order; a bucket exceeds `bucket_bytes` only when one tensor alone does."""
+    bucket: list[NamedTensor] = []
+    held_bytes = 0
+    for name, tensor in tensors:
+        if bucket and held_bytes + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, held_bytes = [], 0
+        bucket.append((name, tensor))
+        held_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def write_tensors(folder: Path, tensors: Iterable[NamedTensor], shard_bytes: int) -> None:
+    """Write safetensors of about `shard_bytes` each, with an index if there are several.
+
+    Holds one shard and the tensor after it.
+    """
+    files: list[list[str]] = []
+    total_bytes = 0
+    for bucket in bucketed(tensors, shard_bytes):
+        held = {name: tensor.cpu().contiguous() for name, tensor in bucket}
+        save_file(held, _part(folder, len(files)), metadata={"format": "pt"})
+        files.append(list(held))
+        total_bytes += sum(tensor.nbytes for tensor in held.values())
+        # The next shard is built before these names are bound again.
+        held.clear()
+        bucket.clear()
+    weight_map = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        file = file if len(files) > 1 else SINGLE
+        os.replace(_part(folder, number), folder / file)
+        # safetensors 0.8 leaves it readable by its owner alone.
+        (folder / file).chmod(0o644)
+        weight_map.update(dict.fromkeys(names, file))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number}.safetensors"

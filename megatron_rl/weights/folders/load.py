@@ -1,0 +1,109 @@
+"""A model folder into this rank's shards. Runs on every trainer rank; none holds a full model.
+
+Of Hugging Face files, which are memory-mapped, only the rank's slices are read; of a Megatron
+checkpoint, the chunks that hold them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_rl.backend import fp8
+from megatron_rl.weights.folders.hf_folder import check_tensors, open_tensors
+from megatron_rl.weights.folders.megatron_folder import MegatronFolder
+from megatron_rl.weights.layout.ranks import own_place
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice, local_part
+from megatron_rl.weights.layout.trainer_layout import (
+    PADDED,
+    copy_slices,
+    named_parameters,
+    trainer_slices,
+)
+
+_SHOWN = 5
+
+
+@torch.no_grad()
+def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Path) -> None:
+    """Fill every parameter of this rank from `folder`; vocabulary padding becomes zero.
+
+    Call before the optimizer is built, which copies its float32 masters from the parameters. Raises
+    InputError when tensors are missing, unexpected or of another shape than config.json says.
+    """
+    place = own_place()
+    slices = [*trainer_slices(shape, place), *copy_slices(shape, place)]
+    held = named_parameters(model)
+    parameters = fp8.exact_values(held)
+    _check_cover(slices, parameters)
+    for name in PADDED & parameters.keys():
+        parameters[name].zero_()
+    with ExitStack() as stack:
+        tensors = open_tensors(folder, stack)
+        sizes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+        check_tensors(shape, sizes, folder)
+        for part in slices:
+            local_part(parameters, part).copy_(_read(tensors[part.hf], part))
+    fp8.round_to_fp8(held.values())
+
+
+@torch.no_grad()
+def load_megatron(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Path) -> None:
+    """Fill every parameter of this rank from a Megatron checkpoint; every rank must call it.
+
+    Call before the optimizer is built, as `load_weights`. Optimizer state is left alone. Raises
+    InputError when the checkpoint is cut off or another model's.
+    """
+    checkpoint = MegatronFolder(folder)
+    checkpoint.check(shape)
+    chunks = [unwrap(chunk) for chunk in model]
+    wanted = {str(n): _sharded(chunk, checkpoint.prefix) for n, chunk in enumerate(chunks)}
+    # Rows that pad the vocabulary and are not in the checkpoint become zero.
+    loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
+    for number, chunk in enumerate(chunks):
+        # Not strict: what TransformerEngine keeps beside parameters is not loaded.
+        lacking = chunk.load_state_dict(loaded[str(number)], strict=False).missing_keys
+        assert not lacking or all("_extra_state" in key for key in lacking), lacking
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside data parallelism and the bf16 wrapper."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+def _sharded(chunk: GPTModel, prefix: str) -> dict[str, Any]:
+    """Which part of which tensor of a checkpoint a chunk's parameters are."""
+    state = chunk.sharded_state_dict()
+    state = {name: part for name, part in state.items() if not isinstance(part, ShardedObject)}
+    for part in state.values():
+        part.key = prefix + part.key
+    return state
+
+
+def _check_cover(slices: Iterable[Slice], parameters: dict[str, Tensor]) -> None:
+    """Every element of a parameter is in a slice, but for padding."""
+    covered: Counter[str] = Counter()
+    for part in slices:
+        covered[part.local] += part.size
+    for name, parameter in parameters.items():
+        is_full = covered.pop(name, 0) == parameter.numel()
+        assert is_full or name in PADDED, f"{name} {tuple(parameter.shape)} is not covered"
+    assert not covered, f"slices of parameters that are not here: {sorted(covered)[:_SHOWN]}"
+
+
+def _read(source: Any, part: Slice) -> Tensor:
+    """The slice of a safetensors tensor, as a matrix."""
+    rows = slice(part.row, part.row + part.rows)
+    if len(source.get_shape()) == 1:
+        return source[rows].unsqueeze(1)
+    return source[rows, part.column : part.column + part.columns]

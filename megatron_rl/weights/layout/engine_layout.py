@@ -1,0 +1,258 @@
+"""Where each Hugging Face tensor lies in the parameters of an engine.
+
+Used by engines that receive slices; needs torch alone. Read off SGLang 0.5.23, whose names these
+are: its layers fuse queries, keys and values, gate and up, and all experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice
+from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.trainer_layout import EXPERT_NAMES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VOCAB_MULTIPLE = 64
+"""SGLang pads the vocabulary to a multiple of it."""
+PADDED_VOCAB = ("embed_tokens.weight", "lm_head.weight")
+PADDED_FFN = (
+    "gate_up_proj.weight",
+    "down_proj.weight",
+    "experts.w13_weight",
+    "experts.w2_weight",
+)
+"""Endings of the names of parameters that may hold padding, which no slice covers."""
+
+
+class Span(NamedTuple):
+    """Rows or columns of a Hugging Face tensor that a rank holds."""
+
+    start: int
+    count: int
+    room: int
+    """What its parameter keeps for them: `count` and padding."""
+
+
+def engine_slices(shape: ModelShape, tensor: Share, *, ffn_multiple: int = 1) -> list[Slice]:
+    """Slices of one tensor rank of an SGLang engine, which holds its units of every expert.
+
+    ffn_multiple: each rank's MLP units are padded to a multiple of it: 32 in SGLang's CPU mode.
+    Raises ValueError for ranks that do not divide the model or would hold only padding.
+    """
+    if shape.heads % tensor.size:
+        raise ValueError(f"{tensor.size} tensor ranks do not divide {shape.heads} attention heads")
+    if shape.experts and shape.is_tied:
+        # SGLang 0.5.23 gives them an output matrix of its own and leaves it unset.
+        raise ValueError("SGLang has no tied embeddings for models with experts")
+    slices = list(_vocabulary(shape, tensor))
+    slices.append(_whole("model.norm.weight", shape.hidden))
+    for layer in range(shape.layers):
+        name = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            slices.append(_whole(f"{name}.{norm}.weight", shape.hidden))
+        slices += _attention(f"{name}.self_attn", shape, tensor)
+        if shape.experts:
+            slices += _experts(name, shape, tensor, ffn_multiple)
+        else:
+            units = _even(shape.ffn, tensor, ffn_multiple * tensor.size)
+            gate_up = [(f"{name}.mlp.{part}_proj.weight", units) for part in ("gate", "up")]
+            slices += _stacked(gate_up, f"{name}.mlp.gate_up_proj.weight", shape.hidden)
+            slices.append(_columns(f"{name}.mlp.down_proj.weight", shape.hidden, units))
+    return slices
+
+
+def hf_slices(shape: ModelShape) -> list[Slice]:
+    """Slices of an engine that holds the parameters of a transformers model.
+
+    Every tensor lies whole under its own name, but transformers 5 fuses the experts of a layer.
+    """
+    slices = [_whole("model.embed_tokens.weight", shape.vocab, shape.hidden)]
+    slices.append(_whole("model.norm.weight", shape.hidden))
+    if not shape.is_tied:
+        slices.append(_whole("lm_head.weight", shape.vocab, shape.hidden))
+    for layer in range(shape.layers):
+        name = f"model.layers.{layer}"
+        slices += _hf_layer(name, shape)
+        if shape.experts:
+            # transformers 5 calls the block `mlp` in every family; the files keep their own names.
+            block = EXPERT_NAMES[shape.architecture].block
+            router = _whole(f"{name}.{block}.gate.weight", shape.experts, shape.hidden)
+            units = Span(0, shape.moe_ffn, shape.moe_ffn)
+            local = (f"{name}.mlp.experts.gate_up_proj", f"{name}.mlp.experts.down_proj")
+            slices.append(router._replace(local=f"{name}.mlp.gate.weight"))
+            slices += _fused_experts(name, local, units, shape)
+        else:
+            for part in ("gate", "up"):
+                slices.append(_whole(f"{name}.mlp.{part}_proj.weight", shape.ffn, shape.hidden))
+            slices.append(_whole(f"{name}.mlp.down_proj.weight", shape.hidden, shape.ffn))
+    return slices
+
+
+def _hf_layer(name: str, shape: ModelShape) -> Iterator[Slice]:
+    """Norms and attention of one layer."""
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield _whole(f"{name}.{norm}.weight", shape.hidden)
+    for part, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
+        yield _whole(f"{name}.self_attn.{part}_proj.weight", heads * shape.head_dim, shape.hidden)
+        if shape.has_qkv_bias:
+            yield _whole(f"{name}.self_attn.{part}_proj.bias", heads * shape.head_dim)
+    if shape.has_qk_norm:
+        for part in "qk":
+            yield _whole(f"{name}.self_attn.{part}_norm.weight", shape.head_dim)
+    width = shape.heads * shape.head_dim
+    yield _whole(f"{name}.self_attn.o_proj.weight", shape.hidden, width)
+
+
+def _vocabulary(shape: ModelShape, tensor: Share) -> Iterator[Slice]:
+    multiple = VOCAB_MULTIPLE
+    # As in SGLang's VocabParallelEmbedding: the multiple grows only where ranks do not divide.
+    if _rounded_up(shape.vocab, multiple) % tensor.size:
+        multiple *= tensor.size
+    tokens = _even(shape.vocab, tensor, multiple)
+    names = ["model.embed_tokens.weight", *([] if shape.is_tied else ["lm_head.weight"])]
+    for name in names:
+        yield from _stacked([(name, tokens)], name, shape.hidden)
+
+
+def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
+    """Queries, keys and values of the rank lie one after another, as do their biases."""
+    queries = _head_span(shape.heads, shape.head_dim, tensor)
+    keys = _head_span(shape.kv_heads, shape.head_dim, tensor)
+    spans = (("q", queries), ("k", keys), ("v", keys))
+    kinds = [("weight", shape.hidden), *([("bias", 1)] if shape.has_qkv_bias else [])]
+    for kind, columns in kinds:
+        parts = [(f"{name}.{part}_proj.{kind}", span) for part, span in spans]
+        yield from _stacked(parts, f"{name}.qkv_proj.{kind}", columns)
+    if shape.has_qk_norm:
+        for part in "qk":
+            yield _whole(f"{name}.{part}_norm.weight", shape.head_dim)
+    yield _columns(f"{name}.o_proj.weight", shape.hidden, queries)
+
+
+def _experts(name: str, shape: ModelShape, tensor: Share, ffn_multiple: int) -> Iterator[Slice]:
+    """The router, and the rank's units of every expert."""
+    block = f"{name}.{EXPERT_NAMES[shape.architecture].block}"
+    yield _whole(f"{block}.gate.weight", shape.experts, shape.hidden)
+    units = _even(shape.moe_ffn, tensor, ffn_multiple * tensor.size)
+    local = (f"{block}.experts.w13_weight", f"{block}.experts.w2_weight")
+    yield from _fused_experts(name, local, units, shape)
+
+
+def _fused_experts(
+    name: str, local: tuple[str, str], units: Span, shape: ModelShape
+) -> Iterator[Slice]:
+    """Each expert's gate then up in one parameter, [experts, 2 units, hidden]; down in another."""
+    names = EXPERT_NAMES[shape.architecture]
+    gate_up, down = local
+    for expert in range(shape.experts):
+        hf = f"{name}.{names.block}.experts.{expert}"
+        parts = [(f"{hf}.{part}.weight", units) for part in (names.gate, names.up)]
+        # Up starts after gate's padding, where there is any: at `room`, not at `count`.
+        yield from _stacked(parts, gate_up, shape.hidden, local_row=expert * 2 * units.room)
+        row = expert * shape.hidden
+        yield Slice(
+            f"{hf}.{names.down}.weight", 0, units.start, shape.hidden, units.count, down, row, 0
+        )
+
+
+def _stacked(
+    parts: Iterable[tuple[str, Span]], local: str, columns: int, local_row: int = 0
+) -> Iterator[Slice]:
+    """Rows of several tensors, one below the other in a parameter."""
+    for hf, span in parts:
+        yield Slice(hf, span.start, 0, span.count, columns, local, local_row, 0)
+        local_row += span.room
+
+
+def _columns(name: str, rows: int, span: Span) -> Slice:
+    return Slice(name, 0, span.start, rows, span.count, name, 0, 0)
+
+
+def _whole(name: str, rows: int, columns: int = 1) -> Slice:
+    return Slice(name, 0, 0, rows, columns, name, 0, 0)
+
+
+def _head_span(heads: int, head_dim: int, tensor: Share) -> Span:
+    """Rows of the rank's heads; where there are more ranks than heads, neighbours share one.
+
+    SGLang's CPU mode pads key-value heads instead: there `check_slices` refuses such ranks.
+    """
+    if max(heads, tensor.size) % min(heads, tensor.size):
+        raise ValueError(f"{tensor.size} tensor ranks do not divide {heads} key-value heads")
+    # Query heads are divided by all ranks, so only key-value heads are ever shared.
+    count = max(1, heads // tensor.size)
+    first = tensor.rank * heads // tensor.size
+    return Span(first * head_dim, count * head_dim, count * head_dim)
+
+
+def _even(count: int, share: Share, multiple: int) -> Span:
+    """The rank's part of `count` things that are padded at their end to a multiple."""
+    # Padding lies behind the last of the things, so that the last ranks have it.
+    room = _rounded_up(count, multiple) // share.size
+    start = share.rank * room
+    if start >= count:
+        raise ValueError(
+            f"of {count} rows rank {share.rank} of {share.size} would hold only padding: "
+            "use fewer tensor ranks"
+        )
+    return Span(start, min(room, count - start), room)
+
+
+def _rounded_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def check_slices(
+    slices: Iterable[Slice], parameters: dict[str, Tensor], *, may_pad_ffn: bool = False
+) -> None:
+    """Raise ValueError, naming the parameter, unless the slices describe the parameters.
+
+    They must not overlap or reach outside, and must cover each parameter: wholly, or in part where
+    it may hold padding, of the vocabulary or, with `may_pad_ffn`, of MLP units. A parameter that
+    shares a covered one's memory needs no slice.
+    """
+    padded = PADDED_VOCAB + (PADDED_FFN if may_pad_ffn else ())
+    by_name: dict[str, list[Slice]] = defaultdict(list)
+    for part in slices:
+        by_name[part.local].append(part)
+    for name, parts in by_name.items():
+        if name not in parameters:
+            raise ValueError(f"{name}: the engine has no such parameter")
+        missing = parameters[name].numel() - _covered(name, parts, parameters[name])
+        if missing and not name.endswith(padded):
+            raise ValueError(f"{name}: {missing} of its elements are in no slice")
+    # A tied output matrix is a second name of the embedding's memory.
+    covered = {parameters[name].data_ptr() for name in by_name}
+    for name, parameter in parameters.items():
+        if name not in by_name and parameter.data_ptr() not in covered:
+            raise ValueError(f"{name}: no slice of a Hugging Face tensor lies in it")
+
+
+def _covered(name: str, parts: list[Slice], parameter: Tensor) -> int:
+    """Elements of the parameter in the slices. Raises ValueError if they overlap or do not fit."""
+    dims = tuple(parameter.shape)
+    if not dims or not parameter.is_contiguous():
+        raise ValueError(f"{name}: {dims} with strides {parameter.stride()} is no plain matrix")
+    columns = dims[-1] if len(dims) > 1 else 1
+    rows = parameter.numel() // columns
+    # Going down the rows, a part can overlap only those that still reach below its first row.
+    open_parts: list[Slice] = []
+    for part in sorted(parts, key=lambda part: part.local_row):
+        bottom, right = part.local_row + part.rows, part.local_column + part.columns
+        if min(part.local_row, part.local_column) < 0 or bottom > rows or right > columns:
+            raise ValueError(f"{name}: {part} reaches outside of {dims}")
+        open_parts = [one for one in open_parts if one.local_row + one.rows > part.local_row]
+        for other in open_parts:
+            if (
+                part.local_column < other.local_column + other.columns
+                and other.local_column < right
+            ):
+                raise ValueError(f"{name}: {part} overlaps {other}")
+        open_parts.append(part)
+    return sum(part.size for part in parts)

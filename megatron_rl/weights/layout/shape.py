@@ -1,0 +1,247 @@
+"""The shape of a model, read from the config.json of its Hugging Face folder.
+
+Used by trainer ranks and by tools; touches no tensor.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.divisibility import Counts, check_sizes
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import ParallelConfig
+
+ROPE_TYPES = ("default", "linear", "llama3")
+SUPPORTED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+_VOCAB_MULTIPLE = 128
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rope_theta": 1e6},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "norm_topk_prob": False},
+}
+"""What transformers 5 takes for a key that config.json leaves out, where families differ."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched; the last three fields are used by llama3 only."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and switches of a decoder-only transformer with RMSNorm and gated MLPs or experts."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    is_tied: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    sliding_window: int | None
+    experts: int = 0
+    """Experts of each layer; 0 is a dense MLP."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """Units of one expert."""
+    norm_topk_prob: bool = True
+    """Whether the weights of a token's experts add up to 1."""
+
+    def padded_vocab(self, tensor_ranks: int) -> int:
+        """Vocabulary rows over all tensor ranks: a multiple of 128 per rank.
+
+        Columns at or beyond `vocab` are padding: mask them to -inf before a softmax.
+        """
+        multiple = _VOCAB_MULTIPLE * tensor_ranks
+        return math.ceil(self.vocab / multiple) * multiple
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Read `folder`/config.json. Raises InputError for a folder this trainer cannot train."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise InputError(f"model.path: no folder {folder}; give a Hugging Face model folder")
+    if not path.is_file():
+        raise InputError(f"model.path: {folder} has no config.json; give a Hugging Face folder")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} is no JSON object: is it the configuration of a model?")
+    return shape_of(values, folder)
+
+
+def shape_of(values: dict[str, Any], folder: Path) -> ModelShape:
+    """The shape that the values of a config.json mean; `folder` is for messages.
+
+    Raises InputError for a model that this trainer cannot train.
+    """
+    try:
+        return _shape(values, folder)
+    except KeyError as error:
+        raise InputError(f"{folder / 'config.json'} lacks the key {error}") from error
+
+
+def _shape(values: dict[str, Any], folder: Path) -> ModelShape:
+    architecture = (values.get("architectures") or ["none"])[0]
+    if architecture not in SUPPORTED:
+        raise InputError(
+            f"{folder}: architecture {architecture} is not supported; "
+            f"supported: {', '.join(SUPPORTED)}"
+        )
+    values = {**_DEFAULTS.get(architecture, {}), **values}
+    _refuse_unsupported(values, architecture, folder)
+    for key in _SIZES:
+        if not isinstance(values[key], int):
+            raise InputError(f"{folder / 'config.json'}: {key} is {values[key]!r}, not a number")
+    heads = values["num_attention_heads"]
+    theta, scaling = _rope(values, folder)
+    return ModelShape(
+        architecture=architecture,
+        layers=values["num_hidden_layers"],
+        hidden=values["hidden_size"],
+        ffn=values["intermediate_size"],
+        heads=heads,
+        kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        vocab=values["vocab_size"],
+        max_positions=values["max_position_embeddings"],
+        norm_eps=values["rms_norm_eps"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+        is_tied=values.get("tie_word_embeddings", False),
+        has_qkv_bias=architecture == "Qwen2ForCausalLM",
+        has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        sliding_window=_sliding_window(values, architecture, folder),
+        **_experts(values, architecture, folder),
+    )
+
+
+def _refuse_unsupported(values: dict[str, Any], architecture: str, folder: Path) -> None:
+    """Raise InputError for what would change the arithmetic and is not computed."""
+    if values.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{folder}: hidden_act {values['hidden_act']!r} is not supported: 'silu'")
+    if values.get("mlp_bias") or (
+        values.get("attention_bias") and architecture != "Qwen2ForCausalLM"
+    ):
+        raise InputError(f"{folder}: attention_bias and mlp_bias are not supported")
+    if values.get("quantization_config"):
+        raise InputError(
+            f"{folder}: quantised weights (quantization_config) are not supported: give the model "
+            "in bfloat16, float16 or float32"
+        )
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if values.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1)) != 1:
+        raise InputError(f"{folder}: partial_rotary_factor must be 1")
+    # transformers applies Qwen's layer_types one by one; Mistral's one window is for all layers.
+    if "full_attention" in (kinds := set(values.get("layer_types") or ())) and len(kinds) > 1:
+        raise InputError(f"{folder}: layers of different attention (layer_types) are not supported")
+
+
+def _experts(values: dict[str, Any], architecture: str, folder: Path) -> dict[str, Any]:
+    """The fields of ModelShape that describe experts; {} for a dense model."""
+    if architecture not in _MIXTURES:
+        return {}
+    if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
+        raise InputError(
+            f"{folder}: layers with and without experts are not supported; decoder_sparse_step "
+            "must be 1 and mlp_only_layers empty"
+        )
+    if values.get("shared_expert_intermediate_size") or values.get("n_shared_experts"):
+        raise InputError(f"{folder}: shared experts are not supported")
+    is_mixtral = architecture == "MixtralForCausalLM"
+    # transformers 5 writes num_local_experts for both families, earlier ones num_experts for Qwen.
+    count = values["num_local_experts" if "num_local_experts" in values else "num_experts"]
+    per_token = values["num_experts_per_tok"]
+    is_normalised = is_mixtral or values["norm_topk_prob"]
+    if not 1 <= per_token <= count:
+        raise InputError(f"{folder}: num_experts_per_tok={per_token} of {count} experts")
+    if per_token == 1 and is_normalised:
+        raise InputError(
+            f"{folder}: norm_topk_prob with num_experts_per_tok=1 is not supported: "
+            "its router would get no gradient"
+        )
+    return {
+        "experts": count,
+        "experts_per_token": per_token,
+        "moe_ffn": values["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+        "norm_topk_prob": is_normalised,
+    }
+
+
+def _sliding_window(values: dict[str, Any], architecture: str, folder: Path) -> int | None:
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+        return values.get("sliding_window")
+    if values.get("use_sliding_window"):
+        raise InputError(f"{folder}: use_sliding_window is not supported for {architecture}")
+    return None
+
+
+def _rope(values: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | None]:
+    """Base and scaling; transformers 5 writes rope_parameters, earlier ones two keys."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta", values.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise InputError(
+            f"{folder}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind, float(rope["factor"]))
+    return theta, RopeScaling(
+        kind,
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )
+
+
+def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Raise InputError unless the parallel sizes divide the model."""
+    counts = Counts(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        layers=shape.layers,
+        ffn=0 if shape.experts else shape.ffn,
+        experts=shape.experts,
+        expert_ffn=shape.moe_ffn,
+    )
+    check_sizes(parallel, counts)

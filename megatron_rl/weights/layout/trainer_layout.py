@@ -1,0 +1,350 @@
+"""Where each Hugging Face tensor lives in Megatron, as slices.
+
+Used by trainer ranks to load, export and plan exchanges; pure functions of sizes, which need no
+torch. A family of models is one entry of ARCHITECTURES: the parameters of a layer, put together
+from groups that families share, such as attention and a gated MLP. A family with experts also has
+an entry of EXPERT_NAMES. `shape.py` reads a family's config.json, `engine_layout.py` knows where
+SGLang keeps its tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice
+from megatron_rl.weights.layout.tensor_shards import (
+    Layout,
+    Piece,
+    Share,
+    by_columns,
+    by_query_groups,
+    by_vocabulary,
+    gate_then_up,
+    whole,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among the ranks that divide the model."""
+
+    tensor: Share = Share()
+    pipeline: Share = Share()
+    expert: Share = Share()
+    expert_tensor: Share = Share()
+    chunks: int = 1
+    """Parts of the model that each stage holds, of as many layers each."""
+
+    def layers(self, count: int) -> list[int]:
+        """The layers of the rank, of `count`, in the order of its chunks.
+
+        The stages' first chunks come before all second ones, as in the interleaved schedule.
+        Source: arXiv 2104.04473, section 2.2.
+        """
+        # Part p of the model is chunk p // stages of stage p % stages.
+        stage, parts = self.pipeline, self.pipeline.size * self.chunks
+        firsts = range(stage.rank, parts, stage.size)
+        return [layer for part in firsts for layer in Share(part, parts).of(count)]
+
+
+def place_of(rank: int, world_size: int, like: Place) -> Place:
+    """Place of a world rank among shares of the sizes of `like`.
+
+    Megatron's order "tp-cp-ep-dp-pp": tensor ranks stand next to each other, stages farthest apart.
+    Experts divide the ranks of a stage anew, those that share one next to each other.
+    """
+    # Context and data ranks hold the same parameters, so neither appears in a place.
+    stage_ranks = world_size // like.pipeline.size
+    inside = rank % stage_ranks
+    return Place(
+        Share(inside % like.tensor.size, like.tensor.size),
+        Share(rank // stage_ranks, like.pipeline.size),
+        Share(inside // like.expert_tensor.size % like.expert.size, like.expert.size),
+        Share(inside % like.expert_tensor.size, like.expert_tensor.size),
+        like.chunks,
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter and the HF tensors it is made of.
+
+    Names hold `{layer}`, counted over all chunks of the rank, and those of experts `{expert}`,
+    counted from the rank's first. Experts are shared among tensor ranks of their own.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+    hf_shapes: Callable[[ModelShape], list[tuple[int, ...]]]
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether there is one such parameter for each expert of a layer."""
+        return "{expert}" in self.megatron
+
+    def pieces(self, shape: ModelShape, place: Place) -> list[Piece]:
+        """What the rank's parameter is made of."""
+        # A vector counts as a matrix of one column: see `slices.py`.
+        sizes = [(size[0], size[1] if len(size) > 1 else 1) for size in self.hf_shapes(shape)]
+        return self.layout(sizes, place.expert_tensor if self.is_expert else place.tensor, shape)
+
+
+def _qkv_rows(shape: ModelShape) -> list[int]:
+    return [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+
+
+EMBEDDING = Entry(
+    "embedding.word_embeddings.weight",
+    ("model.embed_tokens.weight",),
+    by_vocabulary,
+    lambda s: [(s.vocab, s.hidden)],
+)
+FINAL_NORM = Entry(
+    "decoder.final_layernorm.weight", ("model.norm.weight",), whole, lambda s: [(s.hidden,)]
+)
+OUTPUT = Entry(
+    "output_layer.weight", ("lm_head.weight",), by_vocabulary, lambda s: [(s.vocab, s.hidden)]
+)
+TIED_OUTPUT = Entry(OUTPUT.megatron, EMBEDDING.hf, by_vocabulary, EMBEDDING.hf_shapes)
+PADDED = frozenset((EMBEDDING.megatron, OUTPUT.megatron))
+"""Parameters that may have rows of no HF tensor."""
+
+# Megatron's pre_mlp_layernorm is HF's post_attention_layernorm: both stand between the two blocks.
+_ATTENTION = (
+    Entry(
+        "decoder.layers.{layer}.input_layernorm.weight",
+        ("model.layers.{layer}.input_layernorm.weight",),
+        whole,
+        lambda s: [(s.hidden,)],
+    ),
+    Entry(
+        "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        tuple(f"model.layers.{{layer}}.self_attn.{name}_proj.weight" for name in "qkv"),
+        by_query_groups,
+        lambda s: [(rows, s.hidden) for rows in _qkv_rows(s)],
+    ),
+    Entry(
+        "decoder.layers.{layer}.self_attention.linear_proj.weight",
+        ("model.layers.{layer}.self_attn.o_proj.weight",),
+        by_columns,
+        lambda s: [(s.hidden, s.heads * s.head_dim)],
+    ),
+    Entry(
+        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
+        ("model.layers.{layer}.post_attention_layernorm.weight",),
+        whole,
+        lambda s: [(s.hidden,)],
+    ),
+)
+_QKV_BIAS = Entry(
+    "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+    tuple(f"model.layers.{{layer}}.self_attn.{name}_proj.bias" for name in "qkv"),
+    by_query_groups,
+    lambda s: [(rows,) for rows in _qkv_rows(s)],
+)
+_QK_NORMS = tuple(
+    Entry(
+        f"decoder.layers.{{layer}}.self_attention.{name}_layernorm.weight",
+        (f"model.layers.{{layer}}.self_attn.{name}_norm.weight",),
+        whole,
+        lambda s: [(s.head_dim,)],
+    )
+    for name in "qk"
+)
+
+
+class ExpertNames(NamedTuple):
+    """What Hugging Face files call a layer's mixture of experts and the parts of an expert."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_NAMES = {
+    "MixtralForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "Qwen3MoeForCausalLM": ExpertNames("mlp", *_PROJECTIONS),
+}
+"""HF architecture -> names, of those that have experts."""
+
+
+def _gated(
+    megatron: str, hf: str, projections: Sequence[str], units: Callable[[ModelShape], int]
+) -> tuple[Entry, Entry]:
+    """A gated MLP of `units`; `projections` are HF's words for gate, up and down."""
+    gate, up, down = (f"{hf}.{name}.weight" for name in projections)
+    return (
+        Entry(
+            f"{megatron}.linear_fc1.weight",
+            (gate, up),
+            gate_then_up,
+            lambda s: [(units(s), s.hidden), (units(s), s.hidden)],
+        ),
+        Entry(
+            f"{megatron}.linear_fc2.weight",
+            (down,),
+            by_columns,
+            lambda s: [(s.hidden, units(s))],
+        ),
+    )
+
+
+def _mixture(architecture: str) -> tuple[Entry, ...]:
+    """A router and its experts."""
+    names = EXPERT_NAMES[architecture]
+    hf = f"model.layers.{{layer}}.{names.block}"
+    router = Entry(
+        "decoder.layers.{layer}.mlp.router.weight",
+        (f"{hf}.gate.weight",),
+        whole,
+        lambda s: [(s.experts, s.hidden)],
+    )
+    local = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}"
+    projections = (names.gate, names.up, names.down)
+    experts = _gated(local, f"{hf}.experts.{{expert}}", projections, lambda s: s.moe_ffn)
+    return (router, *experts)
+
+
+_DENSE = _gated(
+    "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp", _PROJECTIONS, lambda s: s.ffn
+)
+
+ARCHITECTURES: dict[str, tuple[Entry, ...]] = {
+    "LlamaForCausalLM": (*_ATTENTION, *_DENSE),
+    "MistralForCausalLM": (*_ATTENTION, *_DENSE),
+    "MixtralForCausalLM": (*_ATTENTION, *_mixture("MixtralForCausalLM")),
+    "Qwen2ForCausalLM": (*_ATTENTION, *_DENSE, _QKV_BIAS),
+    "Qwen3ForCausalLM": (*_ATTENTION, *_DENSE, *_QK_NORMS),
+    "Qwen3MoeForCausalLM": (*_ATTENTION, *_QK_NORMS, *_mixture("Qwen3MoeForCausalLM")),
+}
+"""HF architecture -> the entries of one layer; embedding, final norm and output are common."""
+
+
+def trainer_slices(shape: ModelShape, place: Place) -> list[Slice]:
+    """Slices of the parameters that the rank owns, in the order of `hf_shapes`.
+
+    A tensor that tensor ranks hold in common is in the slices of each. A tied output matrix on the
+    last of several stages is a copy: see `copy_slices`.
+    """
+    stage = place.pipeline
+    slices: list[Slice] = []
+    if stage.rank == 0:
+        slices += _single(EMBEDDING, shape, place)
+    slices += _layer_slices(shape, place)
+    if stage.rank == stage.size - 1:
+        slices += _single(FINAL_NORM, shape, place)
+        if not shape.is_tied:
+            slices += _single(OUTPUT, shape, place)
+    return slices
+
+
+def copy_slices(shape: ModelShape, place: Place) -> list[Slice]:
+    """Slices of parameters that repeat another stage's: loaded, never exported."""
+    # On a single stage the output layer uses the embedding's own parameter.
+    is_last = 0 < place.pipeline.rank == place.pipeline.size - 1
+    return list(_single(TIED_OUTPUT, shape, place)) if shape.is_tied and is_last else []
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every HF tensor of the model, in a fixed order."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def add(entry: Entry, **numbers: int) -> None:
+        for name, size in zip(entry.hf, entry.hf_shapes(shape), strict=True):
+            found[name.format(**numbers)] = size
+
+    add(EMBEDDING)
+    for layer in range(shape.layers):
+        for entry, expert in _of_layer(shape, range(shape.experts)):
+            add(entry, layer=layer, expert=expert)
+    add(FINAL_NORM)
+    if not shape.is_tied:
+        add(OUTPUT)
+    return found
+
+
+def _of_layer(shape: ModelShape, experts: range) -> Iterator[tuple[Entry, int]]:
+    """Entries of a layer, those of experts once for each; the number matters to them alone."""
+    entries = ARCHITECTURES[shape.architecture]
+    yield from ((entry, 0) for entry in entries if not entry.is_expert)
+    for expert in experts:
+        yield from ((entry, expert) for entry in entries if entry.is_expert)
+
+
+def _layer_slices(shape: ModelShape, place: Place) -> Iterator[Slice]:
+    experts = place.expert.of(shape.experts)
+    # The same in every layer and expert; computed anew for each, large models would take seconds.
+    pieces = {
+        entry.megatron: entry.pieces(shape, place) for entry in ARCHITECTURES[shape.architecture]
+    }
+    # `number` is the layer's among those of the rank, `layer` its number in the model.
+    for number, layer in enumerate(place.layers(shape.layers)):
+        for entry, expert in _of_layer(shape, experts):
+            local = entry.megatron.format(layer=number, expert=expert - experts.start)
+            names = [name.format(layer=layer, expert=expert) for name in entry.hf]
+            for source, *area in pieces[entry.megatron]:
+                yield _slice(names[source], local, area)
+
+
+def _single(entry: Entry, shape: ModelShape, place: Place) -> Iterator[Slice]:
+    for source, *area in entry.pieces(shape, place):
+        yield _slice(entry.hf[source], entry.megatron, area)
+
+
+def _slice(hf: str, local: str, area: Sequence[int]) -> Slice:
+    row, column, rows, columns, local_row, local_column = area
+    return Slice(hf, row, column, rows, columns, local, local_row, local_column)
+
+
+ENGINE_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""TransformerEngine puts a norm into the linear layer that follows it; its name -> ours."""
+# Its grouped experts are one module with a weight for each expert.
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+def named_parameters(model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """The parameters of a rank's chunks under the names of ARCHITECTURES.
+
+    Strips the wrappers' prefixes, renames what TransformerEngine names otherwise, and goes on
+    counting layers from chunk to chunk.
+    """
+    named: dict[str, Tensor] = {}
+    first = 0
+    for chunk in model:
+        # Megatron counts the layers of each chunk from 0; a chunk may also hold none.
+        layers = {0}
+        for name, parameter in chunk.named_parameters():
+            name = local_name(name)
+            if found := _LAYER.match(name):
+                layers.add(int(found[1]) + 1)
+                name = f"decoder.layers.{first + int(found[1])}.{name[found.end() :]}"
+            assert name not in named, f"two parameters are called {name}"
+            named[name] = parameter
+        first += max(layers)
+    return named
+
+
+def local_name(name: str) -> str:
+    """The name in ARCHITECTURES of what a chunk's module calls `name`, but for the layer."""
+    # One prefix each of data parallelism and of the bf16 wrapper, where there is one.
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    for engine_name, ours in ENGINE_NAMES.items():
+        if name.endswith(engine_name):
+            return name.removesuffix(engine_name) + ours
+    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)

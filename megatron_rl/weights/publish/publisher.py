@@ -1,0 +1,215 @@
+"""Publishing weights to the generators, which come, fail and go as they like.
+
+Runs on every trainer rank. Rank 0 knows the generators (`link.py`) and says who takes part; a
+`Method` moves the weights. A generator that fails or passes the deadline is dropped and the others
+go on; it gets a whole publish once it says Hello again, at the next version or while the trainer
+waits for a batch.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.types import Hello
+from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.publish.link import GeneratorLink
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""Pause before another publish, when no generator took one."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A generator that takes part in a publish."""
+
+    name: str
+    hello: Hello
+
+
+@dataclass
+class Outcome:
+    """How one publish went, as rank 0 knows; elsewhere only `failed` is filled."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    """Generators that were dropped, with the reason."""
+    pauses_s: list[float] = field(default_factory=list)
+    """How long each generator was paused."""
+    wire_bytes: int = 0
+    peak_bytes: int = 0
+    """Most memory of buffers on an engine rank."""
+    damaged: int = 0
+    """Parcels whose digest was not that of their content."""
+    transfers_s: list[float] = field(default_factory=list)
+    """How long the slowest rank of each generator took parcels, if the method says so."""
+
+
+class Method(Protocol):
+    """A way to move the weights. All methods are collective over the trainer ranks."""
+
+    def publish(self, members: list[Member], version: int) -> Outcome:
+        """Bring the members to `version`; those that fail are in the outcome, not raised."""
+
+    def forget(self, name: str) -> None:
+        """Let go of what is held for a generator that is gone."""
+
+    def close(self) -> None:
+        """Let go of everything, and tell the generators."""
+
+
+class WeightPublisher:
+    """Owns the publishing of a training phase."""
+
+    def __init__(
+        self,
+        method: Method,
+        control: Control,
+        link: GeneratorLink | None,
+        *,
+        replicas: int,
+        join_timeout_s: float,
+    ) -> None:
+        """link: on rank 0 only. replicas: generators that are waited for at the beginning."""
+        self._method, self._control, self._link = method, control, link
+        self._replicas, self._join_timeout_s = replicas, join_timeout_s
+        self._sessions: dict[str, int] = {}
+        self._held: dict[str, int] = {}
+        """Version that each generator of the last publish holds."""
+        self._version = -1
+        self._outcome = Outcome()
+        """Since the metrics of the last publish."""
+        self._dropped = 0
+        self.metrics: list[Metric] = []
+        """Of the last publish and the late ones before it."""
+
+    @property
+    def engines(self) -> list[Hello]:
+        """What each generator said of itself; [] on ranks other than 0."""
+        return list(self._link.peers.values()) if self._link is not None else []
+
+    def await_generators(self) -> None:
+        """Wait until all generators have said hello. Raises DeadlineExceeded."""
+        if self._link is not None:
+            self._link.await_peers(self._replicas, self._join_timeout_s)
+
+    def publish(self, version: int) -> None:
+        """Bring all generators to `version`. Every rank calls it.
+
+        With no generator left it waits for one; DeadlineExceeded after weights.join_timeout_s.
+        """
+        started = time.monotonic()
+        self._version = version
+        self._held.clear()
+        self._publish_to(self._members(late_only=False))
+        # Rank 0 alone waits for a generator to return. The others already wait for its list of
+        # members; `_held` is the same on all ranks, so they leave the loop together.
+        ends_at = time.monotonic() + self._join_timeout_s
+        while not self._held:
+            self._await_return(ends_at)
+            self._publish_to(self._members(late_only=False))
+        self._note(time.monotonic() - started)
+
+    def _await_return(self, ends_at: float) -> None:
+        """On rank 0: wait until a generator is there again. Raises DeadlineExceeded."""
+        if self._link is None:
+            return
+        # A generator that fails at once also comes back at once: do not publish without a break.
+        time.sleep(RETRY_S)
+        while not self._link.peers and time.monotonic() < ends_at:
+            self._link.listen(ends_at - time.monotonic())
+        if time.monotonic() >= ends_at:
+            reasons = "; ".join(self._outcome.failed.values()) or "none said hello"
+            raise DeadlineExceeded(
+                f"no generator took version {self._version} in {self._join_timeout_s:.0f} s "
+                f"(weights.join_timeout_s): {reasons}; see logs/generator-*.log"
+            )
+
+    def admit(self) -> None:
+        """Bring generators that came back to the current version. Every rank calls it."""
+        late = self._members(late_only=True)
+        if late:
+            log.info("late publish to %s", [member.name for member in late])
+            self._publish_to(late)
+
+    def _members(self, *, late_only: bool) -> list[Member]:
+        """Who takes part, the same on every rank."""
+        members: list[Member] = []
+        if self._link is not None:
+            self._link.listen()
+            members = [Member(name, hello) for name, hello in sorted(self._link.peers.items())]
+            # Late are those that came back since the last publish, or came for the first time.
+            if late_only:
+                members = [member for member in members if not self._is_current(member)]
+        members = self._control.share(members, list[Member])
+        for member in members:
+            # Groups hold connections to the process that died; a restarted one needs new groups.
+            if self._sessions.get(member.name, member.hello.session) != member.hello.session:
+                self._method.forget(member.name)
+            self._sessions[member.name] = member.hello.session
+        return members
+
+    def _is_current(self, member: Member) -> bool:
+        is_same = self._sessions.get(member.name) == member.hello.session
+        return is_same and self._held.get(member.name) == self._version
+
+    def _publish_to(self, members: list[Member]) -> None:
+        outcome = self._outcome
+        found = self._method.publish(members, self._version) if members else Outcome()
+        for member in members:
+            reason = found.failed.get(member.name)
+            if reason is None:
+                self._held[member.name] = self._version
+                continue
+            # Nothing of it is kept: it comes back with a new Hello, as if it were another one.
+            self._dropped += 1
+            log.warning("dropped from publishing: %s", reason)
+            self._held.pop(member.name, None)
+            self._method.forget(member.name)
+            if self._link is not None:
+                self._link.drop(member.name)
+        # Late publishes have no row of metrics of their own: they count in the next publish's.
+        outcome.failed |= found.failed
+        outcome.pauses_s += found.pauses_s
+        outcome.transfers_s += found.transfers_s
+        outcome.wire_bytes += found.wire_bytes
+        outcome.damaged += found.damaged
+        outcome.peak_bytes = max(outcome.peak_bytes, found.peak_bytes)
+
+    def _note(self, seconds: float) -> None:
+        outcome, self._outcome = self._outcome, Outcome()
+        self.metrics = [Metric("publish/s", seconds, "max")]
+        if self._link is None:
+            return
+        self.metrics += [
+            Metric("publish/generators", len(self._held), "max"),
+            Metric("publish/dropped_generators", self._dropped, "max"),
+            Metric("publish/damaged_parcels", outcome.damaged, "sum"),
+            Metric("publish/wire_mb", outcome.wire_bytes / 1e6, "sum"),
+            Metric("publish/peak_extra_mb", outcome.peak_bytes / 1e6, "max"),
+        ]
+        if outcome.pauses_s:
+            self.metrics.append(Metric("publish/pause_s", max(outcome.pauses_s), "max"))
+        if outcome.transfers_s:
+            self.metrics.append(Metric("publish/transfer_s", max(outcome.transfers_s), "max"))
+
+    def close(self) -> None:
+        """Let the generators leave."""
+        self._method.close()
+        self._control.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,156 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.files import ConfigError, dump_toml, load_config, override
+from megatron_rl.config.tree import Config
+
+
+def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> Config:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("[train]\ngroup_sise = 4", "train.group_sise", "train.group_size"),
+        ("[optimiser]\nlr = 1e-5", "optimiser", "optimizer"),
+        ("[sft.optimizer]\nlearning_rate = 1e-5\nwarmup_step = 1", "sft.optimizer.warmup_step",
+         "sft.optimizer.warmup_steps"),
+        ('[[prompts]]\nkind = "jsonl"\npaht = "x"', "prompts.0.paht", "prompts.path"),
+    ],
+)  # fmt: skip
+def test_unknown_key_names_the_nearest_one(
+    tmp_path: Path, text: str, key: str, nearest: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text)
+    assert f"unknown key '{key}'; did you mean '{nearest}'?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nsteps = 'many'", r"train\.steps: .*given: 'many'"),
+        ("[train]\ngroup_size = 1", r"train\.group_size: .*greater than or equal to 2.*given: 1"),
+        ("[train]\nminibatches = 3\ngroups_per_batch = 2", "groups never split across minibatches"),
+        ("[generator]\nrequest_timeout_s = 500", r"set queue.lease_timeout_s to 600, or lower"),
+        ("[train", r"is no valid TOML"),
+    ],
+)
+def test_wrong_value_or_combination_says_what_was_given(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_text(tmp_path, text)
+
+
+def test_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration .*none.toml"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_overrides_set_nested_values_and_items_of_lists(tmp_path: Path) -> None:
+    text = '[[prompts]]\npath = "a.jsonl"\n'
+    overrides = ["train.steps=7", "run.dir=some/where", "sft.optimizer.lr=2e-3",
+                 "prompts.0.weight=2",
+                 "parallel.sequence=true", "render.system_prompt=be brief"]  # fmt: skip
+    config = load_text(tmp_path, text, overrides)
+    assert config.train.steps == 7 and config.run.dir == Path("some/where")
+    assert config.sft.optimizer.lr == 2e-3 and config.prompts[0].weight == 2.0
+    assert config.parallel.sequence and config.render.system_prompt == "be brief"
+
+
+@pytest.mark.parametrize(
+    "override", ["steps=3", "train.steps", "prompts.4.weight=1", "run.dir.x=1"]
+)
+def test_malformed_override_is_named(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=f"override '{override}'"):
+        load_text(tmp_path, '[[prompts]]\npath = "a.jsonl"\n', ["run.dir=x", override])
+
+
+def test_toml_round_trip_is_the_identity(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"dir": "runs/ü \"quoted\" \\ back\tslash", "seed": 3},
+            "render": {"system_prompt": "two\nlines \u2028 €", "chat_template": "{% if x %}"},
+            "optimizer": {"lr": 3e-7, "eps": 1e-15, "clip_grad_norm": 1e20},
+            "sft": {"traces": "t.jsonl", "optimizer": {"lr": 2e-3, "decay": "linear"}},
+            "prompts": [
+                {"path": "a.jsonl", "weight": 0.25},
+                {"kind": "reasoning_gym", "name": "chain_sum",
+                 "template": "Say \\boxed{} {question}",
+                 "options": {"min_terms": 2, "allow_negation": True, "rate": 0.5, "mode": "x y"}},
+            ],
+        }
+    )  # fmt: skip
+    assert load_text(tmp_path, dump_toml(config)) == config
+    assert load_text(tmp_path, dump_toml(Config())) == Config()
+
+
+HOSTILE = (
+    "", "gsm8k/v1", "two words", "a.b", "a=b", '"quoted"', "it\'s", "back\\slash", "tab\t", "\r\n",
+    "\x00\x1b\x7f", "\u2028 \u0085 \ufeff", "ü € 𝔸 😀", "[section]", "# no comment",
+    "1e5", "true", '"""',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_whatever_a_key_or_a_text_holds_comes_back(tmp_path: Path, text: str) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"dir": f"runs/{text}"},
+            "render": {"system_prompt": text},
+            "prompts": [
+                {"kind": "reasoning_gym", "name": text, "options": {text: text, "other": 1}},
+                {"path": "a.jsonl"},
+            ],
+            "reward": {
+                "tasks": {text: {"compare": "math"}, "plain": {"compare": text}},
+                "extra": [{"name": "brief", "function": "a.b:c", "tasks": [text, "plain"]}],
+            },
+        }
+    )
+    assert load_text(tmp_path, dump_toml(config)) == config
+    assert load_config(None, [override("render.system_prompt", text)]).render.system_prompt == text
+
+
+def test_extreme_numbers_come_back(tmp_path: Path) -> None:
+    options = {
+        "up": float("inf"),
+        "down": float("-inf"),
+        "tiny": 5e-324,
+        "whole": 2.0,
+        "big": 2**62,
+    }
+    config = Config.model_validate(
+        {
+            "optimizer": {"lr": 1e-300, "clip_grad_norm": float("inf")},
+            "prompts": [{"kind": "reasoning_gym", "name": "x", "options": options}],
+        }
+    )
+    again = load_text(tmp_path, dump_toml(config))
+    assert again == config
+    types = {key: type(value) for key, value in again.prompts[0].options.items()}
+    assert types == {key: type(value) for key, value in options.items()}
+
+
+def test_the_resolved_file_holds_the_system_prompts_and_not_the_unset_one(tmp_path: Path) -> None:
+    text = dump_toml(Config())
+    assert "[render.system_prompts]" in text and "\nsystem_prompt =" not in text
+    config = load_text(tmp_path, text)
+    assert config.render.system_prompt is None
+    assert (
+        config.render.system_prompts.think_box
+        in tomllib.loads(text)["render"]["system_prompts"].values()
+    )
+
+
+def test_a_file_of_own_prompts_needs_a_path_alone(tmp_path: Path) -> None:
+    config = load_text(tmp_path, '[[prompts]]\npath = "mine.jsonl"\n')
+    [source] = config.prompts
+    assert (source.kind, source.task, source.held_out_share) == ("jsonl", "math", 0.1)
+    assert config.eval.prompts == "auto"

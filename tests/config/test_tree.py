@@ -1,0 +1,52 @@
+"""Settings that exclude each other are refused when the configuration is loaded."""
+
+import pytest
+
+from megatron_rl.config.files import ConfigError, load_config
+
+SHARDED = "parallel.distributed_optimizer=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("parallel.virtual_stages=2", "needs several stages.*nearest possible: 1"),
+        (f"{SHARDED} parallel.overlap_parameters=true", "parallel.overlap_gradients=true: set"),
+        ("optimizer.offload=true", "optimizer.offload=true needs parallel.distributed_optimizer"),
+        (
+            f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true model.megatron_path=m",
+            "model.megatron_path does not fill",
+        ),
+        ("sft.optimizer.offload=true", "sft.optimizer.offload=true needs"),
+        ("model.fp8=blockwise model.layers=local", "'blockwise' needs model.layers="),
+        ("model.fp8=tensorwise model.dtype=float32", "'tensorwise' needs model.dtype='bfloat16'"),
+        ("model.fp8_parameters=true", "need FP8, and model.fp8='none'"),
+        ("model.fp8_bf16_edge_layers=1", "need FP8, and model.fp8='none'"),
+        ("model.fp8=delayed model.fp8_bf16_edge_layers=2", "edge_layers=2 .* possible: 0, or"),
+        (
+            f"{SHARDED} model.fp8=delayed model.fp8_parameters=true",
+            "no scales for loaded weights; nearest possible: model.fp8='tensorwise'",
+        ),
+        ("model.fp8=blockwise model.fp8_parameters=true", "needs parallel.distributed_optimizer"),
+        (
+            f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true optimizer.offload=true",
+            "exclude each other",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(overrides: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides.split())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "parallel.virtual_stages=2 parallel.pipeline=2",
+        f"{SHARDED} parallel.overlap_gradients=true parallel.overlap_parameters=true",
+        f"{SHARDED} optimizer.offload=true",
+        f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true model.fp8_bf16_edge_layers=1",
+    ],
+)
+def test_settings_that_agree_are_taken(overrides: str) -> None:
+    load_config(None, overrides.split())

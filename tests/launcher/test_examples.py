@@ -1,0 +1,147 @@
+"""The examples for GPUs: their scripts are sound, their configurations load, and they fit."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_rl.config.files import load_config
+from megatron_rl.launcher.placement import place
+from megatron_rl.launcher.sizing.plan import Hardware, make_plan
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}
+
+
+class Example(NamedTuple):
+    """What the script's own text claims, and the model as published."""
+
+    name: str
+    hosts: int
+    gpus_per_host: int
+    billions: float
+    """Parameters, as the model's card states them."""
+    shape: dict[str, Any]
+
+
+SINGLE = [
+    Example("one_gpu", 1, 1, 1.54, {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960,
+        "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    }),
+    Example("one_node", 1, 8, 7.61, {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "max_position_embeddings": 32768,
+    }),
+]  # fmt: skip
+SLURM = [
+    Example("magistral_24b", 16, 8, 23.6, {
+        "architectures": ["MistralForCausalLM"], "hidden_size": 5120, "intermediate_size": 32768,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 131072,
+    }),
+    Example("qwen3_30b_a3b", 4, 8, 30.5, {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }),
+]  # fmt: skip
+SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
+
+
+@pytest.mark.parametrize("example", [*SINGLE, *SLURM], ids=lambda example: example.name)
+def test_an_example_fits_the_gpus_that_it_names(tmp_path: Path, example: Example) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**COMMON, **example.shape}))
+    config = load_config(EXAMPLES / f"{example.name}.toml", [f"model.path={tmp_path}"])
+    gpus = example.hosts * example.gpus_per_host
+    plan = make_plan(config, Hardware(gpus=gpus))
+    assert plan.problems == () and plan.free_bytes > 0
+    assert plan.parameters / 1e9 == pytest.approx(example.billions, abs=0.05)
+    # All GPUs are used, and no publish is longer than its deadline.
+    assert not [text for text in plan.advice if "idle" in text or "deadline_s" in text]
+    place(config, hosts=example.hosts, gpus_per_host=example.gpus_per_host)
+
+
+@pytest.mark.parametrize("example", SLURM, ids=lambda example: example.name)
+def test_a_slurm_script_asks_for_the_hosts_of_its_plan(example: Example) -> None:
+    text = (EXAMPLES / f"{example.name}.sh").read_text()
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+    assert (int(asked["nodes"]), int(asked["gpus-per-node"])) == (
+        example.hosts, example.gpus_per_host,
+    )  # fmt: skip
+    assert asked["ntasks-per-node"] == "1"
+    assert "exec bash examples/launch.sh examples/" + example.name in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_is_sound(script: Path) -> None:
+    text = script.read_text()
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    assert text.startswith("#!/usr/bin/env bash\n") and "\nset -euo pipefail\n" in text
+    assert not re.search(r"\b(pkill|killall|kill -9)\b", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "CONFIG.toml --model DIR --prompts FILE"),
+        (["examples/one_gpu.toml", "--model", "m"], "CONFIG.toml --model DIR"),
+        (["examples/one_gpu.toml", "--model"], "CONFIG.toml --model DIR"),
+        (["examples/one_gpu.toml", "--model", "m", "--prompts", "p", "loud"], "CONFIG.toml"),
+        (["examples/none.toml", "--model", "m", "--prompts", "p"], "CONFIG.toml"),
+    ],
+)
+def test_bad_arguments_print_the_usage(arguments: list[str], words: str) -> None:
+    done = subprocess.run(
+        ["bash", "examples/launch.sh", *arguments],
+        cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert done.returncode == 2 and words in done.stderr and "Exit status" in done.stderr
+
+
+# Stands for the launcher alone, which would train for minutes; tools run as they are.
+PYTHON = """#!/usr/bin/env bash
+if [ "$2" = megatron_rl.launcher.cli ]; then echo "$@" >>"$0.calls"; exit 7; fi
+exec env PYTHONPATH={root} {python} "$@"
+"""
+
+
+def test_quickstart_given_again_goes_on_with_its_own_folder(tmp_path: Path) -> None:
+    tree, run_dir = tmp_path / "tree", tmp_path / "run"
+    for folder in ("examples", "tools", ".venv/bin"):
+        (tree / folder).mkdir(parents=True)
+    shutil.copy(EXAMPLES / "quickstart.sh", tree / "examples")
+    (tree / "tools" / "install.sh").write_text("")
+    python = tree / ".venv" / "bin" / "python"
+    python.write_text(PYTHON.format(root=EXAMPLES.parent, python=sys.executable))
+    python.chmod(0o755)
+
+    def quickstart(folder: Path) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "examples/quickstart.sh", "--tiny", "--run-dir", str(folder)]
+        return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=100)
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file()}
+
+    assert quickstart(run_dir).returncode == 7
+    made = files()
+    assert {path.name for path in made} >= {"model.safetensors", "prompts.jsonl", "traces.jsonl"}
+    (run_dir / "config.toml").touch()  # the run began
+    again = quickstart(run_dir)
+    assert again.returncode == 7, again.stderr
+    assert {path: time for path, time in files().items() if path.name != "config.toml"} == made
+    calls = Path(f"{python}.calls").read_text().splitlines()
+    assert len(calls) == 2 and calls[0] == calls[1] and f"--run-dir {run_dir}" in calls[0]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").touch()
+    refused = quickstart(tmp_path / "other")
+    assert refused.returncode == 2 and "holds other things: name another folder" in refused.stderr

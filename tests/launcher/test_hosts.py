@@ -1,0 +1,55 @@
+"""Bad input of `megatron-rl prepare | host`, and what torchrun is told on each host."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.config.tree import Config, PortsConfig
+from megatron_rl.launcher import hosts as cluster
+from megatron_rl.launcher.placement import place
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sft.steps=3"], "are phases of `megatron-rl run`, on one host"),
+        (["train.steps=0"], "train.steps is 0"),
+        (["model.path=nowhere"], "nowhere: there is no such folder"),
+    ],
+)
+def test_what_several_hosts_cannot_run_is_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}/run", *overrides])
+    with pytest.raises(InputError, match=message):
+        cluster.prepare(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_needs_a_prepared_run_its_place_and_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="is no prepared run"):
+        cluster.run_host(tmp_path, host=0, hosts=2, gpus_per_host=1)
+    (tmp_path / "config.toml").write_text(dump_toml(Config()))
+    with pytest.raises(InputError, match="hosts are counted from 0"):
+        cluster.run_host(tmp_path, host=2, hosts=2, gpus_per_host=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(InputError, match="lists 0 GPUs: give --gpus-per-host"):
+        cluster.run_host(tmp_path, host=0, hosts=2, gpus_per_host=None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(InputError, match="lists 2 GPUs"):
+        cluster.run_host(tmp_path, host=0, hosts=2, gpus_per_host=8)
+
+
+def test_torchrun_joins_the_trainers_hosts_at_the_first() -> None:
+    config = load_config(None, ["parallel.tensor=8", "parallel.data=2", "generator.replicas=8"])
+    config = config.model_copy(update={"ports": PortsConfig(host="10.0.0.7", torchrun=29500)})
+    hosts = place(config, hosts=3, gpus_per_host=8)
+    assert cluster.torchrun_arguments(config, hosts[1], 1) == [
+        "--nnodes=2", "--node-rank=1", "--nproc-per-node=8", "--master-addr=10.0.0.7",
+        "--master-port=29500", "-m", "megatron_rl.trainer.train",
+    ]  # fmt: skip
+    assert hosts[2].trainer_ranks == 0 and len(hosts[2].engines) == 8

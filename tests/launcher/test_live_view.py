@@ -1,0 +1,219 @@
+"""What the view reads and prints."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.config.files import load_config
+from megatron_rl.launcher.live_view import LiveView, MetricsTail, restart_line
+from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.supervisor import Role
+
+STEP = {
+    "time": 1.0, "source": "trainer", "step": 7, "train/loss": 0.1, "rollout/reward": 0.625,
+    "wait/batch_s": 0.25,
+}  # fmt: skip
+EVALUATION = {
+    "time": 2.0, "source": "queue", "step": 7, "label": "after", "eval/accuracy": 0.75,
+    "eval/accuracy_se": 0.025, "eval/n": 300,
+}  # fmt: skip
+RESTART = {
+    "time": 3.0, "source": "launch", "step": 7, "launch/generator_restarts": 1,
+    "role": "generator-0", "exit_code": -9, "restart": 2, "max_restarts": 3,
+}  # fmt: skip
+RESTART_LINE = "warning: generator-0 ended with signal 9 after step 7; restart 2 of 3"
+
+
+ROLLOUTS = {
+    "time": 4.0, "source": "queue", "step": 0, "activity/seconds": 2.0, "activity/tokens": 300,
+    "activity/rollouts_generated": 12, "activity/rollouts_scored": 10,
+    "activity/ill_formed/no_think_start": 7, "activity/reason/correct": 2,
+    "activity/reason/wrong_answer": 1, "activity/groups_complete": 2,
+    "activity/groups_dropped/flat": 2, "activity/completions_in_flight": 6,
+}  # fmt: skip
+ROLLOUTS_LINE = (
+    "rollouts: 12 generated, 10 scored: 2 correct, 1 not (wrong_answer 1), 7 ill-formed "
+    "(no_think_start 7); 2 groups complete, dropped: flat 2; 150 tok/s; 6 in flight"
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 500.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_tail_reads_each_complete_row_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.read() == []
+    append(path, '{"step": 1}\n{"step": 2}\n{"st')
+    assert tail.read() == [{"step": 1}, {"step": 2}]
+    append(path, 'ep": 3}\n')
+    assert tail.read() == [{"step": 3}]
+    assert tail.read() == []
+
+
+def test_plain_output_has_one_line_a_step_and_an_evaluation(tmp_path: Path) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"', "train.steps=40"])
+    with LiveView(config, Console(file=output, width=80)) as view:
+        view.enter_phase("reinforcement learning")
+        append(tmp_path / "metrics.jsonl", json.dumps(STEP) + "\n")
+        view.refresh({})
+        append(tmp_path / "metrics.jsonl", json.dumps(EVALUATION) + "\n")
+    lines = output.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith("reinforcement learning")
+    assert lines[1].startswith("step 7/40: reward 0.625")
+    assert lines[2].startswith("evaluation after: accuracy 0.750 +- 0.025 on 300 held-out prompts")
+
+
+def test_terminal_output_draws_steps(tmp_path: Path) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"', "train.steps=40"])
+    append(tmp_path / "metrics.jsonl", json.dumps(STEP) + "\n")
+    with LiveView(config, Console(file=output, width=120, force_terminal=True)) as view:
+        view.refresh({})
+    assert "0.625" in output.getvalue()
+    assert "last steps of 40" in output.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_restart_of_a_generator_is_a_warning(tmp_path: Path, is_terminal: bool) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"', "train.steps=40"])
+    append(tmp_path / "metrics.jsonl", json.dumps(STEP) + "\n" + json.dumps(RESTART) + "\n")
+    with LiveView(config, Console(file=output, width=120, force_terminal=is_terminal)) as view:
+        assert view.last_step == -1
+        view.refresh({})
+        assert view.last_step == 7
+    assert RESTART_LINE in output.getvalue()
+
+
+def test_restart_before_the_first_step_says_so() -> None:
+    assert restart_line(RESTART | {"step": -1}).endswith("before the first step; restart 2 of 3")
+
+
+def look_every_second(
+    view: LiveView, clock: Clock, seconds: int, roles: dict | None = None
+) -> None:
+    for _ in range(seconds):
+        clock.now += 1.0
+        view.refresh(roles or {})
+
+
+def test_plain_log_shows_rollouts_at_once_and_then_at_most_one_line_in_10_s(
+    tmp_path: Path,
+) -> None:
+    output, clock = io.StringIO(), Clock()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    with LiveView(config, Console(file=output, width=80), clock=clock) as view:
+        view.enter_phase("reinforcement learning")
+        append(tmp_path / "metrics.jsonl", json.dumps(ROLLOUTS) + "\n")
+        look_every_second(view, clock, 1)
+        assert output.getvalue().splitlines()[1:] == [f"[   1.0 s] {ROLLOUTS_LINE}"]
+        for _ in range(12):
+            append(tmp_path / "metrics.jsonl", json.dumps(ROLLOUTS) + "\n")
+            look_every_second(view, clock, 5)
+    lines = output.getvalue().splitlines()
+    assert len(lines) == 2 + 6
+    # A look each second, rows each five: the last line is of the 13 rows up to 61 s.
+    assert lines[-1].startswith("[  61.0 s] rollouts: 156 generated, 130 scored: 26 correct")
+
+
+def test_lines_after_a_step_count_from_that_step(tmp_path: Path) -> None:
+    output, clock = io.StringIO(), Clock()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    with LiveView(config, Console(file=output, width=80), clock=clock) as view:
+        for row in (ROLLOUTS, STEP, ROLLOUTS):
+            append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+            look_every_second(view, clock, 1)
+        look_every_second(view, clock, 11)
+    assert output.getvalue().splitlines()[-1].endswith(f"s] after step 7: {ROLLOUTS_LINE}")
+
+
+def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: Path) -> None:
+    output, clock = io.StringIO(), Clock()
+    config = load_config(None, [f'run.dir="{tmp_path}"', "generator.start_timeout_s=180"])
+    ready = tmp_path / "generator-0.ready"
+    rule = RestartRule(replica="generator-0", limit=3, until="trainer", ready_path=ready)
+    generator = Role("generator-0", [], None, tmp_path, 0, 0.0, restarts=rule)
+    trainer = Role("trainer", [], None, tmp_path, 0, 0.0)
+    roles = {"generator-0": generator, "trainer": trainer}
+    start = {"time": 1.0, "source": "trainer", "step": -1, "model/parameters": 9}
+    publish = {"time": 2.0, "source": "trainer", "step": 0, "publish/s": 1.0}
+    with LiveView(config, Console(file=output, width=80), clock=clock) as view:
+        view.enter_phase("reinforcement learning")
+        look_every_second(view, clock, 31, roles)
+        ready.touch()
+        look_every_second(view, clock, 11, roles)
+        append(tmp_path / "metrics.jsonl", json.dumps(start) + "\n")
+        look_every_second(view, clock, 11, roles)
+        append(tmp_path / "metrics.jsonl", json.dumps(publish) + "\n")
+        look_every_second(view, clock, 11, roles)
+    lines = output.getvalue().splitlines()
+    times = [float(line[1:8]) for line in lines]
+    assert max(b - a for a, b in zip(times, times[1:], strict=False)) <= 15
+    said = [line[11:] for line in lines[1:]]
+    assert said[:3] == [
+        f"generator-0 starts its engine (at most 180 s): {seconds} s so far"
+        for seconds in (9, 19, 29)
+    ]
+    assert "trainer ranks load the model" in said[3]
+    assert "first weights travel" in said[4] and "first completions" in said[5]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_likely_fault_is_a_warning_that_outlives_the_table(
+    tmp_path: Path, is_terminal: bool
+) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    row = ROLLOUTS | {"activity/diagnosis": "Cause: x. Cure: y."}
+    append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+    console = Console(file=output, width=120, force_terminal=is_terminal)
+    with LiveView(config, console) as view:
+        view.refresh({})
+        drawn = output.getvalue()
+        assert "warning: Cause: x. Cure: y." in drawn
+        assert "7 ill-formed (no_think_start 7)" in drawn
+    if is_terminal:
+        assert "warning: Cause: x. Cure: y." in output.getvalue()[len(drawn) :]
+
+
+def test_run_that_ends_by_an_error_says_what_rollouts_came_to(tmp_path: Path) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    row = ROLLOUTS | {"activity/diagnosis": "Cause: x. Cure: y."}
+    view = LiveView(config, Console(file=output, width=80))
+    with pytest.raises(KeyboardInterrupt), view:
+        append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+        view.refresh({})
+        raise KeyboardInterrupt
+    lines = output.getvalue().splitlines()[-3:]
+    assert lines[0].endswith(ROLLOUTS_LINE)
+    assert lines[1:] == [
+        "warning: Cause: x. Cure: y.", f"The run so far: megatron-rl report {tmp_path}"
+    ]  # fmt: skip
+
+
+def test_fault_that_is_over_is_no_warning_any_more(tmp_path: Path) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    with LiveView(config, Console(file=output, width=120, force_terminal=True)) as view:
+        for text in ("Cause: x.", ""):
+            row = ROLLOUTS | {"activity/diagnosis": text}
+            append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+        view.refresh({})
+    assert "warning" not in output.getvalue()

@@ -1,0 +1,92 @@
+"""Which host runs what: worked out by hand, and never two roles on one GPU."""
+
+import itertools
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import ConfigError, load_config
+from megatron_rl.config.tree import Config, GeneratorConfig, ParallelConfig, WeightsConfig
+from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
+
+
+def config(ranks: int, replicas: int, width: int, *, shares_gpus: bool = False) -> Config:
+    return Config(
+        parallel=ParallelConfig(data=ranks),
+        generator=GeneratorConfig(
+            replicas=replicas, tensor_parallel=width, shares_gpus=shares_gpus
+        ),
+        weights=WeightsConfig(method="disk" if shares_gpus else "reshard"),
+    )
+
+
+def test_one_host_of_trainer_and_engines() -> None:
+    [roles] = place(config(4, 2, 2), hosts=1, gpus_per_host=8)
+    assert roles == HostRoles(4, 1, {0: range(4, 6), 1: range(6, 8)})
+
+
+def test_engines_follow_the_trainers_hosts() -> None:
+    hosts = place(config(16, 8, 2), hosts=4, gpus_per_host=8)
+    assert [host.trainer_ranks for host in hosts] == [8, 8, 0, 0]
+    assert {host.trainer_hosts for host in hosts} == {2}
+    assert hosts[3].engines == {
+        index: range(2 * i, 2 * i + 2) for i, index in enumerate(range(4, 8))
+    }
+
+
+def test_an_engine_never_lies_across_two_hosts() -> None:
+    first, second = place(config(2, 3, 3), hosts=2, gpus_per_host=8)
+    assert first.engines == {0: range(2, 5), 1: range(5, 8)} and second.engines == {2: range(3)}
+    first, second = place(config(4, 2, 3), hosts=2, gpus_per_host=8)
+    assert first.engines == {0: range(4, 7)} and second.engines == {1: range(3)}
+
+
+def test_engines_on_the_trainers_gpus_only_where_that_is_wanted() -> None:
+    [roles] = place(config(1, 1, 1, shares_gpus=True), hosts=1, gpus_per_host=1)
+    assert roles == HostRoles(1, 1, {0: range(1)})
+    for ranks, replicas, width in itertools.product((1, 2, 8), (1, 3), (1, 2, 4)):
+        hosts = place(config(ranks, replicas, width), hosts=4, gpus_per_host=8)
+        used = [(number, gpu) for number, host in enumerate(hosts)
+                for gpus in (range(host.trainer_ranks), *host.engines.values())
+                for gpu in gpus]  # fmt: skip
+        assert len(used) == len(set(used)) == ranks + replicas * width
+        assert sum(len(host.engines) for host in hosts) == replicas
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "width", "message"),
+    [
+        (12, 1, 1, "12 trainer ranks do not fill whole hosts of 8 GPUs"),
+        (8, 1, 16, "generator.tensor_parallel = 16 is more than the 8 GPUs"),
+        (8, 9, 1, "8 trainer ranks and 9 engines of 1 GPUs do not fit on 2 hosts"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ranks: int, replicas: int, width: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        place(config(ranks, replicas, width), hosts=2, gpus_per_host=8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method", "is_possible"),
+    [(1, "ipc", True), (1, "disk", True), (2, "disk", True), (2, "ipc", False),
+     (1, "reshard", False)],
+)  # fmt: skip
+def test_shared_gpus_need_a_method_that_works_there(
+    ranks: int, method: str, is_possible: bool
+) -> None:
+    overrides = [
+        f"parallel.data={ranks}", f"weights.method={method}", "generator.shares_gpus=true",
+    ]  # fmt: skip
+    if is_possible:
+        load_config(None, overrides)
+    else:
+        with pytest.raises(ConfigError, match="two ranks of NCCL do not share a GPU"):
+            load_config(None, overrides)
+
+
+def test_a_role_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,GPU-5a,7")
+    names = listed_gpus()
+    assert gpu_environment(range(1, 3), names) == {"CUDA_VISIBLE_DEVICES": "3,GPU-5a"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert listed_gpus() == [] and gpu_environment(range(1), []) == {}

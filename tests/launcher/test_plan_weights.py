@@ -1,0 +1,112 @@
+"""`megatron-rl plan-weights` says what the trainer will do, for a layout worked out by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.launcher import cli
+from megatron_rl.launcher.plan_weights import Forecast, forecast
+from megatron_rl.protocol.process import EXIT_BAD_INPUT
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 12,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+    "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+LAYOUT = (
+    "model.dtype=float32", "parallel.pipeline=2", "generator.tensor_parallel=2",
+    "generator.replicas=2", "weights.bucket_bytes=1048576",
+)  # fmt: skip
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    """A configuration whose model folder holds config.json alone."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES))
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{tmp_path / "model"}"\n')
+    return path
+
+
+def test_the_numbers_are_those_worked_out_by_hand(config_path: Path) -> None:
+    found = forecast(load_config(config_path, list(LAYOUT)))
+    # 800 elements in each vocabulary matrix, 8 in each norm, 480 in the matrices of a layer.
+    assert found.model_bytes == 4 * (2 * 800 + 8 + 2 * (2 * 8 + 480))
+    # The vocabulary is padded to 128 rows, 64 a rank; norms go to both ranks.
+    engine_ranks = [4 * (2 * 8 * rows + 8 + 2 * (2 * 8 + 240)) for rows in (64, 36)]
+    assert list(found.received) == engine_ranks == [6176, 4384]
+    # The stages: embedding and a layer; a layer, final norm and output matrix. Two engines.
+    stages = [2 * 4 * (800 + 2 * 16 + 480), 2 * 4 * (2 * 16 + 480 + 2 * 8 + 800)]
+    assert list(found.sent) == stages == [10496, 10624]
+    assert found.rounds == (1, 1) and found.spread_bytes == 128
+    # The first engine rank holds two parcels.
+    assert found.peak_bytes == 6176 + 2 * 32
+
+
+def test_replicas_of_the_trainer_share_the_work(config_path: Path) -> None:
+    found = forecast(load_config(config_path, [*LAYOUT, "parallel.data=2"]))
+    assert sum(found.sent) == 10496 + 10624 and max(found.sent) <= 5312 + 512
+    small = forecast(load_config(config_path, [*LAYOUT, "weights.bucket_bytes=2048"]))
+    assert set(small.rounds) <= {4, 5, 6} and small.peak_bytes <= 2 * 2048
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = cli.main(["plan-weights", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_the_command_prints_them(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, str(config_path), *LAYOUT)
+    assert code == 0
+    for words in ("0.010 MB, 0.011 MB", "0.004 MB, 0.006 MB", "2.031 times the model", "1, 1",
+                  "0.01 times", "trainer rank 1 sends 0.011 MB"):  # fmt: skip
+        assert words in text
+    assert "warning" not in text
+
+
+def test_senders_that_differ_by_more_than_a_bucket_are_a_warning(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Five layers' worth of difference: the vocabulary is on the outer stages only.
+    sizes = SIZES | {"num_hidden_layers": 4, "vocab_size": 4000}
+    (config_path.parent / "model" / "config.json").write_text(json.dumps(sizes))
+    small = ["parallel.pipeline=4", "weights.bucket_bytes=4096"]
+    code, text = run(capsys, str(config_path), *LAYOUT, *small)
+    assert code == 0 and "warning: trainer ranks differ by" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("generator.tensor_parallel=3", "generator.tensor_parallel = 3 is not possible"),
+        ("parallel.tensor=4", "parallel.tensor = 4 does not divide"),
+        ("parallel.expert=2", "the model has no experts"),
+        ("weights.bucket_bytes=90", "weights.bucket_bytes = 90 is not possible: a bucket"),
+        ("model.path=nowhere", "no folder nowhere"),
+    ],
+)
+def test_impossible_sizes_are_refused(config_path: Path, override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        forecast(load_config(config_path, [*LAYOUT, override]))
+    assert cli.main(["plan-weights", str(config_path), *LAYOUT, override]) == EXIT_BAD_INPUT
+
+
+def test_it_needs_no_framework_but_torch() -> None:
+    program = (
+        "import sys, megatron_rl.launcher.plan_weights;"
+        "print(*({'megatron', 'transformers', 'sglang'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_a_forecast_knows_how_much_senders_differ() -> None:
+    assert Forecast((3, 9, 5), (1,), 1, (1,), 1, 1).spread_bytes == 6

@@ -1,0 +1,147 @@
+"""A run folder is new, or its run goes on from a checkpoint; one launcher at a time."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.config.tree import Config, PortsConfig
+from megatron_rl.launcher import run_folder
+from megatron_rl.launcher.run_folder import (
+    Beginning,
+    check_run_folder,
+    locked,
+    set_aside,
+    step_of,
+    write_config,
+)
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
+from megatron_rl.protocol.metrics import RESUMED, read_jsonl
+
+
+def make_checkpoint(run_dir: Path, step: int) -> Path:
+    partial = run_dir / CHECKPOINTS / "step.partial"
+    partial.mkdir(parents=True)
+    (partial / "queue.json").write_text("{}")
+    return seal(partial, step, {})
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Folder of a run that saved step 6 of 10."""
+    run_dir = tmp_path / "run"
+    make_checkpoint(run_dir, 6)
+    (run_dir / "config.toml").write_text("")
+    return run_dir
+
+
+def config(run_dir: Path, *overrides: str) -> Config:
+    return load_config(None, [f"run.dir={run_dir}", "train.steps=10", *overrides])
+
+
+def test_run_folder_with_a_complete_checkpoint_is_resumed(run_dir: Path) -> None:
+    found = check_run_folder(config(run_dir)).checkpoint
+    assert found == run_dir / CHECKPOINTS / "step_000006"
+    (run_dir / "summary.json").write_text("{}")
+    write_config(config(run_dir, "optimizer.lr=0.5"), found)
+    assert load_config(run_dir / "config.toml").optimizer.lr == 0.5
+    assert (run_dir / "config.until_step_000006.toml").read_text() == ""
+    assert not (run_dir / "summary.json").exists()
+    [row] = read_jsonl(run_dir / "metrics.jsonl")
+    assert (row["source"], row["step"], row[RESUMED]) == ("launch", 6, 1)
+
+
+def test_new_folder_may_begin_at_a_checkpoint_of_another(run_dir: Path, tmp_path: Path) -> None:
+    named = f"checkpoint.resume={run_dir / CHECKPOINTS / 'step_000006'}"
+    assert step_of(check_run_folder(config(tmp_path / "new", named)).checkpoint) == 6
+    assert check_run_folder(config(tmp_path / "new")) == Beginning(None)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["checkpoint.resume=never"], 'already holds a run .* checkpoint.resume is "never"'),
+        (["checkpoint.resume={other}"], "names a checkpoint of another folder"),
+        (["checkpoint.resume=nowhere"], "nowhere: that is no complete checkpoint"),
+        (["train.steps=5"], "after step 6, beyond train.steps=5"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(
+    run_dir: Path, tmp_path: Path, overrides: list[str], expected: str
+) -> None:
+    other = make_checkpoint(tmp_path / "other", 3)
+    with pytest.raises(InputError, match=expected):
+        check_run_folder(config(run_dir, *(text.format(other=other) for text in overrides)))
+
+
+def test_run_that_ended_goes_on_only_with_more_steps(run_dir: Path) -> None:
+    make_checkpoint(run_dir, 10)
+    # Killed between its export and its summary.
+    assert step_of(check_run_folder(config(run_dir)).checkpoint) == 10
+    (run_dir / "summary.json").write_text("{}")
+    with pytest.raises(InputError, match="has ended: it is complete after step 10.*train.steps"):
+        check_run_folder(config(run_dir))
+    assert step_of(check_run_folder(config(run_dir, "train.steps=12")).checkpoint) == 10
+
+
+def test_run_without_a_complete_checkpoint_is_never_overwritten(run_dir: Path) -> None:
+    (run_dir / CHECKPOINTS / "step_000006" / "COMPLETE").unlink()
+    with pytest.raises(InputError, match="no complete checkpoint to resume from; runs are never"):
+        check_run_folder(config(run_dir))
+
+
+def test_the_same_command_begins_anew_after_an_attempt_without_a_checkpoint(run_dir: Path) -> None:
+    (run_dir / CHECKPOINTS / "step_000006" / "COMPLETE").unlink()
+    # As the launcher saves it: places are absolute, ports are chosen.
+    given = config(run_dir, "optimizer.lr=0.5")
+    saved = given.model_copy(update={"ports": PortsConfig(prompts=4711)})
+    (run_dir / "config.toml").write_text(dump_toml(saved))
+    for name in ("hf/cold_start", "rollouts", "tasks"):
+        (run_dir / name).mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    assert check_run_folder(given) == Beginning(None, is_again=True)
+    with pytest.raises(InputError, match="no complete checkpoint to resume from; runs are never"):
+        check_run_folder(config(run_dir, "optimizer.lr=0.25"))
+    aside = set_aside(run_dir)
+    assert load_config(aside / "config.toml") == saved
+    assert {path.name for path in aside.iterdir()} == {
+        "config.toml", "hf", "metrics.jsonl", "rollouts",
+    }  # fmt: skip
+    assert (aside / "hf" / "cold_start").is_dir() and (run_dir / "tasks").is_dir()
+    assert check_run_folder(given) == Beginning(None)
+    (run_dir / "rollouts").mkdir()
+    assert set_aside(run_dir) == run_dir / "attempt_2"
+
+
+def test_run_that_ended_without_a_checkpoint_says_so(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / CHECKPOINTS)
+    given = config(run_dir)
+    (run_dir / "config.toml").write_text(dump_toml(given))
+    (run_dir / "summary.json").write_text("{}")
+    with pytest.raises(InputError, match="has ended, and kept no checkpoint to train on from"):
+        check_run_folder(given)
+
+
+def test_folder_is_locked_until_the_last_child_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_LOCK_WAIT_S", 0.5)
+    program = "import sys; sys.stdin.read()"
+    with locked(tmp_path) as lock:
+        child = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, pass_fds=(lock,)
+        )
+        with pytest.raises(InputError, match="a run is going on in"), locked(tmp_path):
+            pass
+    try:
+        with pytest.raises(InputError, match="a run is going on in"), locked(tmp_path):
+            pass
+    finally:
+        child.communicate(timeout=10)
+    with locked(tmp_path):
+        pass

@@ -1,0 +1,213 @@
+"""Checkpoints are written in the background, one at a time, and a failure leaves the older ones."""
+
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.checkpoint_folder import (
+    CHECKPOINTS,
+    complete_checkpoints,
+    read_queue_state,
+)
+from megatron_rl.protocol.queue_state import PromptCursor, QueueState
+from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.trainer.checkpoint import background_save
+from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
+from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.weights.publish.control import Control
+from tests.distributed import run_ranks
+from tests.tiny_models import write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, num_hidden_layers=2)
+    return folder
+
+
+def config(model: Path, run_dir: Path, *overrides: str) -> Config:
+    common = [f"model.path={model}", f"run.dir={run_dir}", "model.dtype=float32"]
+    return load_config(None, [*common, "checkpoint.every_steps=2", *overrides])
+
+
+def state_at(step: int) -> QueueState:
+    return QueueState(step, PromptCursor(step, [step], [9], 0), step, [], [])
+
+
+def open_all(cfg: Config, policy: Any, last_step: int = 100) -> tuple[Trainer, Checkpoints]:
+    trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 10)
+    control = Control(policy.backend.host_group(60))
+    checkpoints = Checkpoints(
+        cfg.checkpoint, cfg.run.dir, control, queue_state=state_at, last_step=last_step
+    )
+    return trainer, checkpoints
+
+
+def run_of_seven_steps(cfg: Config) -> list[str]:
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy, last_step=7)
+        with checkpoints:
+            assert checkpoints.resume(trainer) == 0
+            for step in range(1, 8):
+                trainer.steps_done = step
+                checkpoints.save_if_due(step, trainer)
+    return sorted(path.name for path in (cfg.run.dir / CHECKPOINTS).iterdir())
+
+
+def test_due_steps_and_the_last_one_are_saved_and_old_ones_go(model: Path, tmp_path: Path) -> None:
+    cfg = config(model, tmp_path, "checkpoint.keep_every=4", "parallel.data=2")
+    expected = ["step_000004", "step_000006", "step_000007"]
+    assert run_ranks(run_of_seven_steps, 2, cfg) == [expected] * 2
+    assert run_ranks(resumed, 2, cfg)[0][:2] == (7, 7)
+    folder = tmp_path / CHECKPOINTS
+    assert read_queue_state(folder / "step_000006") == state_at(6)
+    # Both replicas wrote a part of what they hold in common.
+    sizes = [(folder / "step_000007" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert max(sizes) < 2 * min(sizes)
+
+
+def slow_writer(cfg: Config) -> list[Any]:
+    """Rank 1's writer is held back."""
+    gate = threading.Event()
+    write_data = background_save.FileSystemWriter.write_data
+
+    def held_back(*args: Any) -> Any:
+        gate.wait(30)
+        return write_data(*args)
+
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        if checkpoints._control.rank == 1:
+            background_save.FileSystemWriter.write_data = held_back
+        folder = cfg.run.dir / CHECKPOINTS
+        with torch.no_grad():
+            for parameter in policy.chunks[0].parameters():
+                parameter.fill_(2.0)
+        checkpoints.save_if_due(2, trainer)
+        with torch.no_grad():
+            for parameter in policy.chunks[0].parameters():
+                parameter.fill_(3.0)
+        found = []
+        for step in (3, 5):
+            checkpoints.save_if_due(step, trainer)
+            found.append(list(complete_checkpoints(folder)))
+        # Step 4 is due while step 2 is in flight: it waits until the gate opens.
+        threading.Timer(1.0, gate.set).start()
+        started = time.monotonic()
+        checkpoints.save_if_due(4, trainer)
+        waited = time.monotonic() - started
+        found.append(list(complete_checkpoints(folder)))
+        with checkpoints:
+            pass
+        found.append(list(complete_checkpoints(folder)))
+    return [found, waited > 0.9]
+
+
+def resumed(cfg: Config) -> tuple[int, int, set[float]]:
+    """Step of the checkpoint, the optimizer's, and the values of all parameters."""
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        step = checkpoints.resume(trainer)
+        values = {float(v) for p in policy.chunks[0].parameters() for v in (p.min(), p.max())}
+        return step, trainer.steps_done, values
+
+
+def test_training_goes_on_while_files_are_written_and_one_save_waits_for_another(
+    model: Path, tmp_path: Path
+) -> None:
+    cfg = config(model, tmp_path, "parallel.tensor=2")
+    assert run_ranks(slow_writer, 2, cfg) == [[[[], [], [2], [2, 4]], True]] * 2
+    # What was trained after the copy is not in the checkpoint.
+    for step, value in ((4, 3.0), (2, 2.0)):
+        folder = tmp_path / CHECKPOINTS / f"step_{step:06d}"
+        cfg = config(model, tmp_path, f"checkpoint.resume={folder}")
+        assert run_ranks(resumed, 1, cfg) == [(step, 0, {value})]
+
+
+def never_written(cfg: Config) -> str:
+    background_save.FileSystemWriter.write_data = lambda *args: time.sleep(30)
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        checkpoints.save_if_due(2, trainer)
+        with pytest.raises(DeadlineExceeded) as error:
+            checkpoints.save_if_due(4, trainer)
+        return str(error.value)
+
+
+def test_a_save_that_takes_too_long_ends_the_run(model: Path, tmp_path: Path) -> None:
+    cfg = config(model, tmp_path, "checkpoint.write_timeout_s=0.5")
+    [message] = run_ranks(never_written, 1, cfg)
+    assert "step 2 was not on the disk within 0 s (checkpoint.write_timeout_s)" in message
+
+
+def full_disk(cfg: Config) -> list[Any]:
+    """Rank 1 may not write files of more than 20 kB, from the second checkpoint on."""
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        checkpoints.save_if_due(2, trainer)
+        checkpoints._await_flight()
+        if checkpoints._control.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        checkpoints.save_if_due(4, trainer)
+        with pytest.raises(InputError) as error:
+            checkpoints._await_flight()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        checkpoints._control.all(True)
+        left = sorted(path.name for path in (cfg.run.dir / CHECKPOINTS).iterdir())
+        checkpoints._control.all(True)
+        checkpoints.save_if_due(6, trainer)
+        checkpoints._await_flight()
+        return [str(error.value), left, list(complete_checkpoints(cfg.run.dir / CHECKPOINTS))]
+
+
+def test_full_disk_is_a_clear_error_and_leaves_the_older_checkpoint(
+    model: Path, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(full_disk, 2, config(model, tmp_path, "parallel.tensor=2"))
+    for message, left, afterwards in outcomes:
+        assert message.startswith(f"the checkpoint of step 4 could not be written to {tmp_path}")
+        assert left == ["step_000002"] and afterwards == [2, 6]
+    assert "rank 1: " in outcomes[0][0] and "File too large" in outcomes[0][0]
+
+
+def resume(cfg: Config) -> str:
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        with pytest.raises(InputError) as error:
+            checkpoints.resume(trainer)
+        return str(error.value)
+
+
+def save_once(cfg: Config) -> None:
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        with checkpoints:
+            checkpoints.save_if_due(2, trainer)
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(model: Path, tmp_path: Path) -> None:
+    run_ranks(save_once, 1, config(model, tmp_path / "run"))
+    write_model(tmp_path / "larger", num_hidden_layers=2, hidden_size=128)
+    [message] = run_ranks(resume, 1, config(tmp_path / "larger", tmp_path / "run"))
+    assert "holds another model than model.path: its hidden is 64, that of model.path is 128" in (
+        message
+    )
+    weights = tmp_path / "run" / CHECKPOINTS / "step_000002" / "__0_0.distcp"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    for message in run_ranks(resume, 2, config(model, tmp_path / "run", "parallel.data=2")):
+        assert f"{weights} is damaged" in message and "the checkpoint before it" in message

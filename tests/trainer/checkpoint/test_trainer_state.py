@@ -1,0 +1,202 @@
+"""A saved trainer goes on as if it had not stopped, under any split of ranks (fp32, gloo)."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config, OptimizerConfig, ParallelConfig
+from megatron_rl.trainer.checkpoint.background_save import BackgroundSave
+from megatron_rl.trainer.checkpoint.optimizer_state import (
+    adam_steps,
+    restore_optimizer_state,
+    sharded_optimizer_state,
+)
+from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
+from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.optimizer import build_optimizer
+from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.weights.folders.load import unwrap
+from tests.distributed import run_ranks
+from tests.tiny_batches import VOCAB, my_share
+from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model
+
+SAVED_AT, STEPS = 2, 4
+TOTAL_STEPS = 10
+
+
+def new_trainer(cfg: Config, policy: object) -> Trainer:
+    return Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, TOTAL_STEPS)
+
+
+def take_steps(trainer: Trainer, first: int, last: int) -> list[tuple[float, float, float]]:
+    """(loss, gradient norm, learning rate) of each step."""
+    taken = []
+    for step in range(first, last):
+        values = {m.name: m.value for m in trainer.update(my_share(30, seed=step), version=0)}
+        taken.append((values["train/loss"], values["train/grad_norm"], values["train/lr"]))
+    return taken
+
+
+def saving_run(cfg: Config, folder: Path) -> list[tuple[float, float, float]]:
+    """Saves after SAVED_AT steps and goes on while the files are written."""
+    with open_policy(cfg) as policy:
+        trainer = new_trainer(cfg, policy)
+        take_steps(trainer, 0, SAVED_AT)
+        torch.rand(3)
+        folder.mkdir(exist_ok=True)
+        save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder)
+        drawn = torch.rand(4).tolist()
+        taken = take_steps(trainer, SAVED_AT, STEPS)
+        assert save.wait(time.monotonic() + 30)
+        save.finalize()
+        return [*taken, tuple(drawn)]
+
+
+def resumed_run(cfg: Config, folder: Path) -> list[tuple[float, float, float]]:
+    with open_policy(cfg) as policy:
+        trainer = new_trainer(cfg, policy)
+        assert restore(trainer, folder) == SAVED_AT
+        drawn = torch.rand(4).tolist()
+        return [*take_steps(trainer, SAVED_AT, STEPS), tuple(drawn)]
+
+
+def config(model: Path, *overrides: str) -> Config:
+    common = [f"model.path={model}", "model.dtype=float32", "optimizer.lr=0.01"]
+    common += ["optimizer.warmup_steps=1", "optimizer.decay=linear", "optimizer.weight_decay=0.1"]
+    return load_config(None, [*common, *overrides])
+
+
+def splits(*texts: str) -> list[list[str]]:
+    """Overrides of each "tensor=2 data=2"."""
+    return [[f"parallel.{size}" for size in text.split()] for text in texts]
+
+
+def check(model: Path, folder: Path, saved: list[str], resumed: list[list[str]]) -> None:
+    """Save under one split, resume under each of the others and under the same."""
+    cfg = config(model, *saved)
+    *expected, drawn = run_ranks(saving_run, cfg.parallel.world_size, cfg, folder)[0]
+    cfg = config(model, *saved)
+    assert run_ranks(resumed_run, cfg.parallel.world_size, cfg, folder)[0] == [*expected, drawn]
+    for split in resumed:
+        cfg = config(model, *split)
+        *taken, _ = run_ranks(resumed_run, cfg.parallel.world_size, cfg, folder)[0]
+        for step, step_expected in zip(taken, expected, strict=True):
+            assert step == pytest.approx(step_expected, rel=1e-5), split
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    write_model(folder, is_tied=True, vocab_size=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    write_model(folder, family="Qwen3Moe", vocab_size=VOCAB, num_hidden_layers=2, **QWEN3_MOE)
+    return folder
+
+
+SHARDED = "data=2 distributed_optimizer=true"
+
+
+def test_resumed_trainer_takes_the_steps_of_the_uninterrupted_one(
+    dense: Path, tmp_path: Path
+) -> None:
+    check(dense, tmp_path / "c", *splits("tensor=2"), splits("tensor=1", "pipeline=2", SHARDED))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "saved",
+    [
+        "tensor=1",
+        "pipeline=2",
+        "pipeline=2 virtual_stages=2",
+        "data=2",
+        SHARDED,
+        f"tensor=2 {SHARDED}",
+        "context=2 distributed_optimizer=true",
+    ],
+)
+def test_any_split_is_resumed_under_any_other(dense: Path, tmp_path: Path, saved: str) -> None:
+    others = splits("tensor=1", "tensor=2", "tensor=2 pipeline=2", "data=2", SHARDED)
+    others += splits("pipeline=2 virtual_stages=2", "context=2 distributed_optimizer=true")
+    check(dense, tmp_path / "c", *splits(saved), others)
+
+
+OVERLAPPED = f"{SHARDED} overlap_gradients=true overlap_parameters=true"
+FURTHER = ["pipeline=2 virtual_stages=2", OVERLAPPED, "context=2"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("saved", [*FURTHER, f"{FURTHER[0]} {OVERLAPPED}"])
+def test_interleaved_overlapped_and_context_splits_are_resumed(
+    dense: Path, tmp_path: Path, saved: str
+) -> None:
+    check(dense, tmp_path / "c", *splits(saved), splits("tensor=2", *FURTHER))
+
+
+EXPERTS = [
+    "tensor=2 sequence=true expert=2",
+    "data=2",
+    f"expert=2 {SHARDED}",
+    "tensor=2 sequence=true expert_tensor=2",
+]
+
+
+def test_experts_are_resumed_under_another_split(mixture: Path, tmp_path: Path) -> None:
+    check(mixture, tmp_path / "c", *splits(EXPERTS[2]), splits("tensor=1"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("saved", ["tensor=1", *EXPERTS, "pipeline=2 data=2 expert=2"])
+def test_experts_are_resumed_under_any_other_split(
+    mixture: Path, tmp_path: Path, saved: str
+) -> None:
+    check(mixture, tmp_path / "c", *splits(saved), splits(*EXPERTS))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("saved", ["data=2", SHARDED])
+def test_masters_of_a_bfloat16_model_are_resumed(dense: Path, tmp_path: Path, saved: str) -> None:
+    # Were masters made anew from the weights, the same split would differ in bits.
+    check(dense, tmp_path / "c", ["model.dtype=bfloat16", *splits(saved)[0]], [])
+
+
+def put_and_gather(folder: Path) -> list[str]:
+    """Names of the parameters whose optimizer state comes back changed, with many small buckets."""
+    loaded = load_on_rank(folder, ParallelConfig(data=2, distributed_optimizer=True))
+    module = unwrap(loaded.model[0])
+    buckets = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=10_000
+    )
+    chunk = DistributedDataParallel(module.config, buckets, module)
+    assert len(chunk.buffers[0].buckets) > 5
+    optimizer = build_optimizer(OptimizerConfig(), [chunk])
+    model = {"model0": module.sharded_state_dict()}
+    wanted = sharded_optimizer_state(optimizer, model, is_loading=True)
+    torch.manual_seed(3)
+    values = {
+        number: {name: torch.rand(shard.data.shape) for name, shard in state.items()}
+        for number, state in wanted.items()
+    }
+    restore_optimizer_state(optimizer, model, values, steps=5)
+    assert adam_steps(optimizer) == 5
+    gathered = sharded_optimizer_state(optimizer, model)
+    return [
+        shard.key
+        for number, state in gathered.items()
+        for name, shard in state.items()
+        if not torch.equal(shard.data, values[number][name])
+    ]
+
+
+def test_state_is_gathered_right_from_padded_buckets(dense: Path) -> None:
+    assert run_ranks(put_and_gather, 2, dense) == [[], []]

@@ -1,0 +1,127 @@
+"""Every family computes transformers' logits, and takes transformers' defaults for absent keys."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.launcher.sizing.parameters import model_parameters
+from megatron_rl.weights.layout.shape import ModelShape, read_shape
+from tests.tiny_models import QWEN3_MOE, write_model
+from tests.trainer.model.test_build import assert_logits_equal
+
+ONE, TENSOR, PIPELINE = ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(pipeline=2)
+SEQUENCE = ParallelConfig(tensor=2, sequence=True)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    # As in Mistral-Small, the heads together are not as wide as the hidden state.
+    "mistral": ("Mistral", {"head_dim": 24, "sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-tied": ("Mixtral", {"num_local_experts": 4, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-raw": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
+    "qwen3-moe-tied": ("Qwen3Moe", {**QWEN3_MOE, "tie_word_embeddings": True}),
+}
+
+
+def splits_of(name: str) -> list[ParallelConfig]:
+    """One process, two tensor ranks, two stages; experts need sequence parallelism."""
+    return [ONE, SEQUENCE if "mix" in name or "moe" in name else TENSOR, PIPELINE]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, options = FAMILIES[name]
+    model = write_model(tmp_path / "model", family=family, **options)
+    for parallel in splits_of(name):
+        assert_logits_equal(tmp_path / "model", parallel, model)
+
+
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+def shape_of_config(folder: Path, architecture: str, **values: Any) -> ModelShape:
+    """The shape that a config.json with no more than the needed keys means."""
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": [f"{architecture}ForCausalLM"], **SIZES, **values})
+    )
+    return read_shape(folder)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"]
+)
+def test_absent_keys_mean_what_transformers_takes_for_them(
+    architecture: str, tmp_path: Path
+) -> None:
+    shape = shape_of_config(tmp_path, architecture)
+    theirs = getattr(transformers, f"{architecture}Config")(**SIZES)
+    assert shape.kv_heads == theirs.num_key_value_heads
+    assert shape.head_dim == (getattr(theirs, "head_dim", None) or 128 // 64)
+    assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert shape.is_tied is theirs.tie_word_embeddings
+    assert shape.sliding_window == getattr(theirs, "sliding_window", None)
+    if architecture == "Qwen3Moe":
+        assert shape.norm_topk_prob is theirs.norm_topk_prob is False
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"quantization_config": {"bits": 4}}, "quantised weights"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layers of different attention \(layer_types\) are not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    ],
+)
+def test_what_would_change_the_arithmetic_is_refused(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        shape_of_config(tmp_path, "Qwen3", **values)
+    assert shape_of_config(tmp_path, "Qwen3", layer_types=["full_attention"] * 2).layers == 2
+
+
+def test_magistral_small_has_the_shape_that_is_known(tmp_path: Path) -> None:
+    # Mistral-Small-3.1-24B's text model: 23.6 billion parameters.
+    shape = shape_of_config(
+        tmp_path,
+        "Mistral",
+        vocab_size=131072,
+        hidden_size=5120,
+        intermediate_size=32768,
+        num_hidden_layers=40,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=1e9,
+        sliding_window=None,
+    )
+    assert shape.heads * shape.head_dim == 4096 != shape.hidden
+    assert model_parameters(shape) == 23_572_403_200

@@ -1,0 +1,130 @@
+"""Logprobs from hidden states against torch's log_softmax over the whole vocabulary."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.trainer.model.logprobs import OutputLayer, token_logprobs
+from tests.distributed import run_ranks
+from tools.bench.peak_memory import logprob_peak_over_bound
+
+TOKENS, VOCAB, PADDED, HIDDEN = 37, 50, 64, 12
+SLOPES = torch.arange(TOKENS) / TOKENS
+
+
+def make_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=rng).to(dtype)
+    weight = torch.randn(PADDED, HIDDEN, generator=rng).to(dtype)
+    return hidden, weight, torch.randint(0, VOCAB, (TOKENS,), generator=rng)
+
+
+def results_of_rank(
+    dtype: torch.dtype, temperature: float, vocab: int, chunk_tokens: int
+) -> dict[str, torch.Tensor]:
+    """What this rank computes with its rows of the weight."""
+    dist.init_process_group("gloo")
+    hidden, weight, targets = make_inputs(dtype)
+    mine = weight.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+    hidden.requires_grad_()
+    layer = OutputLayer(mine, vocab, dist.group.WORLD, temperature, chunk_tokens)
+    values = token_logprobs(hidden, targets % vocab, layer)
+    (values.logprobs * SLOPES).sum().backward()
+    dist.all_reduce(hidden.grad)
+    return {
+        "logprobs": values.logprobs.detach(),
+        "entropy": values.entropy,
+        "hidden": hidden.grad,
+        "weight": mine.grad,
+    }
+
+
+def reference(dtype: torch.dtype, temperature: float, vocab: int) -> dict[str, torch.Tensor]:
+    hidden, weight, targets = make_inputs(dtype)
+    hidden = hidden.requires_grad_()
+    weight.requires_grad_()
+    logits = torch.log_softmax((hidden @ weight[:vocab].t()).float() / temperature, -1)
+    chosen = logits.gather(1, (targets % vocab)[:, None])[:, 0]
+    (chosen * SLOPES).sum().backward()
+    return {
+        "logprobs": chosen.detach(),
+        "entropy": -(logits.exp() * logits).sum(-1).detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "temperature", "vocab", "chunk_tokens"),
+    [
+        (1, 1.0, VOCAB, 1000),
+        (1, 0.7, VOCAB, 1),
+        (2, 1.0, VOCAB, 24),
+        (2, 0.7, PADDED, 24),
+        # The second rank holds padding alone.
+        (2, 1.0, 30, 24),
+    ],
+)
+def test_logprobs_entropy_and_gradients_equal_log_softmax(
+    ranks: int, temperature: float, vocab: int, chunk_tokens: int
+) -> None:
+    expected = reference(torch.float32, temperature, vocab)
+    results = run_ranks(
+        results_of_rank, ranks, torch.float32, temperature, vocab, chunk_tokens
+    )  # fmt: skip
+    for result in results:
+        for name in ("logprobs", "entropy", "hidden"):
+            torch.testing.assert_close(result[name], expected[name], rtol=1e-5, atol=2e-5)
+    weight = torch.cat([result["weight"] for result in results])
+    torch.testing.assert_close(weight, expected["weight"], rtol=1e-5, atol=2e-5)
+    assert not weight[vocab:].any()
+
+
+def test_bfloat16_products_are_reduced_in_float32() -> None:
+    hidden, weight, targets = make_inputs(torch.bfloat16)
+    logits = (hidden @ weight[:VOCAB].t()).float()
+    expected = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+    exact = reference(torch.float32, 1.0, VOCAB)
+    for result in run_ranks(results_of_rank, 2, torch.bfloat16, 1.0, VOCAB, 24):
+        torch.testing.assert_close(result["logprobs"], expected, rtol=1e-5, atol=1e-5)
+        for name in ("hidden", "weight"):
+            assert result[name].dtype == torch.bfloat16
+        error = (result["hidden"].float() - exact["hidden"]).norm() / exact["hidden"].norm()
+        assert error < 0.02
+
+
+def results_without_targets() -> tuple[int, bool, bool]:
+    dist.init_process_group("gloo")
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    weight = torch.ones(PADDED // 2, HIDDEN, requires_grad=True)
+    layer = OutputLayer(weight, VOCAB, dist.group.WORLD, 1.0, 24)
+    values = token_logprobs(hidden, torch.zeros(0, dtype=torch.int64), layer)
+    values.logprobs.sum().backward()
+    return len(values.entropy), bool(weight.grad.any()), hidden.grad.shape == hidden.shape
+
+
+def test_ranks_without_targets_take_part_and_add_nothing() -> None:
+    assert run_ranks(results_without_targets, 2) == [(0, False, True)] * 2
+
+
+def overhead_of_rank(dtype: torch.dtype, n_tokens: int, chunk_tokens: int) -> float:
+    """Peak of a rank's extra memory over the bound."""
+    dist.init_process_group("gloo")
+    n_ids, n_hidden = 4096 // dist.get_world_size(), 64
+    hidden = torch.randn(n_tokens, n_hidden, dtype=dtype, requires_grad=True)
+    weight = torch.randn(n_ids, n_hidden, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, 4000, (n_tokens,))
+    layer = OutputLayer(weight, 4000, dist.group.WORLD, 1.0, chunk_tokens)
+    return logprob_peak_over_bound(hidden, targets, layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_peak_memory_stays_below_the_chunk_whatever_the_count_of_tokens(
+    dtype: torch.dtype, ranks: int
+) -> None:
+    for n_tokens in (300, 3000):
+        for over_bound in run_ranks(overhead_of_rank, ranks, dtype, n_tokens, 128):
+            # A pass holds logits of a third of the chunk, and their exponentials: else nothing
+            # was measured.
+            assert 0.6 < over_bound <= 1.0

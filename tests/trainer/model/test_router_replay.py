@@ -1,0 +1,189 @@
+"""Recorded expert choices are taken again, on every split; gradients still reach the routers."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import ConfigError, load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.packing import deal
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from megatron_rl.trainer.model.build import packed
+from megatron_rl.trainer.model.collate import collate
+from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.model.router_replay import UNKNOWN, replayed, routers_of
+from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.weights.layout.tensor_shards import Share
+from tests.distributed import run_ranks
+from tests.tiny_models import QWEN3_MOE, write_model
+
+VOCAB, LAYERS, EXPERTS, TOPK = 200, 4, 4, 2
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    write_model(folder, family="Qwen3Moe", vocab_size=VOCAB, num_hidden_layers=LAYERS, **QWEN3_MOE)
+    return folder
+
+
+def make_config(folder: Path, *overrides: str) -> Config:
+    return load_config(
+        None,
+        [f"model.path={folder}", "model.dtype=float32", "train.router_replay=true", *overrides],
+    )
+
+
+def make_sequences() -> list[TrainSequence]:
+    """Random tokens and random choices, of two different experts each."""
+    rng = np.random.default_rng(5)
+    sequences = []
+    for prompt, completion in ((5, 9), (3, 4), (7, 2), (4, 12)):
+        count = prompt + completion - 1
+        chosen = [rng.permutation(EXPERTS)[:TOPK] for _ in range(count * LAYERS)]
+        sequences.append(
+            TrainSequence(
+                token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
+                prompt_length=prompt,
+                generator_logprobs=rng.normal(-5, 0.3, completion).astype(np.float32),
+                token_versions=np.zeros(completion, np.int32),
+                advantage=float(rng.normal()),
+                weight=1 / 27,
+                expert_choices=np.concatenate(chosen).astype(np.int32),
+            )
+        )
+    return sequences
+
+
+def own_experts(chunk: torch.nn.Module) -> list[torch.Tensor]:
+    """[positions, experts] bool of each layer, filled by the next forward passes."""
+    maps: list[torch.Tensor] = []
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module.register_forward_hook(lambda _, args, output: maps.append(output[1].bool()))
+    return maps
+
+
+def record_perturb_replay(cfg: Config) -> dict[str, bool]:
+    """What holds of a replay after the routers' weights were changed."""
+    with open_policy(cfg) as policy:
+        chunk, routers = policy.chunks[0], routers_of(policy.chunks[0])
+        ids = (torch.arange(TOKENS)[None] * 7) % VOCAB
+        inputs = (ids, torch.arange(TOKENS)[None], None)
+        maps = own_experts(chunk)
+        for _, replay in routers:
+            replay.set_router_replay_action(RouterReplayAction.RECORD)
+        before = chunk(*inputs, packed_seq_params=packed([TOKENS])).detach()
+        choices = torch.cat([replay.get_recorded_indices() for _, replay in routers], dim=1)
+        for _, replay in routers:
+            replay.clear_router_replay_action()
+        with replayed(chunk, choices, topk=TOPK, share=Share()):
+            again = chunk(*inputs, packed_seq_params=packed([TOKENS])).detach()
+        weights = [p for name, p in chunk.named_parameters() if "router" in name]
+        with torch.no_grad():
+            for weight in weights:
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+        for _, replay in routers:
+            replay.clear_router_replay_action()
+        chunk(*inputs, packed_seq_params=packed([TOKENS]))
+        with replayed(chunk, choices, topk=TOPK, share=Share()):
+            output = chunk(*inputs, packed_seq_params=packed([TOKENS]))
+        chunk.zero_grad_buffer()
+        output.square().mean().backward()
+        recorded, same, other, forced = (maps[i : i + LAYERS] for i in range(0, 4 * LAYERS, LAYERS))
+        return {
+            "a replay of the same weights changes nothing": torch.equal(before, again),
+            "the same experts": all(map(torch.equal, recorded, same)),
+            "other weights choose others": not all(map(torch.equal, recorded, other)),
+            "replayed experts": all(map(torch.equal, recorded, forced)),
+            "gradients": all(weight.main_grad.norm() > 0 for weight in weights),
+            "other logits": not torch.allclose(output, before),
+        }
+
+
+def test_recorded_choices_are_taken_again_under_other_weights(folder: Path) -> None:
+    [found] = run_ranks(record_perturb_replay, 1, make_config(folder))
+    assert len(found) == 6 and {claim for claim, holds in found.items() if not holds} == set()
+
+
+def totals(cfg: Config, replays: bool) -> tuple[float, float]:
+    """Loss and norm of the gradient of the same minibatch."""
+    with open_policy(cfg) as policy:
+        objective = Objective(LOSSES["clipped"], cfg.loss, replays_experts=replays)
+        trainer = Trainer(policy, objective, cfg.optimizer, 1)
+        sequences = make_sequences()
+        dealt = deal(
+            [len(sequence.token_ids) for sequence in sequences],
+            budget_tokens=20,
+            dp_size=cfg.parallel.data,
+        )
+        mine = dealt[parallel_state.get_data_parallel_rank()]
+        share = MinibatchShare([[sequences[i] for i in microbatch] for microbatch in mine])
+        # What is replayed in one step must be gone in the next.
+        metrics = {}
+        for _ in range(2):
+            trainer.update(share, version=0)
+        metrics = {metric.name: metric.value for metric in trainer.update(share, version=0)}
+        return metrics["train/loss"], metrics["train/grad_norm"]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> tuple[float, float]:
+    return run_ranks(totals, 1, make_config(folder), True)[0]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.pipeline=2", "model.recompute=full"],
+        ["model.recompute=full"],
+        ["parallel.tensor=2", "parallel.sequence=true"],
+        ["parallel.data=2", "parallel.expert=2"],
+        ["parallel.context=2"],
+        ["parallel.pipeline=2", "parallel.virtual_stages=2", "model.recompute=full"],
+    ],
+    ids=",".join,
+)
+def test_a_replay_is_the_same_on_every_split(
+    folder: Path, expected: tuple[float, float], overrides: list[str]
+) -> None:
+    cfg = make_config(folder, *overrides)
+    for found in run_ranks(totals, cfg.parallel.world_size, cfg, True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_replay_the_routers_choose(folder: Path, expected: tuple[float, float]) -> None:
+    [found] = run_ranks(totals, 1, make_config(folder), False)
+    assert found[1] != pytest.approx(expected[1], rel=1e-3)
+
+
+def test_choices_stand_at_their_positions() -> None:
+    first, second, *_ = make_sequences()
+    width = LAYERS * TOPK
+    batch = collate([first, second], multiple=8, choice_width=width)
+    choices = batch.expert_choices
+    assert choices is not None and choices.shape == (24, width)
+    assert choices[:13].flatten().tolist() == first.expert_choices.tolist()
+    assert choices[14:20].flatten().tolist() == second.expert_choices.tolist()
+    # Last positions and padding predict nothing.
+    assert (choices[[13, 20, 21, 22, 23]] == UNKNOWN).all()
+    assert (collate([], choice_width=width).expert_choices == UNKNOWN).all()
+    assert collate([first]).expert_choices is None
+
+
+def test_a_sequence_without_choices_is_refused() -> None:
+    bare = msgspec.structs.replace(make_sequences()[0], expert_choices=np.zeros(3, np.int32))
+    with pytest.raises(InputError, match="a sequence of 14 tokens has 3 expert choices instead"):
+        collate([bare], choice_width=LAYERS * TOPK)
+    with pytest.raises(ConfigError, match="generator.engine='hf' does not"):
+        load_config(None, ["train.router_replay=true", "generator.engine=hf"])

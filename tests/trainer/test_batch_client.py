@@ -1,0 +1,104 @@
+"""One leader per model-parallel group fetches the batch; every rank of the group gets it."""
+
+import socket
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.types import (
+    MinibatchShare,
+    NextBatch,
+    RankBatch,
+    Stop,
+    TrainSequence,
+)
+from megatron_rl.protocol.wire import Router
+from megatron_rl.trainer import batch_client
+from megatron_rl.trainer.batch_client import BatchClient
+from tests.distributed import run_ranks
+
+
+def make_batch(step: int, dp_rank: int) -> RankBatch:
+    sequence = TrainSequence(
+        np.arange(5, dtype=np.int32), 2, np.ones(3, np.float32), np.zeros(3, np.int32), 0.5, 0.1
+    )
+    return RankBatch(step, dp_rank, [MinibatchShare([[sequence], []])], {"x": (1.0, 2.0, "mean")})
+
+
+def serve_or_fetch(port: int) -> list:
+    """Rank 0 of three plays the queue; ranks 1 and 2 are one model-parallel group."""
+    dist.init_process_group("gloo")
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return serve(port)
+    batch_client._TURN_S = 0.2
+    decoded = count_calls("decode")
+    encoded = count_calls("encode")
+    with BatchClient(
+        f"127.0.0.1:{port}",
+        dp_rank=3,
+        dp_size=4,
+        group=group,
+        world=group,
+        device=torch.device("cpu"),
+        timeout_s=20,
+    ) as batches:
+        batches.announce(0, is_final=False)
+        turns: list[int] = []
+        first = batches.next(0, lambda: turns.append(dist.get_rank(group)))
+        assert first is not None
+        sequence = first.minibatches[0].microbatches[0][0]
+        facts = [first.step, first.dp_rank, sequence.token_ids.tolist(), sequence.advantage]
+        # The ranks waited together: what they do meanwhile may be collective.
+        assert 2 <= len(turns) <= 4
+        facts += [first.metrics, batches.next(1)]
+    # Two answers; the leader also encoded the requests for them.
+    assert len(decoded) == 2
+    assert len(encoded) == (2 if group.rank() == 0 else 0)
+    return facts
+
+
+def count_calls(name: str) -> list[str]:
+    """Has a function of `wire` add to the list whenever it is called."""
+    calls: list[str] = []
+    real = getattr(wire, name)
+
+    def counted(*args: Any) -> Any:
+        calls.append(name)
+        return real(*args)
+
+    setattr(wire, name, counted)
+    return calls
+
+
+def serve(port: int) -> list:
+    """Answer the first request late, the second with Stop; returns what was heard."""
+    heard = []
+    with Router("127.0.0.1", port) as router:
+        while len(heard) < 2:
+            received = router.receive(20)
+            assert received is not None
+            peer, message = received
+            heard.append((peer, message))
+            assert isinstance(message, NextBatch), message
+            if message.step == 0:
+                # Longer than several turns of the leader's wait.
+                assert router.receive(0.7) is None
+                router.send(peer, make_batch(0, message.dp_rank))
+            else:
+                router.send(peer, Stop())
+    return heard
+
+
+def test_every_rank_gets_the_leaders_batch_and_the_stop() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    heard, *fetched = run_ranks(serve_or_fetch, 3, port)
+    # Only data-parallel rank 0 announces versions, so rank 3's leader sent requests alone.
+    assert heard == [("trainer-3", NextBatch(0, 3, 4)), ("trainer-3", NextBatch(1, 3, 4))]
+    expected = [0, 3, [0, 1, 2, 3, 4], 0.5, {"x": (1.0, 2.0, "mean")}, None]
+    assert fetched == [expected, expected]

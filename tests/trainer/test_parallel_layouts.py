@@ -1,0 +1,147 @@
+"""Every way to divide the work trains alike: losses and gradient norms of three steps (fp32)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.weights.layout.trainer_layout import named_parameters
+from tests.distributed import run_ranks
+from tests.tiny_batches import VOCAB, my_share
+from tests.tiny_models import QWEN3_MOE, write_model
+
+STEPS = 3
+COMMON = [
+    "model.dtype=float32",
+    "optimizer.lr=1e-3",
+    "optimizer.warmup_steps=0",
+]
+SEQUENCE = "tensor=2 sequence=true"
+INTERLEAVED = "pipeline=2 virtual_stages=2"
+SHARDED = "data=2 distributed_optimizer=true"
+OVERLAP = "overlap_gradients=true overlap_parameters=true"
+
+DENSE = [
+    "tensor=2",
+    SEQUENCE,
+    "pipeline=2",
+    INTERLEAVED,
+    "data=2 overlap_gradients=true",
+    SHARDED,
+    f"{SHARDED} {OVERLAP}",
+    "context=2",
+    f"context=2 {SEQUENCE}",
+    f"pipeline=2 {SEQUENCE}",
+    f"pipeline=2 {SHARDED}",
+    f"{INTERLEAVED} {SHARDED} {OVERLAP}",
+    "recompute=selective",
+    "recompute=full",
+    "data=2",
+    "context=4",
+    "context=2 pipeline=2",
+    f"context=2 {SHARDED} {OVERLAP}",
+    f"{INTERLEAVED} {SEQUENCE}",
+    f"{SHARDED} {SEQUENCE}",
+    f"context=2 {SEQUENCE} recompute=full",
+]
+MIXED = [
+    f"{SHARDED} expert=2",
+    f"{SEQUENCE} expert=2",
+    f"{SEQUENCE} data=2 expert=2 expert_tensor=2",
+    "context=2 expert=2",
+    f"{SHARDED} {OVERLAP} expert=2",
+    f"{SEQUENCE} expert_tensor=2",
+    f"{INTERLEAVED} data=2 expert=2",
+    "data=2 expert=2 recompute=selective",
+]
+
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+def train(cfg: Config) -> Curve:
+    """Some updates on this rank."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, STEPS)
+        curve = []
+        for _ in range(STEPS):
+            found = {m.name: m.value for m in trainer.update(my_share(30), version=0)}
+            curve.append((found["train/loss"], found["train/grad_norm"]))
+    return curve
+
+
+def config_of(folder: Path, layout: str) -> Config:
+    """A float32 run of the model in `folder`; a layout is keys of `parallel` and recompute."""
+    sections = {"recompute": "model"}
+    keys = [f"{sections.get(key.split('=')[0], 'parallel')}.{key}" for key in layout.split()]
+    return load_config(None, [*COMMON, f"model.path={folder}", *keys])
+
+
+def curve_of(folder: Path, layout: str) -> Curve:
+    """Of rank 0, as a whole run would log it."""
+    cfg = config_of(folder, layout)
+    first, *others = run_ranks(train, cfg.parallel.world_size, cfg)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
+    folder = tmp_path_factory.mktemp("dense")
+    write_model(folder, is_tied=True, vocab_size=VOCAB)
+    return folder, curve_of(folder, "")
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
+    folder = tmp_path_factory.mktemp("mixed")
+    write_model(folder, family="Qwen3Moe", vocab_size=VOCAB, **QWEN3_MOE)
+    return folder, curve_of(folder, "")
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("layout", DENSE)
+def test_dense_model_trains_alike(layout: str, dense: tuple[Path, Curve]) -> None:
+    assert_alike(layout, *dense)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", MIXED)
+def test_mixture_of_experts_trains_alike(layout: str, mixed: tuple[Path, Curve]) -> None:
+    assert_alike(layout, *mixed)
+
+
+def parameters_around_a_gather(cfg: Config) -> list[Tensor]:
+    """All parameters in one after an update, before and after they are gathered."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, STEPS)
+        trainer.update(my_share(30), version=0)
+        found = []
+        for _ in range(2):
+            held = named_parameters(policy.chunks).values()
+            found.append(torch.cat([parameter.detach().flatten() for parameter in held]))
+            trainer.gather()
+    return found
+
+
+def test_overlapped_parameters_are_whole_once_gathered(dense: tuple[Path, Curve]) -> None:
+    plain, overlapped = (
+        run_ranks(parameters_around_a_gather, 2, config_of(dense[0], layout))
+        for layout in (SHARDED, f"{SHARDED} {OVERLAP}")
+    )
+    expected = plain[0][0]
+    assert not any(torch.equal(before, expected) for before, _ in overlapped)
+    assert all(torch.equal(after, expected) for _, after in overlapped)
+
+
+def assert_alike(layout: str, folder: Path, expected: Curve) -> None:
+    for found, alone in zip(curve_of(folder, layout), expected, strict=True):
+        assert found == pytest.approx(alone, rel=1e-5)
+    losses = [loss for loss, _ in expected]
+    assert losses[-1] < losses[0] - 1e-3, "the steps must matter"

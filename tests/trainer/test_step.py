@@ -1,0 +1,168 @@
+"""The gradient is the same for every packing, microbatch budget and parallel split (fp32).
+
+Gradients are compared in Hugging Face layout: they are put in the parameters' place and go through
+the weight export. The reference is transformers' own model with an obvious per-sequence loss.
+"""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.algorithms.loss import LOSSES, LossInputs, clipped_loss
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.weights.folders.export import export_tensors
+from megatron_rl.weights.layout.trainer_layout import named_parameters
+from tests.distributed import run_ranks
+from tests.tiny_batches import VOCAB, make_sequences, my_share
+from tests.tiny_models import QWEN3_MOE, write_model
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_model(folder, is_tied=True, vocab_size=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    write_model(folder, family="Qwen3Moe", vocab_size=VOCAB, num_hidden_layers=2, **QWEN3_MOE)
+    return folder
+
+
+def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
+    """Gradient in HF layout (rank 0) after forward and backward of the same minibatch."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
+        sums = trainer.accumulate(my_share(budget_tokens), version=0).sums
+        with torch.no_grad():
+            for parameter in named_parameters(policy.chunks).values():
+                parameter.copy_(parameter.main_grad)
+        gradient = {
+            name: tensor.clone() for name, tensor in export_tensors(policy.chunks, policy.shape)
+        }
+        return {**gradient, "loss": torch.tensor(sums["loss"])}
+
+
+def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total = torch.zeros(())
+    for s in make_sequences():
+        ids = torch.tensor(s.token_ids, dtype=torch.int64)
+        rows = torch.log_softmax(model(ids[None]).logits[0].float(), -1)
+        logprobs = torch.stack([rows[i - 1, ids[i]] for i in range(s.prompt_length, len(ids))])
+        ones = torch.ones(len(logprobs))
+        inputs = LossInputs(
+            logprobs, torch.tensor(s.generator_logprobs), ones * s.advantage, ones * s.weight
+        )
+        total = total + clipped_loss(inputs, load_config(None).loss).loss
+    total.backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    # transformers holds experts fused in memory and writes each one apart.
+    with tempfile.TemporaryDirectory() as written:
+        model.save_pretrained(written)
+        return {**load_file(f"{written}/model.safetensors"), "loss": total.detach()}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data", "budget_tokens", "extra"),
+    [
+        (1, 1, 1, 1000, []),
+        (1, 1, 1, 1, []),
+        (1, 1, 1, 25, []),
+        (2, 1, 1, 30, []),
+        (2, 1, 1, 30, ["parallel.sequence=true"]),
+        (1, 2, 1, 30, []),
+        (1, 2, 1, 30, ["parallel.virtual_stages=2"]),
+        (1, 2, 1, 1000, ["parallel.virtual_stages=2"]),
+        (1, 1, 2, 30, []),
+        (2, 2, 1, 25, []),
+        (1, 1, 1, 30, ["parallel.context=2"]),
+        (1, 1, 1, 1, ["parallel.context=2"]),
+        (2, 1, 1, 30, ["parallel.context=2", "parallel.sequence=true"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, list) else str(value),
+)
+def test_gradient_is_equal_for_every_split(
+    model_folder: Path, tensor: int, pipeline: int, data: int, budget_tokens: int, extra: list[str]
+) -> None:
+    sizes = [
+        f"parallel.tensor={tensor}",
+        f"parallel.pipeline={pipeline}",
+        f"parallel.data={data}",
+    ]
+    assert_gradient_equal(model_folder, [*sizes, *extra], budget_tokens)
+
+
+EXPERT_SPLITS = [
+    {},
+    {"data": 2},
+    {"data": 2, "expert": 2},
+    {"tensor": 2, "sequence": "true"},
+    {"tensor": 2, "sequence": "true", "expert": 2},
+    {"pipeline": 2, "data": 2, "expert": 2},
+    {"tensor": 2, "sequence": "true", "data": 2, "expert": 2},
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("sizes", EXPERT_SPLITS, ids=str)
+def test_gradient_of_experts_is_equal_for_every_split(
+    mixture_folder: Path, sizes: dict[str, int | str]
+) -> None:
+    extra = [f"parallel.{name}={size}" for name, size in sizes.items()]
+    assert_gradient_equal(mixture_folder, extra, budget_tokens=30)
+
+
+def test_gradient_of_experts_is_equal_when_recomputed(mixture_folder: Path) -> None:
+    extra = ["model.recompute=full", "parallel.data=2", "parallel.expert=2"]
+    assert_gradient_equal(mixture_folder, extra, budget_tokens=30)
+
+
+def assert_gradient_equal(folder: Path, extra: list[str], budget_tokens: int) -> None:
+    cfg = load_config(None, [f"model.path={folder}", "model.dtype=float32", *extra])
+    result = run_ranks(gradient_of, cfg.parallel.world_size, cfg, budget_tokens)[0]
+    expected = reference_gradient(folder)
+    assert set(result) == set(expected)
+    for name, gradient in expected.items():
+        error = (result[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def step_of(cfg: Config) -> tuple[float, dict[str, torch.Tensor]]:
+    """Gradient norm of one update, and the weights after it (rank 0)."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
+        metrics = {metric.name: metric.value for metric in trainer.update(my_share(30), version=0)}
+        return metrics["train/grad_norm"], dict(export_tensors(policy.chunks, policy.shape))
+
+
+@pytest.mark.exhaustive
+def test_step_with_experts_is_equal_for_every_split(mixture_folder: Path) -> None:
+    # A large epsilon makes Adam's first step follow the gradient's size, which it else forgets.
+    common = [f"model.path={mixture_folder}", "model.dtype=float32", "optimizer.lr=1"]
+    common += ["optimizer.warmup_steps=0", "optimizer.eps=10"]
+    norms, weights = [], []
+    sharded = {"data": 2, "expert": 2, "distributed_optimizer": "true"}
+    for sizes in [*EXPERT_SPLITS, sharded]:
+        extra = [f"parallel.{name}={size}" for name, size in sizes.items()]
+        cfg = load_config(None, [*common, *extra])
+        norm, after = run_ranks(step_of, cfg.parallel.world_size, cfg)[0]
+        norms.append(norm)
+        weights.append(after)
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
+    before = load_file(mixture_folder / "model.safetensors")
+    for after in weights:
+        for name, tensor in after.items():
+            step = weights[0][name] - before[name]
+            assert (tensor - weights[0][name]).norm() < 1e-3 * step.norm(), name

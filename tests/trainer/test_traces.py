@@ -1,0 +1,59 @@
+"""Supervised traces: reading, tokens with loss, weights, order."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import RenderConfig
+from megatron_rl.protocol.render import Renderer
+from megatron_rl.trainer.traces import minibatches, read_traces, tokenize
+from tools.make_tiny_model import make_folder
+
+LINE = '{"messages": [{"role": "user", "content": "sort 21="}], "response": "<think></think>12"}\n'
+
+
+def make_renderer(folder: Path) -> Renderer:
+    return Renderer(RenderConfig(system_prompt=""), folder, 64, gates={"math": "think_box"})
+
+
+def test_bad_line_is_named_with_its_file_and_number(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    path.write_text(LINE + '{"messages": [], "reply": "x"}\n')
+    with pytest.raises(InputError, match=r"traces\.jsonl:2: .*response"):
+        read_traces(path)
+
+
+def test_only_the_response_and_its_end_carry_loss(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model", seed=0)
+    path = tmp_path / "traces.jsonl"
+    path.write_text(LINE)
+    renderer = make_renderer(tmp_path / "model")
+    (sequence,) = tokenize(read_traces(path), renderer)
+    completion = sequence.token_ids[sequence.prompt_length :].tolist()
+    assert renderer.decode(sequence.token_ids[: sequence.prompt_length].tolist()).endswith("21=")
+    assert completion[-1] in renderer.stop_ids
+    assert renderer.decode(completion) == "<think></think>12"
+    # <think>, </think>, 1, 2 and the end are one token each.
+    assert len(completion) == 5 == len(sequence.generator_logprobs)
+
+
+def test_weights_of_a_minibatch_sum_to_one_and_every_trace_comes_once_an_epoch(
+    tmp_path: Path,
+) -> None:
+    make_folder(tmp_path / "model", seed=0)
+    path = tmp_path / "traces.jsonl"
+    digits = ["1", "12", "123", "1234", "12345", "123456"]
+    path.write_text("".join(LINE.replace("12", d) for d in digits))
+    sequences = tokenize(read_traces(path), make_renderer(tmp_path / "model"))
+    batches = list(minibatches(sequences, batch_size=3, steps=4, seed=1))
+    for batch in batches:
+        assert sum(s.weight * len(s.generator_logprobs) for s in batch) == pytest.approx(1.0)
+    for epoch in (batches[:2], batches[2:]):
+        lengths = sorted(len(s.token_ids) for batch in epoch for s in batch)
+        assert lengths == sorted(len(s.token_ids) for s in sequences)
+    again = list(minibatches(sequences, batch_size=3, steps=4, seed=1))
+    for one, other in zip(batches, again, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids)

@@ -1,0 +1,69 @@
+"""What the trainer's entry decides from the configuration, and what it leaves at its end."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl.config.tree import Config
+from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.train import chosen_method
+from tests.distributed import run_ranks
+from tests.tiny_models import write_model
+
+
+@pytest.mark.parametrize(
+    ("method", "quantization", "expected"),
+    [
+        ("reshard", "", "reshard"),
+        ("ipc", "", "ipc"),
+        ("ipc", "fp8", "disk"),
+        ("reshard", "fp8", "broadcast"),
+        ("broadcast", "fp8", "broadcast"),
+        ("disk", "fp8", "disk"),
+        ("disk", "", "disk"),
+    ],
+)
+def test_a_quantised_engine_gets_full_tensors(
+    method: str, quantization: str, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert chosen_method(method, quantization) == expected
+    assert ("generator.quantization=fp8" in caplog.text) == (method != expected)
+
+
+def test_an_engine_that_does_not_quantise_refuses_to() -> None:
+    with pytest.raises(ValueError, match="generator.quantization='fp8' needs an engine"):
+        Config.model_validate({"generator": {"engine": "hf", "quantization": "fp8"}})
+
+
+def export_twice(cfg: Config, names: list[str]) -> None:
+    """As a run does at its end, and again when it is made longer, or was killed just after."""
+    with open_policy(cfg) as policy:
+        for name in names:
+            policy.export(cfg, name)
+            with torch.no_grad():
+                for parameter in policy.chunks[0].parameters():
+                    parameter.mul_(2.0)
+            # What a kill in the midst of the second export of an earlier attempt leaves.
+            (cfg.run.dir / "hf" / f"{name}.partial").mkdir(exist_ok=True)
+            policy.export(cfg, name)
+
+
+def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    cfg = Config.model_validate(
+        {
+            "run": {"dir": tmp_path / "run"},
+            "model": {"path": tmp_path / "model", "dtype": "float32"},
+            "parallel": {"tensor": 2},
+        }
+    )
+    run_ranks(export_twice, 2, cfg, ["final", "control"])
+    given = load_file(tmp_path / "model" / "model.safetensors")
+    for name, factor in (("final", 2.0), ("control", 4.0)):
+        found = load_file(tmp_path / "run" / "hf" / name / "model.safetensors")
+        assert found.keys() == given.keys()
+        assert all(torch.equal(found[key], factor * given[key]) for key in given)
+    assert {path.name for path in (tmp_path / "run" / "hf").iterdir()} == {"final", "control"}

@@ -1,0 +1,150 @@
+"""Export gives back what was loaded, and a folder that transformers can load."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.weights.folders.export import export_tensors, save_hf, senders
+from megatron_rl.weights.folders.hf_folder import bucketed
+from megatron_rl.weights.layout.ranks import place_of
+from megatron_rl.weights.layout.shape import read_shape
+from megatron_rl.weights.layout.slices import as_matrix
+from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, trainer_slices
+from tests.distributed import run_ranks
+from tests.tiny_models import QWEN3_MOE, VOCAB, full_logits, load_on_rank, write_model
+
+
+def exported(folder: Path, parallel: ParallelConfig, dtype: str) -> list[tuple[str, Tensor]]:
+    loaded = load_on_rank(folder, parallel, dtype)
+    return list(export_tensors(loaded.model, loaded.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tensor=2),
+        ParallelConfig(pipeline=2),
+        ParallelConfig(data=2),
+        ParallelConfig(tensor=2, pipeline=2, virtual_stages=2),
+        ParallelConfig(context=2),
+    ],
+)
+def test_export_equals_the_loaded_tensors_bit_for_bit(
+    parallel: ParallelConfig, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    is_tied = dtype is torch.bfloat16
+    write_model(tmp_path / "m", is_tied=is_tied, dtype=dtype)
+    expected = load_file(tmp_path / "m" / "model.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    first, *others = run_ranks(exported, parallel.world_size, tmp_path / "m", parallel, name)
+    assert not any(others)
+    assert len(first) == len(expected) and ("lm_head.weight" in expected) is not is_tied
+    for key, tensor in first:
+        assert tensor.dtype == dtype and torch.equal(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_biases_and_query_norms_are_exported(family: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "m", family=family)
+    expected = load_file(tmp_path / "m" / "model.safetensors")
+    first = dict(run_ranks(exported, 2, tmp_path / "m", ParallelConfig(tensor=2), "float32")[0])
+    assert first.keys() == expected.keys()
+    assert all(torch.equal(first[key], expected[key]) for key in expected)
+
+
+def save_and_wait(source: Path, target: Path, parallel: ParallelConfig, dtype: str) -> None:
+    loaded = load_on_rank(source, parallel, dtype)
+    save_hf(target, loaded.model, loaded.shape, source=source)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("Qwen3Moe", ParallelConfig()),
+        ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True)),
+        ("Qwen3Moe", ParallelConfig(pipeline=2)),
+        ("Qwen3Moe", ParallelConfig(data=2, expert=2)),
+        ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True, expert=2)),
+        ("Qwen3Moe", ParallelConfig(tensor=2, sequence=True, data=2, expert=4)),
+        ("Qwen3Moe", ParallelConfig(pipeline=2, data=2, expert=2)),
+        ("Qwen3Moe", ParallelConfig(context=2, data=2, expert=2, expert_tensor=2)),
+        ("Mixtral", ParallelConfig(data=2, expert=2)),
+    ],
+)
+def test_saved_mixture_equals_the_loaded_one_bit_for_bit(
+    family: str, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    options = QWEN3_MOE if family == "Qwen3Moe" else {"num_local_experts": 4}
+    is_tied = parallel.pipeline > 1
+    write_model(tmp_path / "m", family=family, is_tied=is_tied, dtype=torch.bfloat16, **options)
+    run_ranks(
+        save_and_wait, parallel.world_size, tmp_path / "m", tmp_path / "out", parallel, "bfloat16"
+    )
+    expected = load_file(tmp_path / "m" / "model.safetensors")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys() and len(found) > 4 * 4 * 3
+    for name, tensor in expected.items():
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], tensor), name
+
+
+def test_each_element_is_sent_once_and_rank_0_gives_what_it_has(tmp_path: Path) -> None:
+    write_model(tmp_path / "m", family="Qwen3Moe", **QWEN3_MOE)
+    shape = read_shape(tmp_path / "m")
+    like = Place(Share(0, 2), Share(0, 2), Share(0, 4))
+    places = tuple(place_of(rank, 16, like) for rank in range(16))
+    sent = senders(shape, places)
+    for name, size in hf_shapes(shape).items():
+        count = torch.zeros(size, dtype=torch.int64)
+        for rank, parts in sent[name].items():
+            for part in parts:
+                assert part in trainer_slices(shape, places[rank])
+                area = as_matrix(count)[part.row : part.row + part.rows]
+                area[:, part.column : part.column + part.columns] += 1
+        assert (count == 1).all(), name
+    assert set(sent["model.layers.0.mlp.gate.weight"]) == {0}
+    assert set(sent["model.layers.0.mlp.experts.3.up_proj.weight"]) == {3}
+    assert set(sent["model.layers.2.self_attn.o_proj.weight"]) == {8, 9}
+
+
+def test_buckets_keep_order_and_size() -> None:
+    sizes = [1, 2, 5, 1, 1, 1]
+    tensors = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+    buckets = [[name for name, _ in bucket] for bucket in bucketed(tensors, 3)]
+    assert buckets == [["0", "1"], ["2"], ["3", "4", "5"]]
+    assert list(bucketed([], 3)) == []
+
+
+def save_and_logits(
+    source: Path, target: Path, parallel: ParallelConfig, ids: Tensor
+) -> Tensor | None:
+    loaded = load_on_rank(source, parallel)
+    with torch.no_grad():
+        for parameter in loaded.model[0].parameters():
+            parameter.mul_(1.25)
+    save_hf(target, loaded.model, loaded.shape, source=source, shard_bytes=200_000)
+    return full_logits(loaded, ids)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(pipeline=2)])
+def test_saved_folder_has_the_trainers_logits(parallel: ParallelConfig, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source, target = tmp_path / "source", tmp_path / "out" / "final"
+    write_model(source)
+    (source / "tokenizer.json").write_text("{}")
+    ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(2))
+    logits = run_ranks(save_and_logits, 2, source, target, parallel, ids)[-1]
+    with torch.no_grad():
+        saved = AutoModelForCausalLM.from_pretrained(target)(ids).logits
+    torch.testing.assert_close(saved, logits, rtol=0, atol=1e-5)
+    assert (target / "tokenizer.json").read_text() == "{}"
+    assert json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    assert [path.name for path in target.parent.iterdir()] == ["final"]
+    assert len(list(target.glob("*.safetensors"))) > 1

@@ -1,0 +1,187 @@
+"""Slices of an engine's parameters, against numbers worked by hand and transformers' models."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices, hf_slices
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice, as_matrix, local_part
+from megatron_rl.weights.layout.trainer_layout import Share
+from tests.generation.layout_models import shape_of, write_model
+
+SHAPE = ModelShape(
+    architecture="Qwen2ForCausalLM", layers=1, hidden=8, ffn=12, heads=4, kv_heads=2, head_dim=2,
+    vocab=100, max_positions=64, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, is_tied=True,
+    has_qkv_bias=True, has_qk_norm=False, sliding_window=None,
+)  # fmt: skip
+MOE = replace(
+    SHAPE, architecture="Qwen3MoeForCausalLM", is_tied=False, has_qkv_bias=False, has_qk_norm=True,
+    experts=4, experts_per_token=2, moe_ffn=6,
+)  # fmt: skip
+ATTENTION = "model.layers.0.self_attn"
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def slices_in(slices: list[Slice], local: str) -> list[tuple]:
+    """The slices of one parameter: HF name after the last two dots, then the six numbers."""
+    return [
+        (part.hf.rsplit(".", 2)[-2], *part[1:5], *part[6:])
+        for part in slices
+        if part.local == local
+    ]
+
+
+def test_the_second_of_two_ranks_holds_these_slices() -> None:
+    slices = engine_slices(SHAPE, Share(1, 2))
+    rows = [("q_proj", 4, 0, 4), ("k_proj", 2, 0, 2), ("v_proj", 2, 0, 2)]
+    places = [0, 4, 6]
+    assert slices_in(slices, f"{ATTENTION}.qkv_proj.weight") == [
+        (*row, 8, place, 0) for row, place in zip(rows, places, strict=True)
+    ]
+    assert slices_in(slices, f"{ATTENTION}.qkv_proj.bias") == [
+        (*row, 1, place, 0) for row, place in zip(rows, places, strict=True)
+    ]
+    assert slices_in(slices, f"{ATTENTION}.o_proj.weight") == [("o_proj", 0, 4, 8, 4, 0, 0)]
+    assert slices_in(slices, "model.layers.0.mlp.gate_up_proj.weight") == [
+        ("gate_proj", 6, 0, 6, 8, 0, 0),
+        ("up_proj", 6, 0, 6, 8, 6, 0),
+    ]
+    assert slices_in(slices, "model.layers.0.mlp.down_proj.weight") == [
+        ("down_proj", 0, 6, 8, 6, 0, 0)
+    ]
+    # 100 tokens are padded to 128: 64 rows a rank, of which the second has 36.
+    assert slices_in(slices, "model.embed_tokens.weight") == [("embed_tokens", 64, 0, 36, 8, 0, 0)]
+    assert slices_in(slices, "lm_head.weight") == []
+
+
+def test_ranks_beyond_the_key_value_heads_share_them() -> None:
+    rows = []
+    for rank in range(4):
+        slices = engine_slices(SHAPE, Share(rank, 4))
+        rows.append(slices_in(slices, f"{ATTENTION}.qkv_proj.weight"))
+    assert [part[0][1:3] for part in rows] == [(0, 0), (2, 0), (4, 0), (6, 0)]
+    assert [part[1] for part in rows] == [
+        ("k_proj", head * 2, 0, 2, 8, 2, 0) for head in (0, 0, 1, 1)
+    ]
+
+
+def test_padded_units_leave_room_between_gate_and_up() -> None:
+    slices = engine_slices(SHAPE, Share(1, 2), ffn_multiple=4)
+    # 12 units are padded to 16: 8 a rank, of which the second has 4.
+    assert slices_in(slices, "model.layers.0.mlp.gate_up_proj.weight") == [
+        ("gate_proj", 8, 0, 4, 8, 0, 0),
+        ("up_proj", 8, 0, 4, 8, 8, 0),
+    ]
+
+
+def test_every_rank_holds_its_units_of_every_expert() -> None:
+    by_units = engine_slices(MOE, Share(1, 2))
+    assert slices_in(by_units, f"{EXPERTS}.w13_weight")[2:4] == [
+        ("gate_proj", 3, 0, 3, 8, 6, 0),
+        ("up_proj", 3, 0, 3, 8, 9, 0),
+    ]
+    assert slices_in(by_units, f"{EXPERTS}.w2_weight")[1] == ("down_proj", 0, 3, 8, 3, 8, 0)
+    held = {part.hf.split(".")[5] for part in by_units if ".experts." in part.hf}
+    assert held == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "words"),
+    [
+        (SHAPE, 3, "do not divide 4 attention heads"),
+        (replace(SHAPE, heads=12, kv_heads=4, vocab=1000), 6, "do not divide 4 key-value heads"),
+        (replace(SHAPE, vocab=40), 4, "rank 3 of 4 would hold only padding"),
+        (replace(MOE, is_tied=True), 1, "no tied embeddings"),
+    ],
+)
+def test_ranks_that_do_not_fit_the_model_are_refused(
+    shape: ModelShape, size: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine_slices(shape, Share(size - 1, size))
+
+
+@pytest.mark.parametrize(
+    ("family", "is_tied"),
+    [("Llama", True), ("Qwen2", False), ("Qwen3", False), ("Mixtral", False), ("Qwen3Moe", True)],
+)
+def test_plain_slices_find_every_tensor_of_the_folder(
+    family: str, is_tied: bool, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path, family=family, is_tied=is_tied, seed=0)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    slices = hf_slices(shape_of(tmp_path))
+    check_slices(slices, parameters)
+    held = load_file(tmp_path / "model.safetensors")
+    assert {part.hf for part in slices} == set(held)
+    for part in slices:
+        assert torch.equal(local_part(parameters, part), as_matrix(held[part.hf])), part.hf
+
+
+def parameters() -> dict[str, Tensor]:
+    return {
+        "w": torch.zeros(4, 3),
+        "v": torch.zeros(5),
+        "lm_head.weight": torch.zeros(6, 3),
+        "experts": torch.zeros(2, 2, 3),
+    }
+
+
+def whole() -> list[Slice]:
+    return [
+        Slice("a", 0, 0, 2, 3, "w", 0, 0),
+        Slice("b", 0, 0, 2, 1, "w", 2, 0),
+        Slice("c", 0, 0, 2, 2, "w", 2, 1),
+        Slice("d", 0, 0, 5, 1, "v", 0, 0),
+        Slice("e", 0, 0, 5, 3, "lm_head.weight", 0, 0),
+        Slice("f", 0, 0, 4, 3, "experts", 0, 0),
+    ]
+
+
+def test_slices_that_fill_the_parameters_pass() -> None:
+    held = parameters()
+    held["tied"] = held["w"].view(3, 4)
+    check_slices(whole(), held)
+
+
+@pytest.mark.parametrize(
+    ("index", "part", "words"),
+    [
+        (1, Slice("b", 0, 0, 3, 1, "w", 1, 0), "w: .* overlaps"),
+        (2, Slice("c", 0, 0, 2, 3, "w", 2, 0), "w: .* overlaps"),
+        (3, Slice("d", 0, 0, 5, 1, "v", 1, 0), r"v: .* reaches outside of \(5,\)"),
+        (3, Slice("d", 0, 0, 5, 1, "v", -1, 0), "v: .* reaches outside"),
+        (4, Slice("e", 0, 0, 5, 4, "lm_head.weight", 0, 0), "lm_head.weight: .* reaches outside"),
+        (1, Slice("b", 0, 0, 1, 1, "w", 2, 0), "w: 1 of its elements are in no slice"),
+        (5, Slice("f", 0, 0, 4, 3, "expert", 0, 0), "expert: the engine has no such parameter"),
+    ],
+)
+def test_slices_that_do_not_fit_are_refused(index: int, part: Slice, words: str) -> None:
+    slices = whole()
+    slices[index] = part
+    with pytest.raises(ValueError, match=words):
+        check_slices(slices, parameters())
+
+
+def test_padded_units_are_allowed_only_where_they_are_expected() -> None:
+    slices = [Slice("up", 0, 0, 2, 3, "gate_up_proj.weight", 0, 0)]
+    held = {"gate_up_proj.weight": torch.zeros(3, 3)}
+    check_slices(slices, held, may_pad_ffn=True)
+    with pytest.raises(ValueError, match="3 of its elements are in no slice"):
+        check_slices(slices, held)
+
+
+def test_a_parameter_without_slices_is_refused() -> None:
+    with pytest.raises(ValueError, match="lm_head.weight: no slice"):
+        check_slices([part for part in whole() if part.hf != "e"], parameters())
+
+
+def test_a_transposed_parameter_is_refused() -> None:
+    held = parameters() | {"w": torch.zeros(3, 4).t()}
+    with pytest.raises(ValueError, match="w: .* is no plain matrix"):
+        check_slices(whole(), held)

@@ -1,0 +1,149 @@
+"""Who takes part in a publish, and what is counted; with a scripted method over real sockets.
+
+What a whole publish does to generators is in test_exchange.py.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.protocol.types import Hello
+from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
+from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.publish.link import GeneratorLink
+from megatron_rl.weights.publish.publisher import Member, Outcome, WeightPublisher
+from tests.distributed import run_ranks
+
+WAIT_S = 5.0
+
+
+class Scripted:
+    """Moves nothing; notes what it is asked."""
+
+    def __init__(self, failing: Callable[[str], bool]) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self._failing = failing
+
+    def publish(self, members: list[Member], version: int) -> Outcome:
+        self.calls.append(("publish", [version, *(member.name for member in members)]))
+        failed = {m.name: f"{m.name} is broken" for m in members if self._failing(m.name)}
+        good = len(members) - len(failed)
+        return Outcome(failed, [0.1 * good], 10**6 * good, 10**6, damaged=len(failed))
+
+    def forget(self, name: str) -> None:
+        self.calls.append(("forget", name))
+
+    def close(self) -> None:
+        self.calls.append(("close", None))
+
+
+class Scene:
+    """A publisher of one rank, and generators that say hello."""
+
+    def __init__(self, *, replicas: int, join_timeout_s: float = WAIT_S) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        dist.init_process_group("gloo")
+        self.address = f"127.0.0.1:{port}"
+        self.failing: set[str] = set()
+        self.method = Scripted(lambda name: name in self.failing)
+        self.link = GeneratorLink(Router("127.0.0.1", port))
+        control = Control(dist.new_group(backend="gloo"))
+        self.publisher = WeightPublisher(
+            self.method, control, self.link, replicas=replicas, join_timeout_s=join_timeout_s
+        )
+        self._dealers: dict[str, Dealer] = {}
+
+    def hello(self, name: str, session: int = 1) -> None:
+        """Returns when it has arrived."""
+        if name not in self._dealers:
+            self._dealers[name] = Dealer(self.address, name)
+        self._dealers[name].send(Hello(1, "scripted", "1", session=session))
+        ends_at = time.monotonic() + WAIT_S
+        while self.link.peers.get(name, Hello(0, "", "")).session != session:
+            assert time.monotonic() < ends_at
+            self.link.listen(0.1)
+
+    def metrics(self) -> dict[str, float]:
+        return {metric.name: metric.value for metric in self.publisher.metrics}
+
+
+def first_and_late() -> tuple[list[tuple[str, Any]], dict[str, float], dict[str, float]]:
+    scene = Scene(replicas=2)
+    scene.hello("a")
+    scene.hello("b")
+    scene.publisher.await_generators()
+    scene.failing = {"b"}
+    scene.publisher.publish(0)
+    first = scene.metrics()
+    scene.publisher.admit()  # b has not come back
+    scene.failing = set()
+    scene.hello("b")
+    scene.hello("c")
+    scene.publisher.admit()
+    scene.publisher.admit()
+    scene.hello("a", session=2)
+    scene.publisher.admit()
+    scene.publisher.publish(1)
+    second = scene.metrics()
+    scene.publisher.close()
+    return scene.method.calls, first, second
+
+
+def test_who_failed_is_late_or_restarted_gets_the_version_and_nobody_else() -> None:
+    [(calls, first, second)] = run_ranks(first_and_late, 1)
+    assert calls == [
+        ("publish", [0, "a", "b"]),
+        ("forget", "b"),
+        ("publish", [0, "b", "c"]),
+        ("forget", "a"),
+        ("publish", [0, "a"]),
+        ("publish", [1, "a", "b", "c"]),
+        ("close", None),
+    ]
+    assert (first["publish/generators"], first["publish/dropped_generators"]) == (1, 1)
+    assert (first["publish/wire_mb"], first["publish/damaged_parcels"]) == (1, 1)
+    assert (second["publish/generators"], second["publish/dropped_generators"]) == (3, 1)
+    # Three late transfers and three of version 1.
+    assert (second["publish/wire_mb"], second["publish/damaged_parcels"]) == (6, 0)
+    assert second["publish/pause_s"] == pytest.approx(0.3)
+
+
+def nobody_left() -> tuple[str, float, list[tuple[str, Any]]]:
+    scene = Scene(replicas=1, join_timeout_s=1.0)
+    scene.hello("a")
+    scene.failing = {"a"}
+    started = time.monotonic()
+    try:
+        scene.publisher.publish(4)
+    except DeadlineExceeded as error:
+        return str(error), time.monotonic() - started, scene.method.calls
+    return "", 0.0, []
+
+
+def test_a_publish_without_a_generator_ends_with_the_last_reason() -> None:
+    [(error, seconds, calls)] = run_ranks(nobody_left, 1)
+    assert error.startswith(
+        "no generator took version 4 in 1 s (weights.join_timeout_s): a is broken; see logs/"
+    )
+    assert 1 <= seconds < 3 and calls == [("publish", [4, "a"]), ("forget", "a")]
+
+
+def first_is_missing() -> str:
+    scene = Scene(replicas=2, join_timeout_s=0.3)
+    scene.hello("a")
+    try:
+        scene.publisher.await_generators()
+    except DeadlineExceeded as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_generator_is_a_deadline_that_says_where_to_look() -> None:
+    [error] = run_ranks(first_is_missing, 1)
+    assert "1 of 2 generators said hello" in error and "logs/generator-*.log" in error

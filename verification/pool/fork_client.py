@@ -1,0 +1,155 @@
+"""The verifier's end of the fork server: asks for grading processes, hears of births and deaths.
+
+Runs in the verifier; used by `pool.py`. The server starts when the first process is asked for.
+"""
+
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+
+from megatron_rl.config.reward import StepKind, VerifierConfig
+from verification.pool.frames import MAX_DATAGRAM_BYTES, Born, Fork, encode, news_decoder
+from verification.pool.grading_process import GradingProcess
+from verification.rules import RewardRules
+
+MAX_STARTS = 3
+"""Fork servers that may be started; each later one replaces one that died."""
+END_TIMEOUT_S = 10.0
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+LOST = 255
+"""Exit code of a process that died with its fork server, through no fault of an item."""
+
+log = logging.getLogger(__name__)
+
+
+class ForkServerDied(RuntimeError):
+    """The fork server died more often than can be chance."""
+
+
+class ForkClient:
+    """Grading processes by number, from their request until their death is known."""
+
+    def __init__(self, cfg: VerifierConfig, rules: RewardRules) -> None:
+        self._cfg = cfg
+        self._rules = rules
+        self._numbers = itertools.count()
+        self._processes: dict[int, GradingProcess] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._starts = 0
+
+    @property
+    def descriptor(self) -> int | None:
+        """Readable when `receive` has something to do; None before the first fork."""
+        return None if self._socket is None else self._socket.fileno()
+
+    def fork(self, lane: str, needs: tuple[StepKind, str]) -> GradingProcess:
+        """A new grading process, ready for that kind of step of that task.
+
+        It can be given items at once: they wait in its socket until it is forked.
+        """
+        if self._socket is None:
+            self._start()
+        assert self._socket is not None
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        # Held by the process object, which closes it.
+        last_words = tempfile.TemporaryFile()
+        process = GradingProcess(number, ours, last_words)
+        self._processes[number] = process
+        message = encode(Fork(number, lane, *needs))
+        with theirs:
+            try:
+                socket.send_fds(self._socket, [message], [theirs.fileno(), last_words.fileno()])
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # `receive` finds the server dead, and this process with it.
+        return process
+
+    def receive(self) -> list[GradingProcess]:
+        """Take in what the server reports; the processes that died. Raises ForkServerDied."""
+        died = []
+        while self._socket is not None:
+            try:
+                body, descriptors, _, _ = socket.recv_fds(self._socket, MAX_DATAGRAM_BYTES, 1)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                body, descriptors = b"", []
+            if not body:
+                # Deaths that the server reported before its own keep their exit codes.
+                return died + self._lose_all()
+            news = news_decoder.decode(body)
+            if isinstance(news, Born):
+                self._processes[news.number].on_birth(news.pid, *descriptors)
+            else:
+                process = self._processes.pop(news.number)
+                process.on_death(news.exit_code)
+                died.append(process)
+        return died
+
+    def close(self) -> None:
+        """End the server, which ends its children."""
+        if self._server is None or self._socket is None:
+            return
+        # The server takes the end of the connection for the order to end.
+        self._socket.close()
+        self._socket = None
+        try:
+            self._server.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            # Its children die with it: the kernel kills each at its parent's death.
+            self._server.kill()
+            self._server.wait(END_TIMEOUT_S)
+        for process in self._processes.values():
+            process.on_death(LOST)
+        self._processes.clear()
+
+    def _start(self) -> None:
+        self._starts += 1
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # recv_fds of Python 3.11 ignores its flags, so MSG_DONTWAIT would block all the same.
+        self._socket.setblocking(False)
+        command = [
+            sys.executable, "-m", "verification.pool.fork_server",
+            str(theirs.fileno()), str(os.getpid()),
+            self._rules.model_dump_json(), self._cfg.model_dump_json(),
+        ]  # fmt: skip
+        with theirs:
+            self._server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C reaches the verifier alone, which then ends the server in order.
+                start_new_session=True,
+                env=_environment(),
+            )
+
+    def _lose_all(self) -> list[GradingProcess]:
+        assert self._server is not None and self._socket is not None
+        self._socket.close()
+        self._socket = None
+        exit_code = self._server.wait(END_TIMEOUT_S)
+        if self._starts >= MAX_STARTS:
+            raise ForkServerDied(
+                f"the fork server of the grading processes died {self._starts} times, "
+                f"now with exit code {exit_code}: see this log for its last words"
+            )
+        log.error("the fork server of the grading processes died (exit code %d)", exit_code)
+        lost = list(self._processes.values())
+        for process in lost:
+            process.on_death(LOST)
+        self._processes.clear()
+        return lost
+
+
+def _environment() -> dict[str, str]:
+    """Clean environment: what a scorer reads there is no secret of ours."""
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return kept | dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONPATH": search_path}
