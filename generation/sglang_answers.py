@@ -16,7 +16,7 @@ def read_event(event: bytes) -> dict[str, Any]:
     return body
 
 
-def read_completion(
+def read_complete_mark(
     event: dict[str, Any], index: int, arrivals: list[tuple[int, int]]
 ) -> Completion:
     """Completion of a last event. Raises EngineError when it was aborted or contradicts itself.

@@ -26,7 +26,7 @@ import aiohttp
 from generation import sglang_cpu
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_answers import check_answer, read_completion, read_event
+from generation.sglang_answers import check_answer, read_complete_mark, read_event
 from generation.sglang_command import parse_release, server_command, server_environment
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
@@ -164,7 +164,7 @@ class SGLangEngine:
                         running[index] = meta["id"]
                         continue
                     del running[index]
-                    completion = read_completion(event, index, arrived)
+                    completion = read_complete_mark(event, index, arrived)
                     is_stale = completion.spans[0].version != version and self._keeps_prefixes
                     if is_stale and meta.get("cached_tokens", 0) > 0:
                         yield index, None

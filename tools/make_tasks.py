@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import PromptSource
-from megatron_rl.protocol.types import Message, Prompt
+from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.sources import load_reasoning_gym
 
 CHAIN_SUM_PREFIX = "State the final answer to the following arithmetic problem: "
@@ -123,7 +123,7 @@ def _sort_prompt(digits: str, split: str) -> Prompt:
     return Prompt(
         id=f"sort/{digits}",
         task="exact",
-        messages=[Message("user", f"sort {digits}=")],
+        messages=[ChatMessage("user", f"sort {digits}=")],
         answer="".join(sorted(digits)),
         split=split,
     )
@@ -164,7 +164,7 @@ def compact(prompts: list[Prompt]) -> list[Prompt]:
     return [
         msgspec.structs.replace(
             prompt,
-            messages=[Message(m.role, m.content.replace(" ", "")) for m in prompt.messages],
+            messages=[ChatMessage(m.role, m.content.replace(" ", "")) for m in prompt.messages],
         )
         for prompt in prompts
     ]

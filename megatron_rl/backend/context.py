@@ -14,7 +14,7 @@ def own_chunks(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def held_positions(bounds: Tensor, rank: int, ranks: int) -> Tensor:
+def shard_positions(bounds: Tensor, rank: int, ranks: int) -> Tensor:
     """The rank's positions, in its order: [positions / ranks] int64 on the device of `bounds`.
 
     bounds: [sequences + 1], where each sequence starts, and the end; 2 * ranks divides each length.

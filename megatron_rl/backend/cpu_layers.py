@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.backend.context import held_positions, own_chunks
+from megatron_rl.backend.context import own_chunks, shard_positions
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -96,14 +96,14 @@ class CausalAttention(MegatronModule):
     def _attend_shared(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
         """The same where context ranks hold positions: own queries, the keys of all.
 
-        `bounds` are those of whole sequences; the tensors hold `held_positions` of them. The
+        `bounds` are those of whole sequences; the tensors hold `shard_positions` of them. The
         gradient of keys and values goes back to the ranks that they came from.
         """
         rank, ranks = self._context.rank(), self._context.size()
         gathered = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=1), group=self._context
         )
-        order = torch.cat([held_positions(bounds, other, ranks) for other in range(ranks)])
+        order = torch.cat([shard_positions(bounds, other, ranks) for other in range(ranks)])
         keys, values = gathered[order.argsort()].chunk(2, dim=1)
         edges = bounds.tolist()
         pieces: list[tuple[int, int, int]] = []

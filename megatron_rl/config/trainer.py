@@ -72,7 +72,7 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     warmup_steps: int = Field(default=10, ge=0)
     """Optimizer steps of linear warm-up."""
-    decay: Literal["constant", "linear"] = "constant"
+    lr_schedule: Literal["constant", "linear"] = "constant"
     """Schedule after the warm-up; linear ends at min_lr_ratio * lr on the last step."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate of the linear schedule over lr."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_completion
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter
 
 CONFIG = "config.toml"
@@ -113,7 +113,7 @@ def set_aside(run_dir: Path) -> Path:
 
 def step_of(checkpoint: Path) -> int:
     """Step of a complete checkpoint."""
-    completion = read_completion(checkpoint)
+    completion = read_complete_mark(checkpoint)
     assert completion is not None
     return completion.step
 

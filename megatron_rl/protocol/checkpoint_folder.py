@@ -46,7 +46,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     """BLAKE2b, 16 bytes, hexadecimal."""
 
 
-class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CompleteMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of COMPLETE."""
 
     step: int
@@ -67,15 +67,15 @@ def record_file(path: Path) -> FileRecord:
     return FileRecord(path.stat().st_size, digest.hexdigest())
 
 
-def read_completion(folder: Path) -> Completion | None:
+def read_complete_mark(folder: Path) -> CompleteMark | None:
     """What a checkpoint says of itself; None when it is not complete."""
     try:
-        completion = msgspec.json.decode((folder / COMPLETE).read_bytes(), type=Completion)
-        sizes = {name: (folder / name).stat().st_size for name in completion.files}
+        mark = msgspec.json.decode((folder / COMPLETE).read_bytes(), type=CompleteMark)
+        sizes = {name: (folder / name).stat().st_size for name in mark.files}
     except (OSError, msgspec.DecodeError):
         return None
-    is_whole = all(sizes[name] == record.size for name, record in completion.files.items())
-    return completion if is_whole and completion.files else None
+    is_whole = all(sizes[name] == record.size for name, record in mark.files.items())
+    return mark if is_whole and mark.files else None
 
 
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
@@ -83,9 +83,9 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
-        completion = read_completion(path) if match else None
-        if match and completion is not None and completion.step == int(match[1]):
-            found[completion.step] = path
+        mark = read_complete_mark(path) if match else None
+        if match and mark is not None and mark.step == int(match[1]):
+            found[mark.step] = path
     return dict(sorted(found.items()))
 
 
@@ -96,7 +96,7 @@ def find_resume(cfg: CheckpointConfig, run_dir: Path) -> Path | None:
     if cfg.resume == "auto":
         return next(reversed(complete_checkpoints(run_dir / CHECKPOINTS).values()), None)
     folder = Path(cfg.resume)
-    if read_completion(folder) is None:
+    if read_complete_mark(folder) is None:
         raise InputError(
             f"checkpoint.resume = {cfg.resume}: that is no complete checkpoint. Expected a folder "
             f'RUN/{CHECKPOINTS}/step_NNNNNN whose files are as its {COMPLETE} says, or "auto" or '
@@ -115,11 +115,11 @@ def read_queue_state(folder: Path) -> QueueState:
 
 def find_damage(folder: Path, names: Iterable[str]) -> str:
     """The first of the files whose content is not what COMPLETE says; empty when all are."""
-    completion = read_completion(folder)
-    if completion is None:
+    mark = read_complete_mark(folder)
+    if mark is None:
         return COMPLETE
     for name in names:
-        if record_file(folder / name) != completion.files[name]:
+        if record_file(folder / name) != mark.files[name]:
             return name
     return ""
 
@@ -135,7 +135,7 @@ def seal(partial: Path, step: int, files: dict[str, FileRecord]) -> Path:
         if path.name not in files:
             _sync(path)
             files[path.name] = record_file(path)
-    _write_synced(partial / COMPLETE, msgspec.json.encode(Completion(step, files)))
+    _write_synced(partial / COMPLETE, msgspec.json.encode(CompleteMark(step, files)))
     _sync(partial)
     final = partial.with_name(folder_name(step))
     discard(final)

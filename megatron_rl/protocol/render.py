@@ -14,7 +14,7 @@ import jinja2
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
-from megatron_rl.protocol.types import Message
+from megatron_rl.protocol.types import ChatMessage
 
 _TAIL_TOKENS = 16
 """Tokens at a prompt's end that hold what a chat template writes behind the last message."""
@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
     """What a prompt is rendered from."""
 
     task: str
-    messages: list[Message]
+    messages: list[ChatMessage]
 
 
 class RenderError(ValueError):
@@ -61,7 +61,7 @@ class Renderer:
         self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
         """Token ids that end a sequence."""
 
-    def render(self, messages: list[Message], max_new_tokens: int, *, task: str) -> list[int]:
+    def render(self, messages: list[ChatMessage], max_new_tokens: int, *, task: str) -> list[int]:
         """Prompt token ids, up to where the completion starts.
 
         Raises RenderError for a template that fails and for a prompt that leaves no room for

@@ -25,7 +25,7 @@ from megatron_rl.protocol.weight_messages import (
 )
 
 
-class Message(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True):
     """One turn of a conversation."""
 
     role: str
@@ -38,7 +38,7 @@ class Prompt(msgspec.Struct, frozen=True):
     id: str
     task: str
     """How it is judged: "math", "exact", "reasoning_gym", "code", or one of reward.tasks."""
-    messages: list[Message]
+    messages: list[ChatMessage]
     answer: str
     split: str = "train"
     """"train" or "held_out"; never both for the same question."""

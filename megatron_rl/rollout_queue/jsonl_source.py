@@ -12,7 +12,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import PromptSource
-from megatron_rl.protocol.types import Message, Prompt
+from megatron_rl.protocol.types import ChatMessage, Prompt
 
 _SPLITS = ("train", "held_out")
 _QUESTIONS = ("messages", "prompt", "question", "problem")
@@ -27,8 +27,8 @@ class _Line(msgspec.Struct, frozen=True):
     """One line; the question has one of four names."""
 
     answer: str | int | float
-    messages: list[Message] = []
-    prompt: str | list[Message] = ""
+    messages: list[ChatMessage] = []
+    prompt: str | list[ChatMessage] = ""
     question: str = ""
     problem: str = ""
     task: str = ""
@@ -40,11 +40,11 @@ class _Line(msgspec.Struct, frozen=True):
     language: str = ""
 
     @property
-    def conversation(self) -> list[Message]:
+    def conversation(self) -> list[ChatMessage]:
         """The messages; a plain question is one of the user. Empty where there is none."""
         found = self.messages or self.prompt or self.question or self.problem
         if isinstance(found, str):
-            return [Message("user", found)] if found.strip() else []
+            return [ChatMessage("user", found)] if found.strip() else []
         return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import PromptSource
-from megatron_rl.protocol.types import Message, Prompt
+from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.jsonl_source import load_jsonl
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def _to_prompt(
         id=prompt_id,
         task="math" if is_math else "reasoning_gym",
         # Not str.format: a template may well contain \boxed{}.
-        messages=[Message("user", source.template.replace("{question}", question))],
+        messages=[ChatMessage("user", source.template.replace("{question}", question))],
         answer=entry["answer"],
         split=prompt_id.split("/")[1],
         entry=encoded,

@@ -77,7 +77,7 @@ def lr_at(step: int, cfg: OptimizerConfig, total_steps: int) -> float:
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
-    if cfg.decay == "constant":
+    if cfg.lr_schedule == "constant":
         return cfg.lr
     first = max(cfg.warmup_steps - 1, 0)
     done = min((step - first) / max(total_steps - 1 - first, 1), 1.0)

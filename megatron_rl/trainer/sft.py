@@ -87,7 +87,7 @@ def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
     """
     rows = without_superseded(read_jsonl(cfg.run.dir / "metrics.jsonl"))
     rows = [row for row in rows if row["source"] == "trainer"]
-    trained = sum(row.get("train/positions", 0.0) for row in rows)
+    trained = sum(row.get("train/padded_tokens", 0.0) for row in rows)
     groups = ("queue/groups_trained", "queue/groups_dropped_flat")
     generated = sum(
         sum(row[name] for name in groups) * cfg.train.group_size * row["rollout/length_tokens"]

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.algorithms.loss import LossFunction, LossInputs
-from megatron_rl.backend.context import held_positions
+from megatron_rl.backend.context import shard_positions
 from megatron_rl.config.tree import LossConfig, OptimizerConfig, TrainConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
@@ -25,8 +25,12 @@ from megatron_rl.trainer.guard import StepGuard
 from megatron_rl.trainer.mismatch import SIZE as MISMATCH_SIZE
 from megatron_rl.trainer.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.trainer.model.build import gather_parameters, packed_params
-from megatron_rl.trainer.model.collate import MicroBatch, collate, hold
-from megatron_rl.trainer.model.last_stage import output_weight, select_rows, without_output_layer
+from megatron_rl.trainer.model.collate import MicroBatch, collate, context_shard
+from megatron_rl.trainer.model.last_stage import (
+    output_weight,
+    select_positions,
+    without_output_layer,
+)
 from megatron_rl.trainer.model.logprobs import OutputLayer, TokenLogprobs, token_logprobs
 from megatron_rl.trainer.model.policy import Policy
 from megatron_rl.trainer.model.router_replay import forget_choices, replayed
@@ -43,7 +47,7 @@ PassInput = tuple[MicroBatch, Tensor | None]
 """What one pass through the model takes: a microbatch, and what its importance ratios divide by;
 None: the generators' logprobs."""
 ForwardStep = Callable[[Iterator[PassInput], torch.nn.Module], tuple[Tensor, Callable]]
-_SUMS = ("loss", "clipped", "entropy", "tokens", "positions")
+_SUMS = ("loss", "clipped", "entropy", "tokens", "padded_tokens")
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ class Trainer:
             *_metrics(totals.sums, result),
             *mismatch_metrics(totals.mismatch),
             Metric("train/lr", lr),
-            *_speed(totals.sums["positions"], seconds),
+            *_speed(totals.sums["padded_tokens"], seconds),
         ]
 
     def gather(self) -> None:
@@ -201,7 +205,7 @@ class Trainer:
         if ranks == 1:
             return batch
         rank = parallel_state.get_context_parallel_rank()
-        return hold(batch, held_positions(batch.sequence_starts, rank, ranks))
+        return context_shard(batch, shard_positions(batch.sequence_starts, rank, ranks))
 
     def _run(
         self, inputs: list[PassInput], step: ForwardStep, *, is_training: bool
@@ -252,8 +256,10 @@ class Trainer:
 
     def _token_logprobs(self, batch: MicroBatch, hidden: Tensor) -> TokenLogprobs:
         """Of the microbatch's targets, from the last stage's output."""
-        rows = select_rows(
-            hidden[0], batch.rows, is_sequence_parallel=self.policy.has_sequence_parallelism
+        selected = select_positions(
+            hidden[0],
+            batch.loss_positions,
+            is_sequence_parallel=self.policy.has_sequence_parallelism,
         )
         layer = OutputLayer(
             output_weight(unwrap(self.policy.chunks[-1])),
@@ -262,7 +268,7 @@ class Trainer:
             temperature=self._objective.temperature,
             chunk_tokens=self._chunk_tokens,
         )
-        return token_logprobs(rows, batch.targets, layer)
+        return token_logprobs(selected, batch.targets, layer)
 
     def _loss(
         self, batch: MicroBatch, version: int, old: Tensor | None, hidden: Tensor
@@ -310,7 +316,7 @@ def _metrics(sums: dict[str, float], result: StepResult) -> list[Metric]:
 
 def _speed(positions: float, seconds: float) -> list[Metric]:
     return [
-        Metric("train/positions", positions, "sum"),
+        Metric("train/padded_tokens", positions, "sum"),
         Metric("train/tokens_per_s", positions, count=seconds),
         Metric("train/update_s", seconds, "sum"),
     ]

@@ -13,13 +13,13 @@ import numpy as np
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.protocol.types import Message, TrainSequence
+from megatron_rl.protocol.types import ChatMessage, TrainSequence
 
 
 class Trace(msgspec.Struct, frozen=True):
     """One conversation and the response to learn."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     response: str
     task: str = "math"
     """Whose system prompt it gets, as in reinforcement learning."""

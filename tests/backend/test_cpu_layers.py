@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.backend import cpu_patches
-from megatron_rl.backend.context import held_positions
+from megatron_rl.backend.context import shard_positions
 from megatron_rl.backend.cpu_layers import CausalAttention
 from megatron_rl.trainer.model.build import packed
 from tests.distributed import run_ranks
@@ -79,7 +79,7 @@ def attend_on_rank(lengths: list[int], window: int | None) -> list[Tensor]:
     dist.init_process_group()
     cpu_patches.install()
     params = packed(lengths)
-    own = held_positions(params.cu_seqlens_q, dist.get_rank(), dist.get_world_size())
+    own = shard_positions(params.cu_seqlens_q, dist.get_rank(), dist.get_world_size())
     *inputs, weights = (tensor[own] for tensor in random_inputs(lengths))
     for tensor in inputs:
         tensor.requires_grad_()
@@ -109,9 +109,9 @@ def test_context_ranks_together_equal_the_slow_version(ranks: int, window: int |
 
 def test_a_context_rank_holds_an_early_and_a_late_chunk_of_each_sequence() -> None:
     bounds = torch.tensor([0, 8, 12], dtype=torch.int32)
-    assert held_positions(bounds, 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
-    assert held_positions(bounds, 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
-    assert held_positions(bounds, 0, 1).tolist() == list(range(12))
+    assert shard_positions(bounds, 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
+    assert shard_positions(bounds, 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
+    assert shard_positions(bounds, 0, 1).tolist() == list(range(12))
 
 
 def test_other_masks_are_refused() -> None:

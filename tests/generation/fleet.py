@@ -21,9 +21,9 @@ from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.types import (
     AnyMessage,
+    ChatMessage,
     GeneratorReady,
     Lease,
-    Message,
     Prompt,
     Rollout,
     RolloutDone,
@@ -171,7 +171,7 @@ class Fleet:
     def lease(self, index: int, count: int, max_new_tokens: int = 24) -> None:
         """Ask a generator for completions."""
         self._leases += 1
-        prompt = Prompt(f"p{self._leases}", "exact", [Message("user", "12+7")], "19")
+        prompt = Prompt(f"p{self._leases}", "exact", [ChatMessage("user", "12+7")], "19")
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=1.0)
         message = Lease(self._leases, prompt, list(range(count)), sampling)
         assert self._queue.send(f"generator-{index}", message)

@@ -15,8 +15,8 @@ from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import (
     Cancel,
+    ChatMessage,
     Lease,
-    Message,
     Prompt,
     RolloutDone,
     RolloutFailed,
@@ -31,7 +31,7 @@ WAIT_S = 30.0
 
 
 def lease(lease_id: int, count: int, max_new_tokens: int, content: str = "12+7") -> Lease:
-    prompt = Prompt(f"p{lease_id}", "exact", [Message("user", content)], "19")
+    prompt = Prompt(f"p{lease_id}", "exact", [ChatMessage("user", content)], "19")
     return Lease(lease_id, prompt, list(range(count)), Sampling(max_new_tokens, 1.0))
 
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Conversation, Renderer, RenderError
-from megatron_rl.protocol.types import Message
+from megatron_rl.protocol.types import ChatMessage
 from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE
 
 FIRST = 3  # id of the first character, after the special tokens
@@ -25,7 +25,7 @@ def make(models_dir: Path, context_tokens: int = 64, **render: str) -> Renderer:
 
 
 def render(renderer: Renderer, question: str, max_new_tokens: int = 8) -> list[int]:
-    return renderer.render([Message("user", question)], max_new_tokens, task="sums")
+    return renderer.render([ChatMessage("user", question)], max_new_tokens, task="sums")
 
 
 def test_messages_go_through_the_folders_template(models_dir: Path) -> None:
@@ -44,10 +44,10 @@ def test_a_prompt_gets_the_system_prompt_of_its_gate_unless_it_has_its_own(
     config = RenderConfig(system_prompts={"box": "use a box"})
     gates = {"sums": "box", "any": "none"}
     renderer = Renderer(config, models_dir / "old", 64, gates=gates)
-    question = Message("user", "1")
+    question = ChatMessage("user", "1")
     assert renderer.render([question], 8, task="sums") == ids("system:use a box=>user:1=>")
     assert renderer.render([question], 8, task="any") == ids("user:1=>")
-    own = [Message("system", "mine"), question]
+    own = [ChatMessage("system", "mine"), question]
     assert renderer.render(own, 8, task="sums") == ids("system:mine=>user:1=>")
     with pytest.raises(InputError, match=r"unknown task 'sum': known are \['any', 'sums'\]"):
         renderer.render([question], 8, task="sum")
@@ -62,8 +62,8 @@ def test_refusals_of_many_are_those_of_each(models_dir: Path) -> None:
         for text in texts
         for task in ("sums", "any")
         for messages in (
-            [Message("user", text)],
-            [Message("user", "1"), Message("assistant", text), Message("user", "2")],
+            [ChatMessage("user", text)],
+            [ChatMessage("user", "1"), ChatMessage("assistant", text), ChatMessage("user", "2")],
         )
     ]
     expected = {}
@@ -101,7 +101,7 @@ def test_a_template_that_fails_says_so(models_dir: Path) -> None:
     template = "{{ raise_exception('no ' + messages[0].role + ' allowed') }}"
     renderer = make(models_dir, chat_template=template)
     with pytest.raises(RenderError, match=r"no critic allowed.*roles \['critic'\]"):
-        renderer.render([Message("critic", "x")], 8, task="sums")
+        renderer.render([ChatMessage("critic", "x")], 8, task="sums")
 
 
 def test_text_leaves_out_only_the_last_end_of_sequence(models_dir: Path) -> None:

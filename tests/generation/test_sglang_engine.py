@@ -7,7 +7,7 @@ import pytest
 
 from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup
-from generation.sglang_answers import check_answer, read_completion, read_event
+from generation.sglang_answers import check_answer, read_complete_mark, read_event
 from generation.sglang_command import parse_release, server_command
 from megatron_rl.protocol.types import VersionSpan
 
@@ -20,18 +20,18 @@ META = {
 def test_a_completion_is_read_with_its_versions() -> None:
     report = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
     event = {"output_ids": [7, 1], "meta_info": {**META, "weight_versions": report}}
-    completion = read_completion(event, 3, [])
+    completion = read_complete_mark(event, 3, [])
     assert completion.index == 3
     assert completion.logprobs == [-0.5, -1.5]
     assert completion.spans == [VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)]
     assert completion.finish_reason == "stop" and completion.expert_choices == b""
     event["meta_info"]["routed_experts"] = "AwAAAAEAAAA="  # 3 and 1 as int32
-    assert read_completion(event, 3, []).expert_choices == b"\3\0\0\0\1\0\0\0"
+    assert read_complete_mark(event, 3, []).expert_choices == b"\3\0\0\0\1\0\0\0"
 
 
 def test_a_server_that_reports_no_versions_is_read_by_arrival() -> None:
     event = {"output_ids": [7, 1], "meta_info": META}
-    assert read_completion(event, 0, [(1, 8), (2, 9)]).spans == [
+    assert read_complete_mark(event, 0, [(1, 8), (2, 9)]).spans == [
         VersionSpan(8, 0, 1),
         VersionSpan(9, 1, 2),
     ]
@@ -47,7 +47,7 @@ def test_a_server_that_reports_no_versions_is_read_by_arrival() -> None:
 )
 def test_a_completion_that_contradicts_itself_is_refused(meta: dict, words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        read_completion({"output_ids": [7, 1], "meta_info": META | meta}, 0, [])
+        read_complete_mark({"output_ids": [7, 1], "meta_info": META | meta}, 0, [])
 
 
 @pytest.mark.parametrize(

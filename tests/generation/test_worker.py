@@ -22,11 +22,11 @@ from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     Ack,
     AnyMessage,
+    ChatMessage,
     GeneratorReady,
     Hello,
     Lease,
     LeaveGroup,
-    Message,
     Pause,
     Prompt,
     Resume,
@@ -131,7 +131,7 @@ def publish_phase(
 
 
 def lease(lease_id: int, count: int, content: str = "12+7", **sampling: Any) -> Lease:
-    prompt = Prompt(f"p{lease_id}", "exact", [Message("user", content)], "19")
+    prompt = Prompt(f"p{lease_id}", "exact", [ChatMessage("user", content)], "19")
     values = {"max_new_tokens": 32, "temperature": 1.0, **sampling}
     return Lease(lease_id, prompt, list(range(count)), Sampling(**values))
 

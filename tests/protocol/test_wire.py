@@ -9,8 +9,8 @@ from megatron_rl.protocol import types
 from megatron_rl.protocol.queue_state import PromptCursor, QueueState, UnfinishedGroup
 from megatron_rl.protocol.types import (
     AnyMessage,
+    ChatMessage,
     Lease,
-    Message,
     MinibatchShare,
     NextBatch,
     Prompt,
@@ -55,7 +55,7 @@ def examples() -> list[Any]:
         np.array([-0.1, -1e30], np.float32), [VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)], "stop",
         "été \u2028 \x00",
     )  # fmt: skip
-    prompt = Prompt("id", "math", [Message("user", "1+1?")], "2", "held_out", '{"a": 1}')
+    prompt = Prompt("id", "math", [ChatMessage("user", "1+1?")], "2", "held_out", '{"a": 1}')
     batch = RankBatch(
         4, 0, [MinibatchShare([[sequence(5), sequence(2)], []]), MinibatchShare([[sequence(9)]])],
         {"queue/x": (1.5, 2.0, "mean")},

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_rl.protocol.types import (
-    Message,
+    ChatMessage,
     Prompt,
     Rollout,
     Sampling,
@@ -17,7 +17,7 @@ from megatron_rl.rollout_queue.groups import Group
 def make_prompt(
     name: str = "p", *, task: str = "math", answer: str = "1", split: str = "train"
 ) -> Prompt:
-    return Prompt(name, task, [Message("user", f"question {name}")], answer, split)
+    return Prompt(name, task, [ChatMessage("user", f"question {name}")], answer, split)
 
 
 def make_rollout(

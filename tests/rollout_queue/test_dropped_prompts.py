@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.types import Message, Prompt
+from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.dropped_prompts import (
     DroppedPrompt,
     find_dropped,
@@ -36,7 +36,7 @@ def test_prompts_without_room_are_found_with_their_place(tmp_path: Path) -> None
     config = make_config(tmp_path)
     texts = ["1" * 19, "1" * 20, "short", "2" * 500]
     prompts = [
-        Prompt(f"p{n}", "math", [Message("user", text)], "1", place=f"f:{n}" if n < 3 else "")
+        Prompt(f"p{n}", "math", [ChatMessage("user", text)], "1", place=f"f:{n}" if n < 3 else "")
         for n, text in enumerate(texts)
     ]
     dropped = find_dropped(prompts, config)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import PromptSource
-from megatron_rl.protocol.types import Message, Prompt
+from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.jsonl_source import load_jsonl
 
 GOOD = {"question": "6*7?", "answer": "42", "split": "train"}
@@ -34,7 +34,7 @@ def test_a_question_may_have_the_names_that_datasets_give_it(
     tmp_path: Path, question: dict
 ) -> None:
     [prompt] = load(tmp_path, {**question, "answer": 42, "level": 3, "question_id": "x"})
-    assert prompt.messages == [Message("user", "6*7?")]
+    assert prompt.messages == [ChatMessage("user", "6*7?")]
     assert (prompt.id, prompt.task, prompt.answer) == ("mine:1", "math", "42")
     assert prompt.place == f"{tmp_path}/mine.jsonl:1"
 

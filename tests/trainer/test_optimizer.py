@@ -25,7 +25,7 @@ def test_warm_up_then_constant() -> None:
 
 
 def test_linear_decay_ends_at_the_least_rate() -> None:
-    cfg = OptimizerConfig(lr=1.0, warmup_steps=2, decay="linear", min_lr_ratio=0.2)
+    cfg = OptimizerConfig(lr=1.0, warmup_steps=2, lr_schedule="linear", min_lr_ratio=0.2)
     rates = [lr_at(step, cfg, 6) for step in range(6)]
     assert rates == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
     assert lr_at(50, cfg, 6) == pytest.approx(0.2)

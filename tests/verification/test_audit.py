@@ -5,7 +5,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.cli import main
-from megatron_rl.protocol.types import Message, Prompt, Score, ScoreFailed
+from megatron_rl.protocol.types import ChatMessage, Prompt, Score, ScoreFailed
 from tests.verification.requests import boxed
 from verification.audit import (
     Disagreement,
@@ -28,7 +28,7 @@ def _score(reason: str, **parts: float) -> Score:
 
 
 def test_records_of_a_run_find_their_tests_by_prompt(tmp_path: Path) -> None:
-    prompt = Prompt("code:3", "code", [Message("user", "?")], "", entry='{"cases": []}')
+    prompt = Prompt("code:3", "code", [ChatMessage("user", "?")], "", entry='{"cases": []}')
     record = {
         "prompt_id": "code:3", "group": 4, "index": 0, "task": "code", "problem": "?",
         "language": "", "text": "x", "answer": "", "reward": 0.0, "parts": {}, "tokens": 9,

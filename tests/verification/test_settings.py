@@ -5,7 +5,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import ExtraReward, RewardConfig, TaskConfig
 from megatron_rl.config.tree import Config, PromptSource, SamplingConfig
-from megatron_rl.protocol.types import Message, Prompt
+from megatron_rl.protocol.types import ChatMessage, Prompt
 from verification.rules import RewardRules
 from verification.settings import check_functions, check_prompts, check_sources
 
@@ -13,7 +13,7 @@ ANSWER = {"compare": "tests.verification.pool.hostile_tasks:obey"}
 
 
 def _prompt(task: str, entry: str = "") -> Prompt:
-    return Prompt("p/1", task, [Message("user", "?")], "7", entry=entry)
+    return Prompt("p/1", task, [ChatMessage("user", "?")], "7", entry=entry)
 
 
 def test_rules_come_from_the_configuration() -> None:

@@ -43,7 +43,7 @@ from megatron_rl.launcher.ports import find_free
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.lengths import LONGEST
-from tools.bench.train_figures import Measured, Work, compare, mfu, scaling
+from tools.bench.train_figures import Measured, Workload, compare, mfu, scaling
 from tools.bench.variants import ROOT
 from tools.bench.weights import child_environment, write_model
 
@@ -58,7 +58,7 @@ class Scale:
 
     model: dict[str, Any]
     """Of a Llama."""
-    work: Work
+    work: Workload
     microbatch_tokens: int
     rounds: int
     logprob_chunk_tokens: int
@@ -78,7 +78,7 @@ FULL = Scale(
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
     },
-    work=Work(sequences=12, scale=1 / 32, repeats=5, has_peers=True),
+    work=Workload(sequences=12, scale=1 / 32, repeats=5, has_peers=True),
     microbatch_tokens=2048,
     rounds=2,
     logprob_chunk_tokens=512,
@@ -93,7 +93,7 @@ QUICK = Scale(
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
     },
-    work=Work(sequences=24, scale=1 / 64, repeats=3, has_peers=True),
+    work=Workload(sequences=24, scale=1 / 64, repeats=3, has_peers=True),
     microbatch_tokens=1024,
     rounds=1,
     logprob_chunk_tokens=512,
@@ -108,7 +108,7 @@ GPU = Scale(
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
     },
-    work=Work(sequences=32, scale=1 / 4, repeats=5, has_peers=False),
+    work=Workload(sequences=32, scale=1 / 4, repeats=5, has_peers=False),
     microbatch_tokens=16_384,
     rounds=0,
     logprob_chunk_tokens=2048,

@@ -23,7 +23,7 @@ LOSS_TOLERANCE = 1e-5
 """Relative; float32 sums in another order differ by 1e-7 to 1e-6."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class Workload(msgspec.Struct, frozen=True):
     """What a child process is to do."""
 
     sequences: int

@@ -35,7 +35,7 @@ from tools.bench.train_figures import (
     PEERS,
     Measured,
     Sample,
-    Work,
+    Workload,
     check_losses,
     step_flops,
 )
@@ -45,7 +45,7 @@ CHUNKS = 4
 """The logprobs' memory is measured on so many times the tokens of a chunk."""
 
 
-def main(cfg: Config, work: Work) -> None:
+def main(cfg: Config, work: Workload) -> None:
     """Set up this rank, take steps, write what was measured."""
     lengths = magistral_like(work.sequences, seed=1, scale=work.scale)
     with open_policy(cfg) as policy:
@@ -144,7 +144,7 @@ def start() -> int:
     parser.add_argument("--work", type=Path, required=True)
     options = parser.parse_args()
     cfg = load_config(options.config, [])
-    work = msgspec.json.decode(options.work.read_bytes(), type=Work)
+    work = msgspec.json.decode(options.work.read_bytes(), type=Workload)
     set_up_logging("bench-train")
     return run_main("bench-train", partial(main, cfg, work))
 

@@ -66,7 +66,7 @@ SIZES = {
 QUICK_SIZES = SIZES | {"vocab_size": 16_384, "num_hidden_layers": 8}
 
 
-class Layout(NamedTuple):
+class Case(NamedTuple):
     """Trainer ranks and engines."""
 
     tensor: int
@@ -76,9 +76,9 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "tp2-tp1": Layout(2, 1, 1, 1),
-    "tp2pp2-tp2": Layout(2, 2, 1, 2),
-    "tp2-2xtp1": Layout(2, 1, 2, 1),
+    "tp2-tp1": Case(2, 1, 1, 1),
+    "tp2pp2-tp2": Case(2, 2, 1, 2),
+    "tp2-2xtp1": Case(2, 1, 2, 1),
 }
 
 
@@ -131,7 +131,7 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
 
 
-def configure(layout: Layout, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
+def configure(layout: Case, model: Path, run_dir: Path, bucket_bytes: int) -> Config:
     """A run of this layout, written to RUN_DIR/config.toml."""
     cfg = Config.model_validate(
         {

@@ -8,7 +8,7 @@ for its backward pass. Their layer has dropout, biases, GELU and stored attentio
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_rl.launcher.sizing.layout import Layout
+from megatron_rl.launcher.sizing.division import Division
 from megatron_rl.weights.layout.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -31,13 +31,13 @@ class Microbatch:
     """Microbatches of an optimizer step on a data-parallel rank."""
 
 
-def layer_elements(shape: ModelShape, layout: Layout) -> float:
+def layer_elements(shape: ModelShape, division: Division) -> float:
     """Elements for each token that one layer keeps for its backward pass on one rank.
 
     Experts are taken to be equally loaded.
     """
     # The input of each norm, and its output, which the next product multiplies.
-    norms = 4 * shape.hidden / layout.sequence_shards
+    norms = 4 * shape.hidden / division.sequence_shards
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # The fused projection (values are a view of it), rotated queries and keys, the result.
     attention = (queries + 2 * keys) + (queries + keys) + queries
@@ -45,35 +45,35 @@ def layer_elements(shape: ModelShape, layout: Layout) -> float:
         # Queries do not lie next to each other in the projection: their norm keeps a copy.
         attention += queries
     if shape.experts:
-        return norms + attention / layout.tensor + _expert_elements(shape, layout)
-    return norms + (attention + _UNIT_ELEMENTS * shape.ffn) / layout.tensor
+        return norms + attention / division.tensor + _expert_elements(shape, division)
+    return norms + (attention + _UNIT_ELEMENTS * shape.ffn) / division.tensor
 
 
-def _expert_elements(shape: ModelShape, layout: Layout) -> float:
+def _expert_elements(shape: ModelShape, division: Division) -> float:
     """The same for the experts of a layer, with the router's float32 scores as two elements."""
     # Each also keeps its product times the router's probability.
-    units = (_UNIT_ELEMENTS + 1) * shape.moe_ffn / layout.expert_tensor
+    units = (_UNIT_ELEMENTS + 1) * shape.moe_ffn / division.expert_tensor
     routed = shape.experts_per_token * (shape.hidden + units)
-    return (routed + 2 * shape.experts) / layout.sequence_shards
+    return (routed + 2 * shape.experts) / division.sequence_shards
 
 
-def stored_microbatches(layout: Layout, stage: int, count: int) -> float:
+def stored_microbatches(division: Division, stage: int, count: int) -> float:
     """Microbatches whose activations of all layers of a stage are held at once.
 
     1F1B: at most stages - stage (arXiv 2104.04473, section 2.2.1). Interleaved stages: Megatron
     starts 2 (stages - stage - 1) + (v - 1) stages chunks ahead, which on stage 0 is L (1 + (p - 1)
     / (p v)) layers (arXiv 2205.05198, section 4.2.3).
     """
-    behind = layout.pipeline - stage - 1
-    if layout.virtual_stages == 1:
+    behind = division.pipeline - stage - 1
+    if division.virtual_stages == 1:
         return min(behind + 1, count)
-    chunks = 2 * behind + (layout.virtual_stages - 1) * layout.pipeline + 1
-    return min(chunks / layout.virtual_stages, count)
+    chunks = 2 * behind + (division.virtual_stages - 1) * division.pipeline + 1
+    return min(chunks / division.virtual_stages, count)
 
 
 def activation_bytes(
     shape: ModelShape,
-    layout: Layout,
+    division: Division,
     microbatch: Microbatch,
     *,
     stage: int,
@@ -85,27 +85,27 @@ def activation_bytes(
     recompute "full" keeps the input of each layer and recomputes one layer at a time. "selective"
     recomputes the attention's softmax alone, which flash attention never stores: as "none" here.
     """
-    tokens = microbatch.tokens / layout.context
-    layers = shape.layers / layout.pipeline
-    whole_layer = layer_elements(shape, layout)
-    kept = shape.hidden / layout.sequence_shards if recompute == "full" else whole_layer
-    held = stored_microbatches(layout, stage, microbatch.count)
+    tokens = microbatch.tokens / division.context
+    layers = shape.layers / division.pipeline
+    whole_layer = layer_elements(shape, division)
+    kept = shape.hidden / division.sequence_shards if recompute == "full" else whole_layer
+    held = stored_microbatches(division, stage, microbatch.count)
     elements = held * layers * kept
     if stage == 0:
-        elements += held * shape.hidden / layout.sequence_shards
-    if stage == layout.pipeline - 1:
-        elements += 2 * shape.hidden / layout.sequence_shards
+        elements += held * shape.hidden / division.sequence_shards
+    if stage == division.pipeline - 1:
+        elements += 2 * shape.hidden / division.sequence_shards
     if recompute == "full":
         elements += whole_layer
-    elements += _gradient_elements(shape, layout)
+    elements += _gradient_elements(shape, division)
     return round(tokens * elements * item_bytes)
 
 
-def _gradient_elements(shape: ModelShape, layout: Layout) -> float:
+def _gradient_elements(shape: ModelShape, division: Division) -> float:
     """Elements for each token of the gradients that live at once in the backward of one layer."""
-    units = shape.ffn / layout.tensor
+    units = shape.ffn / division.tensor
     if shape.experts:
-        units = shape.experts_per_token * shape.moe_ffn / layout.sequence_shards
+        units = shape.experts_per_token * shape.moe_ffn / division.sequence_shards
     # Of the gated product, of gate and up; of a layer's input, and tokens gathered for a product.
     return 3 * units + 2 * shape.hidden
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_rl.launcher.sizing.layout import Layout
+from megatron_rl.launcher.sizing.division import Division
 from megatron_rl.weights.layout.shape import ModelShape
 
 
@@ -21,20 +21,20 @@ class RankParameters:
         return self.dense + self.expert
 
 
-def stage_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
+def stage_parameters(shape: ModelShape, division: Division, stage: int) -> RankParameters:
     """Parameters of each rank of pipeline stage `stage`.
 
     A tied output matrix on the last of several stages is a copy of the embedding.
     """
-    layers = shape.layers // layout.pipeline
-    vocabulary = shape.padded_vocab(layout.tensor) // layout.tensor * shape.hidden
-    is_first, is_last = stage == 0, stage == layout.pipeline - 1
-    dense = layers * _dense_layer(shape, layout.tensor)
+    layers = shape.layers // division.pipeline
+    vocabulary = shape.padded_vocab(division.tensor) // division.tensor * shape.hidden
+    is_first, is_last = stage == 0, stage == division.pipeline - 1
+    dense = layers * _dense_layer(shape, division.tensor)
     dense += is_first * vocabulary
     if is_last:
         dense += shape.hidden
         dense += 0 if shape.is_tied and is_first else vocabulary
-    experts = shape.experts // layout.expert * expert_parameters(shape) // layout.expert_tensor
+    experts = shape.experts // division.expert * expert_parameters(shape) // division.expert_tensor
     return RankParameters(dense, layers * experts)
 
 
@@ -66,7 +66,7 @@ def expert_parameters(shape: ModelShape) -> int:
 def model_parameters(shape: ModelShape) -> int:
     """Elements of the whole model, without vocabulary padding."""
     padding = (shape.padded_vocab(1) - shape.vocab) * shape.hidden * (1 if shape.is_tied else 2)
-    return stage_parameters(shape, Layout(), 0).total - padding
+    return stage_parameters(shape, Division(), 0).total - padding
 
 
 def active_parameters(shape: ModelShape) -> int:

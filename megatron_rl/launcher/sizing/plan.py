@@ -154,15 +154,17 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
         raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
     sequences = config.train.groups_per_batch * config.train.group_size
     flops = step_flops(shape, sequences=sequences, length=mean_tokens)
-    layout = setting.layout
+    division = setting.division
     return Step(
         sequences=sequences,
         mean_tokens=mean_tokens,
         microbatches=setting.microbatch.count,
         flops=flops,
         hardware_flops=hardware_flops(flops, recomputes_layers=setting.recompute == "full"),
-        seconds=step_seconds(flops, gpus=layout.world_size, peak_flops=peak, mfu=hardware.mfu),
-        bubble_share=bubble_share(layout.pipeline, layout.virtual_stages, setting.microbatch.count),
+        seconds=step_seconds(flops, gpus=division.world_size, peak_flops=peak, mfu=hardware.mfu),
+        bubble_share=bubble_share(
+            division.pipeline, division.virtual_stages, setting.microbatch.count
+        ),
     )
 
 

@@ -7,7 +7,7 @@ section 3.1) with Megatron's float32 gradient buffer: 2 + 4 + 4 + 8 in bf16, 4 +
 
 from dataclasses import dataclass
 
-from megatron_rl.launcher.sizing.layout import Layout
+from megatron_rl.launcher.sizing.division import Division
 from megatron_rl.launcher.sizing.parameters import RankParameters
 
 GRADIENT_BYTES = 4
@@ -37,7 +37,7 @@ class StateBytes:
 
 def state_bytes(
     parameters: RankParameters,
-    layout: Layout,
+    division: Division,
     *,
     item_bytes: int,
     is_fp8: bool = False,
@@ -47,8 +47,8 @@ def state_bytes(
 
     item_bytes: of a parameter. is_offloaded: masters and moments are in host memory.
     """
-    sharded = -(-parameters.dense // layout.dense_shards)
-    sharded += -(-parameters.expert // layout.expert_shards)
+    sharded = -(-parameters.dense // division.dense_shards)
+    sharded += -(-parameters.expert // division.expert_shards)
     on_device = 0 if is_offloaded else sharded
     weight_bytes = item_bytes + (FP8_COPY_BYTES if is_fp8 else 0)
     return StateBytes(

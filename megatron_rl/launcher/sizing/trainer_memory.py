@@ -10,8 +10,8 @@ from megatron_rl.launcher.sizing.activations import (
     activation_bytes,
     logits_bytes,
 )
+from megatron_rl.launcher.sizing.division import Division, division_of
 from megatron_rl.launcher.sizing.gpus import GIB
-from megatron_rl.launcher.sizing.layout import Layout, layout_of
 from megatron_rl.launcher.sizing.parameters import stage_parameters
 from megatron_rl.launcher.sizing.states import StateBytes, state_bytes
 from megatron_rl.weights.layout.shape import ModelShape
@@ -25,7 +25,7 @@ RESERVE_BYTES = 4 * GIB
 class TrainerSetting:
     """What the memory of a trainer rank depends on, beside the model."""
 
-    layout: Layout
+    division: Division
     microbatch: Microbatch
     item_bytes: int
     """Of a parameter and of an activation."""
@@ -66,7 +66,7 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
     budget = max(train.microbatch_tokens, config.generator.context_tokens)
     passes = tokens / (train.minibatches * config.parallel.data * train.microbatch_tokens)
     return TrainerSetting(
-        layout=layout_of(config.parallel),
+        division=division_of(config.parallel),
         microbatch=Microbatch(budget, max(1, math.ceil(passes))),
         item_bytes=ITEM_BYTES[config.model.dtype],
         recompute=config.model.recompute,
@@ -80,26 +80,26 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
 
 def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankMemory:
     """Memory of a rank of pipeline stage `stage`; its tensor and data ranks are alike."""
-    layout = setting.layout
-    parameters = stage_parameters(shape, layout, stage)
+    division = setting.division
+    parameters = stage_parameters(shape, division, stage)
     logits = 0
-    if stage == layout.pipeline - 1:
-        rows = setting.microbatch.tokens // layout.context
-        columns = shape.padded_vocab(layout.tensor) // layout.tensor
+    if stage == division.pipeline - 1:
+        rows = setting.microbatch.tokens // division.context
+        columns = shape.padded_vocab(division.tensor) // division.tensor
         logits = logits_bytes(rows, columns, setting.logprob_chunk_tokens)
     return RankMemory(
         stage=stage,
         parameters=parameters.total,
         states=state_bytes(
             parameters,
-            layout,
+            division,
             item_bytes=setting.item_bytes,
             is_fp8=setting.is_fp8,
             is_offloaded=setting.is_offloaded,
         ),
         activations=activation_bytes(
             shape,
-            layout,
+            division,
             setting.microbatch,
             stage=stage,
             item_bytes=setting.item_bytes,
@@ -112,5 +112,5 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
 
 def fullest_rank(shape: ModelShape, setting: TrainerSetting) -> RankMemory:
     """Memory of the rank that needs most; of several, the one of the earliest stage."""
-    stages = range(setting.layout.pipeline)
+    stages = range(setting.division.pipeline)
     return max((rank_memory(shape, setting, stage) for stage in stages), key=lambda m: m.total)

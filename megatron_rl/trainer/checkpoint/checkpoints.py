@@ -112,7 +112,7 @@ class Checkpoints:
 
     def _check_content(self, folder: Path) -> None:
         """Each rank reads its part of the files."""
-        completion = checkpoint_folder.read_completion(folder)
+        completion = checkpoint_folder.read_complete_mark(folder)
         names = sorted(completion.files) if completion is not None else []
         mine = names[self._control.rank :: self._control.world_size]
         damaged = checkpoint_folder.find_damage(folder, mine)

@@ -1,7 +1,7 @@
 """Sequences -> tensors of one packed microbatch.
 
 Runs in trainer ranks. The only place that converts between "this position predicts the next token"
-and "this token": row `rows[i]` of the model's output predicts `targets[i]`.
+and "this token": the output at `loss_positions[i]` predicts `targets[i]`.
 """
 
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ from megatron_rl.protocol.types import TrainSequence
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences laid end to end; `rows` are the positions that predict a completion token."""
+    """Sequences laid end to end; a loss position is one that predicts a completion token."""
 
     tokens: Tensor  # [1, positions] int64
     position_ids: Tensor  # [1, positions] int64, from 0 in each sequence
     sequence_starts: Tensor  # [sequences + 1] int32, cumulative lengths
     longest: int  # positions of the longest sequence
-    rows: Tensor  # [completion tokens] int64, index into positions
+    loss_positions: Tensor  # [completion tokens] int64, index into positions
     targets: Tensor  # [completion tokens] int64, token id
     generator_logprobs: Tensor  # [completion tokens] float32
     advantages: Tensor  # [completion tokens] float32
@@ -67,7 +67,7 @@ def collate(
     lengths = [len(ids) for ids in padded] + ([missing] if missing else [])
     tokens = np.concatenate([*padded, np.zeros(missing, np.int32)])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    rows = [
+    loss_positions = [
         np.arange(start + s.prompt_length - 1, start + len(s.token_ids) - 1)
         for s, start in zip(sequences, starts, strict=False)
     ]
@@ -77,7 +77,7 @@ def collate(
         position_ids=_tensor(np.concatenate([np.arange(n) for n in lengths]), torch.int64)[None],
         sequence_starts=_tensor(starts, torch.int32),
         longest=max(lengths),
-        rows=_tensor(np.concatenate(rows), torch.int64),
+        loss_positions=_tensor(np.concatenate(loss_positions), torch.int64),
         targets=_tensor(
             np.concatenate([s.token_ids[s.prompt_length :] for s in sequences]), torch.int64
         ),
@@ -91,23 +91,23 @@ def collate(
     )
 
 
-def hold(batch: MicroBatch, positions: Tensor) -> MicroBatch:
-    """What a context rank that holds these positions sees: their tokens, and the rows among them.
+def context_shard(batch: MicroBatch, positions: Tensor) -> MicroBatch:
+    """What a context rank with these positions sees: tokens, and which positions predict.
 
     positions: int64, in the rank's order. `sequence_starts` stay those of the whole microbatch.
     """
     places = torch.full((batch.tokens.shape[1],), -1)
     places[positions] = torch.arange(len(positions))
-    rows = places[batch.rows]
-    is_held = rows >= 0
-    per_row = ("targets", "generator_logprobs", "advantages", "weights", "versions")
+    loss_positions = places[batch.loss_positions]
+    is_here = loss_positions >= 0
+    per_target = ("targets", "generator_logprobs", "advantages", "weights", "versions")
     return replace(
         batch,
         tokens=batch.tokens[:, positions],
         position_ids=batch.position_ids[:, positions],
-        rows=rows[is_held],
+        loss_positions=loss_positions[is_here],
         expert_choices=None if batch.expert_choices is None else batch.expert_choices[positions],
-        **{name: getattr(batch, name)[is_held] for name in per_row},
+        **{name: getattr(batch, name)[is_here] for name in per_target},
     )
 
 

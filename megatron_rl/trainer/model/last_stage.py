@@ -36,13 +36,13 @@ def output_weight(model: GPTModel) -> Tensor:
     return model.output_layer.weight
 
 
-def select_rows(hidden: Tensor, rows: Tensor, *, is_sequence_parallel: bool) -> Tensor:
-    """[rows, hidden] on every tensor rank, whose parts of the gradient are summed on the way back.
+def select_positions(hidden: Tensor, positions: Tensor, *, is_sequence_parallel: bool) -> Tensor:
+    """[selected, hidden] on every tensor rank; parts of the gradient are summed on the way back.
 
     hidden: [positions, hidden], or this tensor rank's slice of the positions under sequence
-    parallelism; rows: [rows] int64, index into all positions.
+    parallelism; positions: [selected] int64, index into all positions.
     """
     if is_sequence_parallel:
-        return tensor_parallel.gather_from_sequence_parallel_region(hidden)[rows]
+        return tensor_parallel.gather_from_sequence_parallel_region(hidden)[positions]
     group = parallel_state.get_tensor_model_parallel_group()
-    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden[rows], group=group)
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden[positions], group=group)

@@ -14,7 +14,7 @@ from megatron_rl.launcher.sizing.activations import (
     logits_bytes,
     stored_microbatches,
 )
-from megatron_rl.launcher.sizing.layout import Layout, layout_of
+from megatron_rl.launcher.sizing.division import Division, division_of
 from megatron_rl.trainer.model.build import packed
 from megatron_rl.weights.layout.shape import ModelShape, read_shape
 from tests.distributed import run_ranks
@@ -41,16 +41,16 @@ def kept_bytes(folder: Path, parallel: ParallelConfig) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def cpu_extras(shape: ModelShape, layout: Layout) -> float:
+def cpu_extras(shape: ModelShape, division: Division) -> float:
     """Elements for each token that the layers without TransformerEngine keep beside.
 
     torch's RMSNorm on a CPU its normalised input; unfused rotations their angles, of queries and
     keys; the packed attention of `cpu_layers.py` its results before it joins them, and their sums.
     """
-    heads = shape.heads * (shape.head_dim + 1) / layout.tensor
-    norms = 2 * (shape.hidden + 1) / layout.sequence_shards
+    heads = shape.heads * (shape.head_dim + 1) / division.tensor
+    norms = 2 * (shape.hidden + 1) / division.sequence_shards
     if shape.has_qk_norm:
-        norms += (shape.heads + shape.kv_heads) * (shape.head_dim + 1) / layout.tensor
+        norms += (shape.heads + shape.kv_heads) * (shape.head_dim + 1) / division.tensor
     return norms + 4 * shape.head_dim + heads
 
 
@@ -74,8 +74,8 @@ def test_a_layer_keeps_what_is_predicted(
         write_model(folder, family=family, num_hidden_layers=layers, **options)
         kept.append(run_ranks(kept_bytes, sizes.world_size, folder, sizes)[0])
     layer = (kept[1] - kept[0]) / (4 * TOKENS)
-    shape, layout = read_shape(folder), layout_of(sizes)
-    assert layer_elements(shape, layout) + cpu_extras(shape, layout) == pytest.approx(
+    shape, division = read_shape(folder), division_of(sizes)
+    assert layer_elements(shape, division) + cpu_extras(shape, division) == pytest.approx(
         layer, rel=0.02
     )
 
@@ -91,10 +91,10 @@ LAYER = 4 * 8 + (8 + 2 * 4) + (8 + 4) + 8 + 5 * 12
 
 
 def test_a_layer_worked_by_hand() -> None:
-    assert layer_elements(SHAPE, Layout()) == LAYER == 128
+    assert layer_elements(SHAPE, Division()) == LAYER == 128
     # Tensor ranks divide attention and MLP; the norms only with sequence parallelism.
-    assert layer_elements(SHAPE, Layout(tensor=2)) == 32 + 96 / 2
-    assert layer_elements(SHAPE, Layout(tensor=2, is_sequence_parallel=True)) == 16 + 96 / 2
+    assert layer_elements(SHAPE, Division(tensor=2)) == 32 + 96 / 2
+    assert layer_elements(SHAPE, Division(tensor=2, is_sequence_parallel=True)) == 16 + 96 / 2
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_a_layer_worked_by_hand() -> None:
 def test_microbatches_held_by_a_stage(
     stage: int, virtual_stages: int, count: int, held: float
 ) -> None:
-    layout = Layout(pipeline=4, virtual_stages=virtual_stages)
-    assert stored_microbatches(layout, stage, count) == held
+    division = Division(pipeline=4, virtual_stages=virtual_stages)
+    assert stored_microbatches(division, stage, count) == held
 
 
 def test_full_recomputation_keeps_the_input_of_each_layer_and_one_layer() -> None:
     none, full = (
-        activation_bytes(SHAPE, Layout(), Microbatch(10, 4), stage=0, item_bytes=2,
+        activation_bytes(SHAPE, Division(), Microbatch(10, 4), stage=0, item_bytes=2,
                          recompute=recompute)
         for recompute in ("none", "full")
     )  # fmt: skip
@@ -128,7 +128,7 @@ def test_full_recomputation_keeps_the_input_of_each_layer_and_one_layer() -> Non
 
 def test_context_ranks_share_the_tokens() -> None:
     whole, shared = (
-        activation_bytes(SHAPE, Layout(context=context), Microbatch(16, 1), stage=0, item_bytes=2,
+        activation_bytes(SHAPE, Division(context=context), Microbatch(16, 1), stage=0, item_bytes=2,
                          recompute="none")
         for context in (1, 2)
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from megatron_rl.launcher.sizing.layout import Layout
+from megatron_rl.launcher.sizing.division import Division
 from megatron_rl.launcher.sizing.parameters import model_parameters, stage_parameters
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import QWEN3_MOE, SIZES
@@ -36,6 +36,6 @@ def test_all_parameters_of_a_family_are_counted(
     shape = read_shape(tmp_path)
     assert model_parameters(shape) == sum(p.numel() for p in model.parameters())
     # Stages hold all of it, and one more table for a tied model; padding counts on each.
-    stages = sum(stage_parameters(shape, Layout(pipeline=2), stage).total for stage in (0, 1))
+    stages = sum(stage_parameters(shape, Division(pipeline=2), stage).total for stage in (0, 1))
     tables = 2 * shape.padded_vocab(1) - (1 if shape.is_tied else 2) * shape.vocab
     assert stages == model_parameters(shape) + tables * shape.hidden

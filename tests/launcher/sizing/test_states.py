@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.config.tree import OptimizerConfig, ParallelConfig
-from megatron_rl.launcher.sizing.layout import Layout, layout_of
+from megatron_rl.launcher.sizing.division import Division, division_of
 from megatron_rl.launcher.sizing.parameters import RankParameters, stage_parameters
 from megatron_rl.launcher.sizing.states import state_bytes
 from megatron_rl.trainer.optimizer import build_optimizer, step_if_finite
@@ -51,10 +51,10 @@ def allocated(folder: Path, parallel: ParallelConfig, dtype: str) -> dict[str, i
 
 def predicted(folder: Path, parallel: ParallelConfig, dtype: str, rank: int) -> dict[str, int]:
     """The same by the formulas."""
-    layout = layout_of(parallel)
+    division = division_of(parallel)
     stage = rank // (parallel.world_size // parallel.pipeline)
-    parameters = stage_parameters(read_shape(folder), layout, stage)
-    states = state_bytes(parameters, layout, item_bytes=ITEM_BYTES[dtype])
+    parameters = stage_parameters(read_shape(folder), division, stage)
+    states = state_bytes(parameters, division, item_bytes=ITEM_BYTES[dtype])
     names = ("weights", "gradients", "masters", "moments")
     return {name: getattr(states, name) for name in names}
 
@@ -94,19 +94,19 @@ def test_predicted_bytes_are_those_allocated(
 
 
 def test_state_of_offloaded_and_fp8_parameters() -> None:
-    parameters, layout = RankParameters(dense=600, expert=400), Layout()
-    plain = state_bytes(parameters, layout, item_bytes=2)
+    parameters, division = RankParameters(dense=600, expert=400), Division()
+    plain = state_bytes(parameters, division, item_bytes=2)
     assert (plain.weights, plain.gradients, plain.masters, plain.moments) == (
         2000, 4000, 4000, 8000,
     )  # fmt: skip
-    away = state_bytes(parameters, layout, item_bytes=2, is_offloaded=True)
+    away = state_bytes(parameters, division, item_bytes=2, is_offloaded=True)
     assert (away.masters, away.moments, away.total) == (0, 0, 6000)
-    assert state_bytes(parameters, layout, item_bytes=2, is_fp8=True).weights == 4000
+    assert state_bytes(parameters, division, item_bytes=2, is_fp8=True).weights == 4000
 
 
 def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones() -> None:
-    layout = Layout(tensor=2, data=4, context=2, expert=4, is_optimizer_sharded=True)
+    division = Division(tensor=2, data=4, context=2, expert=4, is_optimizer_sharded=True)
     # 16 ranks of a stage: 8 hold the same dense shard, 4 the same experts.
-    assert (layout.dense_shards, layout.expert_shards) == (8, 4)
-    states = state_bytes(RankParameters(dense=80, expert=40), layout, item_bytes=2)
+    assert (division.dense_shards, division.expert_shards) == (8, 4)
+    states = state_bytes(RankParameters(dense=80, expert=40), division, item_bytes=2)
     assert states.moments == 8 * (80 // 8 + 40 // 4)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from megatron_rl.protocol.types import TrainSequence
-from megatron_rl.trainer.model.collate import collate, hold
+from megatron_rl.trainer.model.collate import collate, context_shard
 
 
 def make_sequence(
@@ -30,7 +30,7 @@ def test_each_row_predicts_the_token_after_it() -> None:
     assert batch.sequence_starts.tolist() == [0, 4, 7]
     assert batch.longest == 4
     # Positions 1 and 2 (tokens 11, 12) predict 12 and 13; 4 and 5 (20, 21) predict 21 and 22.
-    assert batch.rows.tolist() == [1, 2, 4, 5]
+    assert batch.loss_positions.tolist() == [1, 2, 4, 5]
     assert batch.targets.tolist() == [12, 13, 21, 22]
     assert batch.advantages.tolist() == [0.5, 0.5, -1.0, -1.0]
     np.testing.assert_allclose(batch.weights.numpy(), [0.1, 0.1, 0.2, 0.2], rtol=1e-6)
@@ -42,7 +42,7 @@ def test_positions_are_padded_to_the_multiple_by_a_sequence_without_targets() ->
     batch = collate([make_sequence([1, 2, 3, 4, 5], 2, 1.0, 1.0)], multiple=4)
     assert batch.tokens.shape == (1, 8)
     assert batch.sequence_starts.tolist() == [0, 5, 8]
-    assert batch.rows.tolist() == [1, 2, 3]
+    assert batch.loss_positions.tolist() == [1, 2, 3]
 
 
 def test_sequences_are_padded_for_context_ranks_at_their_ends() -> None:
@@ -50,16 +50,16 @@ def test_sequences_are_padded_for_context_ranks_at_their_ends() -> None:
     batch = collate([first, second], multiple=16, sequence_multiple=4)
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 0, 0, 0, 0, 0, 0]]
     assert batch.sequence_starts.tolist() == [0, 8, 12, 16]
-    assert batch.rows.tolist() == [1, 2, 3, 8] and batch.targets.tolist() == [3, 4, 5, 7]
+    assert batch.loss_positions.tolist() == [1, 2, 3, 8] and batch.targets.tolist() == [3, 4, 5, 7]
 
 
 def test_a_context_rank_sees_its_positions_and_their_rows() -> None:
     whole = collate([make_sequence([1, 2, 3, 4, 5, 6, 7, 8], 2, 1.0, 1.0)], sequence_multiple=4)
-    batch = hold(whole, torch.tensor([0, 1, 6, 7]))
+    batch = context_shard(whole, torch.tensor([0, 1, 6, 7]))
     assert batch.tokens.tolist() == [[1, 2, 7, 8]]
     assert batch.position_ids.tolist() == [[0, 1, 6, 7]]
     # Rows 1 to 6 predict; this rank holds positions 1 and 6, its second and third.
-    assert batch.rows.tolist() == [1, 2] and batch.targets.tolist() == [3, 8]
+    assert batch.loss_positions.tolist() == [1, 2] and batch.targets.tolist() == [3, 8]
     assert batch.generator_logprobs.tolist() == [-1, -6]
     assert batch.sequence_starts.tolist() == [0, 8]
 
@@ -67,4 +67,4 @@ def test_a_context_rank_sees_its_positions_and_their_rows() -> None:
 def test_empty_microbatch_runs_one_token_without_weight() -> None:
     batch = collate([])
     assert batch.weights.tolist() == [0.0]
-    assert batch.rows.tolist() == [0]
+    assert batch.loss_positions.tolist() == [0]

@@ -6,7 +6,7 @@ from megatron_rl.config.tree import ParallelConfig
 
 
 @dataclass(frozen=True)
-class Layout:
+class Division:
     """Counts of ranks along each dimension, and what is sharded."""
 
     tensor: int = 1
@@ -46,9 +46,9 @@ class Layout:
         return self.tensor if self.is_sequence_parallel else 1
 
 
-def layout_of(parallel: ParallelConfig) -> Layout:
-    """The layout of a configuration."""
-    return Layout(
+def division_of(parallel: ParallelConfig) -> Division:
+    """The division of a configuration."""
+    return Division(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         virtual_stages=parallel.virtual_stages,
