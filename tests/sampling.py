@@ -29,8 +29,11 @@ def draw(names: Iterable[str], count: int, seed: str) -> set[str]:
 
 
 def is_drawn(name: str, share: float, seed: str) -> bool:
-    """Whether a name is among the drawn share, 0 to 1, of all that there may be."""
-    return _place(name, seed) < share
+    """Whether a name is among the drawn share, 0 to 1, of all that there may be.
+
+    Whether `draw` took it says nothing about that.
+    """
+    return _place(name, f"share {seed}") < share
 
 
 def _place(name: str, seed: str) -> float:

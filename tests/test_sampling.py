@@ -52,6 +52,13 @@ def test_a_share_is_that_part_of_the_cases() -> None:
     assert not any(is_drawn(name, 0.0, "abc") for name in names)
 
 
+def test_a_share_is_drawn_from_what_a_sample_left() -> None:
+    matrices = [[f"matrix {number} {case}" for case in range(20)] for number in range(100)]
+    left = [name for matrix in matrices for name in set(matrix) - draw(matrix, 10, "abc")]
+    count = sum(is_drawn(name, 0.25, "abc") for name in left)
+    assert 190 < count < 310  # 250 of 1000 expected, standard deviation 14
+
+
 def test_few_cases_are_all_drawn() -> None:
     assert draw(NAMES, 20, "x") == draw(NAMES, 50, "x") == set(NAMES)
 

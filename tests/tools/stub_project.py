@@ -68,7 +68,8 @@ class Project:
         (self.root / path).write_text(text)
 
     def install(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+        # PYTHONPATH would bring this repository's tools before the project's own.
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHONPATH"))}
         pip = {
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.wheels),

@@ -311,7 +311,7 @@ def human_eval() -> Iterator[object]:
         yield pytest.param(problem, id=problem.name)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("problem", human_eval())
 def test_human_eval(problem: human_eval_tasks.Problem, limits: CodeLimits) -> None:
     assert _reason(problem.right, problem.tests, limits) == "correct"
