@@ -1,4 +1,4 @@
 """The only place that knows CPU and gloo from CUDA and NCCL; trainer ranks and the launcher use it.
 
-Imports `protocol` alone. The launcher takes `environment.py`, which loads no torch.
+May import config and protocol. The launcher takes `environment.py`, which loads no torch.
 """

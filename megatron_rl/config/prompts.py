@@ -68,6 +68,33 @@ class SystemPrompts(Section):
     none: str = ""
 
 
+class Demonstration(Section):
+    """An exchange in the form that a gate demands."""
+
+    question: str
+    reply: str
+
+
+class Demonstrations(Section):
+    """What a model is shown before a prompt, by the gate of its task: one exchange, or none.
+
+    Models that were never taught to think between tags copy the form from an exchange, and hardly
+    ever from a description of it.
+    """
+
+    think_box: Demonstration | None = Demonstration(
+        question="What is 2 + 3?", reply="<think>\n2 + 3 is 5.\n</think>\nThe answer is \\boxed{5}."
+    )
+    think_code: Demonstration | None = Demonstration(
+        question="Write a function add(a, b) that returns the sum.",
+        reply="<think>\nThe sum of a and b is a + b.\n</think>\n"
+        "```python\ndef add(a, b):\n    return a + b\n```",
+    )
+    box: Demonstration | None = None
+    code: Demonstration | None = None
+    none: Demonstration | None = None
+
+
 class RenderConfig(Section):
     """How messages become token ids."""
 
@@ -75,6 +102,11 @@ class RenderConfig(Section):
     """Put before the messages of every prompt that has no system message of its own; "" for none.
     Not given: the text of render.system_prompts for the gate of the prompt's task."""
     system_prompts: SystemPrompts = SystemPrompts()
+    """By gate."""
+    demonstrate: bool = True
+    """Show the exchange of render.demonstrations between such a system prompt and the prompt; a
+    system_prompt of your own comes without."""
+    demonstrations: Demonstrations = Demonstrations()
     """By gate."""
     chat_template: str = ""
     """Jinja chat template that replaces the tokenizer's own; empty keeps that."""
@@ -85,3 +117,10 @@ class RenderConfig(Section):
             return self.system_prompt
         text: str = getattr(self.system_prompts, gate)
         return text
+
+    def demonstration_of(self, gate: str) -> Demonstration | None:
+        """The exchange that is shown before a prompt whose task has this gate."""
+        if self.system_prompt is not None or not self.demonstrate:
+            return None
+        exchange: Demonstration | None = getattr(self.demonstrations, gate)
+        return exchange

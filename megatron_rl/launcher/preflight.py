@@ -206,13 +206,13 @@ def _describe_dropped(dropped: list[DroppedPrompt]) -> list[str]:
 
 
 def _describe_system_prompts(config: Config, tasks: list[str]) -> list[str]:
-    """One line for each system prompt, with the tasks that get it."""
+    """One line for each system prompt and its demonstration, with the tasks that get it."""
     tasks_of: dict[str, list[str]] = {}
     for task in tasks:
-        text = config.render.system_prompt_of(config.reward.gates[task])
-        tasks_of.setdefault(text, []).append(task)
-    return [
-        f"system prompt ({', '.join(names)}): "
-        + (json.dumps(text, ensure_ascii=False) if text else "none")
-        for text, names in tasks_of.items()
-    ]
+        gate = config.reward.gates[task]
+        text = config.render.system_prompt_of(gate)
+        shown = json.dumps(text, ensure_ascii=False) if text else "none"
+        if exchange := config.render.demonstration_of(gate):
+            shown += f"; shown before each prompt: {json.dumps(exchange.reply, ensure_ascii=False)}"
+        tasks_of.setdefault(shown, []).append(task)
+    return [f"system prompt ({', '.join(names)}): {shown}" for shown, names in tasks_of.items()]

@@ -1,1 +1,4 @@
-"""What two processes must agree on: messages, wire format, configuration, metrics, start-up."""
+"""What processes say to each other: messages, sockets, keys, metrics, files, start and end.
+
+Imported by every process. May import config alone.
+"""

@@ -56,7 +56,7 @@ class Renderer:
             )
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
-        self._system_prompts = {task: config.system_prompt_of(gate) for task, gate in gates.items()}
+        self._openings = {task: _opening(config, gate) for task, gate in gates.items()}
         self._context_tokens = context_tokens
         self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
         """Token ids that end a sequence."""
@@ -112,15 +112,14 @@ class Renderer:
     def _text(self, conversation: Conversation) -> str:
         """The rendered conversation. Raises RenderError for a template that fails."""
         turns = [{"role": m.role, "content": m.content} for m in conversation.messages]
-        if conversation.task not in self._system_prompts:
+        if conversation.task not in self._openings:
             raise InputError(
-                f"unknown task {conversation.task!r}: known are {sorted(self._system_prompts)}, "
+                f"unknown task {conversation.task!r}: known are {sorted(self._openings)}, "
                 "others are defined in [reward.tasks.NAME]"
             )
-        system_prompt = self._system_prompts[conversation.task]
         # Many templates take one system message, and only as the first.
-        if system_prompt and all(turn["role"] != "system" for turn in turns):
-            turns.insert(0, {"role": "system", "content": system_prompt})
+        if all(turn["role"] != "system" for turn in turns):
+            turns = [*self._openings[conversation.task], *turns]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True
@@ -159,6 +158,17 @@ class Renderer:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+
+def _opening(config: RenderConfig, gate: str) -> list[dict[str, str]]:
+    """What is put before the messages of a prompt without a system message of its own."""
+    turns = []
+    if system_prompt := config.system_prompt_of(gate):
+        turns.append({"role": "system", "content": system_prompt})
+    if exchange := config.demonstration_of(gate):
+        turns.append({"role": "user", "content": exchange.question})
+        turns.append({"role": "assistant", "content": exchange.reply})
+    return turns
 
 
 def stop_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -1,1 +1,4 @@
-"""The rollout queue: one CPU process between prompts, generators, verifiers and trainer ranks."""
+"""The rollout queue: one process on a CPU between prompts, generators, verifiers, trainer ranks.
+
+May import config, protocol and algorithms; loads no torch.
+"""

@@ -87,7 +87,7 @@ class Setting:
             {name: known[name] for name in names if name in known},
             config.reward,
             config.sampling.max_new_tokens,
-            bool(config.render.system_prompt),
+            config.render.system_prompt != "",
             bool(config.sft.steps),
         )
 

@@ -53,6 +53,18 @@ def test_a_prompt_gets_the_system_prompt_of_its_gate_unless_it_has_its_own(
         renderer.render([question], 8, task="sum")
 
 
+def test_a_demonstration_stands_between_system_prompt_and_prompt(models_dir: Path) -> None:
+    exchange = {"question": "2+3", "reply": "it is 5"}
+    config = RenderConfig(system_prompts={"box": "use a box"}, demonstrations={"box": exchange})
+    renderer = Renderer(config, models_dir / "old", 64, gates={"sums": "box", "any": "none"})
+    question = ChatMessage("user", "1")
+    assert renderer.render([question], 8, task="sums") == ids(
+        "system:use a box=>user:2+3=>assistant:it is 5=>user:1=>"
+    )
+    own = [ChatMessage("system", "mine"), question]
+    assert renderer.render(own, 8, task="sums") == ids("system:mine=>user:1=>")
+
+
 def test_refusals_of_many_are_those_of_each(models_dir: Path) -> None:
     template = "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
     renderer = make(models_dir, 40, chat_template=template + TEMPLATE)

@@ -19,6 +19,7 @@ from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
 from tools.make_tiny_model import write_tokenizer
 
+DEMONSTRATION = "<think>\n2 + 3 is 5.\n</think>\nThe answer is \\boxed{5}."
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,
     "num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 384, "vocab_size": 100,
@@ -271,6 +272,7 @@ def test_the_system_prompts_of_the_tasks_in_use_are_shown(
     assert counts and int(counts[1]) + int(counts[2]) == 30 and int(counts[2]) > 0
     shown, none = report.notes[1:]
     assert shown.startswith("system prompt (exact, math): ") and "\\n<think>" in shown
+    assert shown.endswith(f"shown before each prompt: {json.dumps(DEMONSTRATION)}")
     assert none == "system prompt (plain): none"
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from megatron_rl.config.prompts import SystemPrompts
+from megatron_rl.config.prompts import Demonstrations, SystemPrompts
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.types import ScoreRequest
 from tests.verification.requests import RULES, boxed, make_request
@@ -53,8 +53,16 @@ def test_the_form_that_a_system_prompt_shows_passes_its_gate(gate: str) -> None:
     assert GATES[gate](form, "").refusal == ""
 
 
+@pytest.mark.parametrize("gate", ["think_box", "think_code"])
+def test_the_demonstration_of_a_gate_passes_it(gate: str) -> None:
+    exchange = RenderConfig().demonstration_of(gate)
+    assert exchange is not None and GATES[gate](exchange.reply, "").refusal == ""
+    assert RenderConfig(demonstrate=False).demonstration_of(gate) is None
+    assert RenderConfig(system_prompt="mine").demonstration_of(gate) is None
+
+
 def test_every_gate_has_a_system_prompt_and_one_may_replace_them_all() -> None:
-    assert set(SystemPrompts.model_fields) == set(GATES)
+    assert set(SystemPrompts.model_fields) == set(GATES) == set(Demonstrations.model_fields)
     for gate in GATES:
         assert RenderConfig(system_prompt="").system_prompt_of(gate) == ""
         assert RenderConfig(system_prompt="mine").system_prompt_of(gate) == "mine"

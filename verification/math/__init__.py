@@ -1,1 +1,1 @@
-"""Whether two answers are the same mathematics."""
+"""Whether two answers are the same mathematics. Runs in verifiers and grading processes."""

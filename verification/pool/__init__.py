@@ -1,1 +1,1 @@
-"""Killable grading processes, and which of them grades what."""
+"""Killable grading processes, and which grades what. Run by the verifier and its fork server."""

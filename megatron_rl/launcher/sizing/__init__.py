@@ -1,1 +1,4 @@
-"""What a run will need, from sizes alone: memory, FLOPs, seconds, bytes. No torch, no device."""
+"""What a run will need, from sizes alone: memory, FLOPs, seconds, bytes. No torch, no device.
+
+Run by `megatron-rl plan`, before anything is started.
+"""
