@@ -9,15 +9,15 @@ import sys
 
 from generation import sglang_cpu
 from generation.engine import EngineSetup
-from generation.sglang_orders import LOADER, ORDERS_VARIABLE, orders_path
+from generation.sglang_orders import ORDERS_VARIABLE, orders_path
 
 REPORTS_SPANS_SINCE = (0, 5, 20)
 NEVER_STREAM_TOKENS = 1_000_000
 SERVER_KEEP_ALIVE_S = 3600
 
 
-def server_command(setup: EngineSetup) -> list[str]:
-    """Command line of the server."""
+def server_command(setup: EngineSetup, loader: str) -> list[str]:
+    """Command line of the server; loader: the function by which its ranks take slices."""
     values = {
         "--model-path": setup.model,
         "--dtype": setup.dtype,
@@ -41,7 +41,7 @@ def server_command(setup: EngineSetup) -> list[str]:
         "--skip-server-warmup",
         # With the overlap scheduler the recorded version boundary is one token off.
         "--disable-overlap-schedule",
-        f"--custom-weight-loader={LOADER}",
+        f"--custom-weight-loader={loader}",
         *([f"--quantization={setup.quantization}"] if setup.quantization else []),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]

@@ -48,6 +48,8 @@ class SGLangEngine:
     """Engine over one `sglang.launch_server` child."""
 
     name = "sglang"
+    loader = LOADER
+    """By which the server's ranks take slices, as package.module.function."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -73,7 +75,8 @@ class SGLangEngine:
             f"http://{setup.host}:{setup.port}",
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
         )
-        await self._child.start(server_command(setup), server_environment(setup), nice=setup.nice)
+        command = server_command(setup, self.loader)
+        await self._child.start(command, server_environment(setup), nice=setup.nice)
         deadline = time.monotonic() + setup.start_timeout_s
         while not await self._answers():
             if self._child.has_exited:
@@ -268,7 +271,7 @@ class SGLangEngine:
         write_order(orders_path(self._setup.log_path), order)
         body = {
             "serialized_named_tensors": [NO_TENSORS] * self.world_size,
-            "load_format": LOADER,
+            "load_format": self.loader,
             "flush_cache": False,
         }
         if version is not None:

@@ -8,16 +8,16 @@ import json
 import time
 from pathlib import Path
 
-from generation import sglang_engine
 from generation.engine import EngineSetup
 from generation.sglang_engine import SGLangEngine
 
-sglang_engine.LOADER = "tests.generation.inspecting_loader.load"
 NAME = "tests.generation.inspected_engine:InspectedEngine"
 
 
 class InspectedEngine(SGLangEngine):
     """SGLang's engine and its notes."""
+
+    loader = "tests.generation.inspecting_loader.load"
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)

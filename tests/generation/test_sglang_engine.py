@@ -9,6 +9,7 @@ from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup
 from generation.sglang_answers import check_answer, read_complete_mark, read_event
 from generation.sglang_command import parse_release, server_command
+from generation.sglang_orders import LOADER
 from megatron_rl.protocol.types import VersionSpan
 
 META = {
@@ -77,14 +78,16 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
         kv_tokens=1024, context_tokens=256, nice=0, start_timeout_s=1, request_timeout_s=1,
         weights_timeout_s=1, host="127.0.0.1", port=1234, seed=5, version=-1, log_path=Path("/l"),
     )  # fmt: skip
-    command = server_command(setup)
+    command = server_command(setup, LOADER)
     assert {"--disable-overlap-schedule", "--weight-version=-1", "--tp-size=2"} <= set(command)
     assert ("--device" in command) == sglang_cpu.is_needed()
     assert not any("--quantization" in word for word in command)
     assert "--enable-return-routed-experts" not in command
     choosing = dataclasses.replace(setup, returns_expert_choices=True)
-    assert "--enable-return-routed-experts" in server_command(choosing)
-    assert "--quantization=fp8" in server_command(dataclasses.replace(setup, quantization="fp8"))
+    assert "--enable-return-routed-experts" in server_command(choosing, LOADER)
+    assert "--quantization=fp8" in server_command(
+        dataclasses.replace(setup, quantization="fp8"), LOADER
+    )
 
 
 def test_two_ranks_are_pinned_to_two_cores() -> None:

@@ -63,7 +63,7 @@ def test_slices_read_and_write_what_a_server_holds(
     monkeypatch.setattr(
         sglang_engine,
         "server_command",
-        lambda setup: [*command(setup), *flags, f"--custom-weight-loader={layout_loader.NAME}"],
+        lambda *given: [*command(*given), *flags, f"--custom-weight-loader={layout_loader.NAME}"],
     )
     setup = make_setup(tmp_path, tmp_path / "server.log", tensor_parallel=ranks, context_tokens=200)
     before, after = asyncio.run(

@@ -134,7 +134,7 @@ def run(
     command = sglang_engine.server_command
     # The last of an option's values counts: both loaders.
     loaders = ["--custom-weight-loader", LOADER, layout_loader.NAME]
-    monkeypatch.setattr(sglang_engine, "server_command", lambda setup: command(setup) + loaders)
+    monkeypatch.setattr(sglang_engine, "server_command", lambda *given: command(*given) + loaders)
     engine = SGLangEngine(engine_setup(cfg, 0, ()))
     work = asyncio.wait_for(publish_and_sample(engine, cfg, export), LIMIT_S)
     metrics, found = asyncio.run(work)

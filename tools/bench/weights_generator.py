@@ -8,9 +8,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from generation import sglang_engine
 from generation.async_dealer import AsyncDealer
 from generation.engine import EngineError, engine_setup
+from generation.sglang_engine import SGLangEngine
 from generation.weight_client import WeightClient
 from generation.worker import end_with_first, interrupted, parse_arguments
 from megatron_rl.config.files import load_config
@@ -19,17 +19,22 @@ from megatron_rl.protocol.process import run_main, set_up_logging
 from tools.bench.weights_loader import LOADER
 
 
+class MeasuredEngine(SGLangEngine):
+    """SGLang whose ranks take parcels by the benchmark's loader."""
+
+    loader = LOADER
+
+
 def main(config_path: Path, index: int) -> None:
     """Take weights until a signal arrives."""
     config = load_config(config_path)
     set_up_logging(f"generator-{index}", config.run.dir / "logs")
-    sglang_engine.LOADER = LOADER
     asyncio.run(end_with_first(interrupted(), serve(config, index)))
 
 
 async def serve(config: Config, index: int) -> None:
     """Raises EngineError when the server dies."""
-    engine = sglang_engine.SGLangEngine(engine_setup(config, index, ()))
+    engine = MeasuredEngine(engine_setup(config, index, ()))
 
     async def watch() -> None:
         raise EngineError(await engine.failed())
