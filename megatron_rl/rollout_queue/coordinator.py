@@ -125,6 +125,7 @@ class Coordinator:
 
     def handle(self, endpoint: str, peer: str, message: AnyMessage, now: float) -> None:
         """Take in one message. Raises WireError for a message that has no place here."""
+        # Whatever a trainer rank says, the cold start before it is over.
         if endpoint == BATCHES:
             self.expect_trainer(now)
         match endpoint, message:
@@ -163,6 +164,7 @@ class Coordinator:
             return
         self._patience.note_progress(now)
         group, scored = found
+        # A score that was asked for before its group was dropped.
         if group.is_abandoned:
             return
         group.add(scored)
@@ -189,6 +191,8 @@ class Coordinator:
                 f"{self._first_version}: start both with the same checkpoint.resume"
             )
         self._published = published.version
+        # Only now, not when the batch was formed: until then its groups count against admission, as
+        # everything opened meanwhile will be one version older.
         self._groups.finish_training(published.version)
         if published.is_final:
             self._finished_at = now
@@ -197,6 +201,8 @@ class Coordinator:
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
         self._patience.note_progress(now)
+        # With a later batch formed, its groups would be neither trained on nor unfinished: a run
+        # that is resumed here would lose them.
         if self._training is None or self._desk.formed_steps != asked.step:
             raise WireError(
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
@@ -238,14 +244,17 @@ class Coordinator:
 
     def outgoing(self, now: float) -> Iterator[Outgoing]:
         """Everything that can be sent now; the caller reports peers that are gone by `lose`."""
+        # First what frees room, then what takes it.
         self._drop_failed()
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
         has_generator = self._leases.has_room(min_version=0)
+        # Before batches: an evaluation that ends here no longer holds back the next one.
         self._evaluations.advance(self._published, now, has_generator=has_generator)
         yield from self._batch_answers(now)
         while self._states:
             yield Outgoing(BATCHES, *self._states.pop())
+        # Before leases: their slots are given out again, and the engine should be rid of the old.
         for generator, cancel in self._leases.pop_cancels():
             yield Outgoing(PROMPTS, generator, cancel)
         while (lease := self._next_lease(now)) is not None:
@@ -273,6 +282,7 @@ class Coordinator:
         for peer, answer in self._desk.answers():
             self._patience.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
+        # After the answers have left: nobody waits for the disk.
         if formed is not None:
             self._recorder.write_step(*formed)
 
