@@ -80,11 +80,11 @@ def test_what_is_left_to_grade_needs_only_lanes_that_the_queue_kept(reward: Rewa
 
 def test_gate_and_quick_comparison_run_once_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    gate: Callable[[str], Gated] = GATES["think_box"]
+    gate: Callable[[str, str], Gated] = GATES["think_box"]
 
-    def counted(text: str) -> Gated:
+    def counted(text: str, prompt_tail: str) -> Gated:
         seen.append(text)
-        return gate(text)
+        return gate(text, prompt_tail)
 
     monkeypatch.setitem(GATES, "think_box", counted)
     with Grading(RewardConfig(language=0.1)) as grading:
