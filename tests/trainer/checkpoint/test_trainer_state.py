@@ -67,7 +67,11 @@ def resumed_run(cfg: Config, folder: Path) -> list[tuple[float, float, float]]:
 
 def config(model: Path, *overrides: str) -> Config:
     common = [f"model.path={model}", "model.dtype=float32", "optimizer.lr=0.01"]
-    common += ["optimizer.warmup_steps=1", "optimizer.lr_schedule=linear", "optimizer.weight_decay=0.1"]
+    common += [
+        "optimizer.warmup_steps=1",
+        "optimizer.lr_schedule=linear",
+        "optimizer.weight_decay=0.1",
+    ]
     return load_config(None, [*common, *overrides])
 
 
