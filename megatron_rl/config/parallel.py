@@ -11,7 +11,7 @@ class ParallelConfig(Section):
     """How the trainer ranks divide the model and the batch."""
 
     tensor: PositiveInt = 1
-    """Tensor-parallel ranks; must divide the attention heads and key-value heads."""
+    """Tensor-parallel ranks; must divide attention heads, key-value heads and MLP units."""
     pipeline: PositiveInt = 1
     """Pipeline stages; must divide the layers."""
     virtual_stages: PositiveInt = 1

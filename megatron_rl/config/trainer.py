@@ -1,6 +1,6 @@
 """Sections of the configuration that say what trainer ranks do.
 
-Imported by every process by way of `config.py`.
+Imported by every process by way of `tree.py`.
 """
 
 from pathlib import Path

@@ -12,13 +12,12 @@ from typing import NamedTuple
 from generation.engine import ENGINES, load_engine
 from megatron_rl.algorithms.advantage import ADVANTAGES
 from megatron_rl.algorithms.loss import LOSSES
-from megatron_rl.config.divisibility import nearest_divisor
+from megatron_rl.config.divisibility import check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import (
     Config,
-    GeneratorConfig,
     SftConfig,
     TrainConfig,
 )
@@ -102,7 +101,7 @@ def check_model(config: Config) -> None:
     """The trainer knows the architecture, and the parallel sizes divide the model."""
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
-    check_engine_parallel(config.generator, shape, config.model.path)
+    check_engine_tensor(config.generator.tensor_parallel, shape.heads)
     check_router_replay(config.train, shape, config.model.path)
 
 
@@ -114,16 +113,6 @@ def check_names(config: Config) -> None:
     # By name alone: the engines' modules are slow to load.
     engines = dict.fromkeys(ENGINES, load_engine)
     find_function(engines, config.generator.engine, key="generator.engine")
-
-
-def check_engine_parallel(generator: GeneratorConfig, shape: ModelShape, folder: Path) -> None:
-    """An engine's tensor parallelism divides the heads; it copies key-value heads where needed."""
-    if shape.heads % generator.tensor_parallel:
-        raise InputError(
-            f"generator.tensor_parallel = {generator.tensor_parallel} does not divide the "
-            f"{shape.heads} attention heads of {folder}; nearest possible: "
-            f"{nearest_divisor(shape.heads, generator.tensor_parallel)}"
-        )
 
 
 def check_megatron_path(config: Config) -> None:

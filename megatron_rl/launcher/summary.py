@@ -201,10 +201,14 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"Idle                trainer {_percent(summary['trainer_idle_fraction'])}, "
         f"generators {_percent(summary['generator_idle_fraction'])}",
         f"Ran on              {summary['engine']} {summary['engine_version']}, megatron-core "
-        f"{summary['megatron_core_version']}, {summary['trainer_world_size']} trainer ranks "
+        f"{summary['megatron_core_version']}, {_ranks(summary['trainer_world_size'])} "
         f"(TP {summary['tp']}, PP {summary['pp']}, DP {summary['dp']}), "
         f"{_number(summary['model_parameters'], 0)} parameters",
     ]
+
+
+def _ranks(count: int) -> str:
+    return "1 trainer rank" if count == 1 else f"{count} trainer ranks"
 
 
 def _stepless_lines(summary: dict[str, Any]) -> list[str]:

@@ -7,13 +7,13 @@ deadline; every send fails at a full queue instead of blocking.
 
 import functools
 import time
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 
+from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
 
@@ -77,7 +77,7 @@ def check_loopback(host: str) -> None:
         )
 
 
-class Router:
+class Router(Closing):
     """A bound ROUTER: many peers, each known by the identity that its DEALER chose."""
 
     def __init__(self, host: str, port: int, keys: Keys | None = None) -> None:
@@ -132,19 +132,8 @@ class Router:
         self.socket.close()
         self._context.term()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class Dealer:
+class Dealer(Closing):
     """A connected DEALER with a stable identity."""
 
     def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
@@ -199,14 +188,3 @@ class Dealer:
         """Close the socket and its context."""
         self.socket.close()
         self._context.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -1,6 +1,6 @@
 """Groups of scored rollouts: open, waiting to be trained on, in training, or dropped.
 
-Used by the rollout queue.
+Used by the rollout queue, whose coordinator decides what is dropped.
 """
 
 import dataclasses

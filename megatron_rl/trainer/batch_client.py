@@ -9,13 +9,12 @@ decodes once.
 
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.protocol import wire
+from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState
@@ -33,7 +32,7 @@ _TURN_S = 2.0
 """How long the leader waits between two collectives: well below train.collective_timeout_s."""
 
 
-class BatchClient:
+class BatchClient(Closing):
     """Fetches this data-parallel rank's share of each batch."""
 
     def __init__(
@@ -138,14 +137,3 @@ class BatchClient:
         """Close the leader's socket."""
         if self._dealer is not None:
             self._dealer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

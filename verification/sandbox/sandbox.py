@@ -23,11 +23,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
+from megatron_rl.protocol.closing import Closing
 from verification.sandbox import isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
 from verification.sandbox.memory_file import closing, make_file, read_file
@@ -110,7 +110,7 @@ class SandboxSpec(msgspec.Struct, frozen=True):
     """Modules that the server loads once, so that tests find them loaded."""
 
 
-class Sandbox:
+class Sandbox(Closing):
     """A running sandbox; a context manager that ends it with all it runs."""
 
     def __init__(self, spec: SandboxSpec, group: ControlGroup | None = None) -> None:
@@ -128,17 +128,6 @@ class Sandbox:
             self._process = self._start(roots, theirs, group)
             stack.pop_all()
         self._connection.sendall(json.dumps(self._settings(roots)).encode())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def build_folder(self) -> str:

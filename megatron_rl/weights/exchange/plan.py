@@ -1,9 +1,10 @@
 """The plan of an exchange: which slice goes from which trainer rank to which engine rank, and when.
 
-A pure function of slices, computed by trainer rank 0 and printed by `megatron-rl plan-weights`.
-Every element of every receiver comes from exactly one sender. Where several senders hold the same
-element, the one with least to send gives it, so that no network card is the limit. The exchange
-goes in rounds: in each, no rank sends and none receives more than `bucket_bytes`.
+A pure function of slices: every trainer rank computes the same plan, rank 0 tells engine ranks
+their part, and `megatron-rl plan-weights` prints it. Every element of every receiver comes from
+exactly one sender. Where several senders hold the same element, the one with least to send gives
+it, so that no network card is the limit. The exchange goes in rounds: in each, no rank sends and
+none receives more than `bucket_bytes`.
 """
 
 from collections import defaultdict

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_rl.config.divisibility import check_engine_tensor
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import Share
@@ -45,8 +46,7 @@ def engine_slices(shape: ModelShape, tensor: Share, *, ffn_multiple: int = 1) ->
     ffn_multiple: each rank's MLP units are padded to a multiple of it: 32 in SGLang's CPU mode.
     Raises ValueError for ranks that do not divide the model or would hold only padding.
     """
-    if shape.heads % tensor.size:
-        raise ValueError(f"{tensor.size} tensor ranks do not divide {shape.heads} attention heads")
+    check_engine_tensor(tensor.size, shape.heads)
     if shape.experts and shape.is_tied:
         # SGLang 0.5.23 gives them an output matrix of its own and leaves it unset.
         raise ValueError("SGLang has no tied embeddings for models with experts")

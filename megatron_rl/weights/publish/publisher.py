@@ -9,11 +9,11 @@ waits for a batch.
 import logging
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import msgspec
 
+from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -63,7 +63,7 @@ class Method(Protocol):
         """Let go of everything, and tell the generators."""
 
 
-class WeightPublisher:
+class WeightPublisher(Closing):
     """Owns the publishing of a training phase."""
 
     def __init__(
@@ -202,14 +202,3 @@ class WeightPublisher:
         """Let the generators leave."""
         self._method.close()
         self._control.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

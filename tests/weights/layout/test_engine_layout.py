@@ -93,7 +93,7 @@ def test_every_rank_holds_its_units_of_every_expert() -> None:
 @pytest.mark.parametrize(
     ("shape", "size", "words"),
     [
-        (SHAPE, 3, "do not divide 4 attention heads"),
+        (SHAPE, 3, "= 3 does not divide .* 4 attention heads; nearest possible: 2"),
         (replace(SHAPE, heads=12, kv_heads=4, vocab=1000), 6, "do not divide 4 key-value heads"),
         (replace(SHAPE, vocab=40), 4, "rank 3 of 4 would hold only padding"),
         (replace(MOE, is_tied=True), 1, "no tied embeddings"),
