@@ -193,8 +193,10 @@ def test_finished_ones_are_delivered_before_the_slowest(driver: Driver) -> None:
 
     order, lengths = driver.run(race())
     assert order == ["fast", "slow"]
-    # Within the group too: delivered by rising length, since all started together.
-    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+    # Within the group too: by rising length, but for the steps that some were admitted later.
+    longest_before = [max(lengths[: n + 1]) for n in range(len(lengths))]
+    late = [before - length for before, length in zip(longest_before, lengths, strict=True)]
+    assert max(late) <= 32 and lengths[-1] - lengths[0] > 64
 
 
 def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
