@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from collections import Counter
@@ -6,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.verification.math.golden_pairs import load_golden_pairs
 from verification.math.answer import compare, compare_quickly, opinions, prepare
 from verification.verdict import CORRECT, WRONG, Verdict
 
 ROOT = Path(__file__).resolve().parents[3]
-GOLDEN = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "golden" / "math.jsonl").read_text().splitlines()
-]
+GOLDEN = load_golden_pairs()
 
 
 def test_golden_pairs_get_their_verdict_both_ways_round() -> None:

@@ -1,19 +1,15 @@
-import json
 import random
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.verification.math.golden_pairs import load_golden_pairs
 from verification.math.answer import compare_quickly
 from verification.math.structure import same_structure
 from verification.math.text import normalise
 from verification.verdict import CORRECT
 
-GOLDEN = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "golden" / "math.jsonl").read_text().splitlines()
-]
+GOLDEN = load_golden_pairs()
 # Starts, middles and unfinished ends of everything that a pattern of ours looks for.
 FAMILIES = [
     "(", "\\", "\\\\", "{", "}", "\\{", "\\{1,", "\\text{", "\\text", "\\text{ or ", "$", "\\$",
