@@ -191,36 +191,112 @@ def test_missing_classifier_is_our_error(monkeypatch: pytest.MonkeyPatch) -> Non
         language._model_path()
 
 
-@pytest.mark.parametrize(
-    ("foreign_in_20", "reason"),
-    [(0, "consistent"), (2, "consistent"), (6, "language_mismatch:thoughts"),
-     (10, "language_mismatch:thoughts"), (20, "language_mismatch:thoughts")],
-)  # fmt: skip
 @pytest.mark.parametrize("repeats", [1, 3, 100])
 @pytest.mark.parametrize("other", [ENGLISH, CHINESE])
-def test_a_fifth_of_the_thoughts_may_be_foreign(
-    foreign_in_20: int, reason: str, repeats: int, other: str
+@pytest.mark.parametrize("foreign_in_20", [2, 6, 10, 20])
+def test_sentences_in_another_language_are_found_among_many(
+    foreign_in_20: int, repeats: int, other: str
 ) -> None:
     thoughts = FRENCH * (20 - foreign_in_20) * repeats + other * foreign_in_20 * repeats
     verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
-    assert verdict.reason == reason
+    assert verdict.reason == "language_mismatch:thoughts"
+
+
+@pytest.mark.parametrize("before", [0, 7, 40, 99])
+@pytest.mark.parametrize(
+    "other",
+    [
+        ENGLISH,
+        CHINESE,
+        "Wir müssen zuerst die beiden Zahlen addieren und dann durch drei teilen. ",
+        "women xuyao jisuan liang ge shu de he, ranhou chuyi er. ",
+        "Wǒmen xiān kàn dì yī gè tiáojiàn, tā gàosu wǒmen zhège shù dàyú líng. ",
+        "watashitachi wa futatsu no kazu o tasu hitsuyou ga arimasu. ",
+        "Mais ici 我们先计算这两个数的和 et 然后除以三就得到答案 donc. ",
+    ],
+    ids=["English", "Chinese", "German", "pinyin", "accented pinyin", "romaji", "within"],
+)
+def test_one_sentence_in_another_language_is_a_mismatch(before: int, other: str) -> None:
+    thoughts = FRENCH * before + other + FRENCH * (99 - before)
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    assert verdict.reason == "language_mismatch:thoughts"
+
+
+GERMAN = "wir addieren jetzt die beiden Zahlen und teilen das Ergebnis durch drei"
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    ["${}$", "$ {} $", "$${}$$", "\\[{}\\]", "\\({}\\)", "$\\text{{{}}}$",
+     "\\[\\mathrm{{{}}} = 5\\]", "\\begin{{align*}} {} &= 5 \\end{{align*}}", "`{}`", "``{}``",
+     "\n```\n{}\n```\n", "\n~~~text\n{}.\n~~~\n", "\n```python\n# {}\nx = 1\n```\n",
+     "\n```python\nx = 1  # {}\n```\n", "\n```\n\"\"\"{}\"\"\"\n```\n",
+     "<{}>", "<b {}>", "<!-- {} -->", "<b>{}</b>", "\\boxed{{{}}}", "\\textbf{{{}}}"],
+)  # fmt: skip
+@pytest.mark.parametrize("joint", [" ", "\\ ", "~", "_"])
+def test_prose_in_a_wrapper_is_prose(wrapper: str, joint: str) -> None:
+    thoughts = FRENCH * 3 + wrapper.format(GERMAN.replace(" ", joint)) + " " + FRENCH * 3
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    assert verdict.reason == "language_mismatch:thoughts"
+
+
+def test_a_sentence_cut_into_pieces_by_signs_is_prose() -> None:
+    thoughts = FRENCH * 3 + "\\[" + GERMAN.replace(" ", " = ") + "\\]" + FRENCH * 3
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    assert verdict.reason == "language_mismatch:thoughts"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$\\sin x + \\cos y = \\max(a, b) \\text{ if } x > 0 \\text{ else } 0$",
+        "\\[ \\operatorname{lcm}(a,b) \\cdot \\gcd(a,b) = ab \\]",
+        "$\\angle ABC = \\angle BCD$, $\\text{speed} = \\frac{\\text{distance}}{\\text{time}}$",
+        "`max_tokens`, `len(values) > 3`, `for x in items`, `numpy.argmax`",
+        "\n```python\ndef add(first, second):\n    # add the two numbers\n"
+        "    if first is not None and second is not None:\n        return first + second\n"
+        "    raise ValueError('no number')\n```\n",
+        "\n```cpp\n#include <vector>\nint main() { std::vector<int> v; return v.size(); }\n```\n",
+        "<div class='left wide'>", "https://example.org/the-sum-of-all-numbers-that-are-even",
+    ],
+)  # fmt: skip
+def test_formulas_and_code_are_no_prose(text: str) -> None:
+    thoughts = FRENCH * 3 + text * 3 + " " + FRENCH * 3
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    assert verdict.reason == "consistent"
+
+
+def test_a_quotation_of_the_problem_is_no_sentence_of_the_model() -> None:
+    def reason(problem: str) -> str:
+        thoughts = f"{FRENCH * 3} L'énoncé dit : {ENGLISH} {FRENCH * 3}"
+        return check_language(
+            problem=problem, thoughts=thoughts, answer="", target="fr", rules=RULES
+        ).reason
+
+    assert reason(f"Translate. {ENGLISH}") == "consistent"
+    assert reason("Translate.") == "language_mismatch:thoughts"
+
+
+def test_wrapped_prose_never_speaks_for_a_text() -> None:
+    thoughts = "$$\\text{" + FRENCH * 5 + "}$$"
+    verdict = check_language(problem="", thoughts=thoughts, answer="", target="fr", rules=RULES)
+    assert verdict.reason == "language_unknown"
 
 
 def test_long_text_is_sampled_from_start_to_end() -> None:
-    words = [f"mot{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}" for i in range(20_000)]
-    windows = language._windows(" ".join(words))
+    words = [f"mot{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}" for i in range(100_000)]
+    windows = language._windows([" ".join(words)], RULES)
     assert len(windows) == MAX_WINDOWS
     assert windows[0].startswith(words[0])
     assert windows[-1].endswith(words[-1])
     assert all(40 <= count_letters(window) <= 160 for window in windows)
-    assert windows == language._windows(" ".join(words))
 
 
 def test_windows_cover_a_text_that_is_not_long() -> None:
     words = [f"mot{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(600)]
-    seen = set(" ".join(language._windows(" ".join(words))).split())
-    # Words cut at a window's end are whole at the start of the next.
-    assert seen >= set(words)
+    windows = language._windows([" ".join(words[:300]), " ".join(words[300:])], RULES)
+    assert " ".join(windows).split() == words
+    assert all(count_letters(window) >= RULES.min_letters for window in windows)
 
 
 HOSTILE = [
