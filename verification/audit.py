@@ -16,8 +16,10 @@ from megatron_rl.config.reward import ExtraReward, RewardConfig
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed, ScoreRequest
 from verification.library import Sample
 from verification.math import answer as math_answer
+from verification.math.bare_library import same_by_bare_library
 
-PARSERS = ("text", "number", "structure", "math_verify")
+PARSERS = ("text", "number", "structure", "math_verify", "bare")
+"""Our parsers in their order; "bare" is math-verify by itself, as most trainers use it."""
 FAILED = "grading failed"
 
 
@@ -164,16 +166,26 @@ def with_opinions(reward: RewardConfig) -> RewardConfig:
 def disagreements(
     records: Sequence[Record], scores: Sequence[Score | ScoreFailed]
 ) -> list[Disagreement]:
-    """Pairs on which some parser says right and another says wrong; each pair once."""
+    """Pairs on which parsers and verdict are not of one opinion; each pair once."""
     found: dict[tuple[str, str], Disagreement] = {}
     for record, score in zip(records, scores, strict=True):
         if isinstance(score, ScoreFailed) or f"says_{PARSERS[0]}" not in score.parts:
             continue
         said = {name: _TO_OPINION[score.parts[f"says_{name}"]] for name in PARSERS}
-        if {True, False} <= set(said.values()):
+        if {True, False} <= {*said.values(), score.is_correct}:
             text, reference = record.sample.text, record.sample.answer
             found[text, reference] = Disagreement(text, reference, said, score.reason)
     return list(found.values())
+
+
+def beside_bare(scores: Sequence[Score | ScoreFailed]) -> dict[tuple[bool, bool], int]:
+    """(right by us, right by math-verify alone) -> completions, where both were asked."""
+    counts: dict[tuple[bool, bool], int] = {}
+    for score in scores:
+        if not isinstance(score, ScoreFailed) and "says_bare" in score.parts:
+            key = (score.is_correct, score.parts["says_bare"] == 1.0)
+            counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
 _TO_NUMBER = {True: 1.0, False: 0.0, None: -1.0}
@@ -198,6 +210,11 @@ def says_structure(answer: str, request: ScoreRequest) -> float:
 def says_math_verify(answer: str, request: ScoreRequest) -> float:
     """1 or 0 by math-verify, -1 if it cannot tell."""
     return _says("math_verify", answer, request.answer)
+
+
+def says_bare(answer: str, request: ScoreRequest) -> float:
+    """1 or 0 by math-verify alone."""
+    return _TO_NUMBER[same_by_bare_library(answer, request.answer)]
 
 
 def _says(parser: str, answer: str, reference: str) -> float:

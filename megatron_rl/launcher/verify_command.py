@@ -37,6 +37,7 @@ def verify(
     _print_changes(records, scores, console)
     if disagree:
         _print_disagreements(audit.disagreements(records, scores), console)
+        _print_beside_bare(audit.beside_bare(scores), console)
     return int(any(isinstance(score, ScoreFailed) for score in scores))
 
 
@@ -84,6 +85,13 @@ def _print_disagreements(found: list[audit.Disagreement], console: Console) -> N
         said = [words[pair.said[name]] for name in audit.PARSERS]
         answer = _short(_answer_of(pair.answer))
         table.add_row(answer, _short(pair.reference), *said, pair.verdict)
+    console.print(table, markup=False)
+
+
+def _print_beside_bare(counts: dict[tuple[bool, bool], int], console: Console) -> None:
+    table = Table("beside bare math-verify", "it says right", "it says wrong")
+    for is_right, words in ((True, "our verdict: right"), (False, "our verdict: wrong")):
+        table.add_row(words, *(str(counts.get((is_right, bare), 0)) for bare in (True, False)))
     console.print(table, markup=False)
 
 

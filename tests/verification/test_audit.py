@@ -10,6 +10,7 @@ from tests.verification.requests import boxed
 from verification.audit import (
     Disagreement,
     Record,
+    beside_bare,
     changes,
     disagreements,
     read_records,
@@ -80,12 +81,13 @@ def test_parsers_disagree_where_one_says_right_and_one_wrong() -> None:
     records = [Record(Sample(text="t", answer="a"), "")] * 2 + [Record(Sample(text="u"), "")]
     says = {"says_text": -1.0, "says_number": -1.0, "says_structure": 1.0}
     scores = [
-        _score("correct", **says, says_math_verify=0.0),
-        _score("correct", **says, says_math_verify=0.0),
-        _score("correct", **says, says_math_verify=1.0),
+        _score("correct", correct=0.9, **says, says_math_verify=0.0, says_bare=0.0),
+        _score("correct", correct=0.9, **says, says_math_verify=0.0, says_bare=0.0),
+        _score("correct", correct=0.9, **says, says_math_verify=1.0, says_bare=1.0),
     ]
-    said = {"text": None, "number": None, "structure": True, "math_verify": False}
+    said = {"text": None, "number": None, "structure": True, "math_verify": False, "bare": False}
     assert disagreements(records, scores) == [Disagreement("t", "a", said, "correct")]
+    assert beside_bare(scores) == {(True, False): 2, (True, True): 1}
 
 
 def test_command_prints_reasons_changes_and_disagreements(
@@ -96,6 +98,7 @@ def test_command_prints_reasons_changes_and_disagreements(
         tmp_path / "answers.jsonl",
         {"text": boxed("[0,1)"), "answer": "0 \\le x < 1", "reason": "wrong_answer"},
         {"text": boxed("8"), "answer": "7", "reason": "wrong_answer"},
+        {"text": boxed("(1,2,3)"), "answer": "\\{1,2,3\\}"},
         {"text": "7", "answer": "7"},
         {"text": "a</think>\\boxed{7}", "answer": "7", "prompt_tail": "<think>\n"},
     )
@@ -105,7 +108,11 @@ def test_command_prints_reasons_changes_and_disagreements(
         assert reason in printed
     # math-verify takes an interval and an inequality for different things.
     row = next(line for line in printed.splitlines() if "[0,1)" in line and "wrong" in line)
-    assert row.split().count("right") == 1 and row.split().count("wrong") == 1
+    assert row.split().count("right") == 2 and row.split().count("wrong") == 1
+    # By itself it knows both, and takes a triple for the set of its items.
+    table = printed[printed.index("beside bare") :].splitlines()
+    counts = [[int(word) for word in line.split() if word.isdigit()] for line in table]
+    assert [row for row in counts if row] == [[2, 0], [1, 1]]
 
 
 def test_command_fails_when_grading_fails(
