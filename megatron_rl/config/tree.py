@@ -59,10 +59,17 @@ class QueueConfig(Section):
     """A score request unanswered for this long is issued again; above verifier.*.timeout_s and
     the wait behind others. Verifiers that die are noticed by their heartbeats."""
     max_attempts: PositiveInt = 3
-    """Times a completion or a score is tried before its group is dropped and counted."""
+    """Times a completion is tried before its group is dropped and counted; and a score, before
+    its completion is."""
+    max_replacements: int = Field(default=1, ge=0)
+    """Times a completion that cannot be graded is generated anew, to keep its group whole; not in
+    evaluations, which count what they could grade."""
+    min_group_share: float = Field(default=0.25, ge=0, le=1)
+    """Share of train.group_size completions, at least two, that must be graded: a group goes on
+    without the others, and one of which fewer are left is dropped and counted."""
     max_failed_groups: PositiveInt = 16
-    """The run ends when so many groups failed beyond those completed: each failed one counts one
-    up, each completed one down, never below 0."""
+    """The run ends when generators failed so many groups beyond those completed: each failed one
+    counts one up, each completed one down, never below 0."""
 
 
 class GeneratorConfig(Section):

@@ -14,6 +14,7 @@ A row counts what happened since the row before:
 | `activity/rollouts_for_evaluation` | scores of evaluations                                      |
 | `activity/reason/REASON`           | scores by verdict                                          |
 | `activity/ill_formed/REASON`       | scores by what a gate found wrong                          |
+| `activity/completions_dropped/REASON` | completions that could not be graded                    |
 | `activity/groups_complete`         | training groups whose rollouts are all scored              |
 | `activity/groups_dropped/REASON`   | training groups that are not trained on                    |
 | `activity/completions_in_flight`   | at the moment of the row                                   |
@@ -43,6 +44,7 @@ _LATE_S = 15.0
 _REPEAT_FACTOR = 4
 """A fault is named again when there are so many times as many scores."""
 _EXAMPLE_CHARS = 80
+_DROPPED = ("groups_dropped/", "completions_dropped/")
 
 Values = dict[str, float | int | str]
 
@@ -81,10 +83,16 @@ class Activity:
             return
         self._evidence.training[reason] += 1
         self._evidence.truncated += scored.rollout.finish_reason == "length"
-        if group.is_complete:
-            self._counts["groups_complete"] += 1
-            self._evidence.groups += 1
-            self._evidence.flat_groups += group.is_flat
+
+    def add_complete(self, group: Group) -> None:
+        """No completion of a training group is open any more."""
+        self._counts["groups_complete"] += 1
+        self._evidence.groups += 1
+        self._evidence.flat_groups += group.is_flat
+
+    def add_ungraded(self, reason: str) -> None:
+        """A completion could not be graded."""
+        self._counts[f"completions_dropped/{reason}"] += 1
 
     def add_dropped(self, reason: str) -> None:
         """A training group was dropped."""
@@ -120,7 +128,7 @@ class Activity:
 
     @property
     def _has_dropped(self) -> bool:
-        return any(name.startswith("groups_dropped/") for name in self._counts)
+        return any(name.startswith(_DROPPED) for name in self._counts)
 
     def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
         """The diagnosis if it is news: of another kind, or on many more scores."""

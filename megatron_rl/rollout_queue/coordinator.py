@@ -29,7 +29,7 @@ from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
-from megatron_rl.rollout_queue.failures import FailureCount
+from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
 from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.openings import Openings
@@ -38,6 +38,7 @@ from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
+from megatron_rl.rollout_queue.ungraded import Fate, Ungraded, too_small
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,14 @@ class Coordinator:
         )
         self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
+        self._ungraded = Ungraded(
+            config.queue,
+            self._leases,
+            book=self._groups,
+            evaluations=self._evaluations,
+            recorder=recorder,
+            activity=self._activity,
+        )
         self._failed = FailureCount(config.queue.max_failed_groups)
         self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
@@ -169,12 +178,17 @@ class Coordinator:
             return
         group.add(scored)
         self._activity.add_score(group, scored)
-        if not group.is_complete:
-            return
+        if group.is_complete:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        """Every completion of a group is scored, or cannot be."""
         self._failed.note_completed()
         if group.evaluation:
             self._evaluations.close(group)
-        elif group.is_flat:
+            return
+        self._activity.add_complete(group)
+        if group.is_flat:
             self._drop(group, FLAT)
 
     def _drop(self, group: Group, reason: str) -> None:
@@ -220,20 +234,28 @@ class Coordinator:
             self._metrics.write(self._published, {"queue/groups_abandoned": len(groups)})
 
     def _drop_failed(self) -> None:
-        """Drop the groups that failed, each under its reason. Raises TooManyFailures."""
-        for failure in (*self._leases.pop_failures(), *self._scoring.pop_failures()):
-            group = failure.group
-            if group.is_abandoned:
+        """Drop what failed, each under its reason. Raises TooManyFailures."""
+        for failure in self._leases.pop_failures():
+            if not failure.group.is_abandoned:
+                self._drop_group(failure)
+                self._failed.note_failed(failure)
+        for lost in self._scoring.pop_failures():
+            if lost.group.is_abandoned:
                 continue
-            log.error(
-                "prompt %r dropped as %s: %s", group.prompt.id, failure.reason, failure.detail
-            )
-            self._withdraw(group)
-            if group.evaluation:
-                self._evaluations.lose(group)
-            else:
-                self._drop(group, failure.reason)
-            self._failed.note_failed(failure)
+            fate = self._ungraded.drop(lost)
+            if fate is Fate.TOO_SMALL:
+                self._drop_group(too_small(lost.group, lost.detail))
+            elif fate is Fate.COMPLETE:
+                self._close(lost.group)
+
+    def _drop_group(self, failure: GroupFailure) -> None:
+        group = failure.group
+        log.error("prompt %r dropped as %s: %r", group.prompt.id, failure.reason, failure.detail)
+        self._withdraw(group)
+        if group.evaluation:
+            self._evaluations.lose(group)
+        else:
+            self._drop(group, failure.reason)
 
     def _withdraw(self, group: Group) -> None:
         group.is_abandoned = True

@@ -6,6 +6,7 @@ trained on with an invented reward.
 
 from typing import NamedTuple
 
+from megatron_rl.protocol.types import Rollout
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.groups import Group
 
@@ -18,8 +19,20 @@ class GroupFailure(NamedTuple):
 
     group: Group
     reason: str
-    """ATTEMPTS_EXHAUSTED, UNGRADABLE, or what a generator wants it dropped as."""
+    """ATTEMPTS_EXHAUSTED, what a generator wants it dropped as, or why too few of its completions
+    are graded."""
     detail: str
+
+
+class ScoreFailure(NamedTuple):
+    """Why a completion is given up that cannot be graded."""
+
+    group: Group
+    rollout: Rollout
+    reason: str
+    """UNGRADABLE or NOT_GRADED."""
+    detail: str
+    """How often it was tried, and what was said last: perhaps text that the completion made."""
 
 
 class TooManyFailures(DeadlineExceeded):

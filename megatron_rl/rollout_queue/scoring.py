@@ -19,11 +19,14 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
 )
-from megatron_rl.rollout_queue.failures import GroupFailure
+from megatron_rl.rollout_queue.failures import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.verifiers import Verifiers
 
 log = logging.getLogger(__name__)
+
+_DETAIL_CHARS = 2000
+"""A completion may have a hand in what a verifier says of it."""
 
 
 @dataclasses.dataclass
@@ -63,7 +66,7 @@ class Scoring:
         self._waiting = {lanes: collections.deque[int]() for lanes in self._lanes_of_task.values()}
         self._next_id = 0
         self._next_turn = 0
-        self._failures: list[GroupFailure] = []
+        self._failures: list[ScoreFailure] = []
         self.late_scores = 0
         """Scores of requests that had been given to another verifier."""
 
@@ -145,7 +148,8 @@ class Scoring:
     def take_failure(self, name: str, failure: ScoreFailed, now: float) -> None:
         """Queue a rollout that a verifier failed to grade once more."""
         if self._return(name, failure.request_id, now):
-            self._fail(failure.request_id, name, f"{name} failed: {failure.reason}")
+            why = f"{name} failed: {failure.reason}"
+            self._fail(failure.request_id, name, why, kind=failure.kind)
 
     def expire(self, now: float) -> None:
         """Give up requests to silent verifiers, and those unanswered for too long."""
@@ -172,16 +176,16 @@ class Scoring:
 
     def _lose(self, request_ids: list[int], why: str) -> None:
         for request_id in request_ids:
-            if self._may_repeat(request_id, why):
+            if self._may_repeat(request_id, why, UNGRADABLE):
                 lanes = self._pending[request_id].lanes
                 bisect.insort(self._waiting[lanes], request_id, key=lambda n: self._pending[n].turn)
 
-    def _fail(self, request_id: int, verifier: str, why: str) -> None:
-        if self._may_repeat(request_id, why):
+    def _fail(self, request_id: int, verifier: str, why: str, *, kind: str = UNGRADABLE) -> None:
+        if self._may_repeat(request_id, why, kind):
             self._pending[request_id].failed_by |= {verifier}
             self._enqueue(request_id)
 
-    def _may_repeat(self, request_id: int, why: str) -> bool:
+    def _may_repeat(self, request_id: int, why: str, kind: str) -> bool:
         """Take a request back from its verifier; whether it is to be asked for again."""
         pending = self._pending[request_id]
         pending.verifier = ""
@@ -192,9 +196,12 @@ class Scoring:
         if pending.attempts >= self._config.max_attempts:
             del self._pending[request_id]
             tried = f"grading was tried {pending.attempts} times (queue.max_attempts)"
-            self._failures.append(GroupFailure(group, UNGRADABLE, f"{tried}; last: {why}"))
+            detail = f"{tried}; last: {why[:_DETAIL_CHARS]}"
+            self._failures.append(ScoreFailure(group, pending.rollout, kind, detail))
             return False
-        log.warning("asking for the score of prompt %r again: %s", group.prompt.id, why)
+        log.warning(
+            "asking for the score of prompt %r again: %r", group.prompt.id, why[:_DETAIL_CHARS]
+        )
         return True
 
     def cancel(self, group: Group) -> None:
@@ -204,8 +211,8 @@ class Scoring:
                 waiting.remove(request_id)
                 del self._pending[request_id]
 
-    def pop_failures(self) -> list[GroupFailure]:
-        """Groups of which a completion could not be graded since the last call."""
+    def pop_failures(self) -> list[ScoreFailure]:
+        """Completions that were given up since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
