@@ -70,6 +70,25 @@ class QueueConfig(Section):
     max_failed_groups: PositiveInt = 16
     """The run ends when generators failed so many groups beyond those completed: each failed one
     counts one up, each completed one down, never below 0."""
+    breaker_window_groups: PositiveInt = 32
+    """Groups of a task, or of tasks of the same lanes, by which it is judged whether they can be
+    graded at all: the latest ones."""
+    breaker_share: float = Field(default=0.8, gt=0, le=1)
+    """The run ends when so much of these groups, on average, cannot be graded; what the host had no
+    time for (not_graded) does not count."""
+    breaker_min_prompts: PositiveInt = 16
+    """Different prompts, of which completions must have failed, before the run may end by that: a
+    handful of prompts never ends it."""
+
+    @model_validator(mode="after")
+    def _check_breaker(self) -> Self:
+        if self.breaker_window_groups < self.breaker_min_prompts:
+            raise ValueError(
+                f"queue.breaker_window_groups={self.breaker_window_groups} groups never hold "
+                f"queue.breaker_min_prompts={self.breaker_min_prompts} different prompts: raise "
+                "the former, or lower the latter"
+            )
+        return self
 
 
 class GeneratorConfig(Section):

@@ -56,6 +56,9 @@ class Activity:
         self._setting = setting
         self._counts: collections.Counter[str] = collections.Counter()
         self._evidence = Evidence()
+        self.trouble: Finding | None = None
+        """What is wrong with the grading itself, if anything: it is told before the rest."""
+        self._ungraded = 0
         self._finding: Finding | None = None
         self._found_at = 0
         self._busy_since: float | None = None
@@ -93,6 +96,7 @@ class Activity:
     def add_ungraded(self, reason: str) -> None:
         """A completion could not be graded."""
         self._counts[f"completions_dropped/{reason}"] += 1
+        self._ungraded += 1
 
     def add_dropped(self, reason: str) -> None:
         """A training group was dropped."""
@@ -132,15 +136,15 @@ class Activity:
 
     def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
         """The diagnosis if it is news: of another kind, or on many more scores."""
-        if self._first_score is None:
-            return None
-        found = diagnose(
-            self._evidence,
-            self._setting,
-            is_late=now - self._first_score >= _LATE_S,
-            records=records,
-        )
-        scores = self._evidence.reasons.total()
+        found = self.trouble
+        if found is None and self._first_score is not None:
+            found = diagnose(
+                self._evidence,
+                self._setting,
+                is_late=now - self._first_score >= _LATE_S,
+                records=records,
+            )
+        scores = self._evidence.reasons.total() + self._ungraded
         known = self._finding.kind if self._finding else ""
         is_grown = found is not None and scores >= _REPEAT_FACTOR * self._found_at
         if (found.kind if found else "") == known and not is_grown:

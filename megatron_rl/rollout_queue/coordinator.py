@@ -28,6 +28,7 @@ from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
+from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
 from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
@@ -92,6 +93,8 @@ class Coordinator:
         )
         self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
+        opened = prompts.train if self._training is not None else [prompts.held_out]
+        self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
         self._ungraded = Ungraded(
             config.queue,
             self._leases,
@@ -99,6 +102,7 @@ class Coordinator:
             evaluations=self._evaluations,
             recorder=recorder,
             activity=self._activity,
+            breaker=self._breaker,
         )
         self._failed = FailureCount(config.queue.max_failed_groups)
         self._patience = Patience(config, now)
@@ -173,6 +177,7 @@ class Coordinator:
             return
         self._patience.note_progress(now)
         group, scored = found
+        self._breaker.note_scored(group)
         # A score that was asked for before its group was dropped.
         if group.is_abandoned:
             return
@@ -349,6 +354,7 @@ class Coordinator:
         """Re-issue what is overdue; DeadlineExceeded when nothing moves any more."""
         self._leases.expire(now)
         self._scoring.expire(now)
+        self._activity.trouble = self._breaker.find_trouble()
         self._activity.write(self._published, now, in_flight=self._leases.outstanding)
         state = self.describe(now)
         self._evaluations.check_deadline(now, state)

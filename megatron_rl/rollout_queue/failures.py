@@ -36,7 +36,7 @@ class ScoreFailure(NamedTuple):
 
 
 class TooManyFailures(DeadlineExceeded):
-    """So many groups failed that something is broken; the text says what failed last."""
+    """So much failed that something is broken; the text says what failed last."""
 
 
 class FailureCount:
@@ -57,5 +57,5 @@ class FailureCount:
             raise TooManyFailures(
                 f"{self._excess} groups failed beyond those completed (queue.max_failed_groups = "
                 f"{self._limit}); the last one, {failure.group.prompt.id!r}, as {failure.reason}: "
-                f"{failure.detail}. Look into the logs of generators and verifiers"
+                f"{failure.detail!r}. Look into the logs of generators"
             )

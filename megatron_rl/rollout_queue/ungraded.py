@@ -13,6 +13,7 @@ import math
 
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.rollout_queue.activity import ActivityLog
+from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.failures import GroupFailure, ScoreFailure
 from megatron_rl.rollout_queue.groups import Group, GroupBook
@@ -45,6 +46,7 @@ class Ungraded:
         evaluations: EvaluationDesk,
         recorder: Recorder,
         activity: ActivityLog,
+        breaker: CircuitBreaker,
     ) -> None:
         self._config = config
         self._leases = leases
@@ -52,9 +54,10 @@ class Ungraded:
         self._evaluations = evaluations
         self._recorder = recorder
         self._activity = activity
+        self._breaker = breaker
 
     def drop(self, failure: ScoreFailure) -> Fate:
-        """Drop one completion of a group that is not abandoned."""
+        """Drop one completion of a group that is not abandoned. Raises TooManyFailures."""
         group, index = failure.group, failure.rollout.index
         log.error(
             "completion %d of prompt %r dropped as %s: %r",
@@ -63,8 +66,9 @@ class Ungraded:
             failure.reason,
             failure.detail,
         )
-        self._recorder.write_ungraded(failure)
+        record = self._recorder.write_ungraded(failure)
         self._activity.add_ungraded(failure.reason)
+        self._breaker.note_failed(failure, record)
         if group.evaluation:
             self._evaluations.count_ungraded(group)
         else:

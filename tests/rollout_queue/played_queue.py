@@ -52,6 +52,8 @@ class PlayedQueue:
         )
         self.judge = judge
         self.now = 1000.0
+        self.version = 0
+        """That of the generator."""
         self.batches: list[RankBatch] = []
         self.leased: list[tuple[str, int]] = []
         """(prompt, index) of each completion, in the order of their leases."""
@@ -72,12 +74,19 @@ class PlayedQueue:
         self.coordinator.handle(BATCHES, "t", Published(version), self.now)
         self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
 
+    def publish(self, version: int) -> None:
+        """A later version is out, and the trainer asks for its next batch."""
+        self.version = version
+        self.coordinator.handle(BATCHES, "t", Published(version), self.now)
+        self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
+
     def play(self, seconds: int, *, is_slow: bool = False) -> None:
         """Answer all that is asked; is_slow: at most one completion a second."""
         for _ in range(seconds):
             self.now += 1.0
             self._answer(limit=1 if is_slow else 8)
-            self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, 0, 1), self.now)
+            ready = GeneratorReady(8, self.version, 1)
+            self.coordinator.handle(PROMPTS, "g", ready, self.now)
             self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
             self.coordinator.tick(self.now)
 
