@@ -61,6 +61,10 @@ class QueueConfig(Section):
     max_attempts: PositiveInt = 3
     """Times a completion is tried before its group is dropped and counted; and a score, before
     its completion is."""
+    score_patience_s: PositiveFloat = 300.0
+    """A completion that cannot be graded is neither tried again nor replaced when it was first
+    asked for so long ago: well below train.batch_timeout_s, so that none delays a batch until the
+    trainer gives up."""
     max_replacements: int = Field(default=1, ge=0)
     """Times a completion that cannot be graded is generated anew, to keep its group whole; not in
     evaluations, which count what they could grade."""

@@ -153,7 +153,9 @@ class Coordinator:
             case "prompts", RolloutFailed():
                 self._leases.take_failure(peer, message, now)
             case "verify", ScoreFailed():
-                self._scoring.take_failure(peer, message, now)
+                # Bounded by the attempts, so it is progress.
+                if self._scoring.take_failure(peer, message, now):
+                    self._patience.note_progress(now)
             case "batches", NextBatch():
                 self._desk.ask(peer, message)
             case "batches", Published():

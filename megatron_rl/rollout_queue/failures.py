@@ -33,6 +33,8 @@ class ScoreFailure(NamedTuple):
     """UNGRADABLE or NOT_GRADED."""
     detail: str
     """How often it was tried, and what was said last: perhaps text that the completion made."""
+    is_late: bool = False
+    """It has taken so long that nobody should wait for another one."""
 
 
 class TooManyFailures(DeadlineExceeded):

@@ -8,10 +8,11 @@ import collections
 import dataclasses
 import logging
 
+import msgspec
+
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
-    UNGRADABLE,
     Rollout,
     ScoreDone,
     ScoredRollout,
@@ -45,6 +46,7 @@ class _Pending:
     verifier: str = ""
     """Who grades it; empty while it waits."""
     asked_at: float = 0.0
+    first_asked_at: float | None = None
 
 
 class Scoring:
@@ -114,6 +116,8 @@ class Scoring:
         pending.attempts += 1
         pending.verifier = name
         pending.asked_at = now
+        if pending.first_asked_at is None:
+            pending.first_asked_at = now
         self._verifiers.hand_out(name, request_id, pending.lanes)
         return name, pending.request
 
@@ -145,11 +149,15 @@ class Scoring:
         pending = self._pending.pop(done.request_id)
         return pending.group, ScoredRollout(pending.rollout, done.score)
 
-    def take_failure(self, name: str, failure: ScoreFailed, now: float) -> None:
-        """Queue a rollout that a verifier failed to grade once more."""
-        if self._return(name, failure.request_id, now):
-            why = f"{name} failed: {failure.reason}"
-            self._fail(failure.request_id, name, why, kind=failure.kind)
+    def take_failure(self, name: str, failure: ScoreFailed, now: float) -> bool:
+        """Queue a rollout that a verifier failed to grade once more, up to the limits.
+
+        False when another verifier was asked meanwhile.
+        """
+        if not self._return(name, failure.request_id, now):
+            return False
+        self._fail(failure, name, now)
+        return True
 
     def expire(self, now: float) -> None:
         """Give up requests to silent verifiers, and those unanswered for too long."""
@@ -160,7 +168,7 @@ class Scoring:
             if pending.verifier and now - pending.asked_at > config.score_timeout_s:
                 self._verifiers.give_back(pending.verifier, request_id)
                 why = f"no answer for {config.score_timeout_s:.0f} s"
-                self._fail(request_id, pending.verifier, why)
+                self._fail(ScoreFailed(request_id, why), pending.verifier, now)
 
     def drop_verifier(self, name: str) -> None:
         """Forget a verifier that cannot be reached."""
@@ -175,34 +183,40 @@ class Scoring:
         return True
 
     def _lose(self, request_ids: list[int], why: str) -> None:
+        """Ask again what a verifier took with it."""
         for request_id in request_ids:
-            if self._may_repeat(request_id, why, UNGRADABLE):
-                lanes = self._pending[request_id].lanes
-                bisect.insort(self._waiting[lanes], request_id, key=lambda n: self._pending[n].turn)
+            pending = self._pending[request_id]
+            if self._may_repeat(ScoreFailed(request_id, why)):
+                line = self._waiting[pending.lanes]
+                bisect.insort(line, request_id, key=lambda n: self._pending[n].turn)
 
-    def _fail(self, request_id: int, verifier: str, why: str, *, kind: str = UNGRADABLE) -> None:
-        if self._may_repeat(request_id, why, kind):
-            self._pending[request_id].failed_by |= {verifier}
-            self._enqueue(request_id)
+    def _fail(self, failure: ScoreFailed, verifier: str, now: float) -> None:
+        pending = self._pending[failure.request_id]
+        failure = msgspec.structs.replace(failure, reason=f"{verifier} failed: {failure.reason}")
+        if self._may_repeat(failure, tried_for_s=now - (pending.first_asked_at or 0.0)):
+            pending.failed_by |= {verifier}
+            self._enqueue(failure.request_id)
 
-    def _may_repeat(self, request_id: int, why: str, kind: str) -> bool:
+    def _may_repeat(self, failure: ScoreFailed, tried_for_s: float = 0.0) -> bool:
         """Take a request back from its verifier; whether it is to be asked for again."""
-        pending = self._pending[request_id]
+        pending = self._pending[failure.request_id]
         pending.verifier = ""
-        group = pending.group
-        if group.is_abandoned:
-            del self._pending[request_id]
-            return False
-        if pending.attempts >= self._config.max_attempts:
-            del self._pending[request_id]
+        group, config = pending.group, self._config
+        why = failure.reason[:_DETAIL_CHARS]
+        is_late = tried_for_s >= config.score_patience_s
+        if not (group.is_abandoned or is_late or pending.attempts >= config.max_attempts):
+            log.warning("asking for the score of prompt %r again: %r", group.prompt.id, why)
+            return True
+        del self._pending[failure.request_id]
+        if not group.is_abandoned:
             tried = f"grading was tried {pending.attempts} times (queue.max_attempts)"
-            detail = f"{tried}; last: {why[:_DETAIL_CHARS]}"
-            self._failures.append(ScoreFailure(group, pending.rollout, kind, detail))
-            return False
-        log.warning(
-            "asking for the score of prompt %r again: %r", group.prompt.id, why[:_DETAIL_CHARS]
-        )
-        return True
+            if is_late:
+                tried += f" in {tried_for_s:.0f} s (queue.score_patience_s)"
+            detail = f"{tried}; last: {why}"
+            self._failures.append(
+                ScoreFailure(group, pending.rollout, failure.kind, detail, is_late)
+            )
+        return False
 
     def cancel(self, group: Group) -> None:
         """Forget what nobody was asked for yet of a group; what was asked for comes back first."""

@@ -73,7 +73,7 @@ class Ungraded:
             self._evaluations.count_ungraded(group)
         else:
             self._book.count_ungraded(failure.reason)
-            if may_replace(group, index, self._config):
+            if not failure.is_late and may_replace(group, index, self._config):
                 group.replacements[index] += 1
                 self._leases.replace(group, index)
                 return Fate.OPEN

@@ -3,6 +3,7 @@ import pytest
 from megatron_rl.config.reward import ExtraReward, RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
+    NOT_GRADED,
     UNGRADABLE,
     Sampling,
     ScoreDone,
@@ -209,3 +210,22 @@ def test_retries_wait_behind_what_was_there_when_they_failed() -> None:
         else:
             scoring.take_score("v", ScoreDone(request[1].request_id, make_score(1.0)), 1.0)
     assert asked == [0, 1, 2, 0, 0, 0]
+
+
+def test_score_that_has_taken_too_long_already_is_not_tried_again() -> None:
+    config = QueueConfig(max_attempts=9, score_patience_s=100)
+    scoring = Scoring(config, RewardConfig())
+    scoring.announce("v", VerifierReady({"answers": 4}, session=1), 0.0)
+    scoring.submit(new_group(), make_rollout(0))
+    # It waited for long until it was asked for: that says nothing about it.
+    for now in (500.0, 560.0, 599.0):
+        asked = scoring.next_request(now)
+        assert asked is not None and scoring.pop_failures() == []
+        scoring.take_failure("v", ScoreFailed(asked[1].request_id, "slow", NOT_GRADED), now)
+    asked = scoring.next_request(599.0)
+    assert asked is not None
+    scoring.take_failure("v", ScoreFailed(asked[1].request_id, "slow", NOT_GRADED), 601.0)
+    [failure] = scoring.pop_failures()
+    assert (failure.reason, failure.is_late) == (NOT_GRADED, True)
+    assert "tried 4 times" in failure.detail and "101 s (queue.score_patience_s)" in failure.detail
+    assert scoring.outstanding == 0

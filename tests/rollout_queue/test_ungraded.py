@@ -224,3 +224,34 @@ def test_group_with_lost_completions_is_generated_again_whole_after_a_restart(
     taken = trained(tmp_path, 1)
     assert set(taken) <= {number for number, _ in unfinished}
     assert all(indices == [0, 1, 2, 3] for indices in taken.values())
+
+
+def test_completion_whose_grading_takes_long_holds_up_no_batch_for_long(tmp_path: Path) -> None:
+    def judge(prompt: str, index: int) -> Score | str:
+        if prompt != queue.leased[0][0] or index != 2:
+            return differing(index)
+        queue.now += 400
+        return UNGRADABLE
+
+    queue = PlayedQueue(tmp_path, judge, queue={"max_attempts": 9, "max_staleness": 0})
+    queue.start()
+    queue.play(4)
+    # Asked for once, and not generated again: with nine tries of 400 s the trainer had given up.
+    assert [batch.step for batch in queue.batches] == [0]
+    prompt = queue.leased[0][0]
+    assert queue.leased.count((prompt, 2)) == queue.graded.count(f"{prompt}/2") == 1
+    assert sorted(map(len, trained(tmp_path).values())) == [3, 4]
+
+
+def test_verifiers_that_answer_without_a_grade_are_alive(tmp_path: Path) -> None:
+    def judge(prompt: str, index: int) -> Score | str:
+        queue.now += 10
+        return NOT_GRADED
+
+    # Eight completions are asked for at once, and answered within 80 s, three times over.
+    queue = PlayedQueue(
+        tmp_path, judge, train={"batch_timeout_s": 100.0}, queue={"max_attempts": 3}
+    )
+    queue.start()
+    queue.play(8)
+    assert max(collections.Counter(queue.graded).values()) >= 3
