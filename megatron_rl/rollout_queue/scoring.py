@@ -26,9 +26,6 @@ from megatron_rl.rollout_queue.verifiers import Verifiers
 
 log = logging.getLogger(__name__)
 
-_DETAIL_CHARS = 2000
-"""A completion may have a hand in what a verifier says of it."""
-
 
 @dataclasses.dataclass
 class _Pending:
@@ -202,7 +199,7 @@ class Scoring:
         pending = self._pending[failure.request_id]
         pending.verifier = ""
         group, config = pending.group, self._config
-        why = failure.reason[:_DETAIL_CHARS]
+        why = failure.reason
         is_late = tried_for_s >= config.score_patience_s
         if not (group.is_abandoned or is_late or pending.attempts >= config.max_attempts):
             log.warning("asking for the score of prompt %r again: %r", group.prompt.id, why)
