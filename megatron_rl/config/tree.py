@@ -142,7 +142,8 @@ class EvalConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Also evaluate every so many steps; 0: only before and after."""
     timeout_s: PositiveFloat = 600.0
-    """An evaluation that takes longer ends the run."""
+    """An evaluation whose completions take longer ends the run; one that waits for grades alone
+    ends without these, and counts them."""
 
 
 class WeightsConfig(Section):

@@ -356,6 +356,10 @@ class Coordinator:
         """Re-issue what is overdue; DeadlineExceeded when nothing moves any more."""
         self._leases.expire(now)
         self._scoring.expire(now)
+        if self._evaluations.is_overdue(now):
+            # One that waits for grades alone ends without them.
+            self._scoring.give_up_evaluation(self._evaluations.overdue_text)
+            self._drop_failed()
         self._activity.trouble = self._breaker.find_trouble()
         self._activity.write(self._published, now, in_flight=self._leases.outstanding)
         state = self.describe(now)

@@ -157,11 +157,22 @@ class EvaluationDesk:
         assert self._running is not None and self._running.label == group.evaluation
         self._running.not_graded += 1
 
+    def is_overdue(self, now: float) -> bool:
+        """Whether one has run for too long and is not complete."""
+        running = self._running
+        if running is None or running.is_complete:
+            return False
+        return now - running.started_at > self._config.timeout_s
+
+    @property
+    def overdue_text(self) -> str:
+        """What is said of one that is overdue."""
+        return f"eval.timeout_s = {self._config.timeout_s:.0f} is over"
+
     def check_deadline(self, now: float, state: str) -> None:
-        """Raise DeadlineExceeded, with the state of the queue, when one has run for too long."""
-        limit_s = self._config.timeout_s
-        if self._running is not None and now - self._running.started_at > limit_s:
-            raise DeadlineExceeded(f"eval.timeout_s = {limit_s:.0f} is over: {state}")
+        """Raise DeadlineExceeded, with the state of the queue, when one is overdue."""
+        if self.is_overdue(now):
+            raise DeadlineExceeded(f"{self.overdue_text}: {state}")
 
     def describe(self, now: float) -> str:
         """One line on what is missing; empty when none runs."""

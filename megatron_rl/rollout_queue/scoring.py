@@ -13,6 +13,7 @@ import msgspec
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
+    NOT_GRADED,
     Rollout,
     ScoreDone,
     ScoredRollout,
@@ -214,6 +215,19 @@ class Scoring:
                 ScoreFailure(group, pending.rollout, failure.kind, detail, is_late)
             )
         return False
+
+    def give_up_evaluation(self, why: str) -> None:
+        """Ask no more for the scores of an evaluation: they come too late to count."""
+        for request_id, pending in list(self._pending.items()):
+            if not pending.group.evaluation:
+                continue
+            if pending.verifier:
+                self._verifiers.give_back(pending.verifier, request_id)
+            else:
+                self._waiting[pending.lanes].remove(request_id)
+            del self._pending[request_id]
+            late = ScoreFailure(pending.group, pending.rollout, NOT_GRADED, why, is_late=True)
+            self._failures.append(late)
 
     def cancel(self, group: Group) -> None:
         """Forget what nobody was asked for yet of a group; what was asked for comes back first."""

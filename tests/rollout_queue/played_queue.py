@@ -24,8 +24,9 @@ from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_prompt, make_rollout
 
-TokenScore = Callable[[str, int], Score | str]
-"""Score of completion `index` of the prompt with this id; or the kind of ScoreFailed."""
+TokenScore = Callable[[str, int], Score | str | None]
+"""Score of completion `index` of the prompt with this id; or the kind of ScoreFailed; None: no
+answer comes."""
 ROOM = {"answers": 64, "code": 64}
 FAILURE = "the pool \x1b[31mbroke\nhere"
 """What a verifier says that fails."""
@@ -57,8 +58,7 @@ class PlayedQueue:
         self.batches: list[RankBatch] = []
         self.leased: list[tuple[str, int]] = []
         """(prompt, index) of each completion, in the order of their leases."""
-        self.graded: list[str] = []
-        """Texts of the score requests."""
+        self.requests: list[ScoreRequest] = []
         train = [make_prompt(f"p{n}", task=tasks[n % len(tasks)]) for n in range(train_prompts)]
         held = [make_prompt(f"h{n}", split="held_out") for n in range(held_out)]
         prompts = PromptSets([train], [1.0], held, 0)
@@ -66,6 +66,11 @@ class PlayedQueue:
         self.coordinator = Coordinator(
             self.config, prompts, recorder=Recorder(folder), metrics=metrics, now=self.now
         )
+
+    @property
+    def graded(self) -> list[str]:
+        """Texts of the score requests."""
+        return [request.text for request in self.requests]
 
     def start(self, version: int = 0) -> None:
         """The first publish is out, and the trainer asks for its batch."""
@@ -111,9 +116,11 @@ class PlayedQueue:
                     self.batches.append(message)
 
     def _grade(self, request: ScoreRequest) -> None:
-        self.graded.append(request.text)
+        self.requests.append(request)
         prompt, index = request.text.split("/")
         verdict = self.judge(prompt, int(index))
+        if verdict is None:
+            return
         if isinstance(verdict, str):
             answer = ScoreFailed(request.request_id, FAILURE, verdict)
         else:

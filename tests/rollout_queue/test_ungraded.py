@@ -8,7 +8,15 @@ import pytest
 
 from megatron_rl.launcher.activity_text import ActivityTotals
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Published, SaveState, Score
+from megatron_rl.protocol.types import (
+    NOT_GRADED,
+    UNGRADABLE,
+    Published,
+    SaveState,
+    Score,
+    ScoreDone,
+)
+from megatron_rl.protocol.wire import DeadlineExceeded
 from tests.rollout_queue.played_queue import FAILURE, PlayedQueue
 
 WRONG = Score(0.0, {"format": 0.0, "correct": 0.0}, "wrong_answer")
@@ -194,6 +202,41 @@ def test_evaluation_of_which_nothing_was_graded_neither_hangs_nor_ends_the_run(
     assert (row["eval/n"], row["eval/lost"], row["eval/not_graded"]) == (0, 2, 2)
     assert "eval/accuracy" not in row
     assert [batch.step for batch in queue.batches] == [0]
+
+
+def test_evaluation_ends_in_time_without_the_grades_that_do_not_come(tmp_path: Path) -> None:
+    queue = PlayedQueue(
+        tmp_path,
+        lambda prompt, index: None if prompt == "h1" else differing(index),
+        held_out=3,
+        eval={"prompts": 3, "timeout_s": 50.0},
+    )
+    queue.start()
+    queue.play(45)
+    assert evaluation_rows(tmp_path) == [] and queue.batches == []
+    queue.play(10)
+    [row] = evaluation_rows(tmp_path)
+    assert (row["eval/n"], row["eval/lost"], row["eval/not_graded"]) == (2, 1, 1)
+    [lost] = read_jsonl(tmp_path / "rollouts" / "dropped_eval_before.jsonl")
+    assert lost["reason"] == NOT_GRADED and "eval.timeout_s = 50 is over" in lost["detail"]
+    assert [batch.step for batch in queue.batches] == [0]
+    # An answer that comes all the same has no place any more.
+    [late] = [request for request in queue.requests if request.text == "h1/0"]
+    queue.coordinator.handle("verify", "v", ScoreDone(late.request_id, RIGHT), queue.now)
+    queue.play(2)
+    assert len(evaluation_rows(tmp_path)) == 1
+
+
+def test_evaluation_whose_completions_do_not_come_in_time_ends_the_run(tmp_path: Path) -> None:
+    queue = PlayedQueue(
+        tmp_path,
+        lambda prompt, index: RIGHT,
+        held_out=9,
+        eval={"prompts": 9, "timeout_s": 5.0},
+    )
+    queue.start()
+    with pytest.raises(DeadlineExceeded, match="eval.timeout_s = 5 is over"):
+        queue.play(20, is_slow=True)
 
 
 def test_group_with_lost_completions_is_generated_again_whole_after_a_restart(
