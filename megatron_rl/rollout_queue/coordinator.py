@@ -39,7 +39,7 @@ from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
-from megatron_rl.rollout_queue.ungraded import Fate, Ungraded, too_small
+from megatron_rl.rollout_queue.ungraded import Fate, Tellers, Ungraded, too_small
 
 log = logging.getLogger(__name__)
 
@@ -95,15 +95,7 @@ class Coordinator:
         self._desk = BatchDesk(config.train.steps)
         opened = prompts.train if self._training is not None else [prompts.held_out]
         self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
-        self._ungraded = Ungraded(
-            config.queue,
-            self._leases,
-            book=self._groups,
-            evaluations=self._evaluations,
-            recorder=recorder,
-            activity=self._activity,
-            breaker=self._breaker,
-        )
+        self._ungraded = self._make_ungraded()
         self._failed = FailureCount(config.queue.max_failed_groups)
         self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
@@ -112,6 +104,15 @@ class Coordinator:
         self._finished_at = now if evaluate_only else None
         self.is_over = False
         """Training and all evaluations are done."""
+
+    def _make_ungraded(self) -> Ungraded:
+        return Ungraded(
+            self._config.queue,
+            self._leases,
+            book=self._groups,
+            evaluations=self._evaluations,
+            tellers=Tellers(self._recorder, self._activity, self._breaker),
+        )
 
     def resume(self, state: QueueState) -> None:
         """Go on after a saved step; call before any message. Raises InputError."""

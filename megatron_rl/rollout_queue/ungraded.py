@@ -10,6 +10,7 @@ import collections
 import enum
 import logging
 import math
+from typing import NamedTuple
 
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.rollout_queue.activity import ActivityLog
@@ -34,6 +35,14 @@ class Fate(enum.Enum):
     TOO_SMALL = "too few are left: it is to be dropped"
 
 
+class Tellers(NamedTuple):
+    """Who is told of each completion that is dropped."""
+
+    recorder: Recorder
+    activity: ActivityLog
+    breaker: CircuitBreaker
+
+
 class Ungraded:
     """Drops, records and counts completions that cannot be graded."""
 
@@ -44,17 +53,13 @@ class Ungraded:
         *,
         book: GroupBook,
         evaluations: EvaluationDesk,
-        recorder: Recorder,
-        activity: ActivityLog,
-        breaker: CircuitBreaker,
+        tellers: Tellers,
     ) -> None:
         self._config = config
         self._leases = leases
         self._book = book
         self._evaluations = evaluations
-        self._recorder = recorder
-        self._activity = activity
-        self._breaker = breaker
+        self._tellers = tellers
 
     def drop(self, failure: ScoreFailure) -> Fate:
         """Drop one completion of a group that is not abandoned. Raises TooManyFailures."""
@@ -66,9 +71,9 @@ class Ungraded:
             failure.reason,
             failure.detail,
         )
-        record = self._recorder.write_ungraded(failure)
-        self._activity.add_ungraded(failure.reason)
-        self._breaker.note_failed(failure, record)
+        record = self._tellers.recorder.write_ungraded(failure)
+        self._tellers.activity.add_ungraded(failure.reason)
+        self._tellers.breaker.note_failed(failure, record)
         if group.evaluation:
             self._evaluations.count_ungraded(group)
         else:
