@@ -89,9 +89,9 @@ class Ungraded:
 
 
 def may_replace(group: Group, index: int, config: QueueConfig) -> bool:
-    """Whether another completion is to be generated in the place of one that is lost."""
+    """Whether another completion is to be generated in the place of one that training lost."""
     # A greedy one would be the same again.
-    is_drawn = not group.evaluation and group.sampling.temperature > 0
+    is_drawn = group.sampling.temperature > 0
     return is_drawn and group.replacements[index] < config.max_replacements
 
 

@@ -170,7 +170,11 @@ def test_evaluation_counts_what_was_graded_and_says_how_much_was_not(tmp_path: P
         return NOT_GRADED if (prompt, index) == ("h0", 1) else RIGHT
 
     queue = PlayedQueue(
-        tmp_path, judge, held_out=8, eval={"prompts": 8, "samples": 2}, queue={"max_attempts": 2}
+        tmp_path,
+        judge,
+        held_out=8,
+        eval={"prompts": 8, "samples": 2, "temperature": 1.0},
+        queue={"max_attempts": 2},
     )
     queue.start()
     queue.play(6)
@@ -220,7 +224,8 @@ def test_evaluation_ends_in_time_without_the_grades_that_do_not_come(tmp_path: P
     [lost] = read_jsonl(tmp_path / "rollouts" / "dropped_eval_before.jsonl")
     assert lost["reason"] == NOT_GRADED and "eval.timeout_s = 50 is over" in lost["detail"]
     assert [batch.step for batch in queue.batches] == [0]
-    # An answer that comes all the same has no place any more.
+    # It takes up no room with the verifier. An answer that comes all the same has no place.
+    assert "answers: v" not in queue.coordinator.describe(queue.now)
     [late] = [request for request in queue.requests if request.text == "h1/0"]
     queue.coordinator.handle("verify", "v", ScoreDone(late.request_id, RIGHT), queue.now)
     queue.play(2)
