@@ -59,10 +59,40 @@ class QueueConfig(Section):
     """A score request unanswered for this long is issued again; above verifier.*.timeout_s and
     the wait behind others. Verifiers that die are noticed by their heartbeats."""
     max_attempts: PositiveInt = 3
-    """Times a completion or a score is tried before its group is dropped and counted."""
+    """Times a completion is tried before its group is dropped and counted; and a score, before
+    its completion is."""
+    score_patience_s: PositiveFloat = 300.0
+    """A completion that cannot be graded is neither tried again nor replaced when it was first
+    asked for so long ago: well below train.batch_timeout_s, so that none delays a batch until the
+    trainer gives up."""
+    max_replacements: int = Field(default=1, ge=0)
+    """Times a completion that cannot be graded is generated anew, to keep its group whole; not in
+    evaluations, which count what they could grade."""
+    min_group_share: float = Field(default=0.25, ge=0, le=1)
+    """Share of train.group_size completions, at least two, that must be graded: a group goes on
+    without the others, and one of which fewer are left is dropped and counted."""
     max_failed_groups: PositiveInt = 16
-    """The run ends when so many groups failed beyond those completed: each failed one counts one
-    up, each completed one down, never below 0."""
+    """The run ends when generators failed so many groups beyond those completed: each failed one
+    counts one up, each completed one down, never below 0."""
+    breaker_window_groups: PositiveInt = 32
+    """Groups of a task, or of tasks of the same lanes, by which it is judged whether they can be
+    graded at all: the latest ones."""
+    breaker_share: float = Field(default=0.8, gt=0, le=1)
+    """The run ends when so much of these groups, on average, cannot be graded; what the host had no
+    time for (not_graded) does not count."""
+    breaker_min_prompts: PositiveInt = 16
+    """Different prompts, of which completions must have failed, before the run may end by that: a
+    handful of prompts never ends it."""
+
+    @model_validator(mode="after")
+    def _check_breaker(self) -> Self:
+        if self.breaker_window_groups < self.breaker_min_prompts:
+            raise ValueError(
+                f"queue.breaker_window_groups={self.breaker_window_groups} groups never hold "
+                f"queue.breaker_min_prompts={self.breaker_min_prompts} different prompts: raise "
+                "the former, or lower the latter"
+            )
+        return self
 
 
 class GeneratorConfig(Section):
@@ -112,7 +142,8 @@ class EvalConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Also evaluate every so many steps; 0: only before and after."""
     timeout_s: PositiveFloat = 600.0
-    """An evaluation that takes longer ends the run."""
+    """An evaluation whose completions take longer ends the run; one that waits for grades alone
+    ends without these, and counts them."""
 
 
 class WeightsConfig(Section):

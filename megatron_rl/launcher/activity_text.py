@@ -51,7 +51,7 @@ class ActivityTotals:
         return int(self._sums[name])
 
     def by_reason(self, area: str) -> Counter[str]:
-        """Counts by reason: of "reason", "ill_formed" or "groups_dropped"."""
+        """By reason: of "reason", "ill_formed", "groups_dropped" or "completions_dropped"."""
         start = f"{area}/"
         return Counter(
             {
@@ -78,6 +78,9 @@ def rollouts_text(totals: ActivityTotals) -> str:
         parts.append(f"{verdicts.total()} not ({reasons_text(verdicts)})")
     if ill_formed:
         parts.append(f"{ill_formed.total()} ill-formed ({reasons_text(ill_formed)})")
+    ungraded = totals.by_reason("completions_dropped")
+    if ungraded:
+        parts.append(f"{ungraded.total()} dropped without a grade ({reasons_text(ungraded)})")
     whose = f" ({evaluated} of an evaluation)" if evaluated else ""
     generated, scored = totals.count("rollouts_generated"), totals.count("rollouts_scored")
     return f"{generated} generated, {scored} scored{whose}: {', '.join(parts)}"

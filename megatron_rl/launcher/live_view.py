@@ -157,7 +157,7 @@ class LiveView:
     def _take_rows(self) -> None:
         for row in self._tail.read():
             self._awaited.note(row)
-            if "eval/accuracy" in row:
+            if "eval/n" in row:
                 self._evaluations.append(row)
                 self._say(evaluation_line(row))
             elif RESTARTS in row:
@@ -266,11 +266,15 @@ def sft_line(row: Row) -> str:
 
 def evaluation_line(row: Row) -> str:
     """One plain line about an evaluation."""
+    lost = row.get("eval/not_graded", 0)
+    ungraded = f", {lost} completions could not be graded" if lost else ""
+    if "eval/accuracy" not in row:
+        return f"evaluation {row['label']}: not measured{ungraded}"
     return (
         f"evaluation {row['label']}: accuracy {row['eval/accuracy']:.3f} +- "
         f"{row.get('eval/accuracy_se', 0.0):.3f} on {row.get('eval/n', 0)} held-out prompts, "
         f"format {_cell(row, 'eval/format', '.3f')}, "
-        f"length {_cell(row, 'eval/length_tokens', '.1f')}"
+        f"length {_cell(row, 'eval/length_tokens', '.1f')}{ungraded}"
     )
 
 

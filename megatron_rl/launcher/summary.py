@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.launcher.activity_text import ActivityTotals, groups_text, rollouts_text
-from megatron_rl.protocol.metrics import GROUPS_DROPPED, without_superseded
+from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, without_superseded
 from megatron_rl.rollout_queue.diagnosis import reasons_text
 
 Row = dict[str, Any]
@@ -69,10 +69,12 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         "steps": len(steps),
         "rollouts_trained": int(sum(_values(steps, "queue/rollouts_trained"))),
         "groups_dropped_flat": int(sum(_values(steps, f"{GROUPS_DROPPED}flat"))),
-        "groups_dropped": _groups_dropped(steps, activity),
+        "groups_dropped": _dropped(steps, activity, what="groups"),
+        "completions_dropped": _dropped(steps, activity, what="completions"),
         "activity": activity.counts(),
         "diagnosis": activity.diagnosis or None,
         "eval_n": (after or before).get("eval/n"),
+        "eval_not_graded": (after or before).get("eval/not_graded"),
         "accuracy_before": before.get("eval/accuracy"),
         "accuracy_after": after.get("eval/accuracy"),
         "accuracy_se_before": before.get("eval/accuracy_se"),
@@ -100,15 +102,16 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
     }
 
 
-def _groups_dropped(steps: list[Row], activity: ActivityTotals) -> dict[str, int]:
-    """Groups by the reason: those that the batches count, or, without a batch, all of them."""
+def _dropped(steps: list[Row], activity: ActivityTotals, *, what: str) -> dict[str, int]:
+    """Groups or completions by reason: what the batches count, or, without a batch, all of them."""
     if not steps:
-        return dict(activity.by_reason("groups_dropped"))
+        return dict(activity.by_reason(f"{what}_dropped"))
+    prefix = {"groups": GROUPS_DROPPED, "completions": COMPLETIONS_DROPPED}[what]
     found: Counter[str] = Counter()
     for row in steps:
         for name in row:
-            if name.startswith(GROUPS_DROPPED):
-                found[name.removeprefix(GROUPS_DROPPED)] += int(row[name])
+            if name.startswith(prefix):
+                found[name.removeprefix(prefix)] += int(row[name])
     return dict(+found)
 
 
@@ -171,6 +174,8 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     after = summary["accuracy_after"], summary["accuracy_se_after"]
     control = summary["control_accuracy"], summary["control_se"]
     lines = [f"Accuracy on {summary['eval_n']} held-out prompts ({how}), with its standard error"]
+    if ungraded := summary.get("eval_not_graded"):
+        lines[0] += f"; {ungraded} completions could not be graded and count neither way"
     lines.append(f"  before RL         {_with_error(*before)}")
     if after[0] is not None:
         lines.append(f"  after RL          {_with_error(*after)}{_change(before, after, 'before')}")
@@ -190,7 +195,7 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     bound = "" if facts.strict_staleness else " for a typical rollout; a slow group may exceed it"
     return [
         f"RL steps            {summary['steps']}, {summary['rollouts_trained']} rollouts trained; "
-        f"groups dropped: {_dropped_text(summary)}",
+        f"groups dropped: {_dropped_text(summary)}{_ungraded_text(summary)}",
         f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
         f"last 10 steps {_number(summary['reward_last10'])}",
         f"Staleness           mean {_number(summary['staleness_mean'], 2)}, "
@@ -228,6 +233,12 @@ def _dropped_text(summary: dict[str, Any]) -> str:
     # A summary that was written before reasons were counted has flat ones alone.
     dropped = summary.get("groups_dropped", {"flat": summary["groups_dropped_flat"]})
     return reasons_text(Counter(dropped)) or "none"
+
+
+def _ungraded_text(summary: dict[str, Any]) -> str:
+    # One that was written before completions were dropped one by one has none.
+    ungraded = summary.get("completions_dropped")
+    return f"; completions not graded: {reasons_text(Counter(ungraded))}" if ungraded else ""
 
 
 def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:
@@ -278,9 +289,7 @@ def _loop_interval(rows: list[Row]) -> Interval | None:
 
 def _evaluation_intervals(rows: list[Row]) -> list[Interval]:
     return [
-        (row["time"] - row.get("eval/seconds", 0.0), row["time"])
-        for row in rows
-        if "eval/accuracy" in row
+        (row["time"] - row["eval/seconds"], row["time"]) for row in rows if "eval/seconds" in row
     ]
 
 

@@ -14,6 +14,8 @@ RESUMED = "launch/resumed"
 """Metric of the launcher: the run goes on after the step of the row."""
 GROUPS_DROPPED = "queue/groups_dropped_"
 """Metrics of the queue, with the reason at the end: groups not trained on."""
+COMPLETIONS_DROPPED = "queue/completions_dropped_"
+"""The same of single completions, which could not be graded."""
 
 Reduce = Literal["mean", "sum", "max"]
 

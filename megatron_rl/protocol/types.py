@@ -274,11 +274,27 @@ class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):
     score: Score
 
 
+UNGRADABLE = "ungradable"
+"""Grading failed by our own fault, or ended without a verdict that can be trusted."""
+NOT_GRADED = "not_graded"
+"""The host had no time to grade; the completion is not to blame."""
+_REASON_CHARS = 2000
+
+
 class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
-    """Our own failure to grade (never a reward of 0); the queue asks again."""
+    """No verdict, and never a reward of 0; the queue asks again."""
 
     request_id: int
     reason: str
+    """What happened, for people."""
+    kind: str = UNGRADABLE
+    """UNGRADABLE or NOT_GRADED: what the completion is counted as once its tries are used up."""
+
+    def __post_init__(self) -> None:
+        # A completion may have a hand in it: a lone surrogate, which cannot be sent, would end the
+        # verifier.
+        text = self.reason[:_REASON_CHARS].encode(errors="backslashreplace").decode()
+        msgspec.structs.force_setattr(self, "reason", text[:_REASON_CHARS])
 
 
 # --- batches endpoint: queue (ROUTER) <-> data-parallel leaders (DEALER) -------------------------

@@ -14,6 +14,7 @@ A row counts what happened since the row before:
 | `activity/rollouts_for_evaluation` | scores of evaluations                                      |
 | `activity/reason/REASON`           | scores by verdict                                          |
 | `activity/ill_formed/REASON`       | scores by what a gate found wrong                          |
+| `activity/completions_dropped/REASON` | completions that could not be graded                    |
 | `activity/groups_complete`         | training groups whose rollouts are all scored              |
 | `activity/groups_dropped/REASON`   | training groups that are not trained on                    |
 | `activity/completions_in_flight`   | at the moment of the row                                   |
@@ -43,6 +44,7 @@ _LATE_S = 15.0
 _REPEAT_FACTOR = 4
 """A fault is named again when there are so many times as many scores."""
 _EXAMPLE_CHARS = 80
+_DROPPED = ("groups_dropped/", "completions_dropped/")
 
 Values = dict[str, float | int | str]
 
@@ -54,6 +56,9 @@ class Activity:
         self._setting = setting
         self._counts: collections.Counter[str] = collections.Counter()
         self._evidence = Evidence()
+        self.trouble: Finding | None = None
+        """What is wrong with the grading itself, if anything: it is told before the rest."""
+        self._ungraded = 0
         self._finding: Finding | None = None
         self._found_at = 0
         self._busy_since: float | None = None
@@ -81,10 +86,17 @@ class Activity:
             return
         self._evidence.training[reason] += 1
         self._evidence.truncated += scored.rollout.finish_reason == "length"
-        if group.is_complete:
-            self._counts["groups_complete"] += 1
-            self._evidence.groups += 1
-            self._evidence.flat_groups += group.is_flat
+
+    def add_complete(self, group: Group) -> None:
+        """No completion of a training group is open any more."""
+        self._counts["groups_complete"] += 1
+        self._evidence.groups += 1
+        self._evidence.flat_groups += group.is_flat
+
+    def add_ungraded(self, reason: str) -> None:
+        """A completion could not be graded."""
+        self._counts[f"completions_dropped/{reason}"] += 1
+        self._ungraded += 1
 
     def add_dropped(self, reason: str) -> None:
         """A training group was dropped."""
@@ -120,19 +132,19 @@ class Activity:
 
     @property
     def _has_dropped(self) -> bool:
-        return any(name.startswith("groups_dropped/") for name in self._counts)
+        return any(name.startswith(_DROPPED) for name in self._counts)
 
     def _new_diagnosis(self, now: float, records: Path | None) -> str | None:
         """The diagnosis if it is news: of another kind, or on many more scores."""
-        if self._first_score is None:
-            return None
-        found = diagnose(
-            self._evidence,
-            self._setting,
-            is_late=now - self._first_score >= _LATE_S,
-            records=records,
-        )
-        scores = self._evidence.reasons.total()
+        found = self.trouble
+        if found is None and self._first_score is not None:
+            found = diagnose(
+                self._evidence,
+                self._setting,
+                is_late=now - self._first_score >= _LATE_S,
+                records=records,
+            )
+        scores = self._evidence.reasons.total() + self._ungraded
         known = self._finding.kind if self._finding else ""
         is_grown = found is not None and scores >= _REPEAT_FACTOR * self._found_at
         if (found.kind if found else "") == known and not is_grown:

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_rl.algorithms.advantage import ADVANTAGES, normalize_over_minibatch, token_weight
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.tree import TrainConfig
-from megatron_rl.protocol.metrics import GROUPS_DROPPED, Metric, MetricSet
+from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, Metric, MetricSet
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import (
     MinibatchShare,
@@ -93,8 +93,9 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
     """Metrics of a batch as it is consumed.
 
     rollout/*: over the groups of the batch and those dropped since the last batch, so that each
-    generated rollout counts once: the batch alone would hide that prompts become solved.
-    queue/*: over what is trained on, and dropped groups by reason.
+    scored rollout counts once: the batch alone would hide that prompts become solved.
+    queue/*: over what is trained on, and by reason dropped groups, and completions that could not
+    be graded, which are in no other number.
     """
     trained = [scored for group in groups for scored in group.ordered]
     generated = RolloutTally(trained)
@@ -113,6 +114,10 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
         *(
             Metric(f"{GROUPS_DROPPED}{reason}", number, "sum", number)
             for reason, number in dropped_by_reason.items()
+        ),
+        *(
+            Metric(f"{COMPLETIONS_DROPPED}{reason}", number, "sum", number)
+            for reason, number in dropped.completions.items()
         ),
     ]
 

@@ -28,8 +28,9 @@ from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import find_advantage, form_batch
+from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
-from megatron_rl.rollout_queue.failures import FailureCount
+from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
 from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.openings import Openings
@@ -38,6 +39,7 @@ from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
+from megatron_rl.rollout_queue.ungraded import Fate, Tellers, Ungraded, too_small
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,9 @@ class Coordinator:
         )
         self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
+        opened = prompts.train if self._training is not None else [prompts.held_out]
+        self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
+        self._ungraded = self._make_ungraded()
         self._failed = FailureCount(config.queue.max_failed_groups)
         self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
@@ -99,6 +104,15 @@ class Coordinator:
         self._finished_at = now if evaluate_only else None
         self.is_over = False
         """Training and all evaluations are done."""
+
+    def _make_ungraded(self) -> Ungraded:
+        return Ungraded(
+            self._config.queue,
+            self._leases,
+            book=self._groups,
+            evaluations=self._evaluations,
+            tellers=Tellers(self._recorder, self._activity, self._breaker),
+        )
 
     def resume(self, state: QueueState) -> None:
         """Go on after a saved step; call before any message. Raises InputError."""
@@ -140,7 +154,9 @@ class Coordinator:
             case "prompts", RolloutFailed():
                 self._leases.take_failure(peer, message, now)
             case "verify", ScoreFailed():
-                self._scoring.take_failure(peer, message, now)
+                # Bounded by the attempts, so it is progress.
+                if self._scoring.take_failure(peer, message, now):
+                    self._patience.note_progress(now)
             case "batches", NextBatch():
                 self._desk.ask(peer, message)
             case "batches", Published():
@@ -164,17 +180,23 @@ class Coordinator:
             return
         self._patience.note_progress(now)
         group, scored = found
+        self._breaker.note_scored(group)
         # A score that was asked for before its group was dropped.
         if group.is_abandoned:
             return
         group.add(scored)
         self._activity.add_score(group, scored)
-        if not group.is_complete:
-            return
+        if group.is_complete:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        """Every completion of a group is scored, or cannot be."""
         self._failed.note_completed()
         if group.evaluation:
             self._evaluations.close(group)
-        elif group.is_flat:
+            return
+        self._activity.add_complete(group)
+        if group.is_flat:
             self._drop(group, FLAT)
 
     def _drop(self, group: Group, reason: str) -> None:
@@ -220,20 +242,28 @@ class Coordinator:
             self._metrics.write(self._published, {"queue/groups_abandoned": len(groups)})
 
     def _drop_failed(self) -> None:
-        """Drop the groups that failed, each under its reason. Raises TooManyFailures."""
-        for failure in (*self._leases.pop_failures(), *self._scoring.pop_failures()):
-            group = failure.group
-            if group.is_abandoned:
+        """Drop what failed, each under its reason. Raises TooManyFailures."""
+        for failure in self._leases.pop_failures():
+            if not failure.group.is_abandoned:
+                self._drop_group(failure)
+                self._failed.note_failed(failure)
+        for lost in self._scoring.pop_failures():
+            if lost.group.is_abandoned:
                 continue
-            log.error(
-                "prompt %r dropped as %s: %s", group.prompt.id, failure.reason, failure.detail
-            )
-            self._withdraw(group)
-            if group.evaluation:
-                self._evaluations.lose(group)
-            else:
-                self._drop(group, failure.reason)
-            self._failed.note_failed(failure)
+            fate = self._ungraded.drop(lost)
+            if fate is Fate.TOO_SMALL:
+                self._drop_group(too_small(lost.group, lost.detail))
+            elif fate is Fate.COMPLETE:
+                self._close(lost.group)
+
+    def _drop_group(self, failure: GroupFailure) -> None:
+        group = failure.group
+        log.error("prompt %r dropped as %s: %r", group.prompt.id, failure.reason, failure.detail)
+        self._withdraw(group)
+        if group.evaluation:
+            self._evaluations.lose(group)
+        else:
+            self._drop(group, failure.reason)
 
     def _withdraw(self, group: Group) -> None:
         group.is_abandoned = True
@@ -327,6 +357,11 @@ class Coordinator:
         """Re-issue what is overdue; DeadlineExceeded when nothing moves any more."""
         self._leases.expire(now)
         self._scoring.expire(now)
+        if self._evaluations.is_overdue(now):
+            # One that waits for grades alone ends without them.
+            self._scoring.give_up_evaluation(self._evaluations.overdue_text)
+            self._drop_failed()
+        self._activity.trouble = self._breaker.find_trouble()
         self._activity.write(self._published, now, in_flight=self._leases.outstanding)
         state = self.describe(now)
         self._evaluations.check_deadline(now, state)

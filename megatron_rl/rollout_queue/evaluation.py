@@ -64,6 +64,10 @@ class Evaluation:
         """Groups whose rollouts are all scored."""
         self.lost = 0
         """Groups that failed: the evaluation ends without them."""
+        self.not_graded = 0
+        """Completions without a verdict, which count neither as right nor as wrong."""
+        self.lost_ungraded = 0
+        """Lost groups of which no completion could be graded."""
 
     @property
     def has_unopened(self) -> bool:
@@ -102,9 +106,10 @@ class Evaluation:
         self.complete.append(group)
         self._left -= 1
 
-    def lose(self) -> None:
+    def lose(self, group: Group) -> None:
         """Note that a group failed."""
         self.lost += 1
+        self.lost_ungraded += bool(group.lost)
         self._left -= 1
 
     def describe(self, now: float) -> str:

@@ -95,23 +95,40 @@ class EvaluationDesk:
             )
 
     def _finish(self, evaluation: Evaluation, now: float) -> None:
-        if not evaluation.complete:
+        seconds = now - evaluation.started_at
+        results = {"eval/n": 0, "eval/seconds": seconds}
+        if evaluation.complete:
+            results = summarize(evaluation.complete, seconds)
+        elif self._only or not evaluation.lost_ungraded:
+            # Where evaluating is all there is to do, no result is a failure.
             raise TooManyFailures(
-                f"evaluation {evaluation.label!r} lost all its {evaluation.lost} prompts: look "
-                "into the logs of generators and verifiers"
+                f"evaluation {evaluation.label!r} lost all its {evaluation.lost} prompts, "
+                f"{evaluation.lost_ungraded} because nothing of them could be graded: look into "
+                "the logs of generators and verifiers"
             )
-        results = summarize(evaluation.complete, now - evaluation.started_at)
-        results["eval/lost"] = evaluation.lost
+        results |= {"eval/lost": evaluation.lost, "eval/not_graded": evaluation.not_graded}
         self._recorder.write_evaluation(evaluation.label, evaluation.complete)
         self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
         self.done.append(evaluation.label)
+        self._log_results(evaluation, results)
+
+    def _log_results(self, evaluation: Evaluation, results: dict[str, float]) -> None:
+        if not evaluation.complete:
+            log.error(
+                "evaluation %r: nothing could be graded of its %d prompts",
+                evaluation.label,
+                evaluation.lost,
+            )
+            return
         log.info(
-            "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts (%d lost), %.1f s",
+            "evaluation %r: accuracy %.3f, standard error %.3f, %d prompts (%d lost; %d "
+            "completions could not be graded), %.1f s",
             evaluation.label,
             results["eval/accuracy"],
             results["eval/accuracy_se"],
             results["eval/n"],
             evaluation.lost,
+            evaluation.not_graded,
             results["eval/seconds"],
         )
 
@@ -133,13 +150,29 @@ class EvaluationDesk:
     def lose(self, group: Group) -> None:
         """Note that a group failed: the results are over the others, and say how many are lost."""
         assert self._running is not None and self._running.label == group.evaluation
-        self._running.lose()
+        self._running.lose(group)
+
+    def count_ungraded(self, group: Group) -> None:
+        """Note that a completion could not be graded."""
+        assert self._running is not None and self._running.label == group.evaluation
+        self._running.not_graded += 1
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether one has run for too long and is not complete."""
+        running = self._running
+        if running is None or running.is_complete:
+            return False
+        return now - running.started_at > self._config.timeout_s
+
+    @property
+    def overdue_text(self) -> str:
+        """What is said of one that is overdue."""
+        return f"eval.timeout_s = {self._config.timeout_s:.0f} is over"
 
     def check_deadline(self, now: float, state: str) -> None:
-        """Raise DeadlineExceeded, with the state of the queue, when one has run for too long."""
-        limit_s = self._config.timeout_s
-        if self._running is not None and now - self._running.started_at > limit_s:
-            raise DeadlineExceeded(f"eval.timeout_s = {limit_s:.0f} is over: {state}")
+        """Raise DeadlineExceeded, with the state of the queue, when one is overdue."""
+        if self.is_overdue(now):
+            raise DeadlineExceeded(f"{self.overdue_text}: {state}")
 
     def describe(self, now: float) -> str:
         """One line on what is missing; empty when none runs."""

@@ -6,13 +6,12 @@ trained on with an invented reward.
 
 from typing import NamedTuple
 
+from megatron_rl.protocol.types import Rollout
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.groups import Group
 
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 """A completion failed as often as queue.max_attempts allows."""
-UNGRADABLE = "ungradable"
-"""The same of a score."""
 
 
 class GroupFailure(NamedTuple):
@@ -20,12 +19,26 @@ class GroupFailure(NamedTuple):
 
     group: Group
     reason: str
-    """ATTEMPTS_EXHAUSTED, UNGRADABLE, or what a generator wants it dropped as."""
+    """ATTEMPTS_EXHAUSTED, what a generator wants it dropped as, or why too few of its completions
+    are graded."""
     detail: str
 
 
+class ScoreFailure(NamedTuple):
+    """Why a completion is given up that cannot be graded."""
+
+    group: Group
+    rollout: Rollout
+    reason: str
+    """UNGRADABLE or NOT_GRADED."""
+    detail: str
+    """How often it was tried, and what was said last: perhaps text that the completion made."""
+    is_late: bool = False
+    """It has taken so long that nobody should wait for another one."""
+
+
 class TooManyFailures(DeadlineExceeded):
-    """So many groups failed that something is broken; the text says what failed last."""
+    """So much failed that something is broken; the text says what failed last."""
 
 
 class FailureCount:
@@ -46,5 +59,5 @@ class FailureCount:
             raise TooManyFailures(
                 f"{self._excess} groups failed beyond those completed (queue.max_failed_groups = "
                 f"{self._limit}); the last one, {failure.group.prompt.id!r}, as {failure.reason}: "
-                f"{failure.detail}. Look into the logs of generators and verifiers"
+                f"{failure.detail!r}. Look into the logs of generators"
             )

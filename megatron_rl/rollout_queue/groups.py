@@ -37,6 +37,10 @@ class Group:
     ignored."""
     scored: dict[int, ScoredRollout] = dataclasses.field(default_factory=dict)
     """By index inside the group."""
+    lost: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By index: why no completion of that place could be graded. The group goes on without."""
+    replacements: Counter[int] = dataclasses.field(default_factory=Counter)
+    """By index: completions that were generated in the place of one that could not be graded."""
 
     def add(self, scored: ScoredRollout) -> None:
         """Take in one scored rollout; each index comes once."""
@@ -46,8 +50,8 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rollouts are scored."""
-        return len(self.scored) == self.size
+        """Whether all rollouts are scored, but for those that cannot be."""
+        return len(self.scored) + len(self.lost) == self.size
 
     @property
     def is_flat(self) -> bool:
@@ -73,12 +77,14 @@ class Group:
 
 @dataclasses.dataclass
 class DroppedGroups:
-    """What is kept of the groups that were dropped since the last batch; rollouts are not."""
+    """What is kept of the groups and completions dropped since the last batch; rollouts are not."""
 
     tally: RolloutTally = dataclasses.field(default_factory=RolloutTally)
     """Over their scored rollouts."""
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
     """Groups by the reason."""
+    completions: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Completions by the reason that could not be graded, of any group."""
     unfinished: list[UnfinishedGroup] = dataclasses.field(default_factory=list)
     """For a checkpoint: no metrics have counted them yet."""
 
@@ -123,6 +129,10 @@ class GroupBook:
         del self._untaken[group.number]
         group.is_abandoned = True
         self._dropped.add(group, reason)
+
+    def count_ungraded(self, reason: str) -> None:
+        """Count a completion that could not be graded."""
+        self._dropped.completions[reason] += 1
 
     def candidates(self) -> list[UntrainedGroup]:
         """What admission needs to know of the groups in no batch."""

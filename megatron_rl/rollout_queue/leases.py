@@ -229,9 +229,21 @@ class Leases:
             self._fail(held, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
             return
         log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)
+        self._put_back(held, indices)
+
+    def _put_back(self, held: _LeasedGroup, indices: list[int]) -> None:
         if not held.unleased:
             self._enqueue(held)
         held.unleased = sorted([*held.unleased, *indices])
+
+    def replace(self, group: Group, index: int) -> None:
+        """Queue one more completion in the place of one that came back and is of no use."""
+        held = self._groups.get(group.number)
+        if held is None:
+            held = self._groups[group.number] = _LeasedGroup(group, [], 0)
+        held.unreturned += 1
+        del held.attempts[index]
+        self._put_back(held, [index])
 
     # --- giving up ------------------------------------------------------------------------------
 

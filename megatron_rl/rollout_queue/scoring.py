@@ -3,13 +3,17 @@
 Used by the rollout queue. Verifiers see text and reference answers only.
 """
 
+import bisect
 import collections
 import dataclasses
 import logging
 
+import msgspec
+
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
+    NOT_GRADED,
     Rollout,
     ScoreDone,
     ScoredRollout,
@@ -17,7 +21,7 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
 )
-from megatron_rl.rollout_queue.failures import UNGRADABLE, GroupFailure
+from megatron_rl.rollout_queue.failures import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.verifiers import Verifiers
 
@@ -32,9 +36,15 @@ class _Pending:
     lanes: frozenset[str]
     """Lanes in which it needs room."""
     attempts: int = 0
+    turn: int = 0
+    """Grows with each request and each retry: the lowest is asked next, so that no retry comes
+    before a fresh one. What a verifier loses keeps its turn: nobody has tried it to the end."""
+    failed_by: frozenset[str] = frozenset()
+    """Verifiers that could not grade it."""
     verifier: str = ""
     """Who grades it; empty while it waits."""
     asked_at: float = 0.0
+    first_asked_at: float | None = None
 
 
 class Scoring:
@@ -55,7 +65,8 @@ class Scoring:
         # One line for each combination of lanes, so that nothing waits for room that it needs not.
         self._waiting = {lanes: collections.deque[int]() for lanes in self._lanes_of_task.values()}
         self._next_id = 0
-        self._failures: list[GroupFailure] = []
+        self._next_turn = 0
+        self._failures: list[ScoreFailure] = []
         self.late_scores = 0
         """Scores of requests that had been given to another verifier."""
 
@@ -82,22 +93,48 @@ class Scoring:
         self._next_id += 1
         lanes = self._lanes_of_task[prompt.task]
         self._pending[request.request_id] = _Pending(group, rollout, request, lanes)
-        self._waiting[lanes].append(request.request_id)
+        self._enqueue(request.request_id)
+
+    def _enqueue(self, request_id: int) -> None:
+        """Let a request wait behind all others."""
+        pending = self._pending[request_id]
+        pending.turn = self._next_turn
+        self._next_turn += 1
+        self._waiting[pending.lanes].append(request_id)
 
     def next_request(self, now: float) -> tuple[str, ScoreRequest] | None:
         """A verifier with room and what to ask it; None when nothing waits or all are full."""
-        # The oldest first, since lines may share a lane and one must not starve the other.
-        lines = [lanes for lanes, waiting in self._waiting.items() if waiting]
-        for lanes in sorted(lines, key=lambda lanes: self._waiting[lanes][0]):
-            name = self._verifiers.find_room(lanes)
-            if name is None:
-                continue
-            pending = self._pending[self._waiting[lanes].popleft()]
-            pending.attempts += 1
-            pending.verifier = name
-            pending.asked_at = now
-            self._verifiers.hand_out(name, pending.request.request_id, lanes)
-            return name, pending.request
+        found = [self._next_of_line(lanes) for lanes in self._waiting]
+        # By turn, since lines may share a lane and one must not starve the other.
+        _, request_id, name = min(filter(None, found), default=(0, 0, ""))
+        if not name:
+            return None
+        pending = self._pending[request_id]
+        self._waiting[pending.lanes].remove(request_id)
+        pending.attempts += 1
+        pending.verifier = name
+        pending.asked_at = now
+        if pending.first_asked_at is None:
+            pending.first_asked_at = now
+        self._verifiers.hand_out(name, request_id, pending.lanes)
+        return name, pending.request
+
+    def _next_of_line(self, lanes: frozenset[str]) -> tuple[int, int, str] | None:
+        """(turn, request, verifier) of the first in a line that a verifier has room for.
+
+        One that waits for another verifier than those that have failed it is passed over.
+        """
+        line = self._waiting[lanes]
+        if not line or self._verifiers.find_room(lanes) is None:
+            return None
+        rooms: dict[frozenset[str], str | None] = {}
+        for request_id in line:
+            pending = self._pending[request_id]
+            if pending.failed_by not in rooms:
+                rooms[pending.failed_by] = self._verifiers.find_room(lanes, pending.failed_by)
+            name = rooms[pending.failed_by]
+            if name is not None:
+                return pending.turn, request_id, name
         return None
 
     def take_score(
@@ -110,10 +147,15 @@ class Scoring:
         pending = self._pending.pop(done.request_id)
         return pending.group, ScoredRollout(pending.rollout, done.score)
 
-    def take_failure(self, name: str, failure: ScoreFailed, now: float) -> None:
-        """Queue a rollout that a verifier failed to grade once more."""
-        if self._return(name, failure.request_id, now):
-            self._repeat(failure.request_id, f"{name} failed: {failure.reason}")
+    def take_failure(self, name: str, failure: ScoreFailed, now: float) -> bool:
+        """Queue a rollout that a verifier failed to grade once more, up to the limits.
+
+        False when another verifier was asked meanwhile.
+        """
+        if not self._return(name, failure.request_id, now):
+            return False
+        self._fail(failure, name, now)
+        return True
 
     def expire(self, now: float) -> None:
         """Give up requests to silent verifiers, and those unanswered for too long."""
@@ -123,7 +165,8 @@ class Scoring:
         for request_id, pending in list(self._pending.items()):
             if pending.verifier and now - pending.asked_at > config.score_timeout_s:
                 self._verifiers.give_back(pending.verifier, request_id)
-                self._repeat(request_id, f"no answer for {config.score_timeout_s:.0f} s")
+                why = f"no answer for {config.score_timeout_s:.0f} s"
+                self._fail(ScoreFailed(request_id, why), pending.verifier, now)
 
     def drop_verifier(self, name: str) -> None:
         """Forget a verifier that cannot be reached."""
@@ -138,22 +181,53 @@ class Scoring:
         return True
 
     def _lose(self, request_ids: list[int], why: str) -> None:
+        """Ask again what a verifier took with it."""
         for request_id in request_ids:
-            self._repeat(request_id, why)
+            pending = self._pending[request_id]
+            if self._may_repeat(ScoreFailed(request_id, why)):
+                line = self._waiting[pending.lanes]
+                bisect.insort(line, request_id, key=lambda n: self._pending[n].turn)
 
-    def _repeat(self, request_id: int, why: str) -> None:
-        pending = self._pending[request_id]
+    def _fail(self, failure: ScoreFailed, verifier: str, now: float) -> None:
+        pending = self._pending[failure.request_id]
+        failure = msgspec.structs.replace(failure, reason=f"{verifier} failed: {failure.reason}")
+        if self._may_repeat(failure, tried_for_s=now - (pending.first_asked_at or 0.0)):
+            pending.failed_by |= {verifier}
+            self._enqueue(failure.request_id)
+
+    def _may_repeat(self, failure: ScoreFailed, tried_for_s: float = 0.0) -> bool:
+        """Take a request back from its verifier; whether it is to be asked for again."""
+        pending = self._pending[failure.request_id]
         pending.verifier = ""
-        group = pending.group
-        if group.is_abandoned:
-            del self._pending[request_id]
-        elif pending.attempts >= self._config.max_attempts:
-            del self._pending[request_id]
+        group, config = pending.group, self._config
+        why = failure.reason
+        is_late = tried_for_s >= config.score_patience_s
+        if not (group.is_abandoned or is_late or pending.attempts >= config.max_attempts):
+            log.warning("asking for the score of prompt %r again: %r", group.prompt.id, why)
+            return True
+        del self._pending[failure.request_id]
+        if not group.is_abandoned:
             tried = f"grading was tried {pending.attempts} times (queue.max_attempts)"
-            self._failures.append(GroupFailure(group, UNGRADABLE, f"{tried}; last: {why}"))
-        else:
-            log.warning("asking for the score of prompt %r again: %s", group.prompt.id, why)
-            self._waiting[pending.lanes].append(request_id)
+            if is_late:
+                tried += f" in {tried_for_s:.0f} s (queue.score_patience_s)"
+            detail = f"{tried}; last: {why}"
+            self._failures.append(
+                ScoreFailure(group, pending.rollout, failure.kind, detail, is_late)
+            )
+        return False
+
+    def give_up_evaluation(self, why: str) -> None:
+        """Ask no more for the scores of an evaluation: they come too late to count."""
+        for request_id, pending in list(self._pending.items()):
+            if not pending.group.evaluation:
+                continue
+            if pending.verifier:
+                self._verifiers.give_back(pending.verifier, request_id)
+            else:
+                self._waiting[pending.lanes].remove(request_id)
+            del self._pending[request_id]
+            late = ScoreFailure(pending.group, pending.rollout, NOT_GRADED, why, is_late=True)
+            self._failures.append(late)
 
     def cancel(self, group: Group) -> None:
         """Forget what nobody was asked for yet of a group; what was asked for comes back first."""
@@ -162,8 +236,8 @@ class Scoring:
                 waiting.remove(request_id)
                 del self._pending[request_id]
 
-    def pop_failures(self) -> list[GroupFailure]:
-        """Groups of which a completion could not be graded since the last call."""
+    def pop_failures(self) -> list[ScoreFailure]:
+        """Completions that were given up since the last call."""
         failures, self._failures = self._failures, []
         return failures
 

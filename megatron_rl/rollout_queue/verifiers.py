@@ -30,11 +30,17 @@ class Verifiers:
             )
         return list(dict.fromkeys(lost))
 
-    def find_room(self, lanes: Iterable[str]) -> str | None:
-        """The verifier with most room for a request that needs these lanes; None when all wait."""
+    def find_room(self, lanes: Iterable[str], failed: frozenset[str] = frozenset()) -> str | None:
+        """The verifier with most room for a request that needs these lanes; None when all wait.
+
+        failed: verifiers that have failed the request before. It waits for another one, if there
+        is any that grades in all of these lanes.
+        """
         rooms = [self._lanes[lane].rooms for lane in lanes]
+        everywhere = set.intersection(*map(set, rooms))
         # A verifier has as much room as in the fullest of the lanes.
-        by_name = {name: min(room.get(name, 0) for room in rooms) for name in rooms[0]}
+        by_name = {n: min(room[n] for room in rooms) for n in rooms[0] if n in everywhere}
+        by_name = {n: room for n, room in by_name.items() if n not in failed} or by_name
         name = max(by_name, key=by_name.__getitem__, default=None)
         return name if name is not None and by_name[name] > 0 else None
 

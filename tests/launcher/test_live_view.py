@@ -8,7 +8,12 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.config.files import load_config
-from megatron_rl.launcher.live_view import LiveView, MetricsTail, restart_line
+from megatron_rl.launcher.live_view import (
+    LiveView,
+    MetricsTail,
+    evaluation_line,
+    restart_line,
+)
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.supervisor import Role
 
@@ -77,6 +82,16 @@ def test_plain_output_has_one_line_a_step_and_an_evaluation(tmp_path: Path) -> N
     assert lines[0].endswith("reinforcement learning")
     assert lines[1].startswith("step 7/40: reward 0.625")
     assert lines[2].startswith("evaluation after: accuracy 0.750 +- 0.025 on 300 held-out prompts")
+
+
+def test_evaluation_tells_what_could_not_be_graded() -> None:
+    line = evaluation_line(EVALUATION | {"eval/not_graded": 3})
+    assert line.endswith("3 completions could not be graded")
+    nothing = {"label": "before", "eval/n": 0, "eval/lost": 2, "eval/not_graded": 2}
+    assert evaluation_line(nothing) == (
+        "evaluation before: not measured, 2 completions could not be graded"
+    )
+    assert "graded" not in evaluation_line(EVALUATION)
 
 
 def test_terminal_output_draws_steps(tmp_path: Path) -> None:

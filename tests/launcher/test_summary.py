@@ -22,7 +22,7 @@ KEYS_OF_THE_ISSUE = {
 }  # fmt: skip
 ADDED_KEYS = {
     "control", "control_accuracy", "control_se", "max_staleness", "generator_restarts",
-    "groups_dropped", "activity", "diagnosis",
+    "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
 }  # fmt: skip
 
 START = {
@@ -193,6 +193,7 @@ def test_run_without_a_step_says_what_happened_and_what_is_likely_wrong() -> Non
         activity_row(
             6.0, rollouts_scored=8, groups_complete=5, **bad, diagnosis="Cause: x. Cure: y.",
             **{"groups_dropped/flat": 4, "groups_dropped/attempts_exhausted": 1},
+            **{"completions_dropped/ungradable": 3, "completions_dropped/not_graded": 1},
         ),
     ]  # fmt: skip
     summary = summarize(rows, RunFacts())
@@ -201,6 +202,8 @@ def test_run_without_a_step_says_what_happened_and_what_is_likely_wrong() -> Non
     text = render_text(summary, RunFacts())
     assert "40 generated, 40 scored: 0 correct, 64 ill-formed (no_think_start 60, no_box" in text
     assert "5 groups complete, dropped: flat 4, attempts_exhausted 1" in text
+    assert summary["completions_dropped"] == {"ungradable": 3, "not_graded": 1}
+    assert "4 dropped without a grade (ungradable 3, not_graded 1)" in text
     assert "Cause: x. Cure: y." in text
 
 
@@ -213,3 +216,17 @@ def test_groups_dropped_are_those_that_the_batches_count() -> None:
     assert summary["groups_dropped"] == {"flat": 3, "prompt_unrenderable": 2}
     assert "groups dropped: flat 3, prompt_unrenderable 2" in render_text(summary, FACTS)
     assert "groups dropped: none" in render_text(summarize([step_row(1, 2.0)], FACTS), FACTS)
+
+
+def test_completions_without_a_grade_are_those_that_the_batches_and_the_evaluation_count() -> None:
+    rows = [
+        *run_rows(), activity_row(111.0, **{"completions_dropped/ungradable": 50}),
+        step_row(4, 112.0, **{"queue/completions_dropped_ungradable": 2}),
+        step_row(5, 113.0, **{"queue/completions_dropped_ungradable": 3}),
+        eval_row("after", 114.0, 0.5) | {"eval/not_graded": 7},
+    ]  # fmt: skip
+    summary = summarize(rows, FACTS)
+    assert summary["completions_dropped"] == {"ungradable": 5}
+    text = render_text(summary, FACTS)
+    assert "groups dropped: flat 3; completions not graded: ungradable 5" in text
+    assert "standard error; 7 completions could not be graded and count neither way" in text

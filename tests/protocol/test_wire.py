@@ -21,6 +21,7 @@ from megatron_rl.protocol.types import (
     Sampling,
     Score,
     ScoreDone,
+    ScoreFailed,
     Stop,
     TrainSequence,
     VersionSpan,
@@ -81,6 +82,14 @@ def plain(kind: type) -> Any:
 @pytest.mark.parametrize("message", examples(), ids=lambda m: type(m).__name__)
 def test_message_survives_the_wire(message: Any) -> None:
     assert same(decode(encode(message)), message)
+
+
+def test_reason_that_a_completion_had_a_hand_in_can_be_sent_and_is_short() -> None:
+    failed = ScoreFailed(3, "bad \ud800 tail\x00\n" + "x" * 5_000_000)
+    received = decode(encode(failed))
+    assert same(received, failed) and received.kind == "ungradable"
+    assert received.reason.startswith("bad \\ud800 tail\x00\nxxx")
+    assert len(received.reason) == 2000
 
 
 def test_every_message_has_its_own_tag() -> None:

@@ -15,6 +15,7 @@ from megatron_rl.protocol.types import (
     RolloutDone,
     Score,
     ScoreDone,
+    ScoreFailed,
     ScoreRequest,
     VerifierReady,
 )
@@ -23,33 +24,64 @@ from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_prompt, make_rollout
 
-TokenScore = Callable[[str, int], Score]
-"""Score of completion `index` of the prompt with this id."""
+TokenScore = Callable[[str, int], Score | str | None]
+"""Score of completion `index` of the prompt with this id; or the kind of ScoreFailed; None: no
+answer comes."""
+ROOM = {"answers": 64, "code": 64}
+FAILURE = "the pool \x1b[31mbroke\nhere"
+"""What a verifier says that fails."""
 
 
 class PlayedQueue:
     """One generator, one verifier, one trainer; a second passes with each `play`."""
 
-    def __init__(self, folder: Path, judge: TokenScore, **sections: dict) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        judge: TokenScore,
+        *,
+        train_prompts: int = 400,
+        held_out: int = 0,
+        tasks: tuple[str, ...] = ("math",),
+        **sections: dict,
+    ) -> None:
+        """tasks: those of the train prompts, in turn."""
         train = {"steps": 4, "groups_per_batch": 2, "group_size": 4} | sections.pop("train", {})
-        eval_ = {"prompts": 0} | sections.pop("eval", {})
+        eval_ = {"prompts": held_out} | sections.pop("eval", {})
         self.config = Config.model_validate(
             {"run": {"dir": folder}, "train": train, "eval": eval_, **sections}
         )
         self.judge = judge
         self.now = 1000.0
+        self.version = 0
+        """That of the generator."""
         self.batches: list[RankBatch] = []
-        self.asked: dict[str, tuple[str, int]] = {}
-        prompts = PromptSets([[make_prompt(f"p{n}") for n in range(400)]], [1.0], [], 0)
+        self.leased: list[tuple[str, int]] = []
+        """(prompt, index) of each completion, in the order of their leases."""
+        self.requests: list[ScoreRequest] = []
+        train = [make_prompt(f"p{n}", task=tasks[n % len(tasks)]) for n in range(train_prompts)]
+        held = [make_prompt(f"h{n}", split="held_out") for n in range(held_out)]
+        prompts = PromptSets([train], [1.0], held, 0)
         metrics = JsonlWriter(folder / "metrics.jsonl", "queue")
         self.coordinator = Coordinator(
             self.config, prompts, recorder=Recorder(folder), metrics=metrics, now=self.now
         )
 
+    @property
+    def graded(self) -> list[str]:
+        """Texts of the score requests."""
+        return [request.text for request in self.requests]
+
     def start(self, version: int = 0) -> None:
         """The first publish is out, and the trainer asks for its batch."""
         self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, version, 1), self.now)
-        self.coordinator.handle(VERIFY, "v", VerifierReady({"answers": 64}, 1), self.now)
+        self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
+        self.coordinator.handle(BATCHES, "t", Published(version), self.now)
+        self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
+
+    def publish(self, version: int) -> None:
+        """A later version is out, and the trainer asks for its next batch."""
+        self.version = version
         self.coordinator.handle(BATCHES, "t", Published(version), self.now)
         self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
 
@@ -58,8 +90,9 @@ class PlayedQueue:
         for _ in range(seconds):
             self.now += 1.0
             self._answer(limit=1 if is_slow else 8)
-            self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, 0, 1), self.now)
-            self.coordinator.handle(VERIFY, "v", VerifierReady({"answers": 64}, 1), self.now)
+            ready = GeneratorReady(8, self.version, 1)
+            self.coordinator.handle(PROMPTS, "g", ready, self.now)
+            self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
             self.coordinator.tick(self.now)
 
     def _answer(self, limit: int) -> None:
@@ -76,12 +109,23 @@ class PlayedQueue:
             match message:
                 case Lease():
                     self.open += [(message, index) for index in message.indices]
+                    self.leased += [(message.prompt.id, index) for index in message.indices]
                 case ScoreRequest():
-                    prompt, index = message.text.split("/")
-                    done = ScoreDone(message.request_id, self.judge(prompt, int(index)))
-                    self.coordinator.handle(VERIFY, "v", done, self.now)
+                    self._grade(message)
                 case RankBatch():
                     self.batches.append(message)
+
+    def _grade(self, request: ScoreRequest) -> None:
+        self.requests.append(request)
+        prompt, index = request.text.split("/")
+        verdict = self.judge(prompt, int(index))
+        if verdict is None:
+            return
+        if isinstance(verdict, str):
+            answer = ScoreFailed(request.request_id, FAILURE, verdict)
+        else:
+            answer = ScoreDone(request.request_id, verdict)
+        self.coordinator.handle(VERIFY, "v", answer, self.now)
 
     def _rollout(self, lease: Lease, index: int) -> Rollout:
         text = f"{lease.prompt.id}/{index}"

@@ -173,8 +173,10 @@ def test_prompt_that_cannot_be_rendered_is_dropped_at_once(tmp_path: Path) -> No
     assert row["activity/groups_dropped/prompt_unrenderable"] == 1
 
 
-def test_group_with_a_completion_that_cannot_be_graded_is_dropped(tmp_path: Path) -> None:
-    queue = {"max_staleness": 0, "max_attempts": 1}
+def test_group_of_which_a_completion_cannot_be_graded_is_dropped_where_all_are_needed(
+    tmp_path: Path,
+) -> None:
+    queue = {"max_staleness": 0, "max_attempts": 1, "max_replacements": 0, "min_group_share": 1.0}
     with open_coordinator(tmp_path, train=TRAIN, queue=queue) as coordinator:
         peers = Peers(coordinator, capacity=4)
         peers.publish(0)
@@ -189,6 +191,7 @@ def test_group_with_a_completion_that_cannot_be_graded_is_dropped(tmp_path: Path
         coordinator.tick(1.0)
     [row] = read_jsonl(tmp_path / "metrics.jsonl")
     assert row["activity/groups_dropped/ungradable"] == 1
+    assert row["activity/completions_dropped/ungradable"] == 1
 
 
 def test_evaluation_ends_without_the_prompts_that_failed_and_says_how_many(tmp_path: Path) -> None:

@@ -78,6 +78,44 @@ def test_batch_holds_every_sequence_once_and_groups_stay_in_one_minibatch(dp_siz
     assert all(len(numbers) == 1 for numbers in minibatch_of.values())
 
 
+@pytest.mark.parametrize("dp_size", [1, 3, 8])
+def test_groups_that_lost_completions_make_a_batch_like_others(dp_size: int) -> None:
+    rewards = [[1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.5, 1.0, 0.0]]
+    groups = [make_group(n, values, prompt_tokens=n + 1) for n, values in enumerate(rewards)]
+    for group in groups:
+        group.size, lost = 4, range(len(group.scored), 4)
+        group.lost = dict.fromkeys(lost, "ungradable")
+        assert group.is_complete
+    dropped = DroppedGroups()
+    dropped.completions["ungradable"] = 3
+    config = TrainConfig(groups_per_batch=3, group_size=4, microbatch_tokens=10)
+    ranks = form_batch(
+        0,
+        groups,
+        dropped=dropped,
+        config=config,
+        advantage=group_mean_advantages,
+        dp_size=dp_size,
+    )
+    counts = {len(share.minibatches[0].microbatches) for share in ranks}
+    assert len(counts) == 1
+    sequences = [s for share in ranks for m in share.minibatches[0].microbatches for s in m]
+    assert len(sequences) == 9
+    weights = [3 * sequence.weight for sequence in sequences]
+    assert sum(weights) == pytest.approx(1.0)
+    # Each group has a third of the weight, however many completions of three tokens are left.
+    for prompt_length, members in ((1, 2), (2, 4), (3, 3)):
+        of_group = [s for s in sequences if s.prompt_length == prompt_length]
+        assert [s.weight for s in of_group] == pytest.approx([1 / (3 * 3 * members)] * members)
+        assert sum(s.advantage for s in of_group) == pytest.approx(0.0)
+    values = reduced(ranks[0].metrics)
+    assert (
+        values["queue/rollouts_trained"] == 9
+        and values["queue/completions_dropped_ungradable"] == 3
+    )
+    assert values["rollout/reward"] == pytest.approx((1 + 1 + 1.5) / 9)
+
+
 def test_sequence_carries_prompt_completion_logprobs_and_versions() -> None:
     group = make_group(0, [1.0, 0.1], tokens=[4, 2], versions=(3, 4), prompt_tokens=2)
     config = TrainConfig(groups_per_batch=1, group_size=2, microbatch_tokens=100)

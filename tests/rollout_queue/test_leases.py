@@ -280,3 +280,27 @@ def test_group_finds_a_new_home_where_its_first_one_failed_it() -> None:
     # Not to the third generator, although that has more room.
     again = issue(leases)
     assert again is not None and (again[0], again[2]) == (issued[0], [2])
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_replacement_of_a_completion_is_leased_with_all_its_attempts(is_last: bool) -> None:
+    leases, group = leases_with("g"), new_group(3)
+    _, lease_id, _ = issue_group(leases, group)
+    leases.take_failure("g", RolloutFailed(lease_id, 1, "engine error"), 1.0)
+    _, again, indices = issue(leases)
+    assert indices == [1]
+    give_back(leases, "g", again, 1)
+    if is_last:
+        give_back(leases, "g", lease_id, 0, 2)
+    leases.replace(group, 1)
+    name, replacing, indices = issue(leases)
+    assert indices == [1] and leases.outstanding == (1 if is_last else 3)
+    # The completion that came back and could not be graded is no second one of this.
+    assert leases.take_rollout("g", make_rollout(1, lease_id=again), 1.0) is None
+    leases.take_failure("g", RolloutFailed(replacing, 1, "engine error"), 1.0)
+    assert leases.pop_failures() == []
+    _, replacing, _ = issue(leases)
+    give_back(leases, "g", replacing, 1)
+    if not is_last:
+        give_back(leases, "g", lease_id, 0, 2)
+    assert leases.outstanding == 0 and issue(leases) is None

@@ -2,7 +2,15 @@ import pytest
 
 from megatron_rl.config.reward import ExtraReward, RewardConfig
 from megatron_rl.config.tree import QueueConfig
-from megatron_rl.protocol.types import Sampling, ScoreDone, ScoreFailed, VerifierReady
+from megatron_rl.protocol.types import (
+    NOT_GRADED,
+    UNGRADABLE,
+    Sampling,
+    ScoreDone,
+    ScoreFailed,
+    ScoreRequest,
+    VerifierReady,
+)
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.scoring import Scoring
 from tests.rollout_queue.makers import make_prompt, make_rollout, make_score
@@ -141,3 +149,83 @@ def test_nobody_is_asked_to_grade_what_is_left_of_a_dropped_group() -> None:
     assert following is not None and scoring.outstanding == 1
     found = scoring.take_score("v", ScoreDone(following[1].request_id, make_score(1.0)), 2.0)
     assert found is not None and found[0] is other and scoring.pop_failures() == []
+
+
+def _fail(scoring: Scoring, asked: tuple[str, ScoreRequest], kind: str = UNGRADABLE) -> None:
+    name, request = asked
+    scoring.take_failure(name, ScoreFailed(request.request_id, "broken", kind), 1.0)
+
+
+def test_what_one_verifier_cannot_grade_another_one_tries() -> None:
+    config = QueueConfig(max_attempts=3)
+    scoring = Scoring(config, RewardConfig())
+    for name in ("v", "w"):
+        scoring.announce(name, VerifierReady({"answers": 8}, session=1), 0.0)
+    tried = []
+    scoring.submit(new_group(), make_rollout(0))
+    while (asked := scoring.next_request(0.0)) is not None:
+        # One that fails at once has more room than the others.
+        tried.append(asked[0])
+        _fail(scoring, asked)
+    assert sorted(tried[:2]) == ["v", "w"] and len(tried) == 3
+
+
+def test_request_waits_for_no_other_verifier_than_those_that_have_failed_it() -> None:
+    scoring = scoring_with("v")
+    scoring.submit(new_group(), make_rollout(0))
+    _fail(scoring, scoring.next_request(0.0))
+    again = scoring.next_request(0.0)
+    assert again is not None and again[0] == "v"
+
+
+def test_retry_that_waits_for_another_verifier_holds_up_nobody() -> None:
+    scoring = scoring_with("v", "w", capacity=1)
+    for index in range(3):
+        scoring.submit(new_group(), make_rollout(index))
+    first, second = scoring.next_request(0.0), scoring.next_request(0.0)
+    assert first is not None and second is not None
+    _fail(scoring, first)
+    fresh = scoring.next_request(0.0)
+    assert fresh is not None and (fresh[0], fresh[1].request_id) == (first[0], 2)
+    # The one that failed it has room again, the other has none: it waits for that one.
+    scoring.take_score(fresh[0], ScoreDone(fresh[1].request_id, make_score(1.0)), 1.0)
+    assert scoring.next_request(1.0) is None
+    scoring.take_score(second[0], ScoreDone(second[1].request_id, make_score(1.0)), 1.0)
+    again = scoring.next_request(1.0)
+    assert again is not None and (again[0], again[1].request_id) == (second[0], 0)
+
+
+def test_retries_wait_behind_what_was_there_when_they_failed() -> None:
+    extra = ExtraReward(name="bonus", function="a:b", tasks=["exact"])
+    scoring = Scoring(QueueConfig(max_attempts=4), RewardConfig(extra=[extra]))
+    scoring.announce("v", VerifierReady({"answers": 1, "custom": 9}, session=1), 0.0)
+    # Two lines, of math and exact, that share the lane of answers.
+    for task in ("math", "exact", "exact"):
+        scoring.submit(new_group(task), make_rollout(0))
+    asked = []
+    while (request := scoring.next_request(0.0)) is not None:
+        asked.append(request[1].request_id)
+        if request[1].task == "math":
+            _fail(scoring, request)
+        else:
+            scoring.take_score("v", ScoreDone(request[1].request_id, make_score(1.0)), 1.0)
+    assert asked == [0, 1, 2, 0, 0, 0]
+
+
+def test_score_that_has_taken_too_long_already_is_not_tried_again() -> None:
+    config = QueueConfig(max_attempts=9, score_patience_s=100)
+    scoring = Scoring(config, RewardConfig())
+    scoring.announce("v", VerifierReady({"answers": 4}, session=1), 0.0)
+    scoring.submit(new_group(), make_rollout(0))
+    # It waited for long until it was asked for: that says nothing about it.
+    for now in (500.0, 560.0, 599.0):
+        asked = scoring.next_request(now)
+        assert asked is not None and scoring.pop_failures() == []
+        scoring.take_failure("v", ScoreFailed(asked[1].request_id, "slow", NOT_GRADED), now)
+    asked = scoring.next_request(599.0)
+    assert asked is not None
+    scoring.take_failure("v", ScoreFailed(asked[1].request_id, "slow", NOT_GRADED), 601.0)
+    [failure] = scoring.pop_failures()
+    assert (failure.reason, failure.is_late) == (NOT_GRADED, True)
+    assert "tried 4 times" in failure.detail and "101 s (queue.score_patience_s)" in failure.detail
+    assert scoring.outstanding == 0
