@@ -1,4 +1,3 @@
-import functools
 import os
 import signal
 import subprocess
@@ -6,10 +5,10 @@ import sys
 import time
 from collections.abc import Callable
 
-import msgspec
 import psutil
 import pytest
 
+from tests.verification.sandbox.hostile_programs.launch import NOBODY, launch
 from tests.verification.sandbox.hostile_programs.run import GROUPS, REPOSITORY, Report
 from verification.code.grading import Case, CodeTests, grade
 from verification.code.setup import CodeLimits, limits_of_test, open_sandbox, prepare
@@ -35,54 +34,13 @@ EXPECTED = {
     "null_bytes": {"compile_error", "wrong_output"},
 }
 QUICK = ("files", "kernel", "harness", "solutions", "sources")
-NOBODY = "nobody"
 DEADLINE_S = 60.0
 """Longest for one program; far above its limits, since the host may be busy."""
 
 
-@functools.cache
-def _python_for_anyone() -> str:
-    """An interpreter that an unprivileged user can run with our packages; skips without one."""
-    try:
-        python = isolation.roots(for_anyone=True).interpreter.executable
-    except GradingError as error:
-        pytest.skip(str(error))
-    done = subprocess.run(
-        [python, "-c", "import msgspec, psutil, pyseccomp, tests, verification"],
-        user=isolation.NOBODY, group=isolation.NOBODY, extra_groups=[], env=_environment(),
-        cwd="/", capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(
-            f"an unprivileged user cannot run the tests with {python}: {done.stderr[-300:]}"
-        )
-    return python
-
-
-def _environment() -> dict[str, str]:
-    packages = os.path.dirname(os.path.dirname(psutil.__file__))
-    path = os.environ.get("PATH", "/usr/bin:/bin")
-    return {"PATH": path, "PYTHONPATH": f"{REPOSITORY}:{packages}", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
 def _attack(kind: str, user: str, group: str, *names: str) -> Report:
     """Grade a group of hostile programs in a process of its own, as us or as an ordinary user."""
-    if kind == "landlock" and not confinement.landlock_version():
-        pytest.skip("this kernel has no Landlock")
-    options = {}
-    python = sys.executable
-    if user == NOBODY:
-        if not isolation.is_root():
-            pytest.skip("only root can become an ordinary user; as one, the other runs suffice")
-        python = _python_for_anyone()
-        options = {"user": isolation.NOBODY, "group": isolation.NOBODY, "extra_groups": []}
-    module = "tests.verification.sandbox.hostile_programs.run"
-    done = subprocess.run(
-        [python, "-m", module, kind, group, *names],
-        cwd="/", env=_environment(), capture_output=True, text=True, timeout=550, **options,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return msgspec.json.decode(done.stdout, type=Report)
+    return launch("run", kind, user, group, *names, answer=Report)
 
 
 def _check_report(report: Report, kind: str, group: str) -> None:
