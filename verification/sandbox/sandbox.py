@@ -160,7 +160,7 @@ class Sandbox(Closing):
     ) -> ProgramResult:
         """Run a compiler on a source file in the build folder; its messages are the output."""
         output = make_file()
-        with closing(make_file(source), make_file(), output) as files:
+        with closing(make_file(source), make_file(b""), output) as files:
             request = {"action": "compile", "command": command, "source_name": source_name}
             return self._run(request, files, limits, output=output, errors=output)
 
@@ -179,7 +179,7 @@ class Sandbox(Closing):
         """Run Python unit tests against a solution in a process of its own."""
         own, errors = make_file(), make_file()
         sources = (make_file(source), make_file(tests))
-        with closing(make_file(), own, errors, *sources) as files:
+        with closing(make_file(b""), own, errors, *sources) as files:
             request = {"action": "check", "entry_point": entry_point}
             return self._run(request, files, limits, output=errors, errors=errors)
 

@@ -143,6 +143,8 @@ class Server:
         with self._temporary_folder(request["disk_bytes"]) as folder:
             if request["command"]:
                 program = _execution(request["command"], folder)
+                # The source is the compiler's; the program has no use for a fourth descriptor.
+                files = files[:3]
             else:
                 program = _interpretation(call_proxy.run_program)
             child = self._start(program, files, request, folder=folder)

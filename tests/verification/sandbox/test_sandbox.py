@@ -271,6 +271,25 @@ def test_grading_works_under_the_least_limits() -> None:
     assert done.stdout.split() == ["correct", "correct"], done.stderr
 
 
+@pytest.mark.parametrize("stdin", [b"", b"1"])
+def test_a_program_cannot_write_its_input(stdin: bytes, limits: CodeLimits) -> None:
+    source = b"""
+import os
+try: print(os.write(0, b"x"))
+except OSError as error: print(error.strerror)
+"""
+    with open_sandbox("python", limits) as sandbox:
+        result = sandbox.run(None, source, stdin=stdin, limits=limits_of_test(limits))
+        assert result.output == b"Operation not permitted\n"
+
+
+def test_a_solution_cannot_write_the_input_of_its_unit_tests(limits: CodeLimits) -> None:
+    unit_tests = "import os\ndef check(f): f(); assert os.pread(0, 9, 0) == b''"
+    tests = CodeTests(unit_tests=unit_tests, entry_point="f")
+    source = "import os\ndef f():\n    try: os.pwrite(0, b'x', 0)\n    except OSError: pass"
+    assert grade(source, "python", tests, seed=0, limits=limits).reason == "correct"
+
+
 def test_large_input_and_output_pass_unharmed(limits: CodeLimits) -> None:
     text = "x" * (8 << 20)
     tests = CodeTests(cases=[Case(text, text)], comparison="exact")

@@ -119,6 +119,8 @@ _BODIES = {
     "overrun": "volatile char a[8] = {}; for (int i = 0; i < 1 << 30; i++) a[i] = 0x41;",
     "memory_until_refused": "while (char* p = (char*)malloc(1 << 20)) memset(p, 1, 1 << 20);",
     "all_descriptors_closed": "call64(436, 0, UINT_MAX, 0); for (;;) pause();",
+    "descriptors_beyond_the_standard_ones": "for (int i = 3; i < 4096; i++) "
+    "if (i != r && i != w) escape_if(fcntl(i, F_GETFD) >= 0);",
 }  # fmt: skip
 
 SOURCE = (
