@@ -321,7 +321,7 @@ class Sandbox(Closing):
             os.close(self._words)
         self._words = -1
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove_folder(self._folder)
 
 
 def _read_info(descriptor: int) -> int:
@@ -347,7 +347,7 @@ def _make_folder() -> str:
     for stale in root.glob(f"{_FOLDER_PREFIX}*"):
         pid = stale.name.removeprefix(_FOLDER_PREFIX).partition("_")[0]
         if not os.path.exists(f"/proc/{pid}"):
-            shutil.rmtree(stale, ignore_errors=True)
+            _remove_folder(str(stale))
     folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}_", dir=root)
     uid = _uid_of_server()
     for path in (folder, f"{folder}/build", f"{folder}/empty"):
@@ -355,6 +355,17 @@ def _make_folder() -> str:
         if uid is not None:
             os.chown(path, uid, uid)
     return folder
+
+
+def _remove_folder(folder: str) -> None:
+    """Remove a folder of a sandbox that has ended, if we may; takes back rights given up in it."""
+    for parent, names, _ in os.walk(folder):
+        for path in (f"{parent}/{name}" for name in names):
+            # A link may lead to a folder of the host.
+            if not os.path.islink(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache

@@ -44,6 +44,15 @@ def test_the_server_goes_on_after_each_program(table: str, kind: str, user: str)
     _check(table, trials)
 
 
+SABOTAGE = ("source_is_removed", "source_is_a_folder", "folder_without_rights")
+
+
+def test_a_compiler_that_was_taken_over_is_no_failure_of_ours() -> None:
+    # As an ordinary user it can change the folder that its server wrote the source to.
+    trials = launch("one_server", "bubblewrap", NOBODY, "compilers", *SABOTAGE, answer=Trials)
+    assert [name for name, trial in trials.programs.items() if _problem(trial)] == []
+
+
 def test_there_are_enough_programs_for_one_server() -> None:
     assert sum(map(len, TABLES.values())) >= 400
 

@@ -14,11 +14,17 @@ import sys
 import msgspec
 import pyseccomp
 
-from tests.verification.sandbox.hostile_programs import native_calls, states, system_calls
+from tests.verification.sandbox.hostile_programs import (
+    compilers,
+    native_calls,
+    states,
+    system_calls,
+)
 from tests.verification.sandbox.hostile_programs.run import REPOSITORY, belongings, host_facts
 from verification.code.grading import CodeLimits
 from verification.code.languages import LANGUAGES, compile_command
 from verification.code.setup import limits_of_compiler, limits_of_test, open_sandbox, prepare
+from verification.sandbox import isolation
 from verification.sandbox.sandbox import ProgramResult, Sandbox
 from verification.verdict import GradingError
 
@@ -31,6 +37,7 @@ TABLES = {
     "states": states.STATE_PROGRAMS,
     "endings": states.ENDING_PROGRAMS,
     "native": native_calls.PROGRAMS,
+    "compilers": compilers.PROGRAMS,
 }
 RIGHT = """
 import os, threading
@@ -38,7 +45,7 @@ thread = threading.Thread(target=lambda: open("x", "w").close() if FOLDER else N
 thread.start(); thread.join()
 print(sum(map(int, input().split())), len(os.listdir(".")) if FOLDER else 0)
 """
-HOSTILE_LIMITS = CodeLimits(test_s=0.5, wall_factor=1.4)
+HOSTILE_LIMITS = CodeLimits(test_s=0.5, compile_s=0.5, wall_factor=1.4)
 RIGHT_LIMITS = CodeLimits(test_s=10.0)
 
 
@@ -80,15 +87,16 @@ def numbers() -> dict[str, int]:
 class Bench:
     """One sandbox for many programs, opened anew only after a failure."""
 
-    def __init__(self, kind: str, *, is_native: bool, facts: dict[str, object]) -> None:
+    def __init__(self, kind: str, table: str, facts: dict[str, object]) -> None:
         self._limits = prepare(msgspec.structs.replace(HOSTILE_LIMITS, isolation=kind))
         self.isolation = self._limits.isolation
-        self._is_native = is_native
+        self._table = table
         self._facts = facts
         self._has_folder = kind != "landlock"
         self._sandbox: Sandbox | None = None
 
     def __enter__(self) -> "Bench":
+        self._outside = belongings()
         self._open()
         return self
 
@@ -97,9 +105,9 @@ class Bench:
         self._sandbox.close()
 
     def _open(self) -> None:
-        name = "cpp" if self._is_native else "python"
+        name = "cpp" if self._table == "native" else "python"
         self._sandbox = open_sandbox(name, self._limits)
-        if self._is_native:
+        if self._table == "native":
             language = LANGUAGES["cpp"]
             command = compile_command(language, "")
             limits = limits_of_compiler(CodeLimits(compile_s=60.0))
@@ -110,6 +118,7 @@ class Bench:
             assert result.endings[0].exit_code == 0, result.output.decode()
         # Children of bwrap and the like have started once a program has run.
         assert self._is_next_right()
+        self._standing = belongings()
 
     def attack(self, trial: Trial, source: str) -> None:
         """Run a program and a right one; a GradingError goes into the trial."""
@@ -122,18 +131,33 @@ class Bench:
             trial.is_next_right = self._is_next_right()
         except GradingError as error:
             trial.failure = str(error)
+        trial.left = sorted(belongings() - self._standing)
+        # A sandbox compiles once; only where it mounts a folder each time, it can do more.
+        if trial.failure or (self._table == "compilers" and not self._has_folder):
             self.__exit__()
+            trial.left += sorted(belongings() - self._outside)
             self._open()
 
     def _run(self, source: str) -> ProgramResult:
         assert self._sandbox is not None
         limits = limits_of_test(self._limits)
         facts = json.dumps(self._facts).encode()
-        if self._is_native:
+        if self._table == "compilers":
+            return self._take_over_the_compiler(source)
+        if self._table == "native":
             command = [f"{self._sandbox.build_folder}/solution", source]
             return self._sandbox.run(command, b"", stdin=facts, limits=limits)
         code = (system_calls.PRELUDE + source).encode("utf-8", "surrogatepass")
         return self._sandbox.run(None, code, stdin=facts, limits=limits)
+
+    def _take_over_the_compiler(self, source: str) -> ProgramResult:
+        assert self._sandbox is not None
+        for_anyone = isolation.is_root() and self.isolation != "bubblewrap"
+        python = isolation.roots(for_anyone=for_anyone).interpreter.executable
+        command = [python, "-I", "-S", "solution.py", str(self._facts["file"])]
+        code = (compilers.PRELUDE + source).encode()
+        limits = limits_of_compiler(HOSTILE_LIMITS)
+        return self._sandbox.compile(command, code, source_name="solution.py", limits=limits)
 
     def _is_next_right(self) -> bool:
         assert self._sandbox is not None
@@ -160,17 +184,13 @@ def main(kind: str, table: str, names: list[str]) -> Trials:
     with host_facts() as (facts, _):
         path = str(facts["file"])
         facts |= {"numbers": numbers(), "repository": str(REPOSITORY)}
-        with Bench(kind, is_native=table == "native", facts=facts) as bench:
-            before = belongings()
+        with Bench(kind, table, facts) as bench:
             for name in names or TABLES[table]:
                 trial = trials[name] = Trial()
-                file_before = file_state(path)
+                before = file_state(path)
                 bench.attack(trial, TABLES[table][name])
-                if trial.failure:
-                    before = belongings()
-                trial.left = sorted(belongings() - before)
                 after = file_state(path)
-                trial.changed = [key for key in after if after[key] != file_before[key]]
+                trial.changed = [key for key in after if after[key] != before[key]]
             return Trials(bench.isolation, trials)
 
 
