@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.protocol.closing import Closing
-from verification.sandbox import isolation, seccomp
+from verification.sandbox import confinement, isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
 from verification.sandbox.memory_file import closing, make_file, read_file
 from verification.verdict import GradingError
@@ -115,6 +115,7 @@ class Sandbox(Closing):
 
     def __init__(self, spec: SandboxSpec, group: ControlGroup | None = None) -> None:
         """Start a sandbox; GradingError when it cannot be started. Does not wait for it."""
+        _check_kernel(spec.kind)
         self._spec = spec
         self._folder = None if spec.kind == "bubblewrap" else _make_folder()
         self._words = make_file()
@@ -322,6 +323,16 @@ class Sandbox(Closing):
         self._words = -1
         if self._folder is not None:
             _remove_folder(self._folder)
+
+
+def _check_kernel(kind: str) -> None:
+    """Raise GradingError if the kernel has Landlock that is no wall."""
+    version = confinement.landlock_version()
+    if kind == "landlock" and 0 < version < confinement.LEAST_LANDLOCK:
+        raise GradingError(
+            f"this kernel's Landlock {version} does not keep programs from truncating files: "
+            f"version {confinement.LEAST_LANDLOCK} or later is needed (Linux 6.2)"
+        )
 
 
 def _read_info(descriptor: int) -> int:

@@ -46,14 +46,14 @@ _FUTEX_PRIVATE_AND_CLOCK = 0x180
 _FILES = """
     read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek open openat creat
     close close_range stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2
-    readlink readlinkat getdents getdents64 getcwd chdir fchdir dup dup2 dup3 fsync fdatasync
-    ftruncate truncate fallocate unlink unlinkat mkdir mkdirat rmdir rename renameat renameat2
+    readlink readlinkat getdents getdents64 getcwd chdir fchdir dup dup2 dup3 ftruncate truncate
+    fallocate unlink unlinkat mkdir mkdirat rmdir rename renameat renameat2
     symlink symlinkat link linkat umask
     sendfile copy_file_range fadvise64 pipe pipe2 eventfd eventfd2 epoll_create epoll_create1
     epoll_ctl epoll_wait epoll_pwait epoll_pwait2 poll ppoll select pselect6 timerfd_create
     timerfd_settime timerfd_gettime recvfrom recvmsg shutdown
 """
-_MEMORY = "mmap munmap mprotect mremap madvise brk mincore msync"
+_MEMORY = "mmap munmap mprotect mremap madvise brk mincore"
 _TIME = """
     pause alarm setitimer getitimer nanosleep clock_nanosleep clock_gettime clock_getres
     gettimeofday time times timer_create timer_settime timer_gettime timer_delete timer_getoverrun
@@ -71,6 +71,9 @@ _PROCESS = """
 _COMMON = f"{_FILES} {_MEMORY} {_TIME} {_PROCESS}".split()
 # Refused with EPERM: a program that sends one is told so and goes on.
 _SIGNALS = ("kill", "tkill", "tgkill")
+# Answered with success and not made: nothing here must outlive a crash of the host, whose disk a
+# program could otherwise keep busy through any file that it can read.
+_SYNCHRONIZATIONS = ("fsync", "fdatasync", "msync")
 # Landlock knows no right to them: where it is the wall, they would reach files of the host.
 _TIMES = ("utime", "utimes", "utimensat", "futimesat")
 
@@ -106,6 +109,8 @@ def _build(*, may_fork: bool) -> bytes:
         _add(rules, pyseccomp.ALLOW, name)
     for name in (*_SIGNALS, *_TIMES):
         _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
+    for name in _SYNCHRONIZATIONS:
+        _add(rules, pyseccomp.ERRNO(0), name)
     _add_conditional(rules, pyseccomp)
     arg, masked = pyseccomp.Arg, pyseccomp.MASKED_EQ
     # With CLONE_THREAD it is a thread of this process, which shares its limits and its end.

@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from tests.verification.sandbox.hostile_programs.run import GROUPS, REPOSITORY, 
 from verification.code.grading import Case, CodeTests, grade
 from verification.code.setup import CodeLimits, limits_of_test, open_sandbox, prepare
 from verification.sandbox import cgroup, confinement, isolation
+from verification.sandbox.confinement import LEAST_LANDLOCK
 from verification.verdict import GradingError
 
 CONTAINED = {
@@ -124,7 +126,7 @@ for place in places:
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "landlock"])
 def test_a_test_leaves_no_file_for_the_next(kind: str) -> None:
-    if kind == "landlock" and not confinement.landlock_version():
+    if kind == "landlock" and confinement.landlock_version() < LEAST_LANDLOCK:
         pytest.skip("this kernel has no Landlock")
     tests = CodeTests(cases=[Case("one", "one 0"), Case("two", "two 0"), Case("three", "three 0")])
     limits = CodeLimits(isolation=kind)
@@ -224,7 +226,7 @@ def test_sandbox_that_is_killed_is_our_failure_and_no_verdict(limits: CodeLimits
 def test_sandbox_without_bwrap_degrades_loudly(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not confinement.landlock_version():
+    if confinement.landlock_version() < LEAST_LANDLOCK:
         pytest.skip("this kernel has no Landlock")
     monkeypatch.setattr(isolation, "bubblewrap_executables", lambda: ["/usr/bin/false"])
     limits = prepare(CodeLimits(test_s=1.5))
@@ -269,6 +271,39 @@ def test_grading_works_under_the_least_limits() -> None:
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["correct", "correct"], done.stderr
+
+
+def test_a_program_takes_few_of_its_users_timers_and_leaves_no_core(limits: CodeLimits) -> None:
+    # Timers are counted for all processes of a user together, and lie in the kernel's memory.
+    source = b"""
+import ctypes, resource
+libc, made, count = ctypes.CDLL(None), ctypes.create_string_buffer(8), 0
+while libc.timer_create(1, None, made) == 0: count += 1
+print(count, *resource.getrlimit(resource.RLIMIT_CORE))
+"""
+    with open_sandbox("python", limits) as sandbox:
+        result = sandbox.run(None, source, stdin=b"", limits=limits_of_test(limits))
+    count, *core = map(int, result.output.split())
+    assert 16 <= count <= 2000
+    # With 0 the kernel would still start a program of the host that collects cores, with 1 not.
+    allowed = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    assert core == ([0, 0] if allowed == 0 else [1, 1])
+
+
+def test_a_program_cannot_make_the_host_write_to_its_disk(limits: CodeLimits) -> None:
+    # A call that reached the kernel would fail: there is no such descriptor.
+    source = b"import os\nos.fsync(999); os.fdatasync(999); print('told so')"
+    with open_sandbox("python", limits) as sandbox:
+        result = sandbox.run(None, source, stdin=b"", limits=limits_of_test(limits))
+    assert result.output == b"told so\n"
+
+
+def test_a_kernel_whose_landlock_lets_files_be_truncated_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(confinement, "landlock_version", lambda: 2)
+    with pytest.raises(GradingError, match="Landlock 2 .* truncating"):
+        prepare(CodeLimits(isolation="landlock", test_s=1.7))
 
 
 @pytest.mark.parametrize("stdin", [b"", b"1"])
