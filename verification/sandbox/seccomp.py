@@ -5,9 +5,9 @@ filters are lists of what is allowed. Any other call fails with ENOSYS, as on a 
 have it: C libraries then use an older call. EPERM would make them give up. A call by the numbers of
 another architecture (i386, x32) ends the program.
 
-A filter sees arguments of 64 bits, of which the kernel uses 32 where it takes an int. Where a value
-is allowed, all 64 are compared, and higher bits are a refusal. Where bits are refused, their mask
-lies in the lower 32, and higher bits change nothing.
+A filter sees arguments of 64 bits, of which the kernel uses 32 where it takes an int. Where values
+are allowed, all 64 or the lower 32 are compared; where bits are refused, their mask lies in the
+lower 32. Either way higher bits win nothing.
 
 What is allowed must not reach another process, by whatever detour. Signals have more ways than
 `kill`: an owner and a signal of a descriptor (fcntl, ioctl), timers of other threads (the kernel
@@ -17,10 +17,13 @@ takes those of the same process alone), the death of a parent (prctl, clone).
 import base64
 import errno
 import functools
+import itertools
 import tempfile
 
 from verification.verdict import GradingError
 
+# What the kernel takes of an argument that is an int.
+_INT = 0xFFFFFFFF
 _CLONE_THREAD = 0x00010000
 _CLONE_PARENT = 0x00008000
 # The lowest byte of clone's flags is the signal that the parent gets in the end.
@@ -42,6 +45,9 @@ _O_ASYNC = 0x2000
 # the thread that holds it, of any process.
 _FUTEXES = (0, 1, 3, 4, 5, 9, 10)
 _FUTEX_PRIVATE_AND_CLOCK = 0x180
+# All clocks that have a name; a negative number is the clock of some process or device.
+_CLOCKS = (0, 1, 2, 3, 4, 5, 6, 7, 11)
+_CLOCK_CALLS = ("clock_gettime", "clock_getres", "clock_nanosleep", "timer_create")
 
 _FILES = """
     read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek open openat creat
@@ -55,8 +61,8 @@ _FILES = """
 """
 _MEMORY = "mmap munmap mprotect mremap madvise brk mincore"
 _TIME = """
-    pause alarm setitimer getitimer nanosleep clock_nanosleep clock_gettime clock_getres
-    gettimeofday time times timer_create timer_settime timer_gettime timer_delete timer_getoverrun
+    pause alarm setitimer getitimer nanosleep gettimeofday time times
+    timer_settime timer_gettime timer_delete timer_getoverrun
 """
 _PROCESS = """
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_sigpending sigaltstack
@@ -141,9 +147,11 @@ def _add_conditional(rules: object, pyseccomp: object) -> None:
         _add(rules, pyseccomp.ALLOW, "fcntl", arg(1, equal, command))
     flags = arg(2, pyseccomp.MASKED_EQ, _O_ASYNC, 0)
     _add(rules, pyseccomp.ALLOW, "fcntl", arg(1, equal, _F_SETFL), flags)
-    mask = 0xFFFFFFFF & ~_FUTEX_PRIVATE_AND_CLOCK
+    mask = _INT & ~_FUTEX_PRIVATE_AND_CLOCK
     for operation in _FUTEXES:
         _add(rules, pyseccomp.ALLOW, "futex", arg(1, pyseccomp.MASKED_EQ, mask, operation))
+    for name, clock in itertools.product(_CLOCK_CALLS, _CLOCKS):
+        _add(rules, pyseccomp.ALLOW, name, arg(0, pyseccomp.MASKED_EQ, _INT, clock))
     for option in _PRCTLS:
         _add(rules, pyseccomp.ALLOW, "prctl", arg(0, equal, option))
     # Of process 0, which is the caller: elsewhere it would be a way to touch another process.

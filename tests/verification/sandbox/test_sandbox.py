@@ -113,6 +113,59 @@ def limits() -> CodeLimits:
     return prepare(CodeLimits(test_s=2.0))
 
 
+NEEDS = """
+import asyncio, fcntl, os, pathlib, resource, signal, sqlite3, threading, time
+from concurrent.futures import ThreadPoolExecutor
+clocks = [time.time, time.monotonic, time.perf_counter, time.process_time, time.thread_time]
+print(all(clock() >= 0 for clock in clocks), all(time.clock_gettime(i) >= 0 for i in range(8)))
+read, write = os.pipe()
+os.set_blocking(read, False)
+os.set_inheritable(read, True)
+flags = fcntl.fcntl(read, fcntl.F_GETFL)
+print(flags & os.O_NONBLOCK > 0, os.get_inheritable(read), fcntl.fcntl(read, fcntl.F_DUPFD, 20))
+base = sqlite3.connect("base")
+base.execute("create table t (a)"); base.execute("insert into t values (7)"); base.commit()
+with open("file", "w") as file: fcntl.lockf(file, fcntl.LOCK_EX); os.fsync(file.fileno())
+pathlib.Path("file").touch()
+print(base.execute("select * from t").fetchall())
+with ThreadPoolExecutor(8) as pool: print(sum(pool.map(lambda x: x * x, range(100))))
+print(asyncio.run(asyncio.wait_for(asyncio.sleep(0.01, 5), 1)), threading.Event().wait(0.01))
+signal.signal(signal.SIGALRM, lambda *a: print("alarm")); signal.setitimer(signal.ITIMER_REAL, 0.01)
+time.sleep(0.05)
+"""
+CPP_NEEDS = r"""
+#include <bits/stdc++.h>
+#include <signal.h>
+#include <time.h>
+int main() {
+  std::mutex m; std::condition_variable c; bool ready = false;
+  std::thread t([&] { std::unique_lock l(m); auto f = [&] { return ready; };
+                      c.wait_for(l, std::chrono::seconds(2), f); std::cout << ready; });
+  { std::lock_guard l(m); ready = true; } c.notify_all(); t.join();
+  std::cout << std::async(std::launch::async, [] { return 6; }).get();
+  std::shared_mutex s; std::shared_lock r(s); std::cout << s.try_lock_shared();
+  timer_t timer; std::cout << timer_create(CLOCK_MONOTONIC, nullptr, &timer);
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  std::this_thread::sleep_until(std::chrono::system_clock::now());
+  std::cout << (clock() >= 0) << (std::chrono::steady_clock::now().time_since_epoch().count() > 0);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("tag", "source", "output"),
+    [
+        ("python", NEEDS, "True True True True 20 [(7,)] 328350 5 False alarm"),
+        ("cpp", CPP_NEEDS, "161011"),
+    ],
+)
+def test_a_right_program_has_all_it_needs(
+    tag: str, source: str, output: str, limits: CodeLimits
+) -> None:
+    tests = CodeTests(cases=[Case("", output)])
+    assert grade(source, tag, tests, seed=0, limits=limits).reason == "correct"
+
+
 LEAVE = """
 import os
 name = input()

@@ -148,6 +148,14 @@ _OTHER = {
     "for op in (6, 8, 13): attempt('futex', buffer, op | 128, 0, 0, 0, 0)",
     "futex_requeue_pi": "for op in (7, 11, 12): attempt('futex', buffer, op, 0, 0, 0, 0)",
     "futex_high": "attempt('futex', buffer, HIGH | 6, 0, 0, 0, 0)",
+    "clocks_of_parent": "clock = ~parent << 3\n"
+    "for name in ('clock_gettime', 'clock_getres'):\n"
+    "    for kind in (0, 1, 2, 4, 5, 6): attempt(name, clock | kind, buffer)",
+    "sleep_by_clock_of_parent": "attempt('clock_nanosleep', ~parent << 3 | 2, 0, buffer, 0)",
+    "timer_by_clock_of_parent": "for kind in (0, 1, 2):\n"
+    "    attempt('timer_create', ~parent << 3 | kind, 0, buffer)",
+    "timer_by_clock_high": "attempt('timer_create', HIGH | (~parent << 3 | 2) % HIGH, 0, buffer)",
+    "timer_by_clock_of_a_device": "attempt('timer_create', ~1 << 3 | 3, 0, buffer)",
     "futex_fd": "attempt('futex', buffer, 2, 9, 0, 0, 0)",
 }
 
@@ -201,5 +209,6 @@ SIGNAL_PROGRAMS = {
 
 NAMES = [
     *_REFUSED, "fcntl", "ioctl", "prctl", "prlimit64", "socketpair", "sendto", "clone", "futex",
-    "timer_create", "timer_settime", "mq_notify", "exit", "fallocate",
+    "timer_create", "timer_settime", "clock_gettime", "clock_getres", "clock_nanosleep",
+    "mq_notify", "exit", "fallocate",
 ]  # fmt: skip
