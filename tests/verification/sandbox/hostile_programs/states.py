@@ -252,3 +252,59 @@ ENDING_PROGRAMS = {
     "unmapped_itself": "libc.munmap(ctypes.c_void_p(id(None) & ~4095), 1 << 12)",
     "lone_surrogate": "print('\ud800')",
 }
+
+_NEIGHBOUR = "import ctypes, fcntl, mmap, os, signal, socket, struct, sys, threading, time\n"
+_NEIGHBOUR += "libc = ctypes.CDLL(None, use_errno=True)\n"
+_NEIGHBOUR += "def quietly(function, *arguments):\n"
+_NEIGHBOUR += "    try: return function(*arguments)\n    except OSError: return None\n"
+# Solutions that attack the process of their unit tests by what both share, or by their own state.
+NEIGHBOUR_SOLUTIONS = {
+    name: f"{_NEIGHBOUR}{body}"
+    for name, body in {
+        "signal_to_the_tests": """
+def f(x):
+    for pid in [*range(os.getpid() - 4, os.getpid() + 4), os.getppid(), -os.getppid()]:
+        r, w = os.pipe()
+        for command, value in ((8, pid), (10, 9), (4, 0x2800)):
+            quietly(fcntl.fcntl, r, command, value)
+        os.write(w, b'x'); quietly(os.kill, pid, 9)
+        quietly(fcntl.fcntl, 4, 8, pid); quietly(fcntl.fcntl, 4, 10, 9)
+        quietly(fcntl.fcntl, 4, 4, 0x2000)""",
+        "stops_itself": "facts = {'numbers': {'timer_create': 222, 'timer_settime': 223}}\n"
+        f"{_TIMER}def f(x):\n    timer(signal.SIGSTOP)\n    time.sleep(9)",
+        "closes_all": "def f(x): os.closerange(0, 1 << 16)",
+        "closes_all_when_defined": "def f(x): pass\nos.closerange(0, 1 << 16)",
+        "fills_the_connection": """
+def f(x):
+    os.set_blocking(4, False)
+    while quietly(os.write, 4, bytes(1 << 16)): pass""",
+        "fills_the_connection_when_defined": """
+def f(x): return x
+os.set_blocking(4, False)
+while quietly(os.write, 4, bytes(1 << 16)): pass""",
+        "shuts_the_connection_down": "def f(x): libc.shutdown(4, 2)",
+        "urgent_data": "def f(x): socket.socket(fileno=4).send(b'x', socket.MSG_OOB)",
+        "echo": "def f(x):\n    os.dup2(4, 0); os.dup2(4, 1); os.execv('/bin/cat', ['cat'])",
+        "echo_when_defined": "os.dup2(4, 0); os.dup2(4, 1); os.execv('/bin/cat', ['cat'])",
+        "executes_true": "def f(x): os.execv('/bin/true', ['true'])",
+        "locks_the_input": """
+def f(x):
+    for n in range(3): quietly(fcntl.lockf, n, fcntl.LOCK_EX)
+    os.lseek(0, 1 << 30, os.SEEK_SET); quietly(os.ftruncate, 0, 1 << 20)""",
+        "threads_that_linger": """
+def f(x):
+    threading.stack_size(1 << 16)
+    for _ in range(70): threading.Thread(target=time.sleep, args=(9,)).start()""",
+        "main_thread_ends_first": """
+threading.Thread(target=time.sleep, args=(9,)).start()
+def f(x): libc.syscall(60, 0)""",
+        "answers_after_its_end": """
+def f(x):
+    threading.Thread(target=lambda: [time.sleep(0.05), quietly(os.write, 4, bytes(99))]).start()
+    libc.syscall(60, 0)""",
+        "blocks_all_signals": """
+def f(x):
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    while True: pass""",
+    }.items()
+}
