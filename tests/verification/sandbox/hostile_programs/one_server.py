@@ -32,6 +32,7 @@ TABLES = {
     "refused": system_calls.REFUSED_PROGRAMS,
     "arguments": system_calls.ARGUMENT_PROGRAMS,
     "signals": system_calls.SIGNAL_PROGRAMS,
+    "random": system_calls.RANDOM_PROGRAMS,
     "descriptors": states.DESCRIPTOR_PROGRAMS,
     "host_files": states.HOST_FILE_PROGRAMS,
     "states": states.STATE_PROGRAMS,

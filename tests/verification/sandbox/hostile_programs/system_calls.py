@@ -212,3 +212,24 @@ NAMES = [
     "timer_create", "timer_settime", "clock_gettime", "clock_getres", "clock_nanosleep",
     "mq_notify", "exit", "fallocate",
 ]  # fmt: skip
+
+# Calls by any number with any arguments, the same for a seed. What merely ends the program or makes
+# it wait is left out (exit, pause, select, changes of its own memory and signals).
+_RANDOM = """
+import random
+draw = random.Random({seed})
+address = ctypes.addressof(buffer)
+values = [0, 1, 2, 3, 4, 5, 9, 17, 64, 4096, 0x2000, 0x10000, -1, -100, parent, -parent, HIGH,
+          HIGH | 8, HIGH | parent, 1 << 63, address, address + 8, os.getpid(), ~parent << 3 | 2]
+skipped = (3, 7, 9, 10, 11, 12, 13, 15, 23, 25, 28, 34, 35, 37, 38, 60, 61, 128, 130, 131, 158, 218,
+           222, 223, 230, 231, 232, 247, 270, 271, 273, 281, 334, 335, 336, 436, 441)
+limit = time.monotonic() + 0.2
+while time.monotonic() < limit:
+    number = draw.choice((72, 16, 157, 302, 202, 56, 222, 53, 44, draw.randrange(470)))
+    if number in skipped: continue
+    for place in range(0, 256, 8):
+        struct.pack_into("Q", buffer, place, draw.choice(values) % (1 << 64))
+    libc.syscall(*[ctypes.c_long(v) for v in (number, *draw.choices(values, k=6))])
+os.write(1, b"done")
+"""
+RANDOM_PROGRAMS = {f"seed_{seed}": _RANDOM.format(seed=seed) for seed in range(16)}
