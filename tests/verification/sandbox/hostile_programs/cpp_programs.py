@@ -91,7 +91,7 @@ COMPILATIONS = {
     "assembler_prints_without_end": _HEAD
     + _assembled('.rept 100000000\\n.print \\"ESCAPED\\"\\n.endr'),
     "include_random": '#include "/dev/urandom"\n' + _program('puts("ESCAPED");'),
-    "include_descriptor": '#include "/proc/self/fd/0"\n' + _program('puts("ESCAPED");'),
+    "include_environment": '#include "/proc/self/environ"\n' + _program('puts("ESCAPED");'),
     "include_result": '#include "solution"\n' + _program('puts("ESCAPED");'),
     "precompiled_by_pragma": '#pragma GCC pch_preprocess "/etc/passwd"\n'
     + _program('ESCAPE_IF(system("true") == 0)'),
