@@ -300,7 +300,9 @@ class Sandbox(Closing):
         is_inside = kind == "bubblewrap"
         filters = {"test": b"", "compile": b""}
         if kind != "rlimits":
-            filters = {"test": seccomp.test_filter(), "compile": seccomp.compile_filter()}
+            # Landlock does not keep modes of the user's other files from being changed.
+            compiling = seccomp.compile_filter(may_change_modes=is_inside)
+            filters = {"test": seccomp.test_filter(), "compile": compiling}
         folder = self._folder or "/sandbox"
         return {
             "filters": {name: seccomp.as_text(code) for name, code in filters.items()},

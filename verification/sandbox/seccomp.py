@@ -95,12 +95,15 @@ def test_filter() -> bytes:
 
 
 @functools.cache
-def compile_filter() -> bytes:
-    """Filter for a compiler, which starts other programs."""
-    return _build(may_fork=True)
+def compile_filter(*, may_change_modes: bool) -> bytes:
+    """Filter for a compiler, which starts other programs and makes one that can be executed.
+
+    Where it may not change modes it is told that it did: a linker does not look.
+    """
+    return _build(may_fork=True, may_change_modes=may_change_modes)
 
 
-def _build(*, may_fork: bool) -> bytes:
+def _build(*, may_fork: bool, may_change_modes: bool = False) -> bytes:
     try:
         import pyseccomp
     except (ImportError, RuntimeError, OSError) as error:
@@ -123,8 +126,10 @@ def _build(*, may_fork: bool) -> bytes:
     mask = _CLONE_NAMESPACES | _CLONE_THREAD
     _add(rules, pyseccomp.ALLOW, "clone", arg(0, masked, mask, _CLONE_THREAD))
     if may_fork:
-        for name in ("fork", "vfork", "chmod", "fchmod", "fchmodat"):
+        for name in ("fork", "vfork"):
             _add(rules, pyseccomp.ALLOW, name)
+        for name in ("chmod", "fchmod", "fchmodat"):
+            _add(rules, pyseccomp.ALLOW if may_change_modes else pyseccomp.ERRNO(0), name)
         # A child of the caller alone, whose end is told as usual.
         mask |= _CLONE_PARENT | _CLONE_SIGNAL
         _add(rules, pyseccomp.ALLOW, "clone", arg(0, masked, mask, _SIGCHLD))

@@ -138,7 +138,16 @@ class Server:
             os.unlink(path)
         if self._settings["may_mount"]:
             confinement.remount_read_only(self._build)
+        elif self._settings["landlock"]:
+            self._make_executable()
         return reply
+
+    def _make_executable(self) -> None:
+        """Give what was compiled the mode that its compiler may not give it."""
+        for entry in os.scandir(self._build):
+            # A second name may be that of a file elsewhere.
+            if entry.is_file(follow_symlinks=False) and entry.stat().st_nlink == 1:
+                os.chmod(entry.path, 0o755)
 
     def _program(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         """Run a program on its input: a command, or else Python source in the child itself."""

@@ -53,6 +53,13 @@ def test_a_compiler_that_was_taken_over_is_no_failure_of_ours() -> None:
     assert [name for name, trial in trials.programs.items() if _problem(trial)] == []
 
 
+def test_a_compiler_that_was_taken_over_changes_no_mode_of_the_users_files() -> None:
+    # Landlock knows no right to modes; the linker gives the program one with the same call.
+    name = "mode_of_a_file_of_the_host"
+    trials = launch("one_server", "landlock", NOBODY, "compilers", name, answer=Trials)
+    assert trials.programs[name].changed == []
+
+
 def test_there_are_enough_programs_for_one_server() -> None:
     assert sum(map(len, TABLES.values())) >= 400
 

@@ -61,7 +61,12 @@ PROGRAMS = {
     "folder_full_of_names": "for n in range(999): quietly(lambda: open(str(n), 'w').close())",
     "folder_is_renamed": "quietly(os.rename, '.', '../x') or quietly(os.rename, os.getcwd(), '/x')",
     "file_of_the_host": "if len(sys.argv) > 1 and quietly(open, sys.argv[1], 'a'): escaped()",
-    "mode_of_the_system": "quietly(os.chmod, '/usr/bin/env', 0o777) is None or escaped()",
+    "mode_of_a_file_of_the_host": "quietly(os.chmod, sys.argv[1], 0o600)\n"
+    "f = quietly(os.open, sys.argv[1], os.O_PATH)\n"
+    "if f is not None: quietly(os.chmod, f'/proc/self/fd/{f}', 0o600)",
+    "mode_of_the_system": "mode = os.stat('/usr/bin/env').st_mode\n"
+    "quietly(os.chmod, '/usr/bin/env', 0o777)\n"
+    "os.stat('/usr/bin/env').st_mode == mode or escaped()",
     "times_of_the_system": "quietly(os.utime, sys.executable) is None or escaped()",
     "program_is_a_folder": "quietly(os.mkdir, 'solution')",
     "program_is_a_link": "quietly(os.symlink, '/etc/passwd', 'solution')",
