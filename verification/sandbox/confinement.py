@@ -27,6 +27,9 @@ _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _SYS_LANDLOCK_CREATE_RULESET = 444
 _SYS_LANDLOCK_ADD_RULE = 445
 _SYS_LANDLOCK_RESTRICT_SELF = 446
+PENDING_SIGNALS = 1024
+LEAST_LANDLOCK = 3
+"""Version from which it is a wall: before, files that can merely be read can be truncated."""
 _LANDLOCK_READ = 0b1101
 """Execute, read a file, list a folder."""
 _LANDLOCK_FILE_RIGHTS = 0b111 | 1 << 14 | 1 << 15
@@ -136,13 +139,14 @@ def landlock_version() -> int:
 def landlock_rules(readable: list[str], writable: list[str]) -> int:
     """Descriptor of a ruleset that denies every other file and, if the kernel can, the network.
 
-    Paths that do not exist are skipped. OSError when the kernel has no Landlock.
+    Paths that do not exist are skipped. OSError when the kernel's Landlock is older than
+    LEAST_LANDLOCK, or missing.
     """
     version = landlock_version()
-    # A version knows so many rights of files, and refuses rulesets with others: 13 in the first,
-    # then linking between folders (2), truncating (3), ioctl on devices (5). From 4 on it knows two
-    # rights of TCP (bind, connect), from 6 on two scopes (abstract sockets, signals to others).
-    files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    # A version knows so many rights of files, and refuses rulesets with others: 15 in the third,
+    # then ioctl on devices (5). From 4 on it knows two rights of TCP (bind, connect), from 6 on two
+    # scopes (abstract sockets, signals to others).
+    files = (1 << (16 if version >= 5 else 15)) - 1
     network = 0b11 if version >= 4 else 0
     scopes = 0b11 if version >= 6 else 0
     size = 24 if version >= 6 else 16 if version >= 4 else 8
@@ -171,7 +175,8 @@ def _allow(rules: int, path: str, rights: int) -> None:
 def _limit(confinement: Confinement) -> None:
     cpu_s = math.ceil(confinement.cpu_s)
     limits = {
-        resource.RLIMIT_CORE: 0,
+        # 1, not 0: the kernel starts a host's collector of cores even for 0, but never for 1.
+        resource.RLIMIT_CORE: 1,
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_AS: confinement.memory_bytes,
         resource.RLIMIT_FSIZE: confinement.file_bytes,
@@ -179,6 +184,8 @@ def _limit(confinement: Confinement) -> None:
         resource.RLIMIT_NPROC: confinement.processes,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
+        # Timers count too. Nothing else caps them, and they are taken from all of the user's.
+        resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,
         # The cap on memory is the cap on the stack too: deep recursion is legitimate.
         resource.RLIMIT_STACK: resource.RLIM_INFINITY,
     }

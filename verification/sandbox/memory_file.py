@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from verification.verdict import GradingError
 
 
-def make_file(content: bytes = b"") -> int:
-    """Descriptor of a new file; one with content can never be changed again."""
+def make_file(content: bytes | None = None) -> int:
+    """Descriptor of a new file; one with content, be it empty, can never be changed again."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit != resource.RLIM_INFINITY and len(content) > limit:
-        raise GradingError(
-            f"a test of {len(content)} bytes exceeds this process's RLIMIT_FSIZE of {limit}"
-        )
+    size = len(content or b"")
+    if limit != resource.RLIM_INFINITY and size > limit:
+        raise GradingError(f"a test of {size} bytes exceeds this process's RLIMIT_FSIZE of {limit}")
     descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    if content:
+    if content is not None:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(content)
         os.lseek(descriptor, 0, os.SEEK_SET)

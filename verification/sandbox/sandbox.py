@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.protocol.closing import Closing
-from verification.sandbox import isolation, seccomp
+from verification.sandbox import confinement, isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
 from verification.sandbox.memory_file import closing, make_file, read_file
 from verification.verdict import GradingError
@@ -115,6 +115,7 @@ class Sandbox(Closing):
 
     def __init__(self, spec: SandboxSpec, group: ControlGroup | None = None) -> None:
         """Start a sandbox; GradingError when it cannot be started. Does not wait for it."""
+        _check_kernel(spec.kind)
         self._spec = spec
         self._folder = None if spec.kind == "bubblewrap" else _make_folder()
         self._words = make_file()
@@ -160,7 +161,7 @@ class Sandbox(Closing):
     ) -> ProgramResult:
         """Run a compiler on a source file in the build folder; its messages are the output."""
         output = make_file()
-        with closing(make_file(source), make_file(), output) as files:
+        with closing(make_file(source), make_file(b""), output) as files:
             request = {"action": "compile", "command": command, "source_name": source_name}
             return self._run(request, files, limits, output=output, errors=output)
 
@@ -179,7 +180,7 @@ class Sandbox(Closing):
         """Run Python unit tests against a solution in a process of its own."""
         own, errors = make_file(), make_file()
         sources = (make_file(source), make_file(tests))
-        with closing(make_file(), own, errors, *sources) as files:
+        with closing(make_file(b""), own, errors, *sources) as files:
             request = {"action": "check", "entry_point": entry_point}
             return self._run(request, files, limits, output=errors, errors=errors)
 
@@ -299,7 +300,9 @@ class Sandbox(Closing):
         is_inside = kind == "bubblewrap"
         filters = {"test": b"", "compile": b""}
         if kind != "rlimits":
-            filters = {"test": seccomp.test_filter(), "compile": seccomp.compile_filter()}
+            # Landlock does not keep modes of the user's other files from being changed.
+            compiling = seccomp.compile_filter(may_change_modes=is_inside)
+            filters = {"test": seccomp.test_filter(), "compile": compiling}
         folder = self._folder or "/sandbox"
         return {
             "filters": {name: seccomp.as_text(code) for name, code in filters.items()},
@@ -321,7 +324,17 @@ class Sandbox(Closing):
             os.close(self._words)
         self._words = -1
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove_folder(self._folder)
+
+
+def _check_kernel(kind: str) -> None:
+    """Raise GradingError if the kernel has Landlock that is no wall."""
+    version = confinement.landlock_version()
+    if kind == "landlock" and 0 < version < confinement.LEAST_LANDLOCK:
+        raise GradingError(
+            f"this kernel's Landlock {version} does not keep programs from truncating files: "
+            f"version {confinement.LEAST_LANDLOCK} or later is needed (Linux 6.2)"
+        )
 
 
 def _read_info(descriptor: int) -> int:
@@ -347,7 +360,7 @@ def _make_folder() -> str:
     for stale in root.glob(f"{_FOLDER_PREFIX}*"):
         pid = stale.name.removeprefix(_FOLDER_PREFIX).partition("_")[0]
         if not os.path.exists(f"/proc/{pid}"):
-            shutil.rmtree(stale, ignore_errors=True)
+            _remove_folder(str(stale))
     folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}_", dir=root)
     uid = _uid_of_server()
     for path in (folder, f"{folder}/build", f"{folder}/empty"):
@@ -355,6 +368,17 @@ def _make_folder() -> str:
         if uid is not None:
             os.chown(path, uid, uid)
     return folder
+
+
+def _remove_folder(folder: str) -> None:
+    """Remove a folder of a sandbox that has ended, if we may; takes back rights given up in it."""
+    for parent, names, _ in os.walk(folder):
+        for path in (f"{parent}/{name}" for name in names):
+            # A link may lead to a folder of the host.
+            if not os.path.islink(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache

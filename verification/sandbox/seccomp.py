@@ -2,17 +2,33 @@
 
 Built in a grading process with libseccomp (through pyseccomp), applied inside the sandbox. Both
 filters are lists of what is allowed. Any other call fails with ENOSYS, as on a kernel that does not
-have it: C libraries then use an older call. EPERM would make them give up.
+have it: C libraries then use an older call. EPERM would make them give up. A call by the numbers of
+another architecture (i386, x32) ends the program.
+
+A filter sees arguments of 64 bits, of which the kernel uses 32 where it takes an int. Where values
+are allowed, all 64 or the lower 32 are compared; where bits are refused, their mask lies in the
+lower 32. Either way higher bits win nothing.
+
+What is allowed must not reach another process, by whatever detour. Signals have more ways than
+`kill`: an owner and a signal of a descriptor (fcntl, ioctl), timers of other threads (the kernel
+takes those of the same process alone), the death of a parent (prctl, clone).
 """
 
 import base64
 import errno
 import functools
+import itertools
 import tempfile
 
 from verification.verdict import GradingError
 
+# What the kernel takes of an argument that is an int.
+_INT = 0xFFFFFFFF
 _CLONE_THREAD = 0x00010000
+_CLONE_PARENT = 0x00008000
+# The lowest byte of clone's flags is the signal that the parent gets in the end.
+_CLONE_SIGNAL = 0xFF
+_SIGCHLD = 17
 # CLONE_NEWTIME .. CLONE_NEWNET: every flag that makes a namespace.
 _CLONE_NAMESPACES = 0x7E020080
 _AF_UNIX = 1
@@ -20,25 +36,37 @@ _AF_UNIX = 1
 _IOCTLS = (0x5401, 0x5413, 0x5450, 0x5451, 0x5421, 0x541B)
 # Name of a thread or of a mapping, dumpable flag, capability of the bounding set.
 _PRCTLS = (15, 16, 0x53564D41, 3, 23)
+# Copies of a descriptor, flags, locks (of the process, of the open file), size of a pipe, seals:
+# no owner or signal of a descriptor, no lease, no notification, and no growing of pipes.
+_FCNTLS = (0, 1030, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1032, 1034)
+_F_SETFL = 4
+_O_ASYNC = 0x2000
+# Wait, wake, requeue, with and without bits: all but those that inherit priority, whose futex names
+# the thread that holds it, of any process.
+_FUTEXES = (0, 1, 3, 4, 5, 9, 10)
+_FUTEX_PRIVATE_AND_CLOCK = 0x180
+# All clocks that have a name; a negative number is the clock of some process or device.
+_CLOCKS = (0, 1, 2, 3, 4, 5, 6, 7, 11)
+_CLOCK_CALLS = ("clock_gettime", "clock_getres", "clock_nanosleep", "timer_create")
 
 _FILES = """
     read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek open openat creat
     close close_range stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2
-    readlink readlinkat getdents getdents64 getcwd chdir fchdir dup dup2 dup3 fcntl fsync fdatasync
-    ftruncate truncate fallocate unlink unlinkat mkdir mkdirat rmdir rename renameat renameat2
-    symlink symlinkat link linkat umask utime utimes utimensat futimesat
+    readlink readlinkat getdents getdents64 getcwd chdir fchdir dup dup2 dup3 ftruncate truncate
+    fallocate unlink unlinkat mkdir mkdirat rmdir rename renameat renameat2
+    symlink symlinkat link linkat umask
     sendfile copy_file_range fadvise64 pipe pipe2 eventfd eventfd2 epoll_create epoll_create1
     epoll_ctl epoll_wait epoll_pwait epoll_pwait2 poll ppoll select pselect6 timerfd_create
     timerfd_settime timerfd_gettime recvfrom recvmsg shutdown
 """
-_MEMORY = "mmap munmap mprotect mremap madvise brk mincore msync"
+_MEMORY = "mmap munmap mprotect mremap madvise brk mincore"
 _TIME = """
-    pause alarm setitimer getitimer nanosleep clock_nanosleep clock_gettime clock_getres
-    gettimeofday time times timer_create timer_settime timer_gettime timer_delete timer_getoverrun
+    pause alarm setitimer getitimer nanosleep gettimeofday time times
+    timer_settime timer_gettime timer_delete timer_getoverrun
 """
 _PROCESS = """
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_sigpending sigaltstack
-    restart_syscall futex futex_waitv set_robust_list set_tid_address rseq membarrier sched_yield
+    restart_syscall set_robust_list set_tid_address rseq membarrier sched_yield
     sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max
     sched_get_priority_min getpriority getpid gettid getppid getuid geteuid getgid getegid
     getresuid getresgid getgroups getpgrp getpgid getsid getrusage uname sysinfo getrlimit setrlimit
@@ -49,6 +77,11 @@ _PROCESS = """
 _COMMON = f"{_FILES} {_MEMORY} {_TIME} {_PROCESS}".split()
 # Refused with EPERM: a program that sends one is told so and goes on.
 _SIGNALS = ("kill", "tkill", "tgkill")
+# Answered with success and not made: nothing here must outlive a crash of the host, whose disk a
+# program could otherwise keep busy through any file that it can read.
+_SYNCHRONIZATIONS = ("fsync", "fdatasync", "msync")
+# Landlock knows no right to them: where it is the wall, they would reach files of the host.
+_TIMES = ("utime", "utimes", "utimensat", "futimesat")
 
 
 @functools.cache
@@ -62,12 +95,15 @@ def test_filter() -> bytes:
 
 
 @functools.cache
-def compile_filter() -> bytes:
-    """Filter for a compiler, which starts other programs."""
-    return _build(may_fork=True)
+def compile_filter(*, may_change_modes: bool) -> bytes:
+    """Filter for a compiler, which starts other programs and makes one that can be executed.
+
+    Where it may not change modes it is told that it did: a linker does not look.
+    """
+    return _build(may_fork=True, may_change_modes=may_change_modes)
 
 
-def _build(*, may_fork: bool) -> bytes:
+def _build(*, may_fork: bool, may_change_modes: bool = False) -> bytes:
     try:
         import pyseccomp
     except (ImportError, RuntimeError, OSError) as error:
@@ -76,22 +112,30 @@ def _build(*, may_fork: bool) -> bytes:
             "libseccomp2, or accept unsafe grading with isolation = 'rlimits'"
         ) from error
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
+    # The default ends one thread alone, and the others would go on without it.
+    rules.set_attr(pyseccomp.Attr.ACT_BADARCH, pyseccomp.KILL_PROCESS)
     for name in _COMMON:
         _add(rules, pyseccomp.ALLOW, name)
-    for name in _SIGNALS:
+    for name in (*_SIGNALS, *_TIMES):
         _add(rules, pyseccomp.ERRNO(errno.EPERM), name)
+    for name in _SYNCHRONIZATIONS:
+        _add(rules, pyseccomp.ERRNO(0), name)
     _add_conditional(rules, pyseccomp)
-    arg = pyseccomp.Arg
+    arg, masked = pyseccomp.Arg, pyseccomp.MASKED_EQ
+    # With CLONE_THREAD it is a thread of this process, which shares its limits and its end.
+    mask = _CLONE_NAMESPACES | _CLONE_THREAD
+    _add(rules, pyseccomp.ALLOW, "clone", arg(0, masked, mask, _CLONE_THREAD))
     if may_fork:
-        for name in ("fork", "vfork", "chmod", "fchmod", "fchmodat"):
+        for name in ("fork", "vfork"):
             _add(rules, pyseccomp.ALLOW, name)
-        _add(rules, pyseccomp.ALLOW, "clone", arg(0, pyseccomp.MASKED_EQ, _CLONE_NAMESPACES, 0))
+        for name in ("chmod", "fchmod", "fchmodat"):
+            _add(rules, pyseccomp.ALLOW if may_change_modes else pyseccomp.ERRNO(0), name)
+        # A child of the caller alone, whose end is told as usual.
+        mask |= _CLONE_PARENT | _CLONE_SIGNAL
+        _add(rules, pyseccomp.ALLOW, "clone", arg(0, masked, mask, _SIGCHLD))
     else:
         _add(rules, pyseccomp.ERRNO(errno.EPERM), "fork")
         _add(rules, pyseccomp.ERRNO(errno.EPERM), "vfork")
-        # With CLONE_THREAD it is a thread of this process, which shares its limits and its end.
-        mask = _CLONE_NAMESPACES | _CLONE_THREAD
-        _add(rules, pyseccomp.ALLOW, "clone", arg(0, pyseccomp.MASKED_EQ, mask, _CLONE_THREAD))
     # Exported, not loaded: it is for another process, and libseccomp exports to files alone.
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
@@ -104,6 +148,15 @@ def _add_conditional(rules: object, pyseccomp: object) -> None:
     arg, equal = pyseccomp.Arg, pyseccomp.EQ
     for request in _IOCTLS:
         _add(rules, pyseccomp.ALLOW, "ioctl", arg(1, equal, request))
+    for command in _FCNTLS:
+        _add(rules, pyseccomp.ALLOW, "fcntl", arg(1, equal, command))
+    flags = arg(2, pyseccomp.MASKED_EQ, _O_ASYNC, 0)
+    _add(rules, pyseccomp.ALLOW, "fcntl", arg(1, equal, _F_SETFL), flags)
+    mask = _INT & ~_FUTEX_PRIVATE_AND_CLOCK
+    for operation in _FUTEXES:
+        _add(rules, pyseccomp.ALLOW, "futex", arg(1, pyseccomp.MASKED_EQ, mask, operation))
+    for name, clock in itertools.product(_CLOCK_CALLS, _CLOCKS):
+        _add(rules, pyseccomp.ALLOW, name, arg(0, pyseccomp.MASKED_EQ, _INT, clock))
     for option in _PRCTLS:
         _add(rules, pyseccomp.ALLOW, "prctl", arg(0, equal, option))
     # Of process 0, which is the caller: elsewhere it would be a way to touch another process.

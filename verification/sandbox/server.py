@@ -132,17 +132,30 @@ class Server:
         files = [stdin, output, output]
         child = self._start(program, files, request, folder=self._build)
         reply = self._await([child], request["wall_s"])
-        # Tests may read the build folder, and the source is none of their business.
-        os.unlink(path)
+        # Tests may read the build folder, and the source is none of their business. A compiler that
+        # its source has taken over can prevent this, but could have copied the source as well.
+        with contextlib.suppress(OSError):
+            os.unlink(path)
         if self._settings["may_mount"]:
             confinement.remount_read_only(self._build)
+        elif self._settings["landlock"]:
+            self._make_executable()
         return reply
+
+    def _make_executable(self) -> None:
+        """Give what was compiled the mode that its compiler may not give it."""
+        for entry in os.scandir(self._build):
+            # A second name may be that of a file elsewhere.
+            if entry.is_file(follow_symlinks=False) and entry.stat().st_nlink == 1:
+                os.chmod(entry.path, 0o755)
 
     def _program(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         """Run a program on its input: a command, or else Python source in the child itself."""
         with self._temporary_folder(request["disk_bytes"]) as folder:
             if request["command"]:
                 program = _execution(request["command"], folder)
+                # The source is the compiler's; the program has no use for a fourth descriptor.
+                files = files[:3]
             else:
                 program = _interpretation(call_proxy.run_program)
             child = self._start(program, files, request, folder=folder)

@@ -1,19 +1,20 @@
-import functools
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
-import msgspec
 import psutil
 import pytest
 
+from tests.verification.sandbox.hostile_programs.launch import NOBODY, launch
 from tests.verification.sandbox.hostile_programs.run import GROUPS, REPOSITORY, Report
 from verification.code.grading import Case, CodeTests, grade
 from verification.code.setup import CodeLimits, limits_of_test, open_sandbox, prepare
 from verification.sandbox import cgroup, confinement, isolation
+from verification.sandbox.confinement import LEAST_LANDLOCK
 from verification.verdict import GradingError
 
 CONTAINED = {
@@ -35,54 +36,13 @@ EXPECTED = {
     "null_bytes": {"compile_error", "wrong_output"},
 }
 QUICK = ("files", "kernel", "harness", "solutions", "sources")
-NOBODY = "nobody"
 DEADLINE_S = 60.0
 """Longest for one program; far above its limits, since the host may be busy."""
 
 
-@functools.cache
-def _python_for_anyone() -> str:
-    """An interpreter that an unprivileged user can run with our packages; skips without one."""
-    try:
-        python = isolation.roots(for_anyone=True).interpreter.executable
-    except GradingError as error:
-        pytest.skip(str(error))
-    done = subprocess.run(
-        [python, "-c", "import msgspec, psutil, pyseccomp, tests, verification"],
-        user=isolation.NOBODY, group=isolation.NOBODY, extra_groups=[], env=_environment(),
-        cwd="/", capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(
-            f"an unprivileged user cannot run the tests with {python}: {done.stderr[-300:]}"
-        )
-    return python
-
-
-def _environment() -> dict[str, str]:
-    packages = os.path.dirname(os.path.dirname(psutil.__file__))
-    path = os.environ.get("PATH", "/usr/bin:/bin")
-    return {"PATH": path, "PYTHONPATH": f"{REPOSITORY}:{packages}", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
 def _attack(kind: str, user: str, group: str, *names: str) -> Report:
     """Grade a group of hostile programs in a process of its own, as us or as an ordinary user."""
-    if kind == "landlock" and not confinement.landlock_version():
-        pytest.skip("this kernel has no Landlock")
-    options = {}
-    python = sys.executable
-    if user == NOBODY:
-        if not isolation.is_root():
-            pytest.skip("only root can become an ordinary user; as one, the other runs suffice")
-        python = _python_for_anyone()
-        options = {"user": isolation.NOBODY, "group": isolation.NOBODY, "extra_groups": []}
-    module = "tests.verification.sandbox.hostile_programs.run"
-    done = subprocess.run(
-        [python, "-m", module, kind, group, *names],
-        cwd="/", env=_environment(), capture_output=True, text=True, timeout=550, **options,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return msgspec.json.decode(done.stdout, type=Report)
+    return launch("run", kind, user, group, *names, answer=Report)
 
 
 def _check_report(report: Report, kind: str, group: str) -> None:
@@ -153,6 +113,59 @@ def limits() -> CodeLimits:
     return prepare(CodeLimits(test_s=2.0))
 
 
+NEEDS = """
+import asyncio, fcntl, os, pathlib, resource, signal, sqlite3, threading, time
+from concurrent.futures import ThreadPoolExecutor
+clocks = [time.time, time.monotonic, time.perf_counter, time.process_time, time.thread_time]
+print(all(clock() >= 0 for clock in clocks), all(time.clock_gettime(i) >= 0 for i in range(8)))
+read, write = os.pipe()
+os.set_blocking(read, False)
+os.set_inheritable(read, True)
+flags = fcntl.fcntl(read, fcntl.F_GETFL)
+print(flags & os.O_NONBLOCK > 0, os.get_inheritable(read), fcntl.fcntl(read, fcntl.F_DUPFD, 20))
+base = sqlite3.connect("base")
+base.execute("create table t (a)"); base.execute("insert into t values (7)"); base.commit()
+with open("file", "w") as file: fcntl.lockf(file, fcntl.LOCK_EX); os.fsync(file.fileno())
+pathlib.Path("file").touch()
+print(base.execute("select * from t").fetchall())
+with ThreadPoolExecutor(8) as pool: print(sum(pool.map(lambda x: x * x, range(100))))
+print(asyncio.run(asyncio.wait_for(asyncio.sleep(0.01, 5), 1)), threading.Event().wait(0.01))
+signal.signal(signal.SIGALRM, lambda *a: print("alarm")); signal.setitimer(signal.ITIMER_REAL, 0.01)
+time.sleep(0.05)
+"""
+CPP_NEEDS = r"""
+#include <bits/stdc++.h>
+#include <signal.h>
+#include <time.h>
+int main() {
+  std::mutex m; std::condition_variable c; bool ready = false;
+  std::thread t([&] { std::unique_lock l(m); auto f = [&] { return ready; };
+                      c.wait_for(l, std::chrono::seconds(2), f); std::cout << ready; });
+  { std::lock_guard l(m); ready = true; } c.notify_all(); t.join();
+  std::cout << std::async(std::launch::async, [] { return 6; }).get();
+  std::shared_mutex s; std::shared_lock r(s); std::cout << s.try_lock_shared();
+  timer_t timer; std::cout << timer_create(CLOCK_MONOTONIC, nullptr, &timer);
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  std::this_thread::sleep_until(std::chrono::system_clock::now());
+  std::cout << (clock() >= 0) << (std::chrono::steady_clock::now().time_since_epoch().count() > 0);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("tag", "source", "output"),
+    [
+        ("python", NEEDS, "True True True True 20 [(7,)] 328350 5 False alarm"),
+        ("cpp", CPP_NEEDS, "161011"),
+    ],
+)
+def test_a_right_program_has_all_it_needs(
+    tag: str, source: str, output: str, limits: CodeLimits
+) -> None:
+    tests = CodeTests(cases=[Case("", output)])
+    assert grade(source, tag, tests, seed=0, limits=limits).reason == "correct"
+
+
 LEAVE = """
 import os
 name = input()
@@ -166,7 +179,7 @@ for place in places:
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "landlock"])
 def test_a_test_leaves_no_file_for_the_next(kind: str) -> None:
-    if kind == "landlock" and not confinement.landlock_version():
+    if kind == "landlock" and confinement.landlock_version() < LEAST_LANDLOCK:
         pytest.skip("this kernel has no Landlock")
     tests = CodeTests(cases=[Case("one", "one 0"), Case("two", "two 0"), Case("three", "three 0")])
     limits = CodeLimits(isolation=kind)
@@ -220,10 +233,11 @@ def test_nothing_survives_a_killed_grading_process(limits: CodeLimits) -> None:
         process.wait()
         _, alive = psutil.wait_procs(everyone, timeout=10)
         assert alive == []
-    # The dead process could not remove its control group; the next one does.
-    if cgroup.make_control_group(memory_bytes=1 << 30, processes=9) is not None:
-        stale = [f for parent in cgroup._own_groups().values() for f in parent.glob("*sandbox_*")]
-        assert [f for f in stale if f.name.endswith(f"_{process.pid}")] == []
+    # The dead process could not remove its control group; the next one does. Not by making its own
+    # group here: that is the one of this process, whose limits hold for the tests that follow.
+    cgroup.remove_stale_groups()
+    stale = [f for parent in cgroup._own_groups().values() for f in parent.glob("*sandbox_*")]
+    assert [f for f in stale if f.name.endswith(f"_{process.pid}")] == []
 
 
 class _running:  # noqa: N801 reads as a function
@@ -266,7 +280,7 @@ def test_sandbox_that_is_killed_is_our_failure_and_no_verdict(limits: CodeLimits
 def test_sandbox_without_bwrap_degrades_loudly(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not confinement.landlock_version():
+    if confinement.landlock_version() < LEAST_LANDLOCK:
         pytest.skip("this kernel has no Landlock")
     monkeypatch.setattr(isolation, "bubblewrap_executables", lambda: ["/usr/bin/false"])
     limits = prepare(CodeLimits(test_s=1.5))
@@ -311,6 +325,58 @@ def test_grading_works_under_the_least_limits() -> None:
         [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["correct", "correct"], done.stderr
+
+
+def test_a_program_takes_few_of_its_users_timers_and_leaves_no_core(limits: CodeLimits) -> None:
+    # Timers are counted for all processes of a user together, and lie in the kernel's memory.
+    source = b"""
+import ctypes, resource
+libc, made, count = ctypes.CDLL(None), ctypes.create_string_buffer(8), 0
+while libc.timer_create(1, None, made) == 0: count += 1
+print(count, *resource.getrlimit(resource.RLIMIT_CORE))
+"""
+    with open_sandbox("python", limits) as sandbox:
+        result = sandbox.run(None, source, stdin=b"", limits=limits_of_test(limits))
+    count, *core = map(int, result.output.split())
+    assert 16 <= count <= 2000
+    # With 0 the kernel would still start a program of the host that collects cores, with 1 not.
+    allowed = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    assert core == ([0, 0] if allowed == 0 else [1, 1])
+
+
+def test_a_program_cannot_make_the_host_write_to_its_disk(limits: CodeLimits) -> None:
+    # A call that reached the kernel would fail: there is no such descriptor.
+    source = b"import os\nos.fsync(999); os.fdatasync(999); print('told so')"
+    with open_sandbox("python", limits) as sandbox:
+        result = sandbox.run(None, source, stdin=b"", limits=limits_of_test(limits))
+    assert result.output == b"told so\n"
+
+
+def test_a_kernel_whose_landlock_lets_files_be_truncated_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(confinement, "landlock_version", lambda: 2)
+    with pytest.raises(GradingError, match="Landlock 2 .* truncating"):
+        prepare(CodeLimits(isolation="landlock", test_s=1.7))
+
+
+@pytest.mark.parametrize("stdin", [b"", b"1"])
+def test_a_program_cannot_write_its_input(stdin: bytes, limits: CodeLimits) -> None:
+    source = b"""
+import os
+try: print(os.write(0, b"x"))
+except OSError as error: print(error.strerror)
+"""
+    with open_sandbox("python", limits) as sandbox:
+        result = sandbox.run(None, source, stdin=stdin, limits=limits_of_test(limits))
+        assert result.output == b"Operation not permitted\n"
+
+
+def test_a_solution_cannot_write_the_input_of_its_unit_tests(limits: CodeLimits) -> None:
+    unit_tests = "import os\ndef check(f): f(); assert os.pread(0, 9, 0) == b''"
+    tests = CodeTests(unit_tests=unit_tests, entry_point="f")
+    source = "import os\ndef f():\n    try: os.pwrite(0, b'x', 0)\n    except OSError: pass"
+    assert grade(source, "python", tests, seed=0, limits=limits).reason == "correct"
 
 
 def test_large_input_and_output_pass_unharmed(limits: CodeLimits) -> None:

@@ -9,6 +9,11 @@ def _program(body: str) -> str:
     return f"{_HEAD}int main() {{ {body} return 0; }}\n"
 
 
+def _assembled(directives: str, attack: str = "system(nullptr)") -> str:
+    """A program with directives of the assembler; whether it runs is not the question."""
+    return f'asm("{directives}\\n.text");\nint main() {{ ESCAPE_IF({attack}) return 0; }}\n'
+
+
 PROGRAMS = {
     "fork": _program("int p = fork(); if (!p) _exit(0); ESCAPE_IF(p > 0)"),
     "fork_bomb": _program("while (1) fork();"),
@@ -68,6 +73,35 @@ COMPILATIONS = {
     "huge_object": '#include <cstdio>\nchar a[1 << 30] = {1};\nint main() { puts("ESCAPED"); }\n',
     "huge_object_by_assembler": '#include <cstdio>\nasm(".data\\n.fill 2000000000, 1, 65");\n'
     'int main() { puts("ESCAPED"); }\n',
+    "interpreter_too_long": _HEAD + _assembled('.section .interp,\\"a\\"\\n.fill 5000,1,65'),
+    "interpreter_missing": _HEAD
+    + _assembled('.section .interp,\\"a\\"\\n.string \\"/no\\"', 'system("/bin/true") == 0'),
+    "properties_that_are_none": _HEAD
+    + _assembled('.section .note.gnu.property,\\"a\\"\\n.fill 5000,1,65', "fork() > 0"),
+    "thread_data_beyond_memory": _HEAD
+    + _assembled('.section .tbss,\\"awT\\",@nobits\\n.space 0x7fffffff0000'),
+    "data_beyond_the_address_space": _HEAD + _assembled(".bss\\n.space 0x7ffffff00000"),
+    "no_start": 'extern "C" int _start; int main() { return _start; }\n',
+    "assembler_repeats": _HEAD + _assembled(".rept 1000000000\\n.long 1\\n.endr"),
+    "assembler_recursion": _HEAD + _assembled(".macro x\\nx\\nx\\n.endm\\nx"),
+    "assembler_far_origin": _HEAD + _assembled(".data\\n.org 0x7fffffffffff"),
+    "assembler_includes_passwd": _HEAD + _assembled('.include \\"/etc/passwd\\"'),
+    "assembler_includes_random": _HEAD + _assembled('.data\\n.incbin \\"/dev/urandom\\"'),
+    "assembler_includes_input": _HEAD + _assembled('.incbin \\"/proc/self/fd/0\\"'),
+    "assembler_prints_without_end": _HEAD
+    + _assembled('.rept 100000000\\n.print \\"ESCAPED\\"\\n.endr'),
+    "include_random": '#include "/dev/urandom"\n' + _program('puts("ESCAPED");'),
+    "include_environment": '#include "/proc/self/environ"\n' + _program('puts("ESCAPED");'),
+    "include_result": '#include "solution"\n' + _program('puts("ESCAPED");'),
+    "precompiled_by_pragma": '#pragma GCC pch_preprocess "/etc/passwd"\n'
+    + _program('ESCAPE_IF(system("true") == 0)'),
+    "plugin_by_pragma": '#pragma GCC optimize ("-fplugin=/etc/passwd")\n'
+    + _program('ESCAPE_IF(system("true") == 0)'),
+    "dump_by_pragma": '#pragma GCC optimize ("-fdump-tree-all=/sandbox/x")\n'
+    + _program('ESCAPE_IF(std::ifstream("/sandbox/x").good())'),
+    "has_passwd": '#if __has_include("/etc/passwd")\n#define IT 1\n#else\n#define IT 0\n#endif\n'
+    + _program('ESCAPE_IF(IT && std::ifstream("/etc/passwd").good())'),
+    "errors_without_end": "int main() { " + "x; " * 200_000 + "}\n",
     "deep_nesting": "int main() { return " + "(" * 10**6 + "0" + ")" * 10**6 + "; }\n",
     "null_bytes": "\x00" * 1000 + _program('puts("NO");'),
     "no_main": "int x;\n",

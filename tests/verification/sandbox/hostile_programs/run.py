@@ -18,7 +18,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from tests.verification.sandbox.hostile_programs import cpp_programs, python_programs, solutions
+from tests.verification.sandbox.hostile_programs import (
+    cpp_programs,
+    python_programs,
+    solutions,
+    states,
+)
 from verification.code.grading import Case, CodeLimits, CodeTests, grade, prepare
 from verification.verdict import GradingError
 
@@ -35,6 +40,7 @@ GROUPS = {
     "harness": python_programs.HARNESS,
     "sources": solutions.SOURCES,
     "solutions": solutions.SOLUTIONS,
+    "neighbours": states.NEIGHBOUR_SOLUTIONS,
     "cpp": cpp_programs.PROGRAMS,
     "compilations": cpp_programs.COMPILATIONS,
 }
@@ -82,7 +88,7 @@ def host_facts() -> Iterator[tuple[dict[str, object], list[socket.socket]]]:
 
 def verdict_on(group: str, source: str, facts: dict[str, object]) -> str:
     """Reason of the verdict on a program; "correct" if its attack succeeded."""
-    if group == "solutions":
+    if group in ("solutions", "neighbours"):
         tests = CodeTests(unit_tests=UNIT_TESTS, entry_point="f")
         return grade(source, "python", tests, seed=0, limits=LIMITS).reason
     tests = CodeTests(cases=[Case(json.dumps(facts), "ESCAPED\n")])
