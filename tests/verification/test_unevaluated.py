@@ -149,7 +149,7 @@ def test_rule_is_quick_and_raises_nothing_on_any_text() -> None:
     texts = [pair[side] for pair in load_golden_pairs() for side in ("answer", "reference")]
     texts += [piece * 300 for piece in ("(", "x^", "\\sin", "2^{", "\\frac{", "-", "|", "1,", "^2")]
     problem = "".join(draw.sample(texts, 400))
-    for _ in range(3000):
+    for _ in range(1000):
         first, second = draw.choice(texts), draw.choice(texts)
         cut = draw.randint(0, len(first))
         mixed = (first[:cut] + draw.choice(texts) + first[cut:])[:990]

@@ -25,6 +25,10 @@ BREAK = "."
 
 _TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|[A-Za-z]+|[^\s]")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[A-Za-z]*\}(?:\{[lcr| ]{0,20}\})?")
+_RAISED = re.compile(
+    r" (?:raised )?to the (?:power (?:of )?|([0-9]{1,3}) power(?![a-z]))", re.IGNORECASE
+)
+_INVERSE = re.compile(r"\\(sin|cos|tan|cot|sec|csc)\^(?:\{-1\}|-1)")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
 _COUNTED = re.compile(
     r"(?<![A-Za-z])C\(([0-9A-Za-z]{1,9}), ?([0-9A-Za-z]{1,9})\)"
@@ -100,7 +104,10 @@ def is_run(problem: str, tree: Tree) -> bool:
 
     So `3+4` of `\\sqrt{(3+4)^2}` for "Compute 3+4."
     """
-    return frozenset(Counter(_without_neutral(tree_leaves(tree))).items()) in _runs(problem)
+    leaves = tree_leaves(tree)
+    if _is_weak(leaves):
+        return False
+    return frozenset(Counter(_without_neutral(leaves)).items()) in _runs(problem)
 
 
 @functools.lru_cache(maxsize=256)
@@ -116,6 +123,11 @@ def _runs(problem: str) -> frozenset[frozenset[tuple[str, int]]]:
     return frozenset(frozenset(Counter(bag).items()) for bag in bags if len(bag) > 1)
 
 
+def _is_weak(sequence: Iterable[str]) -> bool:
+    """Whether there is little to tell an expression by, so that zeros and ones count too."""
+    return len(set(_without_neutral(sequence))) < 2
+
+
 def _without_neutral(sequence: Iterable[str]) -> tuple[str, ...]:
     return tuple(leaf for leaf in sequence if leaf not in ("0", "1"))
 
@@ -129,6 +141,8 @@ def leaves_of_problem(problem: str, grouped: bool) -> Leaves:
 def leaves_of(text: str, grouped: bool) -> Leaves:
     """Leaves of a normalised text; `grouped`: 1,234 is one number."""
     text = _ENVIRONMENT.sub(" ", text)
+    text = _RAISED.sub(lambda m: f"^{{{m[1]}}}" if m[1] else "^", text)
+    text = _INVERSE.sub(r"\\arc\1 ", text)
     text = _COUNTED.sub(lambda m: f"\\binom{{{m[1] or m[3]}}}{{{m[2] or m[4]}}}", text)
     if grouped:
         text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
@@ -179,8 +193,7 @@ def _anonymous(sequence: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_run(wanted: tuple[str, ...], found: tuple[str, ...]) -> bool:
-    has_more = any(leaf not in ("0", "1") for leaf in wanted)
-    if has_more:
+    if not _is_weak(wanted):
         wanted, found = _without_neutral(wanted), _without_neutral(found)
     if not wanted:
         return False

@@ -162,6 +162,7 @@ def _count_power(tree: Tree, count: Counter[str]) -> None:
         count["root below"] += any(_is_root(factor) for factor in _factors(base))
     elif value is not None and value.denominator > 1:
         count["root"] += 1
+        count["root below"] += value < 0
         count[REDUCIBLE] += _has_power(base, value.denominator)
     else:
         count["power"] += 1
@@ -182,6 +183,8 @@ def _is_root(tree: Tree) -> bool:
 
 def _has_power(tree: Tree, degree: int | Fraction) -> bool:
     """Whether a root's number holds a factor that can be taken out."""
+    if tree[0] == "prod" and literal(tree) is None:
+        return any(_has_power(factor, degree) for factor in _above_and_below(tree[1:])[0])
     if tree[0] != "num" or degree != int(degree) or not 2 <= degree <= 20:
         # A root of a product or power of numbers, or of a fraction, can be written shorter.
         return literal(tree) is not None or (

@@ -62,13 +62,17 @@ _ASKED_ANY = r"\b(?:convert|express|write|rewrite|change|turn)\b"
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-z])")
 _REGION = re.compile(r"[<>]|\\(?:le|ge|ne|cup|setminus)(?![a-z])|(?<![a-z])or(?![a-z])")
 _OF_SETS = ("call cup", "call setminus")
-_BARE_NAME = re.compile(r"(?:\\?[A-Za-z]+|[A-Za-z]_\{?[0-9A-Za-z]+\}?|[A-Za-z]'*\([A-Za-z]\))")
+_BARE_NAME = re.compile(
+    r"(?:\\?[A-Za-z]+|[A-Za-z]_\{?[0-9A-Za-z]+\}?|[A-Za-z]'*(?:\^\{?-1\}?)?\([0-9A-Za-z](?:,[0-9A-Za-z]){0,3}\))"
+)
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 _CALL_START = re.compile(
     r"\\(?:sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|gcd|lcm|det|binom"
     r"|sum|prod|int|lim)(?![A-Za-z])"
 )
+_CYCLE = re.compile(r"\\(?:overline|bar|dot) ?\{?([0-9]{1,40})\}?")
 _PLAIN_NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
+_FUNCTION_POWER = re.compile(r"^ ?\^(?:[2-9]|\{[0-9]{1,2}\})")
 _LONG_CALLS = ("\\sum", "\\prod", "\\int", "\\lim")
 MAX_CALLS = 8
 MAX_PARTS = 60
@@ -110,11 +114,10 @@ def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedR
 def _shows(problem: str, reference: str) -> bool:
     """Whether the reference stands in the problem by itself, not within a longer expression."""
     text = normalise(problem[:MAX_PROBLEM_CHARS])
-    outside = r"[0-9A-Za-z+\-*/^({\\]"
-    return (
-        re.search(rf"(?<!{outside}){re.escape(reference)}(?! ?[+\-*/^=(]|[0-9A-Za-z])", text)
-        is not None
-    )
+    # A word before or behind it is no factor, but a single letter is.
+    before = r"(?<![-0-9+*/^({\\])(?<![^A-Za-z\\][A-Za-z])"
+    behind = r"(?! ?[-+*/^=(]|[0-9]|[A-Za-z](?![A-Za-z]))"
+    return re.search(before + re.escape(reference) + behind, text) is not None
 
 
 def _trim(text: str) -> str:
@@ -151,9 +154,17 @@ def _values(first: str, second: str) -> tuple[str, str]:
 
 
 def _is_equation(sides: list[str]) -> bool:
-    """`x+3=7` tells no value, `f(2)=7` and `\\cos A=\\frac12` do."""
+    """`x+3=7` and `x^2=9` tell no value; `f(2)=7`, `AB=7` and `\\cos A=\\frac12` do."""
+    if _BARE_NAME.fullmatch(sides[0]):
+        return False
     tree = parse_expression(sides[0])
-    return tree is not None and tree[0] in ("sum", "prod", "pow")
+    return tree is not None and (tree[0] == "sum" or (tree[0] != "num" and _has_number(tree)))
+
+
+def _has_number(tree: Tree) -> bool:
+    if tree[0] == "call":
+        return False
+    return tree[0] == "num" or any(_has_number(c) for c in tree[1:] if isinstance(c, tuple))
 
 
 # --- copied ---------------------------------------------------------------------------------------
@@ -163,7 +174,7 @@ def _is_copied(text: str, extra: Counter[str], allowed: Counter[str], problem: s
     if not problem:
         return False
     tree = parse_expression(text)
-    trees = () if tree is None else (_settled(tree),)
+    trees = () if tree is None else tuple(_settled(tree, cancels=c) for c in (False, True))
     if stands_in(text, problem, *trees):
         return True
     parts = [part for whole in trees for part in _parts(whole)][:MAX_PARTS]
@@ -192,18 +203,23 @@ def _calls(text: str) -> list[str]:
             if depth < 0 or (depth == 0 and is_next and not (is_long and char in "*/")):
                 end = place
                 break
-        calls.append(text[match.start() : end])
+        # The square of a cosine holds the cosine.
+        name, argument = match[0], text[match.end() : end]
+        calls.append(f"{name} {_FUNCTION_POWER.sub('', argument)}")
     return calls
 
 
-def _settled(tree: Tree) -> Tree:
-    """A tree without what adds nothing: `+5-5`, `*2/2`, `+0`, `*1`, `^1`, products with 0."""
+def _settled(tree: Tree, *, cancels: bool) -> Tree:
+    """A tree without what adds nothing: `+0`, `*1`, `^1`, products with 0.
+
+    cancels: also without `+5-5` and `*2/2`.
+    """
     kind = tree[0]
     if kind in ("num", "sym", "const"):
         return tree
     if kind == "call":
-        return (*tree[:2], *map(_settled, tree[2:]))
-    children = [_settled(child) for child in tree[1:]]
+        return (*tree[:2], *(_settled(child, cancels=cancels) for child in tree[2:]))
+    children = [_settled(child, cancels=cancels) for child in tree[1:]]
     if kind == "pow":
         if children[1] == ("num", Fraction(1)):
             return children[0]
@@ -215,13 +231,20 @@ def _settled(tree: Tree) -> Tree:
     left: list[Tree] = []
     for child in children:
         opposite = _opposite(child, is_sum=is_sum)
-        if opposite in left:
+        if cancels and opposite in left:
             left.remove(opposite)
         elif child != neutral:
             left.append(child)
+    if not is_sum and left and all(_is_inverse(factor) for factor in left):
+        # The 1 above a fraction bar is none that was added.
+        return (kind, neutral, *left)
     if len(left) < 2:
         return left[0] if left else neutral
     return (kind, *left)
+
+
+def _is_inverse(tree: Tree) -> bool:
+    return tree[0] == "pow" and tree[2] == ("num", Fraction(-1))
 
 
 def _opposite(tree: Tree, *, is_sum: bool) -> Tree:
@@ -292,4 +315,5 @@ def _holds(problem: str, number: str) -> bool:
 
 
 def _slashed(text: str) -> str:
+    text = _CYCLE.sub(r"\\overline{\1}", text)
     return re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)
