@@ -180,12 +180,18 @@ def _of_number(value: Fraction) -> list[str]:
 
 def _is_part(bag: Leaves, found: Leaves) -> bool:
     """Whether some run of leaves between two breaks is the bag."""
-    if _is_run(bag.sequence, found.sequence):
+    is_known = set(_without_neutral(bag.sequence)) <= _names_of(found)
+    if is_known and _is_run(bag.sequence, found.sequence):
         return True
     if not bag.functions & BINDERS:
         return False
     # A bound name may be any other.
     return _is_run(_anonymous(bag.sequence), _anonymous(found.sequence))
+
+
+@functools.lru_cache(maxsize=64)
+def _names_of(found: Leaves) -> frozenset[str]:
+    return frozenset(found.sequence)
 
 
 def _anonymous(sequence: Iterable[str]) -> tuple[str, ...]:
@@ -221,6 +227,7 @@ class _Reader:
         self._functions: set[str] = set()
         self._open: list[int] = []
         self._atom = 0
+        self._roots: set[int] = set()
         self._waiting_power = 0
 
     def read(self) -> Leaves:
@@ -238,9 +245,13 @@ class _Reader:
         return Leaves(tuple(self._leaves), frozenset(self._functions))
 
     def _emit(self, *leaves: str) -> None:
-        self._atom = len(self._leaves)
+        self._atom = self._start(len(self._leaves))
         self._leaves += leaves
         self._end_atom()
+
+    def _start(self, place: int) -> int:
+        """Where an atom begins whose leaves begin at a place: a root belongs to its number."""
+        return place - 1 if place - 1 in self._roots else place
 
     def _end_atom(self) -> None:
         if self._waiting_power and not self._open:
@@ -260,6 +271,7 @@ class _Reader:
             self._functions.add(known)
         elif name == "sqrt":
             if self._peek() != "[":
+                self._roots.add(len(self._leaves))
                 self._leaves.append("2")
         elif name == "exp":
             self._emit("e")
@@ -300,7 +312,7 @@ class _Reader:
         if sign in "([{":
             self._open.append(len(self._leaves))
         elif sign in ")]}":
-            self._atom = self._open.pop() if self._open else 0
+            self._atom = self._start(self._open.pop()) if self._open else 0
             self._end_atom()
         elif sign == "^":
             self._power()
