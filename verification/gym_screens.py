@@ -24,7 +24,8 @@ MAX_ARITHMETIC_CHARS = 200
 _WORD = re.compile(r"[^\W\d_]+")
 _NON_FINITE_WORDS = frozenset("nan nani nanj inf infi infj infinity infinityi infinityj".split())
 _JOINING_WORDS = frozenset("i j e or and days day".split())
-_FLOAT = re.compile(r"[0-9][0-9_.]*[eE][+-]?[0-9_]+")
+# Not within a hexadecimal number such as 0x7e999.
+_FLOAT = re.compile(r"(?<![0-9A-Za-z_])[0-9.][0-9_.]{0,60}[eE][+-]?[0-9_]+")
 _COUNT = re.compile(r"(-\s?)?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 _PLAIN_FLOAT = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _POINT = re.compile(rf"\(?\s*{_PLAIN_FLOAT}\s*,\s*{_PLAIN_FLOAT}\s*\)?")

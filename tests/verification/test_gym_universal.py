@@ -137,7 +137,7 @@ def test_reason_tells_what_was_wrong_with_an_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["NAN, BAN, BAT", "nan bread", "Infinity stones", "1e5", "2e", "e"]
+    "text", ["0x7e999", "NAN, BAN, BAT", "nan bread", "Infinity stones", "1e5", "2e", "e"]
 )
 def test_words_and_finite_numbers_are_not_refused_as_infinite(text: str) -> None:
     assert screen("word_ladder", text, {"answer": "x", "metadata": {}}) is None
