@@ -15,6 +15,7 @@ from verification import gym_answer
 from verification.code import grading
 from verification.gates import Gated
 from verification.math import answer as math_answer
+from verification.math.unevaluated import UNEVALUATED, is_unevaluated
 from verification.rules import RewardRules
 from verification.verdict import CORRECT, WRONG, GradingError, Verdict
 
@@ -44,15 +45,28 @@ def exact_text(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdi
 
 
 def _math(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
-    return math_answer.compute(
+    verdict = math_answer.compute(
         gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
     )
+    return _if_evaluated(verdict, gated, request, rules)
 
 
 def _math_quickly(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
-    return math_answer.compare_quickly(
+    verdict = math_answer.compare_quickly(
         gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
     )
+    return None if verdict is None else _if_evaluated(verdict, gated, request, rules)
+
+
+def _if_evaluated(
+    verdict: Verdict, gated: Gated, request: ScoreRequest, rules: RewardRules
+) -> Verdict:
+    """The verdict, but for a right answer that leaves the asked operation to be done."""
+    if not verdict.is_correct or gated.answer == request.answer:
+        return verdict
+    rule = rules.reward.unevaluated
+    is_open = is_unevaluated(gated.answer, request.answer, request.problem, rule)
+    return UNEVALUATED if is_open else verdict
 
 
 def _gym(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:

@@ -11,6 +11,7 @@ import tokenize
 from collections.abc import Callable
 from typing import Any
 
+from verification.gym_screens import screen
 from verification.verdict import CORRECT, WRONG, GradingError, Verdict
 
 _EVALUATES = "its scorer evaluates the answer as Python"
@@ -69,7 +70,7 @@ def compare(answer: str, entry_json: str) -> Verdict:
     The entry is {"question", "answer", "metadata"} with the dataset's name in "dataset" or in
     metadata.source_dataset. Raises GradingError for a bad entry, also for one
     whose reference its scorer does not accept. A scorer that raises on the answer makes it
-    "unscorable_answer".
+    "unscorable_answer"; see `gym_screens.screen` for answers that never reach it.
     """
     entry = _parse_entry(entry_json)
     name = _dataset_of(entry)
@@ -79,6 +80,9 @@ def compare(answer: str, entry_json: str) -> Verdict:
         return Verdict(False, "unsafe_answer")
     _check_reference(name, entry_json)
     try:
+        screened = screen(name, answer, entry)
+        if screened is not None:
+            return screened
         return CORRECT if _scorer(name)(answer, entry) == 1.0 else WRONG
     except _SCORER_ERRORS:
         return Verdict(False, "unscorable_answer")
@@ -131,12 +135,15 @@ def _scorer(name: str) -> Callable[[str, dict[str, Any]], float]:
 
 @functools.lru_cache(maxsize=1024)
 def _check_reference(name: str, entry_json: str) -> None:
-    """Raise GradingError unless the scorer accepts the entry's own answer; once an entry."""
+    """Raise GradingError unless screen and scorer accept the entry's own answer; once an entry."""
     entry = _parse_entry(entry_json)
     try:
+        screened = screen(name, entry["answer"], entry)
         score = _scorer(name)(entry["answer"], entry)
     except _SCORER_ERRORS as error:
         problem = f"the scorer of {name!r} fails on its reference: {error!r:.200}"
         raise GradingError(problem) from error
-    if score != 1.0:
+    if screened not in (None, CORRECT):
+        raise GradingError(f"{name!r} calls its own reference a {screened.reason}")
+    if screened is None and score != 1.0:
         raise GradingError(f"the scorer of {name!r} gives its own reference {score}, not 1")

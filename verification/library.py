@@ -37,7 +37,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     entry: str = ""
     """JSON that the task needs: a reasoning_gym entry, the tests of a program."""
     problem: str = ""
-    """The question, for its language."""
+    """The question, for its language, and because copying it is no answer."""
     language: str = ""
     """Language that the response must be in; empty: that of the problem."""
     tokens: int = 0

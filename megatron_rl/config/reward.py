@@ -12,6 +12,7 @@ from megatron_rl.config.section import Section
 ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
 LANES = (ANSWERS, LANGUAGE, CODE, CUSTOM)
 GateName = Literal["think_box", "think_code", "box", "code", "none"]
+UnevaluatedRule = Literal["refuse_copied", "refuse", "accept"]
 StepKind = Literal["judge", "language", "extras"]
 
 
@@ -76,6 +77,10 @@ class RewardConfig(Section):
     """A text whose language is less sure than this counts as unknown, never as a mismatch."""
     accept_missing_unit: bool = True
     """An answer without the reference's unit is right."""
+    unevaluated: UnevaluatedRule = "refuse_copied"
+    """Right answers that hold an operation which the reference does not, such as \\cos 60^\\circ
+    for 1/2. refuse_copied: wrong where they stand in the problem; refuse: wrong where the operation
+    can be carried out; accept: right."""
     tests_per_problem: PositiveInt = 20
     """Tests drawn for a group's completions of a code problem."""
     test_s: PositiveFloat = 4.0

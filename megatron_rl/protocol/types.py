@@ -258,7 +258,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     is_finished: bool
     """False when the completion was cut at the length limit."""
     problem: str = ""
-    """The question, for its language."""
+    """The question, for its language, and because copying it is no answer."""
     language: str = ""
     """The prompt's `language`."""
     seed: int = 0

@@ -1,0 +1,319 @@
+"""Whether a right answer still leaves to be done what the problem asks for.
+
+Pure string code in time linear in the texts; runs in the verifier and its grading processes, and
+on answers that are equal to the reference alone. `\\cos 60^\\circ` equals `\\frac{1}{2}`, as does
+any expression that a problem asks to evaluate, to factor or to simplify: copying it is no answer.
+
+An answer is unevaluated when it holds an operation that the reference does not (see `operations`)
+and, under "refuse_copied", stands in the problem (see `copied`) as a whole or with its function.
+Under "refuse" it need not stand there, but the operation must be one that can be carried out as it
+is written. A number in another form than the one asked for (`\\frac38` for "as a decimal") counts
+where the problem holds it and names the form. The reference itself is never refused; and where the
+problem shows the reference with its operations, it does not ask for them to be worked out.
+"""
+
+import math
+import re
+from collections import Counter
+from fractions import Fraction
+
+from megatron_rl.config.reward import UnevaluatedRule
+from verification.math.copied import MAX_PROBLEM_CHARS, is_run, stands_in
+from verification.math.expression import Tree, parse_expression
+from verification.math.numbers import parse_number
+from verification.math.operations import (
+    BRACKETS,
+    CALL,
+    OPEN_KINDS,
+    TOP_SUM,
+    operations_of,
+    operations_of_both,
+)  # fmt: skip
+from verification.math.plain import Words, read_plain, settle_choices
+from verification.math.split import split_at
+from verification.math.text import MAX_CHARS, normalise, without_marks
+from verification.math.units import ANGLE, split_unit
+from verification.verdict import Verdict
+
+UNEVALUATED = Verdict(False, "unevaluated")
+_NUMBER = r"[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+"
+_FORMS = (
+    ("whole", re.compile(r"-?[0-9][0-9,]*")),
+    ("decimal", re.compile(r"-?[0-9]*\.(?:[0-9]+|[0-9]*\\(?:overline|bar|dot) ?\{?[0-9]+\}?)")),
+    ("fraction", re.compile(r"-?(?:\\frac\{-?[0-9]+\}\{[0-9]+\}|[0-9]+/[0-9]+)")),
+    ("mixed", re.compile(r"-?[0-9]+(?: ?\\frac\{[0-9]+\}\{[0-9]+\}| [0-9]+/[0-9]+)")),
+    ("scientific", re.compile(rf"-?(?:{_NUMBER}) ?[*x] ?10\^(?:\{{-?[0-9]+\}}|-?[0-9])")),
+    ("base", re.compile(r"-?[0-9A-F]+_(?:\{[^{}]{1,9}\}|[0-9])")),
+    ("ratio", re.compile(r"[0-9]+:[0-9]+")),
+)
+# Words of a problem that ask for a form; any of the last row ask for whichever the reference has.
+_ASKED = {
+    "decimal": r"decimal|divide|\\div|÷",
+    "fraction": r"fraction|ratio|lowest|simplest|reduce|rational|\\frac\{m\}|m/n|p/q",
+    "mixed": r"mixed",
+    "scientific": r"scientific|standard (?:form|notation)|power of (?:10|ten)",
+    "base": r"\bbase\b|binary|octal|hexadecimal",
+    "whole": r"\bbase\b|decimal|binary|ordinary|whole number|integer",
+    "percent": r"percent|\\?%",
+    "ratio": r"ratio|lowest|simplest",
+    "interval": r"interval",
+}
+_ASKED_ANY = r"\b(?:convert|express|write|rewrite|change|turn)\b"
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-z])")
+_REGION = re.compile(r"[<>]|\\(?:le|ge|ne|cup|setminus)(?![a-z])|(?<![a-z])or(?![a-z])")
+_OF_SETS = ("call cup", "call setminus")
+_BARE_NAME = re.compile(
+    r"(?:\\?[A-Za-z]+|[A-Za-z]_\{?[0-9A-Za-z]+\}?|[A-Za-z]'*(?:\^\{?-1\}?)?\([0-9A-Za-z](?:,[0-9A-Za-z]){0,3}\))"
+)
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
+_CALL_START = re.compile(
+    r"\\(?:sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|gcd|lcm|det|binom"
+    r"|sum|prod|int|lim)(?![A-Za-z])"
+)
+_CYCLE = re.compile(r"\\(?:overline|bar|dot) ?\{?([0-9]{1,40})\}?")
+_PLAIN_NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
+_FUNCTION_POWER = re.compile(r"^ ?\^(?:[2-9]|\{[0-9]{1,2}\})")
+_LONG_CALLS = ("\\sum", "\\prod", "\\int", "\\lim")
+MAX_CALLS = 8
+MAX_PARTS = 60
+
+
+def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedRule) -> bool:
+    """Whether a right answer holds what it was asked to work out; see the module's words."""
+    if rule == "accept" or max(len(answer), len(reference)) > MAX_CHARS:
+        return False
+    first, second = normalise(_trim(answer)), normalise(_trim(reference))
+    pair = settle_choices(first, second)
+    if isinstance(pair, Verdict):
+        return False
+    if pair != (first, second):
+        first, second = normalise(pair[0]), normalise(pair[1])
+    first, second = _values(first, second)
+    if not first or first == second or without_marks(first) == without_marks(second):
+        return False
+    if isinstance(read_plain(first), Words):
+        return False
+    if _is_other_form(first, second, problem):
+        return True
+    (held, unit), (wanted, _) = split_unit(first), split_unit(second)
+    if unit is not None and not _form_of(held.strip()) and unit.dimension in ("", ANGLE):
+        held = first
+    operations, allowed = operations_of_both(held.strip(), wanted.strip())
+    extra = operations - allowed
+    if _REGION.search(second):
+        extra = Counter({kind: extra[kind] for kind in extra if kind not in _OF_SETS})
+    if not extra:
+        return False
+    is_number = _form_of(held.strip()) == "scientific"
+    if rule == "refuse" and not is_number and _is_open(extra, allowed):
+        return True
+    is_shown = bool(+allowed) and _shows(problem, wanted.strip())
+    return not is_shown and _is_copied(held, extra, allowed, problem)
+
+
+def _shows(problem: str, reference: str) -> bool:
+    """Whether the reference stands in the problem by itself, not within a longer expression."""
+    text = normalise(problem[:MAX_PROBLEM_CHARS])
+    # A word before or behind it is no factor, but a single letter is.
+    before = r"(?<![-0-9+*/^({\\])(?<![^A-Za-z\\][A-Za-z])"
+    behind = r"(?! ?[-+*/^=(]|[0-9]|[A-Za-z](?![A-Za-z]))"
+    return re.search(before + re.escape(reference) + behind, text) is not None
+
+
+def _trim(text: str) -> str:
+    return text.strip().removesuffix(".").rstrip()
+
+
+def _is_open(extra: Counter[str], allowed: Counter[str]) -> bool:
+    is_factored = allowed[BRACKETS] > 0
+    return any(
+        kind in OPEN_KINDS
+        or kind.startswith(CALL)
+        or (kind == TOP_SUM and is_factored)
+        or (kind == "sum" and not allowed["sum"])
+        for kind in extra
+    )
+
+
+def _values(first: str, second: str) -> tuple[str, str]:
+    """Both texts without the names that they give to their values."""
+    sides, others = ([side.strip() for side in split_at(t, "=")] for t in (first, second))
+    if len(others) == 2 and _BARE_NAME.fullmatch(others[0]):
+        others = others[1:]
+    if len(others) > 1:
+        return first, second
+    if len(sides) > 1:
+        if not any(map(_LETTER.search, sides)):
+            # 2+3=5 is worked out on one side.
+            sides.sort(key=len, reverse=True)
+        elif _BARE_NAME.fullmatch(sides[-1]):
+            sides.reverse()
+        elif len(sides) == 2 and _is_equation(sides):
+            return first, others[0] if others else second
+    return sides[-1], others[0]
+
+
+def _is_equation(sides: list[str]) -> bool:
+    """`x+3=7` and `x^2=9` tell no value; `f(2)=7`, `AB=7` and `\\cos A=\\frac12` do."""
+    if _BARE_NAME.fullmatch(sides[0]):
+        return False
+    tree = parse_expression(sides[0])
+    return tree is not None and (tree[0] == "sum" or (tree[0] != "num" and _has_number(tree)))
+
+
+def _has_number(tree: Tree) -> bool:
+    if tree[0] == "call":
+        return False
+    return tree[0] == "num" or any(_has_number(c) for c in tree[1:] if isinstance(c, tuple))
+
+
+# --- copied ---------------------------------------------------------------------------------------
+
+
+def _is_copied(text: str, extra: Counter[str], allowed: Counter[str], problem: str) -> bool:
+    if not problem:
+        return False
+    tree = parse_expression(text)
+    trees = () if tree is None else tuple(_settled(tree, cancels=c) for c in (False, True))
+    if stands_in(text, problem, *trees):
+        return True
+    parts = [part for whole in trees for part in _parts(whole)][:MAX_PARTS]
+    if any(operations_of(part) - allowed and is_run(problem, part) for part in parts):
+        return True
+    if not any(kind.startswith(CALL) for kind in extra):
+        return False
+    return any(stands_in(call, problem) for call in _calls(text))
+
+
+def _parts(tree: Tree) -> list[Tree]:
+    children = [child for child in tree[1:] if isinstance(child, tuple)]
+    return [tree, *(part for child in children for part in _parts(child))]
+
+
+def _calls(text: str) -> list[str]:
+    """Functions of a text with what they are applied to."""
+    calls = []
+    for match in list(_CALL_START.finditer(text))[:MAX_CALLS]:
+        depth, end = 0, len(text)
+        is_long = match[0] in _LONG_CALLS
+        for place in range(match.end(), len(text)):
+            char = text[place]
+            depth += (char in "({[") - (char in ")}]")
+            is_next = char in "+-*/=,;" and place > match.end() and text[place - 1] not in "^_("
+            if depth < 0 or (depth == 0 and is_next and not (is_long and char in "*/")):
+                end = place
+                break
+        # The square of a cosine holds the cosine.
+        name, argument = match[0], text[match.end() : end]
+        calls.append(f"{name} {_FUNCTION_POWER.sub('', argument)}")
+    return calls
+
+
+def _settled(tree: Tree, *, cancels: bool) -> Tree:
+    """A tree without what adds nothing: `+0`, `*1`, `^1`, products with 0.
+
+    cancels: also without `+5-5` and `*2/2`.
+    """
+    kind = tree[0]
+    if kind in ("num", "sym", "const"):
+        return tree
+    if kind == "call":
+        return (*tree[:2], *(_settled(child, cancels=cancels) for child in tree[2:]))
+    children = [_settled(child, cancels=cancels) for child in tree[1:]]
+    if kind == "pow":
+        if children[1] == ("num", Fraction(1)):
+            return children[0]
+        return ("num", Fraction(1)) if children[1] == ("num", Fraction(0)) else (kind, *children)
+    is_sum = kind == "sum"
+    neutral = ("num", Fraction(0 if is_sum else 1))
+    if not is_sum and ("num", Fraction(0)) in children:
+        return ("num", Fraction(0))
+    left: list[Tree] = []
+    for child in children:
+        opposite = _opposite(child, is_sum=is_sum)
+        if cancels and opposite in left:
+            left.remove(opposite)
+        elif child != neutral:
+            left.append(child)
+    if not is_sum and left and all(_is_inverse(factor) for factor in left):
+        # The 1 above a fraction bar is none that was added.
+        return (kind, neutral, *left)
+    if len(left) < 2:
+        return left[0] if left else neutral
+    return (kind, *left)
+
+
+def _is_inverse(tree: Tree) -> bool:
+    return tree[0] == "pow" and tree[2] == ("num", Fraction(-1))
+
+
+def _opposite(tree: Tree, *, is_sum: bool) -> Tree:
+    minus_one = ("num", Fraction(-1))
+    if is_sum:
+        if tree[0] == "num":
+            return ("num", -tree[1])
+        if tree[0] == "prod" and tree[1] == minus_one:
+            return tree[2] if len(tree) == 3 else ("prod", *tree[2:])
+        return ("prod", minus_one, tree)
+    if tree[0] == "pow" and tree[2] == minus_one:
+        return tree[1]
+    return ("pow", tree, minus_one)
+
+
+# --- other forms of a number ----------------------------------------------------------------------
+
+
+def _is_other_form(first: str, second: str, problem: str) -> bool:
+    """Whether an answer is a number of the problem in another form than the one asked for."""
+    if not problem:
+        return False
+    (number, unit), (wanted, other_unit) = split_unit(first), split_unit(second)
+    number, wanted = number.strip(), wanted.strip()
+    form, other = _form_of(number), _form_of(wanted)
+    form = "percent" if form and unit is not None and unit.dimension == "" else form
+    other = "percent" if other and other_unit is not None and other_unit.dimension == "" else other
+    is_interval = second[0] in "([" and second[-1] in ")]" and "," in second
+    if is_interval and _RELATION.search(first):
+        return _asks(problem, "interval") and stands_in(first, problem)
+    if other_unit is not None and other_unit.dimension == ANGLE and unit is None:
+        return "\\pi" in first and stands_in(first, problem)
+    if not form:
+        return False
+    is_same_number = parse_number(number) == parse_number(wanted)
+    if is_same_number and (unit is not None or other_unit is not None):
+        return False
+    if unit is not None and form != "percent" and (other_unit is None or other_unit != unit):
+        return _holds(problem, number)
+    if form == other == "ratio":
+        return _divisor(number) > _divisor(wanted) and _holds(problem, number)
+    if not other or form == other or {form, other} == {"whole", "decimal"}:
+        return False
+    return _asks(problem, other) and _holds(problem, number)
+
+
+def _form_of(text: str) -> str:
+    return next((name for name, pattern in _FORMS if pattern.fullmatch(text)), "")
+
+
+def _divisor(ratio: str) -> int:
+    return math.gcd(*(int(part[:18]) for part in ratio.split(":")))
+
+
+def _asks(problem: str, form: str) -> bool:
+    return re.search(f"{_ASKED[form]}|{_ASKED_ANY}", problem, re.IGNORECASE) is not None
+
+
+def _holds(problem: str, number: str) -> bool:
+    """Whether a number stands in a problem, fractions with a slash or a bar."""
+    text = _slashed(without_marks(normalise(problem[:MAX_PROBLEM_CHARS])))
+    if _FORMS[0][1].fullmatch(number) or re.fullmatch(r"-?[0-9]*\.[0-9]+", number):
+        value = abs(Fraction(number.replace(",", "")))
+        found = _PLAIN_NUMBER.findall(text)
+        return any(Fraction(one.replace(",", "")) == value for one in found)
+    wanted = re.escape(_slashed(number))
+    return re.search(rf"(?<![0-9.]){wanted}(?![0-9]|\.[0-9])", text) is not None
+
+
+def _slashed(text: str) -> str:
+    text = _CYCLE.sub(r"\\overline{\1}", text)
+    return re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)
