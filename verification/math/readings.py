@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from verification.math.applications import without_application_marks
 from verification.math.expression import Tree, parse_expression, symbols_of
 from verification.math.numbers import parse_number
 from verification.math.plain import EMPTY_SET, Words, read_plain
@@ -147,6 +148,7 @@ def _drop_condition(first: str, second: str) -> tuple[str, str]:
 
 
 def _is_name(text: str) -> bool:
+    text = without_application_marks(text)
     if text in ("e", "i", "\\pi", "\\infty", "\\emptyset", "\\reals"):
         return False
     return bool(_NAME.fullmatch(text) or _FUNCTION.fullmatch(text))

@@ -20,6 +20,7 @@ equal in one reading of the same kind, so the verdict does not depend on which i
 
 from collections.abc import Iterable
 
+from verification.math.applications import settled_pairs, with_names_for_applications
 from verification.math.expression import Tree
 from verification.math.plain import Words, compare_plain, settle_choices
 from verification.math.readings import (
@@ -66,7 +67,13 @@ def same_structure(
             *values, accept_missing_unit=accept_missing_unit, level=level + 1
         )  # fmt: skip
     comparison = _Comparison(accept_missing_unit, level)
-    return comparison.same(read(first), read(second))
+    pairs = settled_pairs(first, second)
+    results = [comparison.same(read(one), read(other)) for one, other in pairs]
+    if len(results) == 1:
+        return results[0]
+    # The texts leave open whether P(2) is a product: both meanings must agree, and no other
+    # parser may choose one.
+    return all(result is True for result in results)
 
 
 def _in_base_units(expression: Expression) -> Tree:
@@ -78,6 +85,11 @@ def _in_base_units(expression: Expression) -> Tree:
         radian = ("prod", ("const", "pi"), ("num", unit.factor / 180))
         return ("prod", expression.tree, radian)
     return ("prod", expression.tree, ("num", unit.factor))
+
+
+def _same_tree(first: Tree, second: Tree) -> bool | None:
+    pair = with_names_for_applications(first, second)
+    return None if pair is None else same_value(*pair)
 
 
 class _Comparison:
@@ -119,21 +131,22 @@ class _Comparison:
         if isinstance(a, Matrix) and isinstance(b, Matrix):
             return self._same_matrix(a, b)
         if isinstance(a, Equation) and isinstance(b, Equation):
-            return is_constant_ratio(a.difference, b.difference)
+            pair = with_names_for_applications(a.difference, b.difference)
+            return None if pair is None else is_constant_ratio(*pair)
         return isinstance(a, Words) and a == b
 
     def _same_expression(self, a: Expression, b: Expression) -> bool | None:
         if is_unit_mismatch(a.unit, b.unit):
             return False
         if a.unit is None and b.unit is None:
-            return same_value(a.tree, b.tree)
+            return _same_tree(a.tree, b.tree)
         if a.unit is None or b.unit is None:
-            if self._accept_missing_unit and same_value(a.tree, b.tree):
+            if self._accept_missing_unit and _same_tree(a.tree, b.tree):
                 return True
             known = a.unit or b.unit
             is_number = known is not None and known.dimension in ("", ANGLE)
-            return same_value(_in_base_units(a), _in_base_units(b)) if is_number else False
-        return same_value(_in_base_units(a), _in_base_units(b))
+            return _same_tree(_in_base_units(a), _in_base_units(b)) if is_number else False
+        return _same_tree(_in_base_units(a), _in_base_units(b))
 
     def _same_region(self, a: Region, b: Region) -> bool | None:
         result = same_region(a, b)

@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from verification.math.applications import settled_pairs, with_names_for_applications
 from verification.math.expression import parse_expression
 from verification.math.library import same_by_library
 from verification.math.numbers import parse_number
@@ -147,6 +148,35 @@ def test_a_pair_is_read_as_tuple_and_as_interval() -> None:
     kinds = {type(reading).__name__ for reading in read("(1,2)")}
     assert kinds == {"Region", "Collection"}
     assert read("(2,1)") == (Collection("tuple", ("2", "1")),)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "marked"),
+    [
+        ("P(2)", "2P", [("P\\by(2)", "2P"), ("P\\of(2)", "2P")]),
+        ("a(b+c)", "ab+ac", [("a\\by(b+c)", "ab+ac")]),
+        ("f(2)", "2f", [("f\\of(2)", "2f")]),
+        ("n(n+1)T(n-1)", "7", [("n\\by(n+1)T\\by(n-1)", "7"), ("n\\by(n+1)T\\of(n-1)", "7")]),
+        ("T(n-1)", "Tn-T", [("T\\by(n-1)", "Tn-T"), ("T\\of(n-1)", "Tn-T")]),
+        ("y'(x)+x^2(1-x)", "", [("y'\\of(x)+x^2(1-x)", "")]),
+        ("\\sin(x)+x^n(2)", "", [("\\sin(x)+x^n(2)", "")]),
+    ],
+)  # fmt: skip
+def test_a_letter_before_parentheses_has_the_meanings_that_both_texts_leave_open(
+    first: str, second: str, marked: list[tuple[str, str]]
+) -> None:
+    assert settled_pairs(first, second) == marked
+    assert settled_pairs(second, first) == [pair[::-1] for pair in marked]
+
+
+def test_values_of_named_functions_are_symbols_of_their_arguments() -> None:
+    first, second = (parse_expression(f"f\\of({inside})") for inside in ("x+1", "1+x"))
+    other = parse_expression("f\\of(x)")
+    assert first is not None and second is not None and other is not None
+    one, two = with_names_for_applications(first, second) or (first, other)
+    assert one == two
+    one, two = with_names_for_applications(first, other) or (first, first)
+    assert one != two
 
 
 def test_splitting_respects_brackets() -> None:
