@@ -28,7 +28,8 @@ _ALWAYS_FUNCTIONS = frozenset("fg")
 _CONSTANTS = frozenset("ei")
 _PRIME = "(?:'|\\^\\{?\\\\prime\\}?)"
 _LETTER = re.compile(
-    r"\\text\{[^{}]*\}|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])|(?:ln|log|exp|sqrt|gcd|lcm)\("
+    r"\\text\{[^{}]*\}|(?<![A-Za-z\\])(?:and|or|if|for|to|mod)(?![A-Za-z])"
+    r"|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?(?![a-z])|(?:ln|log|exp|sqrt|gcd|lcm)\("
     r"|[_^] ?[A-Za-z](?!\{)"
     r"|(?P<name>[A-Za-z]|\\(?:alpha|beta|gamma|delta|epsilon|zeta|eta|theta|kappa|lambda|mu|nu|xi"
     r"|rho|sigma|tau|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega)"

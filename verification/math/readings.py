@@ -195,7 +195,30 @@ def _read_collections(text: str) -> tuple[Reading, ...]:
         is_interval = opening == "[" and len(items) == 2
         return (Collection("tuple", items),) if len(items) > 1 and not is_interval else ()
     items = _list_items(text)
-    return _read_list(items) if len(items) > 1 else ()
+    if len(items) < 2:
+        return ()
+    points = _read_points(text)
+    if points is not None:
+        return (points,)
+    return _read_list(items, is_choice=len(split_words(text, "or", "\\text{or}")) > 1)
+
+
+def _read_points(text: str) -> Collection | None:
+    """`x=1,y=2 or x=3,y=4` as pairs, in the order of the names."""
+    groups = [
+        _list_items(part)
+        for half in split_words(text, "or", "\\text{or}")
+        for piece in split_at(half, ";")
+        for part in (split_words(piece, "and", "\\text{and}") if "," in piece else [piece])
+    ]
+    if len(groups) < 2 or any(len(group) < 2 for group in groups):
+        return None
+    points = [{a.name: a.value for a in map(read_assignment, group) if a} for group in groups]
+    names = sorted(points[0])
+    is_complete = all(len(point) == len(group) for point, group in zip(points, groups, strict=True))
+    if not is_complete or any(sorted(point) != names for point in points):
+        return None
+    return Collection("list", tuple(f"({','.join(map(point.get, names))})" for point in points))
 
 
 def _list_items(text: str) -> list[str]:
@@ -220,8 +243,11 @@ def _with_sign(text: str, sign: str) -> str:
     return re.sub(r"(?<![0-9A-Za-z)}\]])\+", "", signed)
 
 
-def _read_list(items: list[str]) -> tuple[Reading, ...]:
-    """A list; values under different names are no list, but a row or tuple in the names' order."""
+def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
+    """A list; values under different names are no list, but a row or tuple in the names' order.
+
+    `x=1 or y=2` says neither.
+    """
     assignments = [read_assignment(item) for item in items]
     named = [assignment for assignment in assignments if assignment is not None]
     if len(named) < len(items):
@@ -230,6 +256,8 @@ def _read_list(items: list[str]) -> tuple[Reading, ...]:
     values = tuple(assignment.value for assignment in named)
     if len({_SUBSCRIPT.sub("", name) for name in names}) == 1:
         return (Collection("list", values),)
+    if is_choice:
+        return (Collection("named", tuple(items)),)
     by_name = tuple(value for _, value in sorted(zip(names, values, strict=True)))
     kinds = (("named", tuple(items)), ("row", by_name), ("tuple", by_name))
     return tuple(Collection(kind, parts) for kind, parts in kinds)

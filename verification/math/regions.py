@@ -76,13 +76,17 @@ def parse_region(text: str) -> Region | None:
         region = parse_region(match["region"])
         name = match["name"].strip()
         return _named(region, name) if _VARIABLE.fullmatch(name) else None
-    for kind, pieces in (
-        ("or", split_words(text, "or", "\\cup")),
-        ("and", split_words(text, "and", "\\cap")),
-        ("minus", split_at(text, "\\setminus")),
-    ):
+    for word in ("or", "and"):
+        pieces = split_words(text, word, f"\\text{{{word}}}")
+        if len(pieces) > 1:
+            return _joined_by_word(word, pieces)
+    for kind, mark in (("or", "\\cup"), ("and", "\\cap"), ("minus", "\\setminus")):
+        pieces = split_at(text, mark)
         if len(pieces) > 1:
             return _combined(kind, pieces)
+    pieces = split_at(text, ",", ";")
+    if len(pieces) > 1 and _RELATION.search(pieces[0]):
+        return _joined_by_comma(pieces)
     return _interval(text) or _set_builder(text) or _points(text) or _inequality(text)
 
 
@@ -136,6 +140,75 @@ def _combined(kind: str, pieces: list[str]) -> Region | None:
     if len(known) < len(parts) or len(names) > 1:
         return None
     return Region(kind, tuple(known), variable=names.pop() if names else "")
+
+
+def _joined_by_word(word: str, pieces: list[str]) -> Region | None:
+    """What `or` and `and` between regions mean; None where a careful reader would ask.
+
+    Between conditions on x, `or` is the union and `and` the intersection. Between intervals both
+    only list them, and between points they are no region at all. A piece that adds nothing, as in
+    `x>1 or x>3`, is a second answer and not a part of one.
+    """
+    region = _combined(word, pieces)
+    if region is None:
+        return None
+    if all(part.variable for part in region.parts):
+        has_point = any(map(_is_finite, region.parts))
+        is_clear = not (word == "and" and (has_point or same_region(region, NOTHING)))
+        return region if is_clear and not _is_redundant(region) else None
+    if any(part.variable for part in region.parts) or all(map(_is_finite, region.parts)):
+        return None
+    union = Region("or", region.parts)
+    return union if _is_disjoint(region.parts) else None
+
+
+def _joined_by_comma(pieces: list[str]) -> Region | None:
+    """`x>0, x\\ne2` holds both conditions; `x<1, x>3`, which nothing holds, lists two rays."""
+    first = _RELATION.split(pieces[0])
+    if "\\ne" in pieces[0] and len(first) == 2 and _VARIABLE.fullmatch(first[0].strip()):
+        # x \ne 1, 2
+        is_bare = [_RELATION.search(piece) is None for piece in pieces[1:]]
+        pieces = [pieces[0]] + [
+            f"{first[0]}\\ne {piece}" if bare else piece
+            for piece, bare in zip(pieces[1:], is_bare, strict=True)
+        ]
+    region = _combined("and", pieces)
+    if region is None or not all(part.variable for part in region.parts):
+        return None
+    if any(map(_is_finite, region.parts)):
+        return None
+    if same_region(region, NOTHING):
+        union = Region("or", region.parts, variable=region.variable)
+        return union if _is_disjoint(region.parts) else None
+    return None if _is_redundant(region) else region
+
+
+def _is_finite(region: Region) -> bool:
+    """Whether a region is written as single points."""
+    if region.kind == "interval":
+        return region.low is region.high
+    return region.kind == "or" and all(map(_is_finite, region.parts))
+
+
+def _is_redundant(region: Region) -> bool:
+    """Whether a part could be left out."""
+    rests = (region.parts[:k] + region.parts[k + 1 :] for k in range(len(region.parts)))
+    return any(same_region(region, Region(region.kind, rest)) for rest in rests)
+
+
+def _is_disjoint(parts: tuple[Region, ...]) -> bool:
+    """Whether no part is known to share more than an end with another."""
+    pairs = ((a, b) for k, a in enumerate(parts) for b in parts[:k])
+    return all(
+        same_region(both, NOTHING) is not False or _is_finite_overlap(both)
+        for both in (Region("and", pair) for pair in pairs)
+    )
+
+
+def _is_finite_overlap(both: Region) -> bool:
+    ends = [end for end in both.endpoints() if end.value is not None and not mp.isinf(end.value)]
+    points = Region("or", tuple(map(_point, ends)))
+    return same_region(Region("minus", (both, points)), NOTHING) is True
 
 
 def _named(region: Region | None, name: str) -> Region | None:

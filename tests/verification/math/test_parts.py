@@ -144,6 +144,28 @@ def test_regions_are_compared_by_membership(first: str, second: str, is_same: bo
     assert same_region(other, region) is is_same
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["x=1\\text{and}x=2", "x<1\\text{and}x>3", "x>1\\text{or}x>3", "(1,5)\\text{and}(2,3)",
+     "[1,5]\\text{or}[2,3]", "\\{1,3\\}\\text{and}\\{3,5\\}", "x>0\\text{and}(1,2)",
+     "x>1,x>3", "x=1\\text{and}x>0", "x<1\\text{or}y>3"],
+)  # fmt: skip
+def test_words_between_answers_make_no_set_of_them(text: str) -> None:
+    assert parse_region(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [("x>1\\text{and}x<3", "(1,3)"), ("x<1,x>3", "(-\\infty,1)\\cup(3,\\infty)"),
+     ("(-\\infty,1)\\text{and}(3,4]", "(-\\infty,1)\\cup(3,4]"), ("x>0,x\\ne1,2", "(0,1)\\cup(1,2)"
+     "\\cup(2,\\infty)"), ("[0,1]\\text{or}[1,2]", "[0,2]")],
+)  # fmt: skip
+def test_words_between_conditions_are_set_operations(text: str, same: str) -> None:
+    region, other = parse_region(text), parse_region(same)
+    assert region is not None and other is not None
+    assert same_region(region, other) is True
+
+
 def test_a_pair_is_read_as_tuple_and_as_interval() -> None:
     kinds = {type(reading).__name__ for reading in read("(1,2)")}
     assert kinds == {"Region", "Collection"}
