@@ -164,15 +164,17 @@ def _joined_by_word(word: str, pieces: list[str]) -> Region | None:
 
 def _joined_by_comma(pieces: list[str]) -> Region | None:
     """`x>0, x\\ne2` holds both conditions; `x<1, x>3`, which nothing holds, lists two rays."""
-    first = _RELATION.split(pieces[0])
-    if "\\ne" in pieces[0] and len(first) == 2 and _VARIABLE.fullmatch(first[0].strip()):
-        # x \ne 1, 2
-        is_bare = [_RELATION.search(piece) is None for piece in pieces[1:]]
-        pieces = [pieces[0]] + [
-            f"{first[0]}\\ne {piece}" if bare else piece
-            for piece, bare in zip(pieces[1:], is_bare, strict=True)
-        ]
-    region = _combined("and", pieces)
+    excluded = ""
+    conditions = []
+    for piece in pieces:
+        if _RELATION.search(piece) is None and excluded:
+            # x \ne 1, 2
+            piece = f"{excluded}\\ne {piece}"
+        sides = _RELATION.split(piece)
+        is_exclusion = "\\ne" in piece and len(sides) == 2
+        excluded = sides[0].strip() if is_exclusion else ""
+        conditions.append(piece)
+    region = _combined("and", conditions)
     if region is None or not all(part.variable for part in region.parts):
         return None
     if any(map(_is_finite, region.parts)):
