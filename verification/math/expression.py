@@ -68,6 +68,13 @@ def symbols_of(tree: Tree) -> frozenset[str]:
     return frozenset().union(*map(symbols_of, children)) if children else frozenset()
 
 
+def renamed(tree: Tree, names: dict[str, str]) -> Tree:
+    """The tree with some symbols under other names, all at once."""
+    if tree[0] == "sym":
+        return ("sym", names.get(tree[1], tree[1]))
+    return tuple(renamed(part, names) if isinstance(part, tuple) else part for part in tree)
+
+
 def has_constant(tree: Tree, name: str) -> bool:
     """Whether a constant such as "i" occurs in a tree."""
     if tree[0] == "const":

@@ -6,11 +6,18 @@ whether an equation between numbers is true.
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
-from verification.math.applications import without_application_marks
-from verification.math.expression import Tree, parse_expression, symbols_of
+from verification.math.expression import Tree, parse_expression
+from verification.math.labels import (
+    Assignment,
+    contradicts_itself,
+    coordinates_named,
+    is_relation,
+    read_assignment,
+    settle_approximation,
+)
 from verification.math.numbers import parse_number
 from verification.math.plain import EMPTY_SET, Words, read_plain
 from verification.math.regions import Region, parse_region
@@ -22,14 +29,6 @@ from verification.math.values import same_value
 _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
-# Variables, segments (AB) and angles.
-_NAME = re.compile(
-    r"[A-Za-z](?:_(?:[0-9A-Za-z]|\{[^{}]*\}))?'*|[A-Z]{2,3}|m?\\angle ?[A-Z]{1,3}"
-    r"|\\[a-zA-Z]+ ?(?:_[0-9A-Za-z])?"
-)
-_FUNCTION = re.compile(r"[A-Za-z]'*(?:_[0-9A-Za-z])?(?:\^\{?-1\}?)?\([A-Za-z](?:,[A-Za-z])*\)")
-_LABEL = re.compile(r"\\text\{[^{}]*\}|[A-Za-z ]{4,}|\\frac\{d[a-z]?\}\{d[a-z]\}[a-z]?")
-_COORDINATES = re.compile(r"\([A-Za-z](?:,[A-Za-z]){1,3}\)")
 _SIGN_CHOICE = re.compile(r"\\(pm|mp)(?![a-z]) ?")
 _CONDITION = re.compile(
     r"(?:, ?|(?=\())\(?[a-z] ?\\in ?\\(?:integers|naturals|reals|rationals|complexes)"
@@ -44,6 +43,7 @@ _BRACKETS = (
     ("tuple", "[", "]"),
     ("tuple", "\\langle", "\\rangle"),
 )
+_NAMED_POINT = re.compile(r"^[A-Z](?:'|_[0-9])?\\of(?=\()")
 _SUBSCRIPT = re.compile(r"_.*|'*$", re.DOTALL)
 
 
@@ -61,14 +61,8 @@ class Collection:
 
     kind: str
     items: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A name and its value; `f(x)=x^2` too. An empty name is a label in words."""
-
-    name: str
-    value: str
+    names: tuple[str, ...] = field(default=(), compare=False)
+    """Of a row or tuple that was written as `x=1, y=2`, in the order of its items."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +85,13 @@ Reading = Expression | Collection | Assignment | Equation | Matrix | Region | Wo
 
 def without_names(first: str, second: str) -> tuple[str, str]:
     """Both texts, a name that only one of them gives to its value taken away: `x=5` and `5`."""
-    first, second = (_settle_approximation(text) for text in _drop_condition(first, second))
+    first, second = (settle_approximation(text) for text in _drop_condition(first, second))
     if ("=" in first) == ("=" in second):
         return first, second
     named, bare = (first, second) if "=" in first else (second, first)
     # A pair of coordinates may be named one by one.
     assignment = read_assignment(named) if len(_list_items(named)) == 1 else None
-    if assignment is None or _is_relation(bare):
+    if assignment is None or is_relation(bare):
         return first, second
     return (assignment.value, bare) if named == first else (bare, assignment.value)
 
@@ -127,43 +121,11 @@ def read(text: str) -> tuple[Reading, ...]:
     return readings if tree is None else (*readings, Expression(tree, unit))
 
 
-def read_assignment(text: str) -> Assignment | None:
-    """The name and value of `x=5`, `5=x`, `f(x)=x^2` or `\\text{Area}=5`; None without a name."""
-    sides = [side.strip() for side in split_at(text, "=")]
-    if len(sides) < 2 or _is_relation(text) or not all(sides):
-        return None
-    if len(sides) == 2 and _is_name(sides[1]) and not _is_name(sides[0]):
-        sides.reverse()
-    if _is_name(sides[0]):
-        return Assignment(sides[0], sides[-1])
-    is_label = _LABEL.fullmatch(sides[0]) or _COORDINATES.fullmatch(sides[0])
-    return Assignment("", sides[-1]) if is_label else None
-
-
 def _drop_condition(first: str, second: str) -> tuple[str, str]:
     """Both texts; a condition such as `, k \\in \\mathbb{Z}` goes unless the other has another."""
     bare, other = _CONDITION.sub("", first), _CONDITION.sub("", second)
     conditions = {first[len(bare) :].strip(", ()"), second[len(other) :].strip(", ()")} - {""}
     return (bare, other) if len(conditions) == 1 and bare and other else (first, second)
-
-
-def _is_name(text: str) -> bool:
-    text = without_application_marks(text)
-    if text in ("e", "i", "\\pi", "\\infty", "\\emptyset", "\\reals"):
-        return False
-    return bool(_NAME.fullmatch(text) or _FUNCTION.fullmatch(text))
-
-
-def _is_relation(text: str) -> bool:
-    return any(mark in text for mark in ("<", ">", "!=", "\\le", "\\ge", "\\ne", "\\in"))
-
-
-def _settle_approximation(text: str) -> str:
-    """`\\sqrt{2} \\approx 1.41` means its exact side, `x \\approx 1.41` the number given."""
-    sides = [side.strip() for side in split_at(text, "\\approx")]
-    if len(sides) != 2 or not all(sides):
-        return text
-    return "=".join(sides) if _is_name(sides[0]) else sides[0]
 
 
 def _read_matrix(text: str) -> Matrix | None:
@@ -184,6 +146,8 @@ def _column_as_tuple(matrix: Matrix) -> tuple[Collection, ...]:
 
 def _read_collections(text: str) -> tuple[Reading, ...]:
     """Readings as several answers; none for a single one."""
+    # A(1,2) is the point (1,2) with its name.
+    text = _NAMED_POINT.sub("", text)
     for kind, opening, closing in _BRACKETS:
         inner = enclosed(text, opening, closing)
         if inner is None:
@@ -260,7 +224,7 @@ def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
         return (Collection("named", tuple(items)),)
     by_name = tuple(value for _, value in sorted(zip(names, values, strict=True)))
     kinds = (("named", tuple(items)), ("row", by_name), ("tuple", by_name))
-    return tuple(Collection(kind, parts) for kind, parts in kinds)
+    return tuple(Collection(kind, parts, tuple(sorted(names))) for kind, parts in kinds)
 
 
 def _is_set(text: str) -> bool:
@@ -270,8 +234,11 @@ def _is_set(text: str) -> bool:
 def _read_equation(text: str) -> tuple[Reading, ...]:
     """An equation, as the assignment it may be and as one between its sides."""
     sides = [side.strip() for side in split_at(text, "=")]
-    if _is_relation(text) or not all(sides):
+    if is_relation(text) or not all(sides) or contradicts_itself(text):
         return ()
+    named = coordinates_named(text)
+    if named is not None:
+        return read(normalise(named))
     assignment = read_assignment(text)
     if assignment is not None and not assignment.name:
         return read(normalise(assignment.value))
@@ -280,11 +247,10 @@ def _read_equation(text: str) -> tuple[Reading, ...]:
     known = [tree for tree in trees if tree is not None]
     if len(known) < len(sides):
         return readings
-    if not any(map(symbols_of, known)):
-        # 2+3=5 means 5 if it is true.
-        is_true = all(same_value(known[0], tree) for tree in known[1:])
-        return (Expression(known[-1], None),) if is_true else readings
     if len(sides) == 2:
         negative = ("prod", ("num", Fraction(-1)), known[1])
         readings += (Equation(("sum", known[0], negative)),)
+        # (x+1)^2 = x^2+2x+1 is no condition on x, but one value in two forms.
+        is_identity = assignment is None and same_value(*known)
+        readings += (Expression(known[1], None),) if is_identity else ()
     return readings

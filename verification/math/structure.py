@@ -21,10 +21,10 @@ equal in one reading of the same kind, so the verdict does not depend on which i
 from collections.abc import Iterable
 
 from verification.math.applications import settled_pairs, with_names_for_applications
-from verification.math.expression import Tree
+from verification.math.expression import Tree, parse_expression, renamed, symbols_of
+from verification.math.labels import Assignment, contradicts_itself, same_head, same_name
 from verification.math.plain import Words, compare_plain, settle_choices
 from verification.math.readings import (
-    Assignment,
     Collection,
     Equation,
     Expression,
@@ -61,6 +61,8 @@ def same_structure(
     if isinstance(pair, Verdict):
         return pair.is_correct
     first, second = (normalise(text) for text in pair)
+    if contradicts_itself(first) or contradicts_itself(second):
+        return False
     values = without_names(first, second)
     if values != (first, second):
         return same_structure(
@@ -118,9 +120,7 @@ class _Comparison:
 
     def _same_reading(self, a: Reading, b: Reading) -> bool | None:
         if isinstance(a, Assignment) and isinstance(b, Assignment):
-            if a.name and b.name and a.name != b.name:
-                return False
-            return self._same_text(a.value, b.value)
+            return self._same_assignment(a, b)
         if isinstance(a, Collection) or isinstance(b, Collection):
             is_pair = isinstance(a, Collection) and isinstance(b, Collection)
             return self._same_collection(a, b) if is_pair else False
@@ -134,6 +134,18 @@ class _Comparison:
             pair = with_names_for_applications(a.difference, b.difference)
             return None if pair is None else is_constant_ratio(*pair)
         return isinstance(a, Words) and a == b
+
+    def _same_assignment(self, a: Assignment, b: Assignment) -> bool | None:
+        if not a.name or not b.name or same_name(a.name, b.name):
+            return self._same_text(a.value, b.value)
+        letters = same_head(a.name, b.name)
+        trees = [parse_expression(side.value) for side in (a, b)]
+        if letters is None or trees[0] is None or trees[1] is None:
+            return False
+        # f(x)=x^2 and f(t)=t^2 are one function.
+        if letters[0] in symbols_of(trees[1]) or letters[1] in symbols_of(trees[0]):
+            return False
+        return _same_tree(renamed(trees[0], dict([letters])), trees[1])
 
     def _same_expression(self, a: Expression, b: Expression) -> bool | None:
         if is_unit_mismatch(a.unit, b.unit):
@@ -163,6 +175,8 @@ class _Comparison:
 
     def _same_collection(self, a: Collection, b: Collection) -> bool | None:
         kinds = {a.kind, b.kind}
+        if a.names and b.names and a.names != b.names:
+            return False
         if kinds in _ORDERED:
             is_open_pair = kinds == {"tuple", "list"} and len(a.items) < 3
             if len(a.items) != len(b.items) or is_open_pair:
