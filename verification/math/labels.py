@@ -25,6 +25,7 @@ _FUNCTION = re.compile(r"[A-Za-z]'*(?:_[0-9A-Za-z])?(?:\^\{?-1\}?)?\([A-Za-z](?:
 _LABEL = re.compile(r"\\text\{[^{}]*\}|[A-Za-z ]{4,}|\\frac\{d[a-z]?\}\{d[a-z]\}[a-z]?")
 _COORDINATES = re.compile(r"\([A-Za-z](?:,[A-Za-z]){1,3}\)")
 _RELATION = re.compile(r"<|>|(?<![0-9)])!=|\\(?:le|ge|ne|in|equiv|subset)(?![a-z])")
+_ENVIRONMENT = re.compile(r"\\begin\{.*\\end\{[a-zA-Z]{1,12}\}", re.DOTALL)
 _NO_LABEL = re.compile(r"(?<![A-Za-z])(?:or|and|not|if|either|maybe|than|wrong|no|but)(?![A-Za-z])")
 _IDLE_WORDS = frozenset("the a an is of total answer value final".split())
 _CONSTANTS = ("e", "i", "\\pi", "\\infty", "\\emptyset", "\\reals")
@@ -52,6 +53,7 @@ def is_relation(text: str) -> bool:
     """Whether an inequality or membership stands outside all brackets."""
     if not _RELATION.search(text):
         return False
+    text = _ENVIRONMENT.sub("", text)
     # A mark in the place of each relation, so that \\infty is not taken for one.
     return len(split_at(_RELATION.sub("<", text), "<")) > 1
 

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from verification.math.congruences import Congruence, read_congruence
 from verification.math.expression import Tree, parse_expression
 from verification.math.labels import (
     Assignment,
@@ -18,6 +19,7 @@ from verification.math.labels import (
     read_assignment,
     settle_approximation,
 )
+from verification.math.notation import rows_of_cases, vector_components
 from verification.math.numbers import parse_number
 from verification.math.plain import EMPTY_SET, Words, read_plain
 from verification.math.regions import Region, parse_region
@@ -30,10 +32,8 @@ _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
 _SIGN_CHOICE = re.compile(r"\\(pm|mp)(?![a-z]) ?")
-_CONDITION = re.compile(
-    r"(?:, ?|(?=\())\(?[a-z] ?\\in ?\\(?:integers|naturals|reals|rationals|complexes)"
-    r" ?(?:\^\+)?\)?$"
-)
+# What may stand before the condition of a piece.
+_CONDITION = re.compile(r"^(?:\\text\{ ?,?(?:if|for|when|where|as) ?\}|,|if|for|when)+ ?")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _TIGHT_COMMA = re.compile(r",(?! )")
 _MEMBERS = re.compile(r"[A-Za-z](?:_[0-9A-Za-z])?\\in(?![a-z]) ?(\\\{.*)", re.DOTALL)
@@ -80,12 +80,29 @@ class Matrix:
     rows: tuple[tuple[str, ...], ...]
 
 
-Reading = Expression | Collection | Assignment | Equation | Matrix | Region | Words
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio such as `3:4:5`."""
+
+    parts: tuple[Tree, ...]
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """A value a condition, in any order."""
+
+    rows: tuple[tuple[str, str], ...]
+
+
+Reading = (
+    Expression | Collection | Assignment | Equation | Matrix | Region | Words | Congruence | Ratio
+    | Piecewise
+)  # fmt: skip
 
 
 def without_names(first: str, second: str) -> tuple[str, str]:
     """Both texts, a name that only one of them gives to its value taken away: `x=5` and `5`."""
-    first, second = (settle_approximation(text) for text in _drop_condition(first, second))
+    first, second = settle_approximation(first), settle_approximation(second)
     if ("=" in first) == ("=" in second):
         return first, second
     named, bare = (first, second) if "=" in first else (second, first)
@@ -102,6 +119,12 @@ def read(text: str) -> tuple[Reading, ...]:
     plain = read_plain(text)
     if isinstance(plain, Words) and plain.text != EMPTY_SET:
         return (plain,)
+    congruence = read_congruence(text)
+    if congruence is not None:
+        return (congruence,)
+    rows = rows_of_cases(text)
+    if rows is not None and all(len(row) == 2 for row in rows):
+        return (Piecewise(tuple((value, _CONDITION.sub("", when)) for value, when in rows)),)
     matrix = _read_matrix(text)
     if matrix is not None:
         return (matrix, *_column_as_tuple(matrix))
@@ -115,17 +138,31 @@ def read(text: str) -> tuple[Reading, ...]:
         return readings + collections
     if "=" in text:
         return readings + _read_equation(text)
-    rest, unit = split_unit(text)
+    readings += _read_vector(text)
+    ratio = _read_ratio(text)
+    if ratio is not None:
+        return (*readings, ratio)
+    # The degrees of an angle within belong to no unit of the whole.
+    rest, unit = (text, None) if "\\cis" in text else split_unit(text)
     value = parse_number(rest)
     tree = parse_expression(rest) if value is None else ("num", value)
     return readings if tree is None else (*readings, Expression(tree, unit))
 
 
-def _drop_condition(first: str, second: str) -> tuple[str, str]:
-    """Both texts; a condition such as `, k \\in \\mathbb{Z}` goes unless the other has another."""
-    bare, other = _CONDITION.sub("", first), _CONDITION.sub("", second)
-    conditions = {first[len(bare) :].strip(", ()"), second[len(other) :].strip(", ()")} - {""}
-    return (bare, other) if len(conditions) == 1 and bare and other else (first, second)
+def _read_vector(text: str) -> tuple[Collection, ...]:
+    """`2\\hat{i}-3\\hat{j}` as a pair, or as a triple that ends with 0."""
+    components = vector_components(text)
+    if components is None:
+        return ()
+    pair = (Collection("tuple", components),)
+    return pair if len(components) > 2 else (*pair, Collection("tuple", (*components, "0")))
+
+
+def _read_ratio(text: str) -> Ratio | None:
+    parts = split_at(text, ":")
+    trees = [parse_expression(part.strip()) for part in parts]
+    known = tuple(tree for tree in trees if tree is not None)
+    return Ratio(known) if len(known) == len(parts) > 1 else None
 
 
 def _read_matrix(text: str) -> Matrix | None:

@@ -19,16 +19,27 @@ equal in one reading of the same kind, so the verdict does not depend on which i
 """
 
 from collections.abc import Iterable
+from fractions import Fraction
 
 from verification.math.applications import settled_pairs, with_names_for_applications
+from verification.math.bound_names import (
+    is_class,
+    same_but_for_constants,
+    same_progression,
+    with_bound_names,
+)
+from verification.math.congruences import Congruence, same_congruence
 from verification.math.expression import Tree, parse_expression, renamed, symbols_of
 from verification.math.labels import Assignment, contradicts_itself, same_head, same_name
+from verification.math.notation import respell
 from verification.math.plain import Words, compare_plain, settle_choices
 from verification.math.readings import (
     Collection,
     Equation,
     Expression,
     Matrix,
+    Piecewise,
+    Ratio,
     Reading,
     read,
     without_names,
@@ -61,9 +72,15 @@ def same_structure(
     if isinstance(pair, Verdict):
         return pair.is_correct
     first, second = (normalise(text) for text in pair)
+    first, second = (
+        normalise(respell(text, other)) for text, other in ((first, second), (second, first))
+    )
+    if first == second:
+        return True
     if contradicts_itself(first) or contradicts_itself(second):
         return False
-    values = without_names(first, second)
+    texts = with_bound_names(first, second)
+    values = without_names(*texts)
     if values != (first, second):
         return same_structure(
             *values, accept_missing_unit=accept_missing_unit, level=level + 1
@@ -90,8 +107,34 @@ def _in_base_units(expression: Expression) -> Tree:
 
 
 def _same_tree(first: Tree, second: Tree) -> bool | None:
+    """Whether two expressions are equal, with whatever names they bind."""
     pair = with_names_for_applications(first, second)
-    return None if pair is None else same_value(*pair)
+    if pair is None:
+        return None
+    result = same_value(*pair)
+    if result is not False:
+        return result
+    return bool(same_progression(*pair) or same_but_for_constants(*pair))
+
+
+def _same_ratio(a: Reading, b: Reading) -> bool | None:
+    """Ratios are equal up to a factor; one of two parts is also a fraction."""
+    if isinstance(a, Expression) and isinstance(b, Ratio):
+        return _same_ratio(b, a)
+    if not isinstance(a, Ratio):
+        return False
+    if isinstance(b, Expression) and len(a.parts) == 2 and b.unit is None:
+        parts = (b.tree, ("num", Fraction(1)))
+    elif isinstance(b, Ratio) and len(a.parts) == len(b.parts):
+        parts = b.parts
+    else:
+        return False
+    zero = ("num", Fraction(0))
+    if any(same_value(part, zero) is not False for part in (*a.parts, *parts)):
+        return False
+    first, other = a.parts[0], parts[0]
+    pairs = zip(a.parts[1:], parts[1:], strict=True)
+    return all(same_value(("prod", first, y), ("prod", other, x)) is True for x, y in pairs)
 
 
 class _Comparison:
@@ -121,6 +164,14 @@ class _Comparison:
     def _same_reading(self, a: Reading, b: Reading) -> bool | None:
         if isinstance(a, Assignment) and isinstance(b, Assignment):
             return self._same_assignment(a, b)
+        if isinstance(a, Congruence):
+            return self._same_congruence(a, b)
+        if isinstance(b, Congruence):
+            return self._same_congruence(b, a)
+        if isinstance(a, Ratio) or isinstance(b, Ratio):
+            return _same_ratio(a, b)
+        if isinstance(a, Piecewise) and isinstance(b, Piecewise):
+            return self._same_pieces(a, b)
         if isinstance(a, Collection) or isinstance(b, Collection):
             is_pair = isinstance(a, Collection) and isinstance(b, Collection)
             return self._same_collection(a, b) if is_pair else False
@@ -134,6 +185,37 @@ class _Comparison:
             pair = with_names_for_applications(a.difference, b.difference)
             return None if pair is None else is_constant_ratio(*pair)
         return isinstance(a, Words) and a == b
+
+    def _same_congruence(self, a: Congruence, b: Reading) -> bool | None:
+        """A class of its own modulus, the residue that it names, or `11k+7`."""
+        if isinstance(b, Congruence):
+            return same_congruence(a, b)
+        residues = tuple(map(str, a.residues))
+        if isinstance(b, Collection):
+            return self._same_collection(Collection("list", residues), b)
+        if isinstance(b, Assignment):
+            if a.name and not same_name(a.name, b.name):
+                return False
+            results = [self._same_congruence(a, reading) for reading in read(b.value)]
+            return True in results
+        if not isinstance(b, Expression) or len(residues) > 1 or b.unit is not None:
+            return False
+        known = ("num", a.residues[0])
+        return same_value(known, b.tree) is True or is_class(b.tree, a.residues[0], a.modulus)
+
+    def _same_pieces(self, a: Piecewise, b: Piecewise) -> bool | None:
+        if len(a.rows) != len(b.rows) or len(a.rows) > MAX_ITEMS:
+            return False
+        free = list(b.rows)
+        for row in a.rows:
+            same = [
+                other for other in free
+                if all(self._same_text(x, y) for x, y in zip(row, other, strict=True))
+            ]  # fmt: skip
+            if not same:
+                return False
+            free.remove(same[0])
+        return True
 
     def _same_assignment(self, a: Assignment, b: Assignment) -> bool | None:
         if not a.name or not b.name or same_name(a.name, b.name):
