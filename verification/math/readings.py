@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from verification.math.congruences import Congruence, read_congruence
-from verification.math.expression import Tree, parse_expression
+from verification.math.expression import Tree, parse_expression, symbols_of
 from verification.math.labels import (
     Assignment,
     contradicts_itself,
@@ -44,6 +44,9 @@ _BRACKETS = (
     ("tuple", "\\langle", "\\rangle"),
 )
 _NAMED_POINT = re.compile(r"^[A-Z](?:'|_[0-9])?\\of(?=\()")
+_INEQUALITY = re.compile(
+    r"(?P<left>[^<>]{1,300}?)(?P<sign><=|>=|<|>|\\le(?![a-z])|\\ge(?![a-z]))(?P<right>[^<>]{1,300})"
+)
 _SUBSCRIPT = re.compile(r"_.*|'*$", re.DOTALL)
 
 
@@ -73,6 +76,14 @@ class Equation:
 
 
 @dataclass(frozen=True)
+class Inequality:
+    """An inequality in several variables: where this is positive, or not negative."""
+
+    difference: Tree
+    is_strict: bool
+
+
+@dataclass(frozen=True)
 class Matrix:
     """Rows of entries; `kind` parts determinants from matrices."""
 
@@ -96,7 +107,7 @@ class Piecewise:
 
 Reading = (
     Expression | Collection | Assignment | Equation | Matrix | Region | Words | Congruence | Ratio
-    | Piecewise
+    | Piecewise | Inequality
 )  # fmt: skip
 
 
@@ -136,6 +147,7 @@ def read(text: str) -> tuple[Reading, ...]:
     collections = _read_collections(text)
     if collections:
         return readings + collections
+    readings += _read_inequality(text)
     if "=" in text:
         return readings + _read_equation(text)
     readings += _read_vector(text)
@@ -147,6 +159,20 @@ def read(text: str) -> tuple[Reading, ...]:
     value = parse_number(rest)
     tree = parse_expression(rest) if value is None else ("num", value)
     return readings if tree is None else (*readings, Expression(tree, unit))
+
+
+def _read_inequality(text: str) -> tuple[Inequality, ...]:
+    """`x+y<1` in two variables or more; one variable has a region."""
+    match = _INEQUALITY.fullmatch(text)
+    if match is None:
+        return ()
+    sides = [parse_expression(match[side].strip()) for side in ("left", "right")]
+    if sides[0] is None or sides[1] is None:
+        return ()
+    more, less = sides if match["sign"][:1] == ">" or match["sign"] == "\\ge" else sides[::-1]
+    difference = ("sum", more, ("prod", ("num", Fraction(-1)), less))
+    is_strict = match["sign"] in ("<", ">")
+    return (Inequality(difference, is_strict),) if len(symbols_of(difference)) > 1 else ()
 
 
 def _read_vector(text: str) -> tuple[Collection, ...]:

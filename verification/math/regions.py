@@ -7,11 +7,13 @@ set differences need no normal form.
 
 import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import mpmath
 from mpmath import mp
 
-from verification.math.expression import parse_expression
+from verification.math.expression import parse_expression, symbols_of
+from verification.math.inequalities import solution
 from verification.math.split import enclosed, split_at, split_words
 from verification.math.values import DIGITS, is_close, real_value
 
@@ -87,7 +89,9 @@ def parse_region(text: str) -> Region | None:
     pieces = split_at(text, ",", ";")
     if len(pieces) > 1 and _RELATION.search(pieces[0]):
         return _joined_by_comma(pieces)
-    return _interval(text) or _set_builder(text) or _points(text) or _inequality(text)
+    return (
+        _interval(text) or _set_builder(text) or _points(text) or _inequality(text) or _solved(text)
+    )
 
 
 def same_region(first: Region, second: Region) -> bool | None:
@@ -285,11 +289,44 @@ def _inequality(text: str) -> Region | None:
     bounds = []
     for k, sign in enumerate(signs):
         value = _endpoint(sides[k] if k < place else sides[k + 1])
-        if value is None:
+        if value is None or _holds_name(value.text, sides[place]):
             return None
         bounds.append(_bound(_FLIPPED[sign] if k < place else sign, value))
     region = bounds[0] if len(bounds) == 1 else Region("and", tuple(bounds))
     return _named(region, sides[place])
+
+
+def _holds_name(text: str, name: str) -> bool:
+    tree = parse_expression(text)
+    return tree is None or name.strip().removeprefix("\\") in symbols_of(tree)
+
+
+def _solved(text: str) -> Region | None:
+    """The solution of an inequality in one variable, or of a chain of two."""
+    sides = [side.strip() for side in _RELATION.split(text)]
+    signs = [_SPELLINGS.get(sign, sign) for sign in _RELATION.findall(text)]
+    trees = [parse_expression(side) for side in sides]
+    known = [tree for tree in trees if tree is not None]
+    if not 1 <= len(signs) <= 2 or len(known) < len(sides):
+        return None
+    names = frozenset().union(*map(symbols_of, known))
+    if len(names) != 1:
+        return None
+    parts = []
+    for left, right, sign in zip(known, known[1:], signs, strict=False):
+        difference = ("sum", left, ("prod", ("num", Fraction(-1)), right))
+        pieces = solution(difference, sign)
+        if pieces is None:
+            return None
+        parts.append(Region("or", tuple(_stretch(*piece) for piece in pieces)))
+    name = next(iter(names))
+    spelled = name if len(name) == 1 or "_" in name else f"\\{name}"
+    return _named(parts[0] if len(parts) == 1 else Region("and", tuple(parts)), spelled)
+
+
+def _stretch(low: mpmath.mpf, high: mpmath.mpf, is_closed: bool) -> Region:
+    ends = (Endpoint(str(value), value) for value in (low, high))
+    return _point(next(ends)) if is_closed else Region("interval", (), *ends)
 
 
 def _distance(sides: list[str], signs: list[str]) -> Region | None:

@@ -30,6 +30,7 @@ from verification.math.bound_names import (
 )
 from verification.math.congruences import Congruence, same_congruence
 from verification.math.expression import Tree, parse_expression, renamed, symbols_of
+from verification.math.inequalities import is_positive_multiple
 from verification.math.labels import Assignment, contradicts_itself, same_head, same_name
 from verification.math.notation import respell
 from verification.math.plain import Words, compare_plain, settle_choices
@@ -37,6 +38,7 @@ from verification.math.readings import (
     Collection,
     Equation,
     Expression,
+    Inequality,
     Matrix,
     Piecewise,
     Ratio,
@@ -179,6 +181,10 @@ class _Comparison:
             return self._same_expression(a, b)
         if isinstance(a, Region) and isinstance(b, Region):
             return self._same_region(a, b)
+        if isinstance(a, Inequality) and isinstance(b, Inequality):
+            pair = with_names_for_applications(a.difference, b.difference)
+            is_same = None if pair is None else is_positive_multiple(*pair)
+            return is_same if a.is_strict == b.is_strict else False
         if isinstance(a, Matrix) and isinstance(b, Matrix):
             return self._same_matrix(a, b)
         if isinstance(a, Equation) and isinstance(b, Equation):
