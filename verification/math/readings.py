@@ -44,6 +44,7 @@ _BRACKETS = (
     ("tuple", "\\langle", "\\rangle"),
 )
 _NAMED_POINT = re.compile(r"^[A-Z](?:'|_[0-9])?\\of(?=\()")
+_DIFFERENCE = re.compile(r"[a-z]{1,2}(?:-[a-z]{1,2})+")
 _INEQUALITY = re.compile(
     r"(?P<left>[^<>]{1,300}?)(?P<sign><=|>=|<|>|\\le(?![a-z])|\\ge(?![a-z]))(?P<right>[^<>]{1,300})"
 )
@@ -129,7 +130,9 @@ def read(text: str) -> tuple[Reading, ...]:
     """All readings of a normalised text; none when it is beyond this module."""
     plain = read_plain(text)
     if isinstance(plain, Words) and plain.text != EMPTY_SET:
-        return (plain,)
+        # ab-ac reads like words, too.
+        tree = parse_expression(text) if _DIFFERENCE.fullmatch(text) else None
+        return (plain,) if tree is None else (plain, Expression(tree, None))
     congruence = read_congruence(text)
     if congruence is not None:
         return (congruence,)

@@ -26,6 +26,7 @@ _VARIABLE = re.compile(r"[A-Za-z](?:_[0-9A-Za-z])?|\\(?:theta|alpha|beta|lambda|
 _UNKNOWNS = frozenset("xyzt")
 _DISTANCE = re.compile(r"\|(?P<name>[A-Za-z])(?P<shift>[+-][^|]{1,30}|)\|")
 _MEMBERSHIP = re.compile(r"(?P<name>[^\\]{1,9}|\\[a-z]+ ?)\\in(?![a-z]) ?(?P<region>.+)", re.DOTALL)
+_EXCLUDED_PAIR = re.compile(r"(\\ne) ?\\pm ?([^,;]{1,30})$")
 _BUILDER = re.compile(r"([^|:]{1,30})[|:](.+)", re.DOTALL)
 
 
@@ -74,7 +75,7 @@ def parse_region(text: str) -> Region | None:
     if text == "\\emptyset":
         return NOTHING
     match = _MEMBERSHIP.fullmatch(text)
-    if match:
+    if match and not _MEMBERSHIP.search(match["region"]):
         region = parse_region(match["region"])
         name = match["name"].strip()
         return _named(region, name) if _VARIABLE.fullmatch(name) else None
@@ -86,9 +87,10 @@ def parse_region(text: str) -> Region | None:
         pieces = split_at(text, mark)
         if len(pieces) > 1:
             return _combined(kind, pieces)
-    pieces = split_at(text, ",", ";")
-    if len(pieces) > 1 and _RELATION.search(pieces[0]):
-        return _joined_by_comma(pieces)
+    pieces = split_at(_EXCLUDED_PAIR.sub(r"\1\2, -\2", text), ",", ";")
+    if len(pieces) > 1:
+        is_condition = _RELATION.search(pieces[0]) or _MEMBERSHIP.fullmatch(pieces[0])
+        return _joined_by_comma(pieces) if is_condition else _joined_by_word("and", pieces)
     return (
         _interval(text) or _set_builder(text) or _points(text) or _inequality(text) or _solved(text)
     )
