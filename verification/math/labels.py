@@ -68,7 +68,8 @@ def read_assignment(text: str) -> Assignment | None:
     names = [side for side in sides if is_name(side)]
     values = [side for side in sides if not is_name(side)]
     if names:
-        return Assignment(names[0], (values or sides)[-1])
+        # x=y names y with another letter; AB=BC=5 names one value twice.
+        return Assignment("=".join(names if values else names[:1]), (values or sides)[-1])
     first, last = sides[0], sides[-1]
     if _is_label(first, last):
         return Assignment(_label_name(first), last)
@@ -86,7 +87,10 @@ def is_name(text: str) -> bool:
 
 
 def same_name(first: str, second: str) -> bool:
-    """Whether two names can be one: AB and BA, `\\text{Area}` and A."""
+    """Whether two names can be one: AB and BA, `\\text{Area}` and A, AB=BC and BC."""
+    if "=" in first or "=" in second:
+        one, other = ({_canonical(name) for name in text.split("=")} for text in (first, second))
+        return one == other or (min(len(one), len(other)) == 1 and bool(one & other))
     one, other = _canonical(first), _canonical(second)
     if one == other:
         return True

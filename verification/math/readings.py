@@ -61,12 +61,16 @@ class Expression:
 
 @dataclass(frozen=True)
 class Collection:
-    """Several answers: kind "set", "list", "tuple", "named" (`x=1, y=2`) or "row" (its values)."""
+    """Several answers.
+
+    Kinds: "set", "list", "tuple", "named" (`x=1, y=2`), "row" (its values), "conditions"
+    (`x>1, y>2`) and "alternatives" (`x>1 or y=2`).
+    """
 
     kind: str
     items: tuple[str, ...]
     names: tuple[str, ...] = field(default=(), compare=False)
-    """Of a row or tuple that was written as `x=1, y=2`, in the order of its items."""
+    """Of a row or tuple that was written as `x=1, y=2`, in the order of its items; or of a list."""
 
 
 @dataclass(frozen=True)
@@ -276,18 +280,21 @@ def _with_sign(text: str, sign: str) -> str:
 def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
     """A list; values under different names are no list, but a row or tuple in the names' order.
 
-    `x=1 or y=2` says neither.
+    `x=1 or y=2` says neither, and conditions are not the same with "or" and with "and".
     """
+    if any(map(is_relation, items)):
+        return (Collection("alternatives" if is_choice else "conditions", tuple(items)),)
     assignments = [read_assignment(item) for item in items]
     named = [assignment for assignment in assignments if assignment is not None]
     if len(named) < len(items):
         return (Collection("list", tuple(items)),)
     names = [assignment.name for assignment in named]
     values = tuple(assignment.value for assignment in named)
-    if len({_SUBSCRIPT.sub("", name) for name in names}) == 1:
-        return (Collection("list", values),)
+    bases = {_SUBSCRIPT.sub("", name) for name in names}
+    if len(bases) == 1:
+        return (Collection("list", values, tuple(bases)),)
     if is_choice:
-        return (Collection("named", tuple(items)),)
+        return (Collection("alternatives", tuple(items)),)
     by_name = tuple(value for _, value in sorted(zip(names, values, strict=True)))
     kinds = (("named", tuple(items)), ("row", by_name), ("tuple", by_name))
     return tuple(Collection(kind, parts, tuple(sorted(names))) for kind, parts in kinds)

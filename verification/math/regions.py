@@ -100,6 +100,8 @@ def same_region(first: Region, second: Region) -> bool | None:
     """Whether two regions are equal; None when symbolic endpoints leave it open."""
     if first.variable and second.variable and first.variable != second.variable:
         return False
+    if _holds_infinity(first) != _holds_infinity(second):
+        return False
     ends = first.endpoints() + second.endpoints()
     if len(ends) > MAX_ENDPOINTS:
         return None
@@ -108,6 +110,15 @@ def same_region(first: Region, second: Region) -> bool | None:
     marks = _marks(ends)
     places = range(2 * len(marks) + 1)
     return all(_holds(first, place, marks) == _holds(second, place, marks) for place in places)
+
+
+def _holds_infinity(region: Region) -> bool:
+    """Whether a region is written with a bracket that takes in an infinite end."""
+    pairs = ((region.low, region.is_low_in), (region.high, region.is_high_in))
+    is_own = any(
+        is_in and end is not None and end.value in (mp.inf, mp.ninf) for end, is_in in pairs
+    )
+    return is_own or any(map(_holds_infinity, region.parts))
 
 
 def _marks(ends: list[Endpoint]) -> list[mpmath.mpf]:

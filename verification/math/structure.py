@@ -56,7 +56,7 @@ MAX_ITEMS = 40
 MAX_LEVELS = 6
 # Kinds of collections that compare at all, and whether the order of items counts.
 _ORDERED = ({"tuple"}, {"tuple", "list"}, {"row", "list"})
-_UNORDERED = ({"set"}, {"list"}, {"set", "list"}, {"named"})
+_UNORDERED = ({"set"}, {"list"}, {"set", "list"}, {"named"}, {"conditions"}, {"alternatives"})
 
 
 def same_structure(
@@ -230,8 +230,11 @@ class _Comparison:
         trees = [parse_expression(side.value) for side in (a, b)]
         if letters is None or trees[0] is None or trees[1] is None:
             return False
-        # f(x)=x^2 and f(t)=t^2 are one function.
-        if letters[0] in symbols_of(trees[1]) or letters[1] in symbols_of(trees[0]):
+        # f(x)=x^2 and f(t)=t^2 are one function; E(X)=3 and E(Y)=3 are two values.
+        symbols = [symbols_of(tree) for tree in trees]
+        if letters[0] in symbols[1] or letters[1] in symbols[0]:
+            return False
+        if letters[0] not in symbols[0] or letters[1] not in symbols[1]:
             return False
         return _same_tree(renamed(trees[0], dict([letters])), trees[1])
 

@@ -17,7 +17,7 @@ from verification.math.labels import (
         ("x=5", "x", "5"), ("5=x", "x", "5"), ("n=2^{10}=1024", "n", "1024"), ("a+b=7", "a+b", "7"),
         ("7=a+b", "a+b", "7"), ("\\cos A=0.5", "\\cos A", "0.5"), ("2+5=7", "", "7"),
         ("f(2)=5", "f(2)", "5"), ("P(X=2)=0.5", "P(X=2)", "0.5"), ("f(x)=2x", "f(x)", "2x"),
-        ("\\lim_{x\\to\\infty}f=1", "\\lim_{x\\to\\infty}f", "1"), ("A=B=5", "A", "5"),
+        ("\\lim_{x\\to\\infty}f=1", "\\lim_{x\\to\\infty}f", "1"), ("A=B=5", "A=B", "5"),
     ],
 )  # fmt: skip
 def test_left_hand_sides_name_their_value(text: str, name: str, value: str) -> None:

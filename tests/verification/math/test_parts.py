@@ -133,7 +133,7 @@ def test_equations_are_equal_up_to_a_factor() -> None:
     [
         ("[0,3]", "[0,2]\\cup(1,3]", True), ("[0,3]", "[0,1)\\cup(1,3]", False),
         ("x\\ne2", "\\reals\\setminus\\{2\\}", True), ("(0,2)\\cap(1,3)", "1<x<2", True),
-        ("0<x<1", "0<y<1", False), ("(0,a)", "(0,a)", None),
+        ("0<x<1", "0<y<1", False), ("(3,\\infty)", "(3,\\infty]", False), ("(0,a)", "(0,a)", None),
     ],
 )  # fmt: skip
 def test_regions_are_compared_by_membership(first: str, second: str, is_same: bool | None) -> None:
