@@ -26,7 +26,23 @@ _LABEL = re.compile(r"\\text\{[^{}]*\}|[A-Za-z ]{4,}|\\frac\{d[a-z]?\}\{d[a-z]\}
 _COORDINATES = re.compile(r"\([A-Za-z](?:,[A-Za-z]){1,3}\)")
 _RELATION = re.compile(r"<|>|(?<![0-9)])!=|\\(?:le|ge|ne|in|equiv|subset)(?![a-z])")
 _ENVIRONMENT = re.compile(r"\\begin\{.*\\end\{[a-zA-Z]{1,12}\}", re.DOTALL)
-_NO_LABEL = re.compile(r"(?<![A-Za-z])(?:or|and|not|if|either|maybe|than|wrong|no|but)(?![A-Za-z])")
+_NO_LABEL = re.compile(
+    r"(?<![A-Za-z])(?:or|and|not|if|either|maybe|than|wrong|no|but|instead|wait|rather|also|perhaps"
+    r"|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)(?![A-Za-z])"
+    r"|\\text\{[^{}]*[0-9]",
+    re.IGNORECASE,
+)
+# A derivation states several things, and which of them is the answer is left open.
+_ARROWS = (
+    "\\Rightarrow",
+    "\\implies",
+    "\\iff",
+    "\\Leftrightarrow",
+    "\\rightarrow",
+    "\\to",
+    "\\therefore",
+)
+_WORDS = re.compile(r"\\text\{[^{}]*[A-Za-z]{2}")
 _IDLE_WORDS = frozenset("the a an is of total answer value final".split())
 _CONSTANTS = ("e", "i", "\\pi", "\\infty", "\\emptyset", "\\reals")
 # An equation in these is a curve or a condition, not the value of its left side.
@@ -116,6 +132,8 @@ def contradicts_itself(text: str) -> bool:
         return False
     if not _is_single(text) or is_relation(text):
         return False
+    if len(split_at(text, *_ARROWS)) > 1:
+        return True
     sides = [side.strip() for side in split_at(text, "=")]
     if any(_is_wrong_rounding(side) for side in sides):
         return True
@@ -174,6 +192,8 @@ def _is_label(left: str, value: str) -> bool:
     tree, value_tree = _left_tree(left), parse_expression(split_unit(value)[0])
     if tree is None:
         is_list = len(split_at(left, ",", ";")) > 1
+        parts = split_at(left, ":")
+        is_list = is_list or not all(re.search("[A-Za-z]", part) for part in parts)
         return not (is_list or left[0].isdigit() or _NO_LABEL.search(left)) and (
             re.search("[A-Za-z]", left) is not None
         )
@@ -227,6 +247,8 @@ def _differ(side: str, last: str, *, is_chain: bool) -> bool:
     """Whether two sides of a chain are known to be different values."""
     (text, unit), (other_text, other_unit) = split_unit(side), split_unit(last)
     tree, other = _tree(text), _tree(other_text)
+    if is_chain and _WORDS.search(text):
+        return True
     if tree is None or other is None:
         brackets = ("(", "[", "\\{")
         is_pair = side.startswith(brackets) and last.startswith(brackets)

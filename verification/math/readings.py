@@ -226,7 +226,7 @@ def _read_collections(text: str) -> tuple[Reading, ...]:
         if kind == "set" and not any(mark in inner for mark in "|:"):
             is_plain = len(items) == 1 and not _is_set(items[0])
             return (Collection("set", items), *(read(normalise(inner)) if is_plain else ()))
-        is_interval = opening == "[" and len(items) == 2
+        is_interval = opening == "[" and parse_region(text) is not None
         return (Collection("tuple", items),) if len(items) > 1 and not is_interval else ()
     items = _list_items(text)
     if len(items) < 2:

@@ -11,9 +11,14 @@ equal in one reading of the same kind, so the verdict does not depend on which i
 | tuple, tuple | same items in order |
 | `x=1, y=2`, list or tuple | same values in the order of the names |
 | tuple, list | the same, from three items on: a pair may be an interval |
+| conditions, conditions | same items in any order, all joined by "or" or none |
 | region, region | same points of the line, and no different variables |
+| inequality, inequality | one is a positive multiple of the other, both strict or neither |
 | assignment, its value | the values are |
 | equation, equation | one is a constant multiple of the other |
+| ratio, ratio or fraction | equal up to a factor |
+| residue class, class or number | same modulus and residues; the residue as written |
+| pieces by condition, pieces | same pieces in any order |
 | matrix, matrix | same entries |
 | words, words | same words |
 """
@@ -47,6 +52,7 @@ from verification.math.readings import (
     without_names,
 )  # fmt: skip
 from verification.math.regions import Region, same_region
+from verification.math.split import split_at
 from verification.math.text import normalise
 from verification.math.units import ANGLE, is_unit_mismatch
 from verification.math.values import is_constant_ratio, same_value
@@ -91,7 +97,9 @@ def same_structure(
     pairs = settled_pairs(first, second)
     results = [comparison.same(read(one), read(other)) for one, other in pairs]
     if len(results) == 1:
-        return results[0]
+        # The library takes what stands behind the last sign of equality, whatever is before it.
+        is_equation = [len(split_at(text, "=")) > 1 for text in (first, second)]
+        return False if results[0] is None and is_equation[0] != is_equation[1] else results[0]
     # The texts leave open whether P(2) is a product: both meanings must agree, and no other
     # parser may choose one.
     return all(result is True for result in results)
