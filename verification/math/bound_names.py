@@ -156,7 +156,7 @@ def _progression(tree: Tree) -> tuple[Tree, Tree] | None:
         there = ("sum", start, ("prod", ("num", Fraction(value)), step))
         if not same_value(there, tree_there):
             return None
-    return None if real_value(step) == 0 else (start, step)
+    return None if same_value(step, ("num", Fraction(0))) is not False else (start, step)
 
 
 def _substituted(tree: Tree, value: Fraction) -> Tree:
@@ -168,9 +168,9 @@ def _substituted(tree: Tree, value: Fraction) -> Tree:
 def _is_whole_ratio(first: Tree, second: Tree) -> bool:
     ratio = ("prod", first, ("pow", second, ("num", Fraction(-1))))
     value = real_value(ratio)
-    if value is None or abs(value) > 10**6:
+    if value is None or not abs(float(value)) <= 10**6:
         return False
-    return same_value(ratio, ("num", Fraction(round(value)))) is True
+    return same_value(ratio, ("num", Fraction(round(float(value))))) is True
 
 
 def _free_constants(tree: Tree) -> frozenset[str]:

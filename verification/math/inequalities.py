@@ -6,36 +6,29 @@ nowhere, so one rational point decides, and each cut is decided by itself.
 """
 
 import itertools
+import math
 from fractions import Fraction
+from typing import Any
 
-import mpmath
-from mpmath import mp
+from mpmath import libmp, mp
 
 from verification.math.expression import Tree, symbols_of
-from verification.math.values import (
-    MAX_POINTS,
-    Unbounded,
-    Undefined,
-    evaluate,
-    is_constant_ratio,
-    is_real_value,
-    real_value,
-    values_at,
-)
+from verification.math.values import is_constant_ratio, real_value, same_value
 
 MAX_DEGREE = 10
 MAX_FORMS = 8
-DIGITS = 120
-# Of a value computed with DIGITS digits: below this it is 0, above its inverse it has a pole.
-_TINY = mpmath.mpf(10) ** -60
+ROOT_DIGITS = 120
+_ZERO = ("num", Fraction(0))
 _ONE = (Fraction(1),)
+# Points where the signs of two expressions are compared.
+_PRIMES = (3, 7, 13, 19, 29, 37, 43, 53)
 
-Polynomial = tuple[Fraction | mpmath.mpf, ...]
+Polynomial = tuple[Fraction, ...]
 """Coefficients, the constant first."""
 Form = tuple[Polynomial, Polynomial]
 """Numerator and denominator."""
-Stretch = tuple[mpmath.mpf, mpmath.mpf, bool]
-"""Ends of an interval, and whether they belong to it: an open interval or a single point."""
+Stretch = tuple[Tree | None, Tree | None, bool]
+"""Ends of an interval, None for an infinite one; and whether it is a single point, not open."""
 
 
 def solution(difference: Tree, sign: str) -> list[Stretch] | None:
@@ -44,31 +37,34 @@ def solution(difference: Tree, sign: str) -> list[Stretch] | None:
     if len(names) != 1 or sign not in ("<", ">", "<=", ">="):
         return None
     name = next(iter(names))
+    try:
+        return _stretches(difference, name, sign, _in_order(_cuts(difference, name)))
+    except _Unknown:
+        return None
+
+
+def _cuts(difference: Tree, name: str) -> list[Tree]:
+    """Where the sign may change. Raises _Unknown."""
     breaks: list[Polynomial] = []
     try:
-        with mp.workdps(DIGITS):
-            forms = _forms(difference, breaks)
-            polynomials = {*breaks, *itertools.chain.from_iterable(forms)}
-            cuts = _distinct([root for poly in polynomials for root in _real_roots(poly)])
-            return _stretches(difference, name, sign, cuts)
-    except (_Unknown, Unbounded, ArithmeticError, RecursionError, mpmath.libmp.NoConvergence):
-        return None
+        forms = _forms(difference, breaks)
+        polynomials = {*breaks, *itertools.chain.from_iterable(forms)}
+        return [root for polynomial in polynomials for root in _real_roots(polynomial)]
+    except (_Unknown, libmp.NoConvergence):
+        return _roots_of_quadratic(difference, name)
 
 
 def is_positive_multiple(first: Tree, second: Tree) -> bool | None:
     """Whether one expression is the other times a positive constant."""
-    if not is_constant_ratio(first, second):
-        return is_constant_ratio(first, second)
+    result = is_constant_ratio(first, second)
+    if not result:
+        return result
     names = sorted(symbols_of(first) | symbols_of(second))
-    for point in range(MAX_POINTS):
-        values = values_at(point, names)
-        try:
-            with mp.workdps(DIGITS):
-                pair = [_inexact(evaluate(tree, values)) for tree in (first, second)]
-        except (Undefined, Unbounded):
-            continue
-        if all(is_real_value(value) and value != 0 for value in pair):
-            return bool((mp.re(pair[0]) > 0) == (mp.re(pair[1]) > 0))
+    for shift in range(6):
+        point = {name: Fraction(_PRIMES[(k + shift) % 8], 5 + k) for k, name in enumerate(names)}
+        signs = [_sign(_at(tree, point)) for tree in (first, second)]
+        if signs[0] and signs[1]:
+            return signs[0] == signs[1]
     return None
 
 
@@ -76,39 +72,67 @@ class _Unknown(ValueError):
     """Not a rational function, or one of too high a degree."""
 
 
-def _stretches(difference: Tree, name: str, sign: str, cuts: list) -> list[Stretch]:
-    ends = [mp.ninf, *map(_inexact, cuts), mp.inf]
+def _stretches(difference: Tree, name: str, sign: str, cuts: list[Tree]) -> list[Stretch] | None:
+    ends = [None, *cuts, None]
     found: list[Stretch] = []
     for k, (low, high) in enumerate(itertools.pairwise(ends)):
-        if _holds(difference, name, sign, _between(low, high)):
+        middle = _between(low, high)
+        if middle is None:
+            return None
+        if _holds(_at(difference, {name: middle}), sign):
             found.append((low, high, False))
-        if k < len(cuts) and _holds(difference, name, sign, cuts[k]):
-            found.append((ends[k + 1], ends[k + 1], True))
+        if high is not None and _holds(_replaced(difference, name, cuts[k]), sign):
+            found.append((high, high, True))
     return found
 
 
-def _holds(difference: Tree, name: str, sign: str, place: Fraction | mpmath.mpf) -> bool:
-    try:
-        value = _inexact(evaluate(difference, {name: place}))
-    except Undefined:
+def _holds(value: Tree, sign: str) -> bool:
+    order = _sign(value)
+    if order is None:
         return False
-    if abs(value) > 1 / _TINY:
-        return False
-    value = mp.mpf(0) if abs(value) < _TINY else value
-    return {"<": value < 0, ">": value > 0, "<=": value <= 0, ">=": value >= 0}[sign]
+    return {"<": order < 0, ">": order > 0, "<=": order <= 0, ">=": order >= 0}[sign]
 
 
-def _between(low: mpmath.mpf, high: mpmath.mpf) -> Fraction:
-    """A rational point within an open interval."""
-    if mp.isinf(low) and mp.isinf(high):
-        return Fraction(0)
-    if mp.isinf(low):
-        return Fraction(int(mp.floor(high)) - 1)
-    if mp.isinf(high):
-        return Fraction(int(mp.ceil(low)) + 1)
-    middle = (low + high) / 2
-    scale = 10 ** (2 - min(0, int(mp.floor(mp.log10(high - low)))))
-    return Fraction(int(mp.nint(middle * scale)), scale)
+def _sign(value: Tree) -> int | None:
+    """-1, 0 or 1; None without a real value."""
+    if same_value(value, _ZERO):
+        return 0
+    number, zero = real_value(value), real_value(_ZERO)
+    if number is None or zero is None or math.isinf(float(number)):
+        return None
+    return 1 if zero < number else -1
+
+
+def _between(low: Tree | None, high: Tree | None) -> Fraction | None:
+    """A rational point within an open interval; None when its ends are too close to tell."""
+    ends = [None if end is None else float(_value(end)) for end in (low, high)]
+    if ends[0] is None or ends[1] is None:
+        known = [end for end in ends if end is not None]
+        step = 1 if ends[1] is None else -1
+        return Fraction(math.floor(known[0]) + 2 * step) if known else Fraction(0)
+    middle = Fraction((ends[0] + ends[1]) / 2)
+    tree = ("num", middle)
+    is_inside = _value(low) < _value(tree) and _value(tree) < _value(high)
+    return middle if is_inside else None
+
+
+def _value(tree: Tree | None) -> Any:
+    value = real_value(tree) if tree is not None else None
+    if value is None or math.isinf(float(value)):
+        raise _Unknown
+    return value
+
+
+def _at(tree: Tree, point: dict[str, Fraction]) -> Tree:
+    if tree[0] == "sym":
+        return ("num", point[tree[1]])
+    return tuple(_at(part, point) if isinstance(part, tuple) else part for part in tree)
+
+
+def _replaced(tree: Tree, name: str, value: Tree) -> Tree:
+    if tree == ("sym", name):
+        return value
+    return tuple(_replaced(part, name, value) if isinstance(part, tuple) else part for part in tree)
 
 
 def _forms(tree: Tree, breaks: list[Polynomial]) -> list[Form]:
@@ -147,21 +171,24 @@ def _few(forms: list[Form]) -> list[Form]:
     return forms
 
 
-def _constant(tree: Tree) -> Fraction | mpmath.mpf:
-    value = evaluate(tree, {})
-    if isinstance(value, Fraction):
-        return value
-    real = real_value(tree)
-    if real is None or mp.isinf(real):
-        raise _Unknown
-    return mp.re(value)
+def _constant(tree: Tree) -> Fraction:
+    """A rational constant, as folding its numbers gives it."""
+    if tree[0] == "num":
+        return tree[1]
+    if tree[0] in ("sum", "prod"):
+        values = [_constant(child) for child in tree[1:]]
+        return sum(values) if tree[0] == "sum" else math.prod(values)
+    if tree[0] == "pow" and tree[2][0] == "num" and tree[2][1].denominator == 1:
+        base, power = _constant(tree[1]), int(tree[2][1])
+        if abs(power) <= MAX_DEGREE and (base or power > 0):
+            return base**power
+    raise _Unknown
 
 
 def _added(one: Form, other: Form) -> Form:
     (p, q), (r, s) = one, other
-    cross = (_product(p, s), _product(r, q))
-    total = itertools.zip_longest(*cross, fillvalue=Fraction(0))
-    return tuple(_sum_of(a, b) for a, b in total), _product(q, s)
+    total = itertools.zip_longest(_product(p, s), _product(r, q), fillvalue=Fraction(0))
+    return tuple(a + b for a, b in total), _product(q, s)
 
 
 def _multiplied(one: Form, other: Form) -> Form:
@@ -178,59 +205,70 @@ def _power(polynomial: Polynomial, power: int) -> Polynomial:
 def _product(one: Polynomial, other: Polynomial) -> Polynomial:
     if len(one) + len(other) - 2 > MAX_DEGREE:
         raise _Unknown
-    result: list = [Fraction(0)] * (len(one) + len(other) - 1)
+    result = [Fraction(0)] * (len(one) + len(other) - 1)
     for k, a in enumerate(one):
         for m, b in enumerate(other):
-            result[k + m] = _sum_of(result[k + m], _product_of(a, b))
+            result[k + m] += a * b
     return tuple(result)
 
 
-def _sum_of(a: Fraction | mpmath.mpf, b: Fraction | mpmath.mpf) -> Fraction | mpmath.mpf:
-    is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
-    return a + b if is_exact else _inexact(a) + _inexact(b)
-
-
-def _product_of(a: Fraction | mpmath.mpf, b: Fraction | mpmath.mpf) -> Fraction | mpmath.mpf:
-    is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
-    return a * b if is_exact else _inexact(a) * _inexact(b)
-
-
-def _inexact(value: Fraction | mpmath.mpf) -> mpmath.mpf:
-    return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
-
-
-def _real_roots(polynomial: Polynomial) -> list[Fraction | mpmath.mpf]:
-    """Real roots, each once; the rational ones exactly."""
-    coefficients = list(polynomial)
-    while coefficients and coefficients[-1] == 0:
-        coefficients.pop()
-    if len(coefficients) < 2:
+def _real_roots(polynomial: Polynomial) -> list[Tree]:
+    """Real roots, each once: rational ones and those of a quadratic. Raises _Unknown."""
+    rest = _stripped(polynomial)
+    if len(rest) < 2:
         return []
-    if not all(isinstance(value, Fraction) for value in coefficients):
-        return _roots_of_quadratic([_inexact(value) for value in coefficients])
-    exact = _without_repeated_factors(coefficients)
-    roots = mp.polyroots([_inexact(value) for value in reversed(exact)], 200, extraprec=400)
-    real = [mp.re(root) for root in roots if abs(mp.im(root)) < _TINY * max(1, abs(root))]
-    return [_rational_root(exact, root) for root in real]
-
-
-def _roots_of_quadratic(coefficients: list[mpmath.mpf]) -> list[mpmath.mpf]:
-    if len(coefficients) == 2:
-        return [-coefficients[0] / coefficients[1]]
-    if len(coefficients) > 3:
+    rest = _without_repeated_factors(rest)
+    with mp.workdps(ROOT_DIGITS):
+        coefficients = [mp.mpf(c.numerator) / c.denominator for c in reversed(rest)]
+        # Of degree 1 on, its roots are known to these digits.
+        near = [mp.re(root) for root in mp.polyroots(coefficients, 200, extraprec=400)]
+        scale = 10**40
+        guesses = {
+            Fraction(int(mp.nint(root * scale)), scale).limit_denominator(10**9) for root in near
+        }
+    roots = [root for root in guesses if sum(c * root**k for k, c in enumerate(rest)) == 0]
+    for root in roots:
+        rest = _divided(rest, [-root, Fraction(1)])[0]
+    if len(rest) > 3:
         raise _Unknown
-    c, b, a = coefficients
-    discriminant = b * b - 4 * a * c
-    if abs(discriminant) < _TINY:
-        return [-b / (2 * a)]
-    root = mp.sqrt(discriminant) if discriminant > 0 else None
-    return [] if root is None else [(-b - root) / (2 * a), (-b + root) / (2 * a)]
+    found: list[Tree] = [("num", root) for root in roots]
+    return found + (_quadratic_roots(*(("num", c) for c in rest)) if len(rest) == 3 else [])
 
 
-def _rational_root(exact: list[Fraction], root: mpmath.mpf) -> Fraction | mpmath.mpf:
-    scale = 10**40
-    near = Fraction(int(mp.nint(root * scale)), scale).limit_denominator(10**9)
-    return near if sum(c * near**k for k, c in enumerate(exact)) == 0 else root
+def _quadratic_roots(c: Tree, b: Tree, a: Tree) -> list[Tree]:
+    """Real roots of ax^2+bx+c, a not 0."""
+    discriminant = ("sum", ("prod", b, b), ("prod", ("num", Fraction(-4)), a, c))
+    sign = _sign(discriminant)
+    if sign is None or sign < 0:
+        return []
+    root = ("pow", discriminant, ("num", Fraction(1, 2)))
+    half = ("pow", ("prod", ("num", Fraction(2)), a), ("num", Fraction(-1)))
+    minus = ("prod", ("num", Fraction(-1)), b)
+    signs = (Fraction(-1), Fraction(1)) if sign else (Fraction(0),)
+    return [("prod", ("sum", minus, ("prod", ("num", way), root)), half) for way in signs]
+
+
+def _roots_of_quadratic(difference: Tree, name: str) -> list[Tree]:
+    """Roots of a polynomial of degree 1 or 2 with any constants. Raises _Unknown."""
+    c, up, down = (_at(difference, {name: Fraction(value)}) for value in (0, 1, -1))
+    half, minus = ("num", Fraction(1, 2)), ("num", Fraction(-1))
+    b = ("prod", half, ("sum", up, ("prod", minus, down)))
+    a = ("sum", ("prod", half, ("sum", up, down)), ("prod", minus, c))
+    x = ("sym", name)
+    if not same_value(difference, ("sum", ("prod", a, x, x), ("prod", b, x), c)):
+        raise _Unknown
+    if not same_value(a, _ZERO):
+        return _quadratic_roots(c, b, a)
+    if same_value(b, _ZERO) is not False:
+        raise _Unknown
+    return [("prod", minus, c, ("pow", b, minus))]
+
+
+def _stripped(coefficients: Polynomial | list[Fraction]) -> list[Fraction]:
+    values = list(coefficients)
+    while values and values[-1] == 0:
+        values.pop()
+    return values
 
 
 def _without_repeated_factors(coefficients: list[Fraction]) -> list[Fraction]:
@@ -257,13 +295,10 @@ def _divided(one: list[Fraction], other: list[Fraction]) -> tuple[list[Fraction]
     return quotient, rest
 
 
-def _distinct(roots: list[Fraction | mpmath.mpf]) -> list[Fraction | mpmath.mpf]:
-    """Roots in order, each once; a rational one in its exact form."""
-    ordered = sorted(roots, key=lambda root: (_inexact(root), not isinstance(root, Fraction)))
-    kept: list[Fraction | mpmath.mpf] = []
-    for root in ordered:
-        if kept and abs(_inexact(root) - _inexact(kept[-1])) < _TINY:
-            kept[-1] = root if isinstance(root, Fraction) else kept[-1]
-        else:
-            kept.append(root)
+def _in_order(cuts: list[Tree]) -> list[Tree]:
+    """Cuts from low to high, each once."""
+    kept: list[Tree] = []
+    for cut in sorted(cuts, key=lambda tree: float(_value(tree))):
+        if not kept or same_value(kept[-1], cut) is not True:
+            kept.append(cut)
     return kept

@@ -282,38 +282,47 @@ def _is_wrong_rounding(side: str) -> bool:
         return False
     if is_name(parts[0]):
         parts = parts[1:]
-    tree = _tree(split_unit(parts[0])[0])
-    exact = None if tree is None else real_value(tree)
-    if exact is None:
+    digits, unit = split_unit(parts[0])
+    tree = _tree(digits)
+    if tree is None or real_value(tree) is None:
         return False
-    return not all(_is_rounded(exact, part, split_unit(parts[0])[1]) for part in parts[1:])
+    return not all(_is_rounded(tree, part, has_unit=unit is not None) for part in parts[1:])
 
 
-def _is_rounded(exact: object, text: str, exact_unit: object) -> bool:
+def _is_rounded(exact: Tree, text: str, *, has_unit: bool) -> bool:
     digits, unit = split_unit(text)
     value = parse_number(digits)
-    match = _DECIMAL.fullmatch(digits)
     if value is None:
         tree = parse_expression(digits)
-        other = None if tree is None else real_value(tree)
-        return other is not None and abs(exact - other) <= abs(exact) / 100
-    factor = unit.factor if unit is not None and unit.dimension == "" and not exact_unit else 1
-    value = value * factor
-    error = abs(exact) - abs(_real(value))
-    if (exact > 0) != (value > 0) and value != 0:
-        return False
+        return tree is not None and _is_near(exact, tree, Fraction(1, 100))
+    factor = unit.factor if unit is not None and unit.dimension == "" and not has_unit else 1
+    value = Fraction(value * factor)
+    match = _DECIMAL.fullmatch(digits)
     if match is None:
-        return bool(abs(error) <= abs(exact) / 100)
+        return _is_near(exact, ("num", value), Fraction(1, 100))
     places = len(match["places"] or "")
     power = int(match["braced"] or match["bare"] or 0)
-    step = _real(Fraction(10) ** (power - places) * factor)
-    if not places and not power:
+    step = abs(Fraction(10) ** (power - places) * factor)
+    if not places and not power and _is_near(exact, ("num", value), MAX_ROUNDING):
         zeros = len(match["whole"]) - len(match["whole"].rstrip("0,"))
-        is_near = abs(error) <= abs(exact) * _real(MAX_ROUNDING)
-        step = _real(Fraction(10) ** min(zeros, 9) * factor) if is_near else step
+        step = Fraction(10) ** min(zeros, 9) * factor
     # Rounded, or cut off after some decimals.
-    return bool(abs(error) <= step * 0.500001 or (places and 0 <= error < step))
+    cut = (value, value + step) if value > 0 else (value - step, value)
+    is_cut = bool(places) and _is_within(exact, *cut)
+    return is_cut or _is_within(exact, value - step / 2, value + step / 2)
 
 
-def _real(value: Fraction) -> object:
-    return real_value(("num", Fraction(value)))
+def _is_within(exact: Tree, low: Fraction, high: Fraction) -> bool:
+    number = real_value(exact)
+    ends = [real_value(("num", end)) for end in (low, high)]
+    if number is None or ends[0] is None or ends[1] is None:
+        return False
+    return not (number < ends[0] or ends[1] < number)
+
+
+def _is_near(exact: Tree, other: Tree, share: Fraction) -> bool:
+    """Whether two numbers differ by no more than a share of the first."""
+    difference = ("sum", exact, ("prod", ("num", Fraction(-1)), other))
+    error = real_value(("call", "abs", difference))
+    most = real_value(("prod", ("num", share), ("call", "abs", exact)))
+    return error is not None and most is not None and not most < error

@@ -12,7 +12,7 @@ from fractions import Fraction
 import mpmath
 from mpmath import mp
 
-from verification.math.expression import parse_expression, symbols_of
+from verification.math.expression import Tree, parse_expression, symbols_of
 from verification.math.inequalities import solution
 from verification.math.split import enclosed, split_at, split_words
 from verification.math.values import DIGITS, is_close, real_value
@@ -337,9 +337,10 @@ def _solved(text: str) -> Region | None:
     return _named(parts[0] if len(parts) == 1 else Region("and", tuple(parts)), spelled)
 
 
-def _stretch(low: mpmath.mpf, high: mpmath.mpf, is_closed: bool) -> Region:
-    ends = (Endpoint(str(value), value) for value in (low, high))
-    return _point(next(ends)) if is_closed else Region("interval", (), *ends)
+def _stretch(low: Tree | None, high: Tree | None, is_point: bool) -> Region:
+    first = MINUS_INFINITY if low is None else Endpoint(repr(low), real_value(low))
+    second = INFINITY if high is None else Endpoint(repr(high), real_value(high))
+    return _point(first) if is_point else Region("interval", (), first, second)
 
 
 def _distance(sides: list[str], signs: list[str]) -> Region | None:
