@@ -13,7 +13,10 @@ MAX_NESTING = 60
 MAX_TOKENS = 600
 
 Tree = tuple[Any, ...]
-"""(kind, *children): num, sym, const, sum, prod, pow, neg, call, fact."""
+"""(kind, *children): num, sym, const, sum, prod, pow, call, apply.
+
+`apply` is a function that only its name is known of: ("apply", name, *arguments).
+"""
 
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot ln exp".split()
@@ -26,8 +29,16 @@ _GREEK = frozenset(
 _ACCENTS = frozenset("overline bar vec hat tilde widehat overrightarrow mathcal mathbb".split())
 _TOKEN = re.compile(
     r" *(?:(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))|(?P<text>\\text\{[^{}]*\})"
-    r"|(?P<command>\\[A-Za-z]+)|(?P<letter>[A-Za-z])|(?P<sign>\\[{}|]|[-+*/^_!%()\[\]{}|']))"
+    r"|(?P<command>\\[A-Za-z]+)|(?P<name>(?<![A-Za-z])(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?"
+    r"|ln|log|exp|sqrt|gcd|lcm|max|min|floor|ceil|cis)(?=\())|(?P<letter>[A-Za-z])"
+    r"|(?P<sign>\\[{}|]|[-+*/^_!%()\[\]{}|',]))"
 )
+# Functions of numbers with several arguments or none of the grammar above: spelling -> call.
+_CALLS = {
+    "gcd": "gcd", "lcm": "lcm", "max": "max", "min": "min", "floor": "floor", "ceil": "ceil",
+    "sgn": "sign", "sign": "sign", "abs": "abs",
+}  # fmt: skip
+_NAMED_FUNCTIONS = frozenset({"Re", "Im", "arg", "det"})
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 _PAIRS = {"lfloor": ("rfloor", "floor"), "lceil": ("rceil", "ceil"), "|": ("|", "abs")}
 
@@ -51,8 +62,17 @@ def symbols_of(tree: Tree) -> frozenset[str]:
     """Names of the symbols in a tree."""
     if tree[0] == "sym":
         return frozenset({tree[1]})
+    if tree[0] == "apply":
+        return frozenset({f"{tree[1]}()"}).union(*map(symbols_of, tree[2:]))
     children = [child for child in tree[1:] if isinstance(child, tuple)]
     return frozenset().union(*map(symbols_of, children)) if children else frozenset()
+
+
+def renamed(tree: Tree, names: dict[str, str]) -> Tree:
+    """The tree with some symbols under other names, all at once."""
+    if tree[0] == "sym":
+        return ("sym", names.get(tree[1], tree[1]))
+    return tuple(renamed(part, names) if isinstance(part, tuple) else part for part in tree)
 
 
 def has_constant(tree: Tree, name: str) -> bool:
@@ -70,9 +90,24 @@ def _tokens(text: str) -> list[tuple[str, str]]:
         if match is None or len(tokens) > MAX_TOKENS:
             raise NotAnExpression(text)
         kind = str(match.lastgroup)
-        tokens.append((kind, match[kind].removeprefix("\\") if kind == "command" else match[kind]))
+        token = match[kind]
         position = match.end()
+        if kind in ("command", "name"):
+            kind, token = "command", token.removeprefix("\\")
+        elif kind == "text" and _is_function_text(token[6:-1], text[position:]):
+            kind, token = "command", token[6:-1].strip()
+        if token != "by":
+            tokens.append((kind, token))
+        elif tokens and tokens[-1][0] == "letter":
+            tokens[-1] = ("factor", tokens[-1][1])
     return tokens
+
+
+def _is_function_text(words: str, rest: str) -> bool:
+    """Whether words in text are a function: a known one, or any before parentheses."""
+    words = words.strip()
+    is_known = words in _CALLS or words in _NAMED_FUNCTIONS or words in ("cis", "lg")
+    return is_known or (len(words) > 1 and words.isalpha() and rest.lstrip().startswith("("))
 
 
 class _Parser:
@@ -127,7 +162,12 @@ class _Parser:
         if self._peek() != "^":
             return base
         self._take()
+        start = self._next
         power = ("pow", base, self._exponent())
+        if self._peek() == "of" and base[0] == "sym":
+            # f^{-1}(x), f^{(3)}(x), f^2(x)
+            marks = "".join(token for _, token in self._tokens[start : self._next])
+            return self._postfix(self._applied(f"{base[1]}^{marks}"))
         return self._postfix(power)
 
     def _sign(self) -> int:
@@ -171,7 +211,8 @@ class _Parser:
             # 2 3, or x^2 3: an omitted sign between digits means nothing sensible.
             raise NotAnExpression("adjacent numbers")
         factor = self.power()
-        if is_whole and is_fraction and factor[0] == "prod" and len(factor) == 3:
+        is_plain = factor[0] == "prod" and len(factor) == 3 and factor[2][0] == "pow"
+        if is_whole and is_fraction and is_plain:
             top, bottom = factor[1], factor[2][1]
             if top[0] == bottom[0] == "num" and top[1] > 0 and bottom[1] > 0:
                 return ("mixed", _num(previous[1] + top[1] / bottom[1]))
@@ -179,11 +220,11 @@ class _Parser:
 
     def _starts_factor(self, is_argument: bool) -> bool:
         kind, token = self._tokens[self._next]
-        if kind in ("number", "letter", "text"):
+        if kind in ("number", "letter", "factor", "text"):
             return True
         if kind == "command":
             is_function = token in FUNCTIONS or token == "log"
-            return not (is_argument and is_function) and token not in ("rfloor", "rceil")
+            return not (is_argument and is_function) and token not in ("rfloor", "rceil", "of")
         return token in ("(", "[", "{", "\\{") or (token == "|" and not self._open_bars)
 
     def _peek(self) -> str:
@@ -206,8 +247,8 @@ class _Parser:
         if kind == "text":
             words = token[6:-1]
             return self._letter(words) if len(words) == 1 else ("sym", self._subscripted(token))
-        if kind == "letter":
-            return self._letter(token)
+        if kind in ("letter", "factor"):
+            return self._letter(token, is_factor=kind == "factor")
         if token in _CLOSING:
             tree = self.sum()
             self._expect(_CLOSING[token])
@@ -226,9 +267,11 @@ class _Parser:
         self._open_bars = outer
         return ("call", name, tree)
 
-    def _letter(self, token: str) -> Tree:
+    def _letter(self, token: str, *, is_factor: bool = False) -> Tree:
         name = self._subscripted(token)
-        if name == token and token in "fgh" and self._peek() == "(":
+        if self._peek() == "of":
+            return self._applied(name)
+        if name == token and token in "fgh" and self._peek() == "(" and not is_factor:
             raise NotAnExpression("unknown function")
         return ("const", token) if name in ("e", "i") else ("sym", name)
 
@@ -262,17 +305,45 @@ class _Parser:
         if name == "binom":
             top = self._group()
             return ("call", "binom", top, self._group())
+        if name in _CALLS:
+            return ("call", _CALLS[name], *self._arguments())
+        if name == "cis":
+            angle = self._argument()
+            return ("sum", ("call", "cos", angle), ("prod", ("const", "i"), ("call", "sin", angle)))
+        if name in _NAMED_FUNCTIONS:
+            return ("apply", name, self._argument())
         if name == "pi":
             return ("const", "pi")
         if name == "infty":
             return ("const", "infty")
-        if name == "log" or name in FUNCTIONS:
-            return self._function(name)
+        if name in ("log", "lg") or name in FUNCTIONS:
+            return self._function("log" if name == "lg" else name)
         if name in _GREEK:
-            return ("sym", self._subscripted(name))
+            return self._letter(name)
         if name in _ACCENTS:
             return ("sym", self._subscripted(f"{name}({self._raw_group()})"))
+        if self._peek() == "(":
+            # Words before parentheses, which the tokens mark as a command.
+            return self._applied(name)
         raise NotAnExpression(name)
+
+    def _applied(self, name: str) -> Tree:
+        """A function that only its name is known of, and what it is applied to."""
+        if self._peek() == "of":
+            self._take()
+        return ("apply", name, *self._arguments())
+
+    def _arguments(self) -> list[Tree]:
+        """One argument, or several in parentheses."""
+        if self._peek() not in ("(", "["):
+            return [self._argument()]
+        closing = _CLOSING[self._take()[1]]
+        arguments = [self.sum()]
+        while self._peek() == ",":
+            self._take()
+            arguments.append(self.sum())
+        self._expect(closing)
+        return arguments
 
     def _group(self) -> Tree:
         """A braced group, or the one digit, letter or command that TeX takes instead."""

@@ -6,10 +6,20 @@ whether an equation between numbers is true.
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
+from verification.math.congruences import Congruence, read_congruence
 from verification.math.expression import Tree, parse_expression, symbols_of
+from verification.math.labels import (
+    Assignment,
+    contradicts_itself,
+    coordinates_named,
+    is_relation,
+    read_assignment,
+    settle_approximation,
+)
+from verification.math.notation import rows_of_cases, vector_components
 from verification.math.numbers import parse_number
 from verification.math.plain import EMPTY_SET, Words, read_plain
 from verification.math.regions import Region, parse_region
@@ -21,19 +31,9 @@ from verification.math.values import same_value
 _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
-# Variables, segments (AB) and angles.
-_NAME = re.compile(
-    r"[A-Za-z](?:_(?:[0-9A-Za-z]|\{[^{}]*\}))?'*|[A-Z]{2,3}|m?\\angle ?[A-Z]{1,3}"
-    r"|\\[a-zA-Z]+ ?(?:_[0-9A-Za-z])?"
-)
-_FUNCTION = re.compile(r"[A-Za-z]'*(?:_[0-9A-Za-z])?(?:\^\{?-1\}?)?\([A-Za-z](?:,[A-Za-z])*\)")
-_LABEL = re.compile(r"\\text\{[^{}]*\}|[A-Za-z ]{4,}|\\frac\{d[a-z]?\}\{d[a-z]\}[a-z]?")
-_COORDINATES = re.compile(r"\([A-Za-z](?:,[A-Za-z]){1,3}\)")
 _SIGN_CHOICE = re.compile(r"\\(pm|mp)(?![a-z]) ?")
-_CONDITION = re.compile(
-    r"(?:, ?|(?=\())\(?[a-z] ?\\in ?\\(?:integers|naturals|reals|rationals|complexes)"
-    r" ?(?:\^\+)?\)?$"
-)
+# What may stand before the condition of a piece.
+_CONDITION = re.compile(r"^(?:\\text\{ ?,?(?:if|for|when|where|as) ?\}|,|if|for|when)+ ?")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _TIGHT_COMMA = re.compile(r",(?! )")
 _MEMBERS = re.compile(r"[A-Za-z](?:_[0-9A-Za-z])?\\in(?![a-z]) ?(\\\{.*)", re.DOTALL)
@@ -42,6 +42,11 @@ _BRACKETS = (
     ("tuple", "(", ")"),
     ("tuple", "[", "]"),
     ("tuple", "\\langle", "\\rangle"),
+)
+_NAMED_POINT = re.compile(r"^[A-Z](?:'|_[0-9])?\\of(?=\()")
+_DIFFERENCE = re.compile(r"[a-z]{1,2}(?:-[a-z]{1,2})+")
+_INEQUALITY = re.compile(
+    r"(?P<left>[^<>]{1,300}?)(?P<sign><=|>=|<|>|\\le(?![a-z])|\\ge(?![a-z]))(?P<right>[^<>]{1,300})"
 )
 _SUBSCRIPT = re.compile(r"_.*|'*$", re.DOTALL)
 
@@ -56,18 +61,16 @@ class Expression:
 
 @dataclass(frozen=True)
 class Collection:
-    """Several answers: kind "set", "list", "tuple", "named" (`x=1, y=2`) or "row" (its values)."""
+    """Several answers.
+
+    Kinds: "set", "list", "tuple", "named" (`x=1, y=2`), "row" (its values), "conditions"
+    (`x>1, y>2`) and "alternatives" (`x>1 or y=2`).
+    """
 
     kind: str
     items: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A name and its value; `f(x)=x^2` too. An empty name is a label in words."""
-
-    name: str
-    value: str
+    names: tuple[str, ...] = field(default=(), compare=False)
+    """Of a row or tuple that was written as `x=1, y=2`, in the order of its items; or of a list."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,14 @@ class Equation:
 
 
 @dataclass(frozen=True)
+class Inequality:
+    """An inequality in several variables: where this is positive, or not negative."""
+
+    difference: Tree
+    is_strict: bool
+
+
+@dataclass(frozen=True)
 class Matrix:
     """Rows of entries; `kind` parts determinants from matrices."""
 
@@ -85,18 +96,35 @@ class Matrix:
     rows: tuple[tuple[str, ...], ...]
 
 
-Reading = Expression | Collection | Assignment | Equation | Matrix | Region | Words
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio such as `3:4:5`."""
+
+    parts: tuple[Tree, ...]
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """A value a condition, in any order."""
+
+    rows: tuple[tuple[str, str], ...]
+
+
+Reading = (
+    Expression | Collection | Assignment | Equation | Matrix | Region | Words | Congruence | Ratio
+    | Piecewise | Inequality
+)  # fmt: skip
 
 
 def without_names(first: str, second: str) -> tuple[str, str]:
     """Both texts, a name that only one of them gives to its value taken away: `x=5` and `5`."""
-    first, second = (_settle_approximation(text) for text in _drop_condition(first, second))
+    first, second = settle_approximation(first), settle_approximation(second)
     if ("=" in first) == ("=" in second):
         return first, second
     named, bare = (first, second) if "=" in first else (second, first)
     # A pair of coordinates may be named one by one.
     assignment = read_assignment(named) if len(_list_items(named)) == 1 else None
-    if assignment is None or _is_relation(bare):
+    if assignment is None or is_relation(bare):
         return first, second
     return (assignment.value, bare) if named == first else (bare, assignment.value)
 
@@ -106,7 +134,15 @@ def read(text: str) -> tuple[Reading, ...]:
     """All readings of a normalised text; none when it is beyond this module."""
     plain = read_plain(text)
     if isinstance(plain, Words) and plain.text != EMPTY_SET:
-        return (plain,)
+        # ab-ac reads like words, too.
+        tree = parse_expression(text) if _DIFFERENCE.fullmatch(text) else None
+        return (plain,) if tree is None else (plain, Expression(tree, None))
+    congruence = read_congruence(text)
+    if congruence is not None:
+        return (congruence,)
+    rows = rows_of_cases(text)
+    if rows is not None and all(len(row) == 2 for row in rows):
+        return (Piecewise(tuple((value, _CONDITION.sub("", when)) for value, when in rows)),)
     matrix = _read_matrix(text)
     if matrix is not None:
         return (matrix, *_column_as_tuple(matrix))
@@ -118,50 +154,48 @@ def read(text: str) -> tuple[Reading, ...]:
     collections = _read_collections(text)
     if collections:
         return readings + collections
+    readings += _read_inequality(text)
     if "=" in text:
         return readings + _read_equation(text)
-    rest, unit = split_unit(text)
+    readings += _read_vector(text)
+    ratio = _read_ratio(text)
+    if ratio is not None:
+        return (*readings, ratio)
+    # The degrees of an angle within belong to no unit of the whole.
+    rest, unit = (text, None) if "\\cis" in text else split_unit(text)
     value = parse_number(rest)
     tree = parse_expression(rest) if value is None else ("num", value)
     return readings if tree is None else (*readings, Expression(tree, unit))
 
 
-def read_assignment(text: str) -> Assignment | None:
-    """The name and value of `x=5`, `5=x`, `f(x)=x^2` or `\\text{Area}=5`; None without a name."""
-    sides = [side.strip() for side in split_at(text, "=")]
-    if len(sides) < 2 or _is_relation(text) or not all(sides):
-        return None
-    if len(sides) == 2 and _is_name(sides[1]) and not _is_name(sides[0]):
-        sides.reverse()
-    if _is_name(sides[0]):
-        return Assignment(sides[0], sides[-1])
-    is_label = _LABEL.fullmatch(sides[0]) or _COORDINATES.fullmatch(sides[0])
-    return Assignment("", sides[-1]) if is_label else None
+def _read_inequality(text: str) -> tuple[Inequality, ...]:
+    """`x+y<1` in two variables or more; one variable has a region."""
+    match = _INEQUALITY.fullmatch(text)
+    if match is None:
+        return ()
+    sides = [parse_expression(match[side].strip()) for side in ("left", "right")]
+    if sides[0] is None or sides[1] is None:
+        return ()
+    more, less = sides if match["sign"][:1] == ">" or match["sign"] == "\\ge" else sides[::-1]
+    difference = ("sum", more, ("prod", ("num", Fraction(-1)), less))
+    is_strict = match["sign"] in ("<", ">")
+    return (Inequality(difference, is_strict),) if len(symbols_of(difference)) > 1 else ()
 
 
-def _drop_condition(first: str, second: str) -> tuple[str, str]:
-    """Both texts; a condition such as `, k \\in \\mathbb{Z}` goes unless the other has another."""
-    bare, other = _CONDITION.sub("", first), _CONDITION.sub("", second)
-    conditions = {first[len(bare) :].strip(", ()"), second[len(other) :].strip(", ()")} - {""}
-    return (bare, other) if len(conditions) == 1 and bare and other else (first, second)
+def _read_vector(text: str) -> tuple[Collection, ...]:
+    """`2\\hat{i}-3\\hat{j}` as a pair, or as a triple that ends with 0."""
+    components = vector_components(text)
+    if components is None:
+        return ()
+    pair = (Collection("tuple", components),)
+    return pair if len(components) > 2 else (*pair, Collection("tuple", (*components, "0")))
 
 
-def _is_name(text: str) -> bool:
-    if text in ("e", "i", "\\pi", "\\infty", "\\emptyset", "\\reals"):
-        return False
-    return bool(_NAME.fullmatch(text) or _FUNCTION.fullmatch(text))
-
-
-def _is_relation(text: str) -> bool:
-    return any(mark in text for mark in ("<", ">", "!=", "\\le", "\\ge", "\\ne", "\\in"))
-
-
-def _settle_approximation(text: str) -> str:
-    """`\\sqrt{2} \\approx 1.41` means its exact side, `x \\approx 1.41` the number given."""
-    sides = [side.strip() for side in split_at(text, "\\approx")]
-    if len(sides) != 2 or not all(sides):
-        return text
-    return "=".join(sides) if _is_name(sides[0]) else sides[0]
+def _read_ratio(text: str) -> Ratio | None:
+    parts = split_at(text, ":")
+    trees = [parse_expression(part.strip()) for part in parts]
+    known = tuple(tree for tree in trees if tree is not None)
+    return Ratio(known) if len(known) == len(parts) > 1 else None
 
 
 def _read_matrix(text: str) -> Matrix | None:
@@ -182,6 +216,8 @@ def _column_as_tuple(matrix: Matrix) -> tuple[Collection, ...]:
 
 def _read_collections(text: str) -> tuple[Reading, ...]:
     """Readings as several answers; none for a single one."""
+    # A(1,2) is the point (1,2) with its name.
+    text = _NAMED_POINT.sub("", text)
     for kind, opening, closing in _BRACKETS:
         inner = enclosed(text, opening, closing)
         if inner is None:
@@ -190,10 +226,33 @@ def _read_collections(text: str) -> tuple[Reading, ...]:
         if kind == "set" and not any(mark in inner for mark in "|:"):
             is_plain = len(items) == 1 and not _is_set(items[0])
             return (Collection("set", items), *(read(normalise(inner)) if is_plain else ()))
-        is_interval = opening == "[" and len(items) == 2
+        is_interval = opening == "[" and parse_region(text) is not None
         return (Collection("tuple", items),) if len(items) > 1 and not is_interval else ()
     items = _list_items(text)
-    return _read_list(items) if len(items) > 1 else ()
+    if len(items) < 2:
+        return ()
+    points = _read_points(text)
+    if points is not None:
+        return (points,)
+    return _read_list(items, is_choice=len(split_words(text, "or", "\\text{or}")) > 1)
+
+
+def _read_points(text: str) -> Collection | None:
+    """`x=1,y=2 or x=3,y=4` as pairs, in the order of the names."""
+    groups = [
+        _list_items(part)
+        for half in split_words(text, "or", "\\text{or}")
+        for piece in split_at(half, ";")
+        for part in (split_words(piece, "and", "\\text{and}") if "," in piece else [piece])
+    ]
+    if len(groups) < 2 or any(len(group) < 2 for group in groups):
+        return None
+    points = [{a.name: a.value for a in map(read_assignment, group) if a} for group in groups]
+    names = sorted(points[0])
+    is_complete = all(len(point) == len(group) for point, group in zip(points, groups, strict=True))
+    if not is_complete or any(sorted(point) != names for point in points):
+        return None
+    return Collection("list", tuple(f"({','.join(map(point.get, names))})" for point in points))
 
 
 def _list_items(text: str) -> list[str]:
@@ -218,19 +277,27 @@ def _with_sign(text: str, sign: str) -> str:
     return re.sub(r"(?<![0-9A-Za-z)}\]])\+", "", signed)
 
 
-def _read_list(items: list[str]) -> tuple[Reading, ...]:
-    """A list; values under different names are no list, but a row or tuple in the names' order."""
+def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
+    """A list; values under different names are no list, but a row or tuple in the names' order.
+
+    `x=1 or y=2` says neither, and conditions are not the same with "or" and with "and".
+    """
+    if any(map(is_relation, items)):
+        return (Collection("alternatives" if is_choice else "conditions", tuple(items)),)
     assignments = [read_assignment(item) for item in items]
     named = [assignment for assignment in assignments if assignment is not None]
     if len(named) < len(items):
         return (Collection("list", tuple(items)),)
     names = [assignment.name for assignment in named]
     values = tuple(assignment.value for assignment in named)
-    if len({_SUBSCRIPT.sub("", name) for name in names}) == 1:
-        return (Collection("list", values),)
+    bases = {_SUBSCRIPT.sub("", name) for name in names}
+    if len(bases) == 1:
+        return (Collection("list", values, tuple(bases)),)
+    if is_choice:
+        return (Collection("alternatives", tuple(items)),)
     by_name = tuple(value for _, value in sorted(zip(names, values, strict=True)))
     kinds = (("named", tuple(items)), ("row", by_name), ("tuple", by_name))
-    return tuple(Collection(kind, parts) for kind, parts in kinds)
+    return tuple(Collection(kind, parts, tuple(sorted(names))) for kind, parts in kinds)
 
 
 def _is_set(text: str) -> bool:
@@ -240,8 +307,11 @@ def _is_set(text: str) -> bool:
 def _read_equation(text: str) -> tuple[Reading, ...]:
     """An equation, as the assignment it may be and as one between its sides."""
     sides = [side.strip() for side in split_at(text, "=")]
-    if _is_relation(text) or not all(sides):
+    if is_relation(text) or not all(sides) or contradicts_itself(text):
         return ()
+    named = coordinates_named(text)
+    if named is not None:
+        return read(normalise(named))
     assignment = read_assignment(text)
     if assignment is not None and not assignment.name:
         return read(normalise(assignment.value))
@@ -250,11 +320,10 @@ def _read_equation(text: str) -> tuple[Reading, ...]:
     known = [tree for tree in trees if tree is not None]
     if len(known) < len(sides):
         return readings
-    if not any(map(symbols_of, known)):
-        # 2+3=5 means 5 if it is true.
-        is_true = all(same_value(known[0], tree) for tree in known[1:])
-        return (Expression(known[-1], None),) if is_true else readings
     if len(sides) == 2:
         negative = ("prod", ("num", Fraction(-1)), known[1])
         readings += (Equation(("sum", known[0], negative)),)
+        # (x+1)^2 = x^2+2x+1 is no condition on x, but one value in two forms.
+        is_identity = assignment is None and same_value(*known)
+        readings += (Expression(known[1], None),) if is_identity else ()
     return readings

@@ -7,11 +7,13 @@ set differences need no normal form.
 
 import re
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import mpmath
 from mpmath import mp
 
-from verification.math.expression import parse_expression
+from verification.math.expression import Tree, parse_expression, symbols_of
+from verification.math.inequalities import solution
 from verification.math.split import enclosed, split_at, split_words
 from verification.math.values import DIGITS, is_close, real_value
 
@@ -24,6 +26,7 @@ _VARIABLE = re.compile(r"[A-Za-z](?:_[0-9A-Za-z])?|\\(?:theta|alpha|beta|lambda|
 _UNKNOWNS = frozenset("xyzt")
 _DISTANCE = re.compile(r"\|(?P<name>[A-Za-z])(?P<shift>[+-][^|]{1,30}|)\|")
 _MEMBERSHIP = re.compile(r"(?P<name>[^\\]{1,9}|\\[a-z]+ ?)\\in(?![a-z]) ?(?P<region>.+)", re.DOTALL)
+_EXCLUDED_PAIR = re.compile(r"(\\ne) ?\\pm ?([^,;]{1,30})$")
 _BUILDER = re.compile(r"([^|:]{1,30})[|:](.+)", re.DOTALL)
 
 
@@ -72,23 +75,32 @@ def parse_region(text: str) -> Region | None:
     if text == "\\emptyset":
         return NOTHING
     match = _MEMBERSHIP.fullmatch(text)
-    if match:
+    if match and not _MEMBERSHIP.search(match["region"]):
         region = parse_region(match["region"])
         name = match["name"].strip()
         return _named(region, name) if _VARIABLE.fullmatch(name) else None
-    for kind, pieces in (
-        ("or", split_words(text, "or", "\\cup")),
-        ("and", split_words(text, "and", "\\cap")),
-        ("minus", split_at(text, "\\setminus")),
-    ):
+    for word in ("or", "and"):
+        pieces = split_words(text, word, f"\\text{{{word}}}")
+        if len(pieces) > 1:
+            return _joined_by_word(word, pieces)
+    for kind, mark in (("or", "\\cup"), ("and", "\\cap"), ("minus", "\\setminus")):
+        pieces = split_at(text, mark)
         if len(pieces) > 1:
             return _combined(kind, pieces)
-    return _interval(text) or _set_builder(text) or _points(text) or _inequality(text)
+    pieces = split_at(_EXCLUDED_PAIR.sub(r"\1\2, -\2", text), ",", ";")
+    if len(pieces) > 1:
+        is_condition = _RELATION.search(pieces[0]) or _MEMBERSHIP.fullmatch(pieces[0])
+        return _joined_by_comma(pieces) if is_condition else _joined_by_word("and", pieces)
+    return (
+        _interval(text) or _set_builder(text) or _points(text) or _inequality(text) or _solved(text)
+    )
 
 
 def same_region(first: Region, second: Region) -> bool | None:
     """Whether two regions are equal; None when symbolic endpoints leave it open."""
     if first.variable and second.variable and first.variable != second.variable:
+        return False
+    if _holds_infinity(first) != _holds_infinity(second):
         return False
     ends = first.endpoints() + second.endpoints()
     if len(ends) > MAX_ENDPOINTS:
@@ -98,6 +110,15 @@ def same_region(first: Region, second: Region) -> bool | None:
     marks = _marks(ends)
     places = range(2 * len(marks) + 1)
     return all(_holds(first, place, marks) == _holds(second, place, marks) for place in places)
+
+
+def _holds_infinity(region: Region) -> bool:
+    """Whether a region is written with a bracket that takes in an infinite end."""
+    pairs = ((region.low, region.is_low_in), (region.high, region.is_high_in))
+    is_own = any(
+        is_in and end is not None and end.value in (mp.inf, mp.ninf) for end, is_in in pairs
+    )
+    return is_own or any(map(_holds_infinity, region.parts))
 
 
 def _marks(ends: list[Endpoint]) -> list[mpmath.mpf]:
@@ -136,6 +157,77 @@ def _combined(kind: str, pieces: list[str]) -> Region | None:
     if len(known) < len(parts) or len(names) > 1:
         return None
     return Region(kind, tuple(known), variable=names.pop() if names else "")
+
+
+def _joined_by_word(word: str, pieces: list[str]) -> Region | None:
+    """What `or` and `and` between regions mean; None where a careful reader would ask.
+
+    Between conditions on x, `or` is the union and `and` the intersection. Between intervals both
+    only list them, and between points they are no region at all. A piece that adds nothing, as in
+    `x>1 or x>3`, is a second answer and not a part of one.
+    """
+    region = _combined(word, pieces)
+    if region is None:
+        return None
+    if all(part.variable for part in region.parts):
+        has_point = any(map(_is_finite, region.parts))
+        is_clear = not (word == "and" and (has_point or same_region(region, NOTHING)))
+        return region if is_clear and not _is_redundant(region) else None
+    if any(part.variable for part in region.parts) or all(map(_is_finite, region.parts)):
+        return None
+    union = Region("or", region.parts)
+    return union if _is_disjoint(region.parts) else None
+
+
+def _joined_by_comma(pieces: list[str]) -> Region | None:
+    """`x>0, x\\ne2` holds both conditions; `x<1, x>3`, which nothing holds, lists two rays."""
+    excluded = ""
+    conditions = []
+    for piece in pieces:
+        if _RELATION.search(piece) is None and excluded:
+            # x \ne 1, 2
+            piece = f"{excluded}\\ne {piece}"
+        sides = _RELATION.split(piece)
+        is_exclusion = "\\ne" in piece and len(sides) == 2
+        excluded = sides[0].strip() if is_exclusion else ""
+        conditions.append(piece)
+    region = _combined("and", conditions)
+    if region is None or not all(part.variable for part in region.parts):
+        return None
+    if any(map(_is_finite, region.parts)):
+        return None
+    if same_region(region, NOTHING):
+        union = Region("or", region.parts, variable=region.variable)
+        return union if _is_disjoint(region.parts) else None
+    return None if _is_redundant(region) else region
+
+
+def _is_finite(region: Region) -> bool:
+    """Whether a region is written as single points."""
+    if region.kind == "interval":
+        return region.low is region.high
+    return region.kind == "or" and all(map(_is_finite, region.parts))
+
+
+def _is_redundant(region: Region) -> bool:
+    """Whether a part could be left out."""
+    rests = (region.parts[:k] + region.parts[k + 1 :] for k in range(len(region.parts)))
+    return any(same_region(region, Region(region.kind, rest)) for rest in rests)
+
+
+def _is_disjoint(parts: tuple[Region, ...]) -> bool:
+    """Whether no part is known to share more than an end with another."""
+    pairs = ((a, b) for k, a in enumerate(parts) for b in parts[:k])
+    return all(
+        same_region(both, NOTHING) is not False or _is_finite_overlap(both)
+        for both in (Region("and", pair) for pair in pairs)
+    )
+
+
+def _is_finite_overlap(both: Region) -> bool:
+    ends = [end for end in both.endpoints() if end.value is not None and not mp.isinf(end.value)]
+    points = Region("or", tuple(map(_point, ends)))
+    return same_region(Region("minus", (both, points)), NOTHING) is True
 
 
 def _named(region: Region | None, name: str) -> Region | None:
@@ -210,11 +302,45 @@ def _inequality(text: str) -> Region | None:
     bounds = []
     for k, sign in enumerate(signs):
         value = _endpoint(sides[k] if k < place else sides[k + 1])
-        if value is None:
+        if value is None or _holds_name(value.text, sides[place]):
             return None
         bounds.append(_bound(_FLIPPED[sign] if k < place else sign, value))
     region = bounds[0] if len(bounds) == 1 else Region("and", tuple(bounds))
     return _named(region, sides[place])
+
+
+def _holds_name(text: str, name: str) -> bool:
+    tree = parse_expression(text)
+    return tree is None or name.strip().removeprefix("\\") in symbols_of(tree)
+
+
+def _solved(text: str) -> Region | None:
+    """The solution of an inequality in one variable, or of a chain of two."""
+    sides = [side.strip() for side in _RELATION.split(text)]
+    signs = [_SPELLINGS.get(sign, sign) for sign in _RELATION.findall(text)]
+    trees = [parse_expression(side) for side in sides]
+    known = [tree for tree in trees if tree is not None]
+    if not 1 <= len(signs) <= 2 or len(known) < len(sides):
+        return None
+    names = frozenset().union(*map(symbols_of, known))
+    if len(names) != 1:
+        return None
+    parts = []
+    for left, right, sign in zip(known, known[1:], signs, strict=False):
+        difference = ("sum", left, ("prod", ("num", Fraction(-1)), right))
+        pieces = solution(difference, sign)
+        if pieces is None:
+            return None
+        parts.append(Region("or", tuple(_stretch(*piece) for piece in pieces)))
+    name = next(iter(names))
+    spelled = name if len(name) == 1 or "_" in name else f"\\{name}"
+    return _named(parts[0] if len(parts) == 1 else Region("and", tuple(parts)), spelled)
+
+
+def _stretch(low: Tree | None, high: Tree | None, is_point: bool) -> Region:
+    first = MINUS_INFINITY if low is None else Endpoint(repr(low), real_value(low))
+    second = INFINITY if high is None else Endpoint(repr(high), real_value(high))
+    return _point(first) if is_point else Region("interval", (), first, second)
 
 
 def _distance(sides: list[str], signs: list[str]) -> Region | None:

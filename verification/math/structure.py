@@ -11,28 +11,48 @@ equal in one reading of the same kind, so the verdict does not depend on which i
 | tuple, tuple | same items in order |
 | `x=1, y=2`, list or tuple | same values in the order of the names |
 | tuple, list | the same, from three items on: a pair may be an interval |
+| conditions, conditions | same items in any order, all joined by "or" or none |
 | region, region | same points of the line, and no different variables |
+| inequality, inequality | one is a positive multiple of the other, both strict or neither |
 | assignment, its value | the values are |
 | equation, equation | one is a constant multiple of the other |
+| ratio, ratio or fraction | equal up to a factor |
+| residue class, class or number | same modulus and residues; the residue as written |
+| pieces by condition, pieces | same pieces in any order |
 | matrix, matrix | same entries |
 | words, words | same words |
 """
 
 from collections.abc import Iterable
+from fractions import Fraction
 
-from verification.math.expression import Tree
+from verification.math.applications import settled_pairs, with_names_for_applications
+from verification.math.bound_names import (
+    is_class,
+    same_but_for_constants,
+    same_progression,
+    with_bound_names,
+)
+from verification.math.congruences import Congruence, same_congruence
+from verification.math.expression import Tree, parse_expression, renamed, symbols_of
+from verification.math.inequalities import is_positive_multiple
+from verification.math.labels import Assignment, contradicts_itself, same_head, same_name
+from verification.math.notation import respell
 from verification.math.plain import Words, compare_plain, settle_choices
 from verification.math.readings import (
-    Assignment,
     Collection,
     Equation,
     Expression,
+    Inequality,
     Matrix,
+    Piecewise,
+    Ratio,
     Reading,
     read,
     without_names,
 )  # fmt: skip
 from verification.math.regions import Region, same_region
+from verification.math.split import split_at
 from verification.math.text import normalise
 from verification.math.units import ANGLE, is_unit_mismatch
 from verification.math.values import is_constant_ratio, same_value
@@ -42,7 +62,7 @@ MAX_ITEMS = 40
 MAX_LEVELS = 6
 # Kinds of collections that compare at all, and whether the order of items counts.
 _ORDERED = ({"tuple"}, {"tuple", "list"}, {"row", "list"})
-_UNORDERED = ({"set"}, {"list"}, {"set", "list"}, {"named"})
+_UNORDERED = ({"set"}, {"list"}, {"set", "list"}, {"named"}, {"conditions"}, {"alternatives"})
 
 
 def same_structure(
@@ -60,13 +80,29 @@ def same_structure(
     if isinstance(pair, Verdict):
         return pair.is_correct
     first, second = (normalise(text) for text in pair)
-    values = without_names(first, second)
+    first, second = (
+        normalise(respell(text, other)) for text, other in ((first, second), (second, first))
+    )
+    if first == second:
+        return True
+    if contradicts_itself(first) or contradicts_itself(second):
+        return False
+    texts = with_bound_names(first, second)
+    values = without_names(*texts)
     if values != (first, second):
         return same_structure(
             *values, accept_missing_unit=accept_missing_unit, level=level + 1
         )  # fmt: skip
     comparison = _Comparison(accept_missing_unit, level)
-    return comparison.same(read(first), read(second))
+    pairs = settled_pairs(first, second)
+    results = [comparison.same(read(one), read(other)) for one, other in pairs]
+    if len(results) == 1:
+        # The library takes what stands behind the last sign of equality, whatever is before it.
+        is_equation = [len(split_at(text, "=")) > 1 for text in (first, second)]
+        return False if results[0] is None and is_equation[0] != is_equation[1] else results[0]
+    # The texts leave open whether P(2) is a product: both meanings must agree, and no other
+    # parser may choose one.
+    return all(result is True for result in results)
 
 
 def _in_base_units(expression: Expression) -> Tree:
@@ -78,6 +114,37 @@ def _in_base_units(expression: Expression) -> Tree:
         radian = ("prod", ("const", "pi"), ("num", unit.factor / 180))
         return ("prod", expression.tree, radian)
     return ("prod", expression.tree, ("num", unit.factor))
+
+
+def _same_tree(first: Tree, second: Tree) -> bool | None:
+    """Whether two expressions are equal, with whatever names they bind."""
+    pair = with_names_for_applications(first, second)
+    if pair is None:
+        return None
+    result = same_value(*pair)
+    if result is not False:
+        return result
+    return bool(same_progression(*pair) or same_but_for_constants(*pair))
+
+
+def _same_ratio(a: Reading, b: Reading) -> bool | None:
+    """Ratios are equal up to a factor; one of two parts is also a fraction."""
+    if isinstance(a, Expression) and isinstance(b, Ratio):
+        return _same_ratio(b, a)
+    if not isinstance(a, Ratio):
+        return False
+    if isinstance(b, Expression) and len(a.parts) == 2 and b.unit is None:
+        parts = (b.tree, ("num", Fraction(1)))
+    elif isinstance(b, Ratio) and len(a.parts) == len(b.parts):
+        parts = b.parts
+    else:
+        return False
+    zero = ("num", Fraction(0))
+    if any(same_value(part, zero) is not False for part in (*a.parts, *parts)):
+        return False
+    first, other = a.parts[0], parts[0]
+    pairs = zip(a.parts[1:], parts[1:], strict=True)
+    return all(same_value(("prod", first, y), ("prod", other, x)) is True for x, y in pairs)
 
 
 class _Comparison:
@@ -106,9 +173,15 @@ class _Comparison:
 
     def _same_reading(self, a: Reading, b: Reading) -> bool | None:
         if isinstance(a, Assignment) and isinstance(b, Assignment):
-            if a.name and b.name and a.name != b.name:
-                return False
-            return self._same_text(a.value, b.value)
+            return self._same_assignment(a, b)
+        if isinstance(a, Congruence):
+            return self._same_congruence(a, b)
+        if isinstance(b, Congruence):
+            return self._same_congruence(b, a)
+        if isinstance(a, Ratio) or isinstance(b, Ratio):
+            return _same_ratio(a, b)
+        if isinstance(a, Piecewise) and isinstance(b, Piecewise):
+            return self._same_pieces(a, b)
         if isinstance(a, Collection) or isinstance(b, Collection):
             is_pair = isinstance(a, Collection) and isinstance(b, Collection)
             return self._same_collection(a, b) if is_pair else False
@@ -116,24 +189,75 @@ class _Comparison:
             return self._same_expression(a, b)
         if isinstance(a, Region) and isinstance(b, Region):
             return self._same_region(a, b)
+        if isinstance(a, Inequality) and isinstance(b, Inequality):
+            pair = with_names_for_applications(a.difference, b.difference)
+            is_same = None if pair is None else is_positive_multiple(*pair)
+            return is_same if a.is_strict == b.is_strict else False
         if isinstance(a, Matrix) and isinstance(b, Matrix):
             return self._same_matrix(a, b)
         if isinstance(a, Equation) and isinstance(b, Equation):
-            return is_constant_ratio(a.difference, b.difference)
+            pair = with_names_for_applications(a.difference, b.difference)
+            return None if pair is None else is_constant_ratio(*pair)
         return isinstance(a, Words) and a == b
+
+    def _same_congruence(self, a: Congruence, b: Reading) -> bool | None:
+        """A class of its own modulus, the residue that it names, or `11k+7`."""
+        if isinstance(b, Congruence):
+            return same_congruence(a, b)
+        residues = tuple(map(str, a.residues))
+        if isinstance(b, Collection):
+            return self._same_collection(Collection("list", residues), b)
+        if isinstance(b, Assignment):
+            if a.name and not same_name(a.name, b.name):
+                return False
+            results = [self._same_congruence(a, reading) for reading in read(b.value)]
+            return True in results
+        if not isinstance(b, Expression) or len(residues) > 1 or b.unit is not None:
+            return False
+        known = ("num", a.residues[0])
+        return same_value(known, b.tree) is True or is_class(b.tree, a.residues[0], a.modulus)
+
+    def _same_pieces(self, a: Piecewise, b: Piecewise) -> bool | None:
+        if len(a.rows) != len(b.rows) or len(a.rows) > MAX_ITEMS:
+            return False
+        free = list(b.rows)
+        for row in a.rows:
+            same = [
+                other for other in free
+                if all(self._same_text(x, y) for x, y in zip(row, other, strict=True))
+            ]  # fmt: skip
+            if not same:
+                return False
+            free.remove(same[0])
+        return True
+
+    def _same_assignment(self, a: Assignment, b: Assignment) -> bool | None:
+        if not a.name or not b.name or same_name(a.name, b.name):
+            return self._same_text(a.value, b.value)
+        letters = same_head(a.name, b.name)
+        trees = [parse_expression(side.value) for side in (a, b)]
+        if letters is None or trees[0] is None or trees[1] is None:
+            return False
+        # f(x)=x^2 and f(t)=t^2 are one function; E(X)=3 and E(Y)=3 are two values.
+        symbols = [symbols_of(tree) for tree in trees]
+        if letters[0] in symbols[1] or letters[1] in symbols[0]:
+            return False
+        if letters[0] not in symbols[0] or letters[1] not in symbols[1]:
+            return False
+        return _same_tree(renamed(trees[0], dict([letters])), trees[1])
 
     def _same_expression(self, a: Expression, b: Expression) -> bool | None:
         if is_unit_mismatch(a.unit, b.unit):
             return False
         if a.unit is None and b.unit is None:
-            return same_value(a.tree, b.tree)
+            return _same_tree(a.tree, b.tree)
         if a.unit is None or b.unit is None:
-            if self._accept_missing_unit and same_value(a.tree, b.tree):
+            if self._accept_missing_unit and _same_tree(a.tree, b.tree):
                 return True
             known = a.unit or b.unit
             is_number = known is not None and known.dimension in ("", ANGLE)
-            return same_value(_in_base_units(a), _in_base_units(b)) if is_number else False
-        return same_value(_in_base_units(a), _in_base_units(b))
+            return _same_tree(_in_base_units(a), _in_base_units(b)) if is_number else False
+        return _same_tree(_in_base_units(a), _in_base_units(b))
 
     def _same_region(self, a: Region, b: Region) -> bool | None:
         result = same_region(a, b)
@@ -150,6 +274,8 @@ class _Comparison:
 
     def _same_collection(self, a: Collection, b: Collection) -> bool | None:
         kinds = {a.kind, b.kind}
+        if a.names and b.names and a.names != b.names:
+            return False
         if kinds in _ORDERED:
             is_open_pair = kinds == {"tuple", "list"} and len(a.items) < 3
             if len(a.items) != len(b.items) or is_open_pair:

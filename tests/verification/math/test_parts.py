@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from verification.math.applications import settled_pairs, with_names_for_applications
 from verification.math.expression import parse_expression
 from verification.math.library import same_by_library
 from verification.math.numbers import parse_number
@@ -84,6 +85,28 @@ def test_expressions_have_their_values(text: str, digits: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "arguments", "value"),
+    [
+        ("gcd", (84, -36), 12), ("lcm", (4, 6, 10), 60), ("max", (3, -5), 3), ("min", (3, -5), -5),
+        ("mod", (-7, 5), 3), ("mod", (7, -5), -3), ("sign", (-9,), -1), ("sign", (0,), 0),
+        ("perm", (7, 3), 210), ("perm", (3, 7), 0), ("floor", (-2.5,), -3), ("ceil", (-2.5,), -2),
+        ("mod", (7.5, 2), 1.5),
+    ],
+)  # fmt: skip
+def test_calls_on_numbers_have_their_values(
+    name: str, arguments: tuple[float, ...], value: float
+) -> None:
+    numbers = [("num", Fraction(argument)) for argument in arguments]
+    assert real_value(("call", name, *numbers)) == value
+
+
+@pytest.mark.parametrize("text", ["(-1)", "\\frac12", "\\pi"])
+def test_counts_of_other_than_whole_numbers_have_no_value(text: str) -> None:
+    for name in ("gcd", "perm"):
+        assert real_value(("call", name, parse_expression(text), ("num", Fraction(1, 3)))) is None
+
+
+@pytest.mark.parametrize(
     "text", ["1 2", "1+", "f(x)", "\\int x", "(1", "x|", "", "\\frac{1}", "a;b"]
 )
 def test_text_outside_the_grammar_is_no_expression(text: str) -> None:
@@ -110,7 +133,7 @@ def test_equations_are_equal_up_to_a_factor() -> None:
     [
         ("[0,3]", "[0,2]\\cup(1,3]", True), ("[0,3]", "[0,1)\\cup(1,3]", False),
         ("x\\ne2", "\\reals\\setminus\\{2\\}", True), ("(0,2)\\cap(1,3)", "1<x<2", True),
-        ("0<x<1", "0<y<1", False), ("(0,a)", "(0,a)", None),
+        ("0<x<1", "0<y<1", False), ("(3,\\infty)", "(3,\\infty]", False), ("(0,a)", "(0,a)", None),
     ],
 )  # fmt: skip
 def test_regions_are_compared_by_membership(first: str, second: str, is_same: bool | None) -> None:
@@ -121,10 +144,61 @@ def test_regions_are_compared_by_membership(first: str, second: str, is_same: bo
     assert same_region(other, region) is is_same
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["x=1\\text{and}x=2", "x<1\\text{and}x>3", "x>1\\text{or}x>3", "(1,5)\\text{and}(2,3)",
+     "[1,5]\\text{or}[2,3]", "\\{1,3\\}\\text{and}\\{3,5\\}", "x>0\\text{and}(1,2)",
+     "x>1,x>3", "x=1\\text{and}x>0", "x<1\\text{or}y>3"],
+)  # fmt: skip
+def test_words_between_answers_make_no_set_of_them(text: str) -> None:
+    assert parse_region(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [("x>1\\text{and}x<3", "(1,3)"), ("x<1,x>3", "(-\\infty,1)\\cup(3,\\infty)"),
+     ("(-\\infty,1)\\text{and}(3,4]", "(-\\infty,1)\\cup(3,4]"), ("x>0,x\\ne1,2", "(0,1)\\cup(1,2)"
+     "\\cup(2,\\infty)"), ("[0,1]\\text{or}[1,2]", "[0,2]")],
+)  # fmt: skip
+def test_words_between_conditions_are_set_operations(text: str, same: str) -> None:
+    region, other = parse_region(text), parse_region(same)
+    assert region is not None and other is not None
+    assert same_region(region, other) is True
+
+
 def test_a_pair_is_read_as_tuple_and_as_interval() -> None:
     kinds = {type(reading).__name__ for reading in read("(1,2)")}
     assert kinds == {"Region", "Collection"}
     assert read("(2,1)") == (Collection("tuple", ("2", "1")),)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "marked"),
+    [
+        ("P(2)", "2P", [("P\\by(2)", "2P"), ("P\\of(2)", "2P")]),
+        ("a(b+c)", "ab+ac", [("a\\by(b+c)", "ab+ac")]),
+        ("f(2)", "2f", [("f\\of(2)", "2f")]),
+        ("n(n+1)T(n-1)", "7", [("n\\by(n+1)T\\by(n-1)", "7"), ("n\\by(n+1)T\\of(n-1)", "7")]),
+        ("T(n-1)", "Tn-T", [("T\\by(n-1)", "Tn-T"), ("T\\of(n-1)", "Tn-T")]),
+        ("y'(x)+x^2(1-x)", "", [("y'\\of(x)+x^2(1-x)", "")]),
+        ("\\sin(x)+x^n(2)", "", [("\\sin(x)+x^n(2)", "")]),
+    ],
+)  # fmt: skip
+def test_a_letter_before_parentheses_has_the_meanings_that_both_texts_leave_open(
+    first: str, second: str, marked: list[tuple[str, str]]
+) -> None:
+    assert settled_pairs(first, second) == marked
+    assert settled_pairs(second, first) == [pair[::-1] for pair in marked]
+
+
+def test_values_of_named_functions_are_symbols_of_their_arguments() -> None:
+    first, second = (parse_expression(f"f\\of({inside})") for inside in ("x+1", "1+x"))
+    other = parse_expression("f\\of(x)")
+    assert first is not None and second is not None and other is not None
+    one, two = with_names_for_applications(first, second) or (first, other)
+    assert one == two
+    one, two = with_names_for_applications(first, other) or (first, first)
+    assert one != two
 
 
 def test_splitting_respects_brackets() -> None:
