@@ -10,8 +10,9 @@ Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per c
 missing per cent sign, is accepted unless `accept_missing_unit` is off.
 """
 
+from verification.math.magnitude import is_explosive
 from verification.math.plain import compare_plain
-from verification.math.text import MAX_CHARS, is_explosive, normalise, refusal, without_marks
+from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
 from verification.math.units import is_unit_mismatch, split_unit
 from verification.verdict import CORRECT, WRONG, Verdict
 

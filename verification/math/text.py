@@ -12,16 +12,6 @@ MAX_CHARS = 1000
 MAX_DEPTH = 30
 MAX_DIGITS = 400
 _LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_DIGITS},}}")
-# Towers, exponents of five digits or more, and factorials that SymPy would write out in full. An
-# exponent such as 3^2 in 2^{3^2} is at most 9^4 and has four digits itself.
-_SMALL_TOWER = re.compile(r"\^\{[2-9]\^[2-4]\}(?![ })]{0,9}[\^!])")
-_EXPLOSIVE = re.compile(
-    r"(?:\^|\*\*)[ {(]{0,9}-?[0-9]{5,}"
-    r"|(?:\^|\*\*)[ {(]{0,9}-?[0-9.]{1,9}[ })]{0,9}(?:\^|\*\*)"
-    r"|[0-9][eE][+-]?[0-9]{5,}"
-    r"|[0-9]{4,}[ })]{0,9}!"
-    r"|! ?!|! ?\){1,9} ?!"
-)
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
@@ -182,11 +172,6 @@ def refusal(text: str) -> str:
     if _LONG_NUMBER.search(text):
         return "too_many_digits"
     return "answer_too_deep" if _depth(text) > MAX_DEPTH else ""
-
-
-def is_explosive(text: str) -> bool:
-    """Whether writing out the value of a text could take unbounded time and memory."""
-    return _EXPLOSIVE.search(_SMALL_TOWER.sub("", text)) is not None
 
 
 @functools.lru_cache(maxsize=1024)
