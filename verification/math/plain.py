@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from verification.math.numbers import ClockTime, Ratio, parse_colon, parse_number, same_time
 from verification.math.text import normalise
-from verification.math.units import Unit, is_unit_mismatch, same_quantity, split_unit
+from verification.math.unit_table import Unit
+from verification.math.units import is_unit_mismatch, same_quantity, settle_units, split_unit
 from verification.verdict import CORRECT, WRONG, Verdict
 
 WRONG_UNIT = Verdict(False, "wrong_unit")
@@ -67,7 +68,10 @@ def read_plain(text: str) -> Plain | None:
     value = parse_number(rest)
     if value is not None:
         return Number(value, unit)
-    return parse_colon(text) or _read_choice(text) or _read_words(text)
+    # x cm is a length, not two words.
+    is_quantity = unit is not None and unit.dimension[:1] != "~" and len(rest) == 1
+    words = None if is_quantity else _read_words(text)
+    return parse_colon(text) or _read_choice(text) or words
 
 
 def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verdict | None:
@@ -79,6 +83,7 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
         first, second = (normalise(text) for text in pair)
         if first == second:
             return CORRECT
+    first, second = settle_units(first, second)
     plain, other = read_plain(first), read_plain(second)
     if plain is None or other is None:
         return None

@@ -15,7 +15,8 @@ from verification.math.plain import EMPTY_SET, Words, read_plain
 from verification.math.regions import Region, parse_region
 from verification.math.split import enclosed, split_at, split_words
 from verification.math.text import normalise
-from verification.math.units import Unit, split_unit
+from verification.math.unit_table import Unit
+from verification.math.units import split_unit
 from verification.math.values import same_value
 
 _MATRIX = re.compile(
