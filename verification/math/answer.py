@@ -126,4 +126,4 @@ def _trim(text: str) -> str:
     text = text.strip()
     if text.startswith("$") and text.endswith("$") and text.count("$") == 2:
         text = text[1:-1].strip()
-    return text.removesuffix(".").rstrip()
+    return text if text.endswith("..") else text.removesuffix(".").rstrip()

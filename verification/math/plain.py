@@ -9,9 +9,11 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from verification.math.hedges import hedges_in
+from verification.math.number_words import read_number_words
 from verification.math.numbers import ClockTime, Ratio, parse_colon, parse_number, same_time
 from verification.math.text import normalise
-from verification.math.unit_table import Unit
+from verification.math.unit_table import Unit, read_unit
 from verification.math.units import is_unit_mismatch, same_quantity, settle_units, split_unit
 from verification.verdict import CORRECT, WRONG, Verdict
 
@@ -71,7 +73,7 @@ def read_plain(text: str) -> Plain | None:
     # x cm is a length, not two words.
     is_quantity = unit is not None and unit.dimension[:1] != "~" and len(rest) == 1
     words = None if is_quantity else _read_words(text)
-    return parse_colon(text) or _read_choice(text) or words
+    return parse_colon(text) or _read_choice(text) or _read_number_words(text) or words
 
 
 def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verdict | None:
@@ -83,6 +85,8 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
         first, second = (normalise(text) for text in pair)
         if first == second:
             return CORRECT
+    if hedges_in(first) != hedges_in(second):
+        return WRONG
     first, second = settle_units(first, second)
     plain, other = read_plain(first), read_plain(second)
     if plain is None or other is None:
@@ -153,6 +157,20 @@ def _read_choice(text: str) -> Choice | None:
     if text.startswith("\\text{(") and rest.endswith("}"):
         rest = f"\\text{{{rest}"
     return Choice(match[1], rest) if not rest or _CHOICE_TEXT.match(rest) else None
+
+
+def _read_number_words(text: str) -> Number | None:
+    words = words_of(text).split()
+    if not words:
+        return None
+    number = read_number_words(words)
+    if number is None:
+        return None
+    value, place = number
+    if place == len(words):
+        return Number(value, None)
+    unit = read_unit(f"\\text{{{' '.join(words[place:])}}}")
+    return None if unit is None else Number(value, unit)
 
 
 def _read_words(text: str) -> Words | None:

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from verification.math.expression import Tree, parse_expression, symbols_of
 from verification.math.numbers import parse_number
-from verification.math.plain import EMPTY_SET, Words, read_plain
+from verification.math.plain import EMPTY_SET, Number, Words, read_plain, words_of
 from verification.math.regions import Region, parse_region
 from verification.math.split import enclosed, split_at, split_words
 from verification.math.text import normalise
@@ -108,6 +108,8 @@ def read(text: str) -> tuple[Reading, ...]:
     plain = read_plain(text)
     if isinstance(plain, Words) and plain.text != EMPTY_SET:
         return (plain,)
+    if isinstance(plain, Number) and words_of(text):
+        return (Expression(("num", plain.value), plain.unit),)
     matrix = _read_matrix(text)
     if matrix is not None:
         return (matrix, *_column_as_tuple(matrix))

@@ -8,6 +8,8 @@ longer than MAX_CHARS are refused before any pattern sees them.
 import functools
 import re
 
+from verification.math.number_words import spell_factors
+
 MAX_CHARS = 1000
 MAX_DEPTH = 30
 MAX_DIGITS = 400
@@ -31,7 +33,7 @@ _SYMBOLS = {
     "º": "\\deg ", "≈": "\\approx ", "∣": "|", "∨": "\\text{or}", "∧": "\\text{and}", "′": "'",
     "‘": "'", "’": "'", "“": '"', "”": '"', "⟨": "\\langle ", "⟩": "\\rangle ", "∖": "\\setminus ",
     "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}", "⅛": "\\frac{1}{8}", "→": "\\to ", "∆": "\\Delta ",
+    "⅔": "\\frac{2}{3}", "⅛": "\\frac{1}{8}", "→": "\\to ", "…": "...", "∆": "\\Delta ",
 }  # fmt: skip
 _CHARS = str.maketrans(
     {char: f"\\{name} " for char, name in _GREEK.items()}
@@ -126,7 +128,7 @@ _EMPTY_DELIMITER = re.compile(r"\\(?:left|right) ?\.")
 _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _SUBSCRIPT = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _ROOT_SIGN = re.compile(r"√ ?([0-9.]+|[A-Za-zπ])")
-_DEGREE = re.compile(r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|\\circ|\\deg)(?![A-Za-z]) ?")
+_DEGREE = re.compile(r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|(?:\\circ|\\deg)(?![A-Za-z])) ?")
 _TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 # Letters that no lettered choice bears; in text they are more likely units than variables.
 _LETTER_UNITS = frozenset("mgshlLNWV")
@@ -198,9 +200,12 @@ def normalise(text: str) -> str:
     if "\\frac" in text:
         text = _FRAC_DIGITS.sub(r"\\frac{\1}{\2}", text)
         text = _FRAC_SECOND.sub(r"\\frac\1{\2}", _FRAC_FIRST.sub(r"\\frac{\1}", text))
-    text = _BRACED_CHAR.sub(r"\1\2", text)
+    text = _BRACED_CHAR.sub(r"\1\2", spell_factors(text))
     text = _IDLE_SPACE.sub("", _BLANKS.sub(" ", text))
-    text = unwrap(text.strip(' "').rstrip(".,; ").strip(' "').removesuffix("\\\\"))
+    # Dots that leave something out are no full stop.
+    text = text.strip(' "')
+    text = text if text.endswith("...") else text.rstrip(".,; ").strip(' "')
+    text = unwrap(text.removesuffix("\\\\"))
     return _ALIASES.get(_bare_words(text), text)
 
 

@@ -8,6 +8,9 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from verification.math.hedges import HEDGES
+from verification.math.number_words import NUMBER_WORDS
+
 MAX_UNIT_CHARS = 60
 PERCENT = "%"
 
@@ -71,11 +74,21 @@ _COMPOUND = {
 _LETTERS = {letter: letter.lower() for letter in "mgshlLNJWV"}
 _NO_UNIT = frozenset({"unit", "number", "point"})
 # Words that make a text behind a number something else than a unit.
-_NOT_UNITS = frozenset(
-    "or and not to than if when where for no only but is are with from choose mod pi e i".split()
+_NOT_UNITS = (
+    HEDGES
+    | NUMBER_WORDS
+    | frozenset(
+        "or and not to than if when where for no only but is are with from choose mod modulo pi "
+        "e i squared cubed factorial root inverse reciprocal divided multiplied power powers "
+        "base fold mil zillion myriad pair pairs couple couples "
+        "tens tenfold negative positive".split()
+    )
 )
 _TOKEN = re.compile(
     r"\\text\{|\\[$]|\\[A-Za-z]+|[A-Za-z]+|[€£]|\^ ?\{?-?[0-9]\}?|[/*(){} ]|[-.](?![0-9])"
+)
+_PERCENT = re.compile(
+    r"(?:\\text\{)? ?(?:percent|per cent|percentage points?|pct\.?) ?\}?", re.IGNORECASE
 )
 _TEMPERATURE = re.compile(
     r"\\deg ?(?:\\text\{)?([CF])\}?|(?:\\text\{)? ?degrees? (c|f|celsius|centigrade|fahrenheit)\}?"
@@ -107,7 +120,7 @@ def read_unit(text: str) -> Unit | None:
     them as text.
     """
     text = text.strip()
-    if text == PERCENT or text.lower() in ("\\text{percent}", "percent"):
+    if text == PERCENT or _PERCENT.fullmatch(text):
         return Unit("", Fraction(1, 100))
     if len(text) > MAX_UNIT_CHARS:
         return None
@@ -174,6 +187,27 @@ def read_opaque_unit(text: str) -> Unit | None:
         return None
     words = text[6:-1].lower().split()
     is_plain = all(word.replace("-", "").replace(".", "").isalpha() for word in words)
-    if not words or len(words) > 3 or not is_plain or _NOT_UNITS & set(words):
+    words = words[1:] if words[:1] == ["ordered"] and words[1:] else words
+    is_pair = text[6:-1].lower().strip() in ("ordered pairs", "ordered pair")
+    if not words or len(words) > 3 or not is_plain:
         return None
-    return Unit("~" + " ".join(word.removesuffix("s") for word in words), Fraction(1))
+    if _NOT_UNITS & set(words) and not is_pair:
+        return None
+    return Unit("~" + " ".join(map(singular, words)), Fraction(1))
+
+
+_IRREGULAR = {
+    "people": "person", "children": "child", "men": "man", "women": "woman", "feet": "foot",
+    "inches": "inch", "dice": "die", "mice": "mouse", "teeth": "tooth", "vertices": "vertex",
+}  # fmt: skip
+
+
+def singular(word: str) -> str:
+    """A noun in the singular, or for a word that is none some spelling of its own."""
+    if word in _IRREGULAR:
+        return _IRREGULAR[word]
+    if word.endswith("ies") and len(word) > 4:
+        return word[:-3] + "y"
+    if word.endswith(("xes", "shes", "ches", "sses")):
+        return word[:-2]
+    return word if word.endswith(("ss", "us", "is")) else word.removesuffix("s")

@@ -95,7 +95,8 @@ def _split(text: str, *, is_liberal: bool = False) -> _Split:
         return _split_currency(text, match)
     # A unit stands at the end, so a bounded tail holds it; no search starts within a command.
     start = max(0, len(text) - MAX_UNIT_CHARS)
-    start = max(text.rfind("\\", start - 20 if start > 20 else 0, start), 0) if start else 0
+    command = text.rfind("\\", max(0, start - 20), start)
+    start = command if command >= 0 else start
     for match in _START.finditer(text, start):
         before, tail = text[: match.start()], text[match.start() :]
         if match["other"] or not before or before[-1] in "+-*/^=<>,;_({" or not _is_balanced(tail):
