@@ -9,6 +9,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from verification.math.choices import Choice, Choices, read_choice
 from verification.math.hedges import hedges_in
 from verification.math.number_words import read_number_words
 from verification.math.numbers import ClockTime, Ratio, parse_colon, parse_number, same_time
@@ -19,15 +20,8 @@ from verification.verdict import CORRECT, WRONG, Verdict
 
 WRONG_UNIT = Verdict(False, "wrong_unit")
 EMPTY_SET = "\\emptyset"
-_MARKED_CHOICE = re.compile(
-    r"(?:\\text\{ ?)?(?:(?i:option|choice|answer)(?:\\?[: }]| is)*)?\(([A-J])\)\}?[.:]? ?(.*)",
-    re.DOTALL,
-)
-_NAMED_CHOICE = re.compile(r"(?:\\text\{ ?)?(?i:option|choice|answer)[: }]{1,3}([A-J])\}?")
-_LISTED_CHOICE = re.compile(r"([A-J])(?:\)|\.(?![0-9])|:) ?(.+)", re.DOTALL)
-_LONE_CHOICE = re.compile(r"\(([a-j])\)|([A-J])")
-_CHOICE_TEXT = re.compile(r"-?[0-9.]|\\(?!le|ge|ne|in|cup|cap|pm|mp|to|set)[A-Za-z$]|[A-Za-z(\[{]")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+_PROSE = re.compile(r"\\text\{[^{}]*[A-Za-z]{2}|(?<![A-Za-z\\])[A-Za-z']{2,} ?[(A-Za-z]")
 _SHORT_WORDS = frozenset(
     "yes no true false even odd east west up down left both red blue mon tue wed thu fri sat sun "
     "one two six ten zero four five nine prime dog cat".split()
@@ -43,20 +37,13 @@ class Number(NamedTuple):
     unit: Unit | None
 
 
-class Choice(NamedTuple):
-    """A lettered choice, with the text that follows the letter."""
-
-    letter: str
-    text: str
-
-
 class Words(NamedTuple):
     """An answer in words, in lower case."""
 
     text: str
 
 
-Plain = Number | ClockTime | Ratio | Choice | Words
+Plain = Number | ClockTime | Ratio | Choice | Choices | Words
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,7 +60,7 @@ def read_plain(text: str) -> Plain | None:
     # x cm is a length, not two words.
     is_quantity = unit is not None and unit.dimension[:1] != "~" and len(rest) == 1
     words = None if is_quantity else _read_words(text)
-    return parse_colon(text) or _read_choice(text) or _read_number_words(text) or words
+    return parse_colon(text) or read_choice(text) or _read_number_words(text) or words
 
 
 def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verdict | None:
@@ -90,7 +77,9 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
     first, second = settle_units(first, second)
     plain, other = read_plain(first), read_plain(second)
     if plain is None or other is None:
-        return None
+        is_choice = isinstance(plain or other, Choice | Choices)
+        # A sentence about a letter that is not plainly the choice of it is no choice.
+        return WRONG if is_choice and (_is_prose(first) or _is_prose(second)) else None
     if isinstance(plain, Number) and isinstance(other, Number):
         if same_quantity(plain, other, accept_missing_unit=accept_missing_unit):
             return CORRECT
@@ -99,7 +88,7 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
     if isinstance(plain, ClockTime) and isinstance(other, ClockTime):
         is_same = same_time(plain, other, accept_missing_unit=accept_missing_unit)
         return CORRECT if is_same else WRONG
-    if isinstance(plain, Words) and isinstance(other, Words):
+    if isinstance(plain, Words | Choices) and isinstance(other, Words | Choices):
         return CORRECT if plain == other else WRONG
     ratio, other_ratio = _as_ratio(plain, other), _as_ratio(other, plain)
     return CORRECT if ratio is not None and ratio == other_ratio else WRONG
@@ -123,6 +112,10 @@ def settle_choices(first: str, second: str) -> Verdict | tuple[str, str]:
     return first, second
 
 
+def _is_prose(text: str) -> bool:
+    return "=" not in text and _PROSE.search(text) is not None
+
+
 def words_of(text: str) -> str:
     """The words of a normalised text in lower case; empty when it holds more than words."""
     bare = text.replace("\\text{", " ").replace("}", " ")
@@ -141,22 +134,6 @@ def _as_ratio(plain: Plain, other: Plain) -> Fraction | None:
     if is_bare_time and isinstance(other, Ratio) and plain.minutes:
         return Fraction(plain.hours, plain.minutes)
     return None
-
-
-def _read_choice(text: str) -> Choice | None:
-    match = _LONE_CHOICE.fullmatch(text)
-    if match:
-        return Choice((match[1] or match[2]).upper(), "")
-    match = _NAMED_CHOICE.fullmatch(text)
-    if match:
-        return Choice(match[1], "")
-    match = _MARKED_CHOICE.fullmatch(text) or _LISTED_CHOICE.fullmatch(text)
-    if not match:
-        return None
-    rest = match[2].strip()
-    if text.startswith("\\text{(") and rest.endswith("}"):
-        rest = f"\\text{{{rest}"
-    return Choice(match[1], rest) if not rest or _CHOICE_TEXT.match(rest) else None
 
 
 def _read_number_words(text: str) -> Number | None:

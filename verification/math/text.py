@@ -121,6 +121,13 @@ _CHOOSE = re.compile(
 _ORDINAL = re.compile(
     r"(?<=[0-9])(?:\^ ?\{? ?)?(?:\\text\{ ?(?:st|nd|rd|th) ?\}|st|nd|rd|th)\}?(?![a-z])"
 )
+_ANSWER = (
+    r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:(?:final|correct|right|best) ){0,2}"
+    r"answer(?: is(?![A-Za-z'])| ?=)? ?:?"
+)
+_ANSWER_IS = re.compile(
+    rf"^(?:\\text\{{ ?{_ANSWER} ?\}} ?|(\\text\{{ ?)?{_ANSWER}(?<=[s=:]) ?)(?=.)", re.IGNORECASE
+)
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+\*?|.)|\*\*", re.DOTALL)
 _SETS = {"R": "reals", "Z": "integers", "N": "naturals", "Q": "rationals", "C": "complexes"}
 _BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb|mathds) ?(?:\{ ?([RZNQC]) ?\}|([RZNQC]))")
@@ -194,6 +201,7 @@ def normalise(text: str) -> str:
         text = _without_math_delimiters(text)
     text = _DEGREE.sub(r"\\deg ", _COMMAND.sub(_spell_command, text))
     text = _COMMA_GROUP.sub(_spell_comma, text.replace("{:}", ":"))
+    text = _ANSWER_IS.sub(r"\1", text.strip())
     if "\\text" in text:
         text = _TEXT.sub(_spell_text, text)
     text = _ORDINAL.sub("", text)
