@@ -9,6 +9,7 @@ import functools
 import re
 
 from verification.math.number_words import spell_factors
+from verification.math.styling import without_styling
 
 MAX_CHARS = 1000
 MAX_DEPTH = 30
@@ -80,6 +81,8 @@ _COMMANDS = (
             "\\hbox",
             "\\mathrm",
             "\\mathbf",
+            "\\bold",
+            "\\textsl",
             "\\mathit",
             "\\mathsf",
             "\\mathtt",
@@ -119,7 +122,7 @@ _CHOOSE = re.compile(
     r"(?:\\left ?)?[{(]([^{}()\\]{1,40})\\choose ?([^{}()\\]{1,40})(?:\\right ?)?[})]"
 )
 _ORDINAL = re.compile(
-    r"(?<=[0-9])(?:\^ ?\{? ?)?(?:\\text\{ ?(?:st|nd|rd|th) ?\}|st|nd|rd|th)\}?(?![a-z])"
+    r"(?<=[0-9])(?:\^ ?(\{)? ?)?(?:\\text\{ ?(?:st|nd|rd|th) ?\}|st|nd|rd|th)(?(1) ?\}|)(?![a-z])"
 )
 _ANSWER = (
     r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:(?:final|correct|right|best) ){0,2}"
@@ -190,7 +193,7 @@ def normalise(text: str) -> str:
     Meaning is kept: `2 1/2` and `21/2` stay different, `\\text{}` keeps words apart from products.
     For texts of at most MAX_CHARS.
     """
-    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text)
+    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", without_styling(text))
     if "\\choose" in text:
         text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{''.join(map(_SUPERSCRIPTS.get, m[0]))}}}", text)
@@ -212,6 +215,7 @@ def normalise(text: str) -> str:
     text = _IDLE_SPACE.sub("", _BLANKS.sub(" ", text))
     # Dots that leave something out are no full stop.
     text = text.strip(' "')
+    text = text.removeprefix("=").lstrip()
     text = text if text.endswith("...") else text.rstrip(".,; ").strip(' "')
     text = unwrap(text.removesuffix("\\\\"))
     return _ALIASES.get(_bare_words(text), text)
@@ -274,13 +278,15 @@ def _spell_comma(match: re.Match[str]) -> str:
 def _spell_text(match: re.Match[str]) -> str:
     """Words stay marked as text; function names, single letters and numbers need no mark."""
     words = match[1].strip()
-    if words in _FUNCTIONS:
+    if words and not any(char.isalnum() for char in words):
+        return f" {words} "
+    if words in _FUNCTIONS and not (words == "sec" and match.end() == len(match.string)):
         return f"\\{words} "
     quantity = _QUANTITY.fullmatch(words)
     if quantity:
         return f"{quantity[1]} \\text{{{quantity[2]}}}"
-    longest = max(map(len, re.findall("[A-Za-z]+", words)), default=0)
-    is_marked = longest > 1 or words in _LETTER_UNITS
+    found = re.findall("[A-Za-z]+", words)
+    is_marked = bool(found) and (max(map(len, found)) > 1 or _LETTER_UNITS.issuperset(found))
     return f"\\text{{{words}}}" if is_marked else f" {words} "
 
 
