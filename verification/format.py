@@ -103,9 +103,8 @@ def check_format(text: str) -> FormatCheck:
     if refusal:
         return FormatCheck("", refusal)
     thoughts, final = split_response(text)
-    if not _BOX_START.search(final):
-        is_early = _BOX_START.search(thoughts) is not None
-        return FormatCheck("", "box_before_think_end" if is_early else "no_boxed")
+    if not has_box(final):
+        return FormatCheck("", "box_before_think_end" if has_box(thoughts) else "no_boxed")
     answer = last_box(final)
     if answer is None:
         return FormatCheck("", "unclosed_box")
@@ -158,6 +157,11 @@ def split_response(text: str) -> tuple[str, str]:
     if not tag and not text.startswith(THINK_START):
         return "", text
     return thoughts.removeprefix(THINK_START), final
+
+
+def has_box(text: str) -> bool:
+    """Whether a `\\boxed{` begins anywhere in a text."""
+    return _BOX_START.search(text) is not None
 
 
 def last_box(text: str) -> str | None:

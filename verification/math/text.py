@@ -35,6 +35,7 @@ _SYMBOLS = {
     "‘": "'", "’": "'", "“": '"', "”": '"', "⟨": "\\langle ", "⟩": "\\rangle ", "∖": "\\setminus ",
     "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
     "⅔": "\\frac{2}{3}", "⅛": "\\frac{1}{8}", "→": "\\to ", "…": "...", "∆": "\\Delta ",
+    "¢": "\\cent ", "″": "''",
 }  # fmt: skip
 _CHARS = str.maketrans(
     {char: f"\\{name} " for char, name in _GREEK.items()}
@@ -101,6 +102,14 @@ _COMMANDS = (
         "\\lt": "<",
         "\\gt": ">",
         "\\div": "/",
+        "\\cents": "\\cent ",
+        "\\textcent": "\\cent ",
+        "\\pounds": "£",
+        "\\textsterling": "£",
+        "\\euro": "€",
+        "\\texteuro": "€",
+        "\\yen": "¥",
+        "\\textdollar": "\\$",
         "\\colon": ":",
         "\\%": "%",
         "\\&": "and",
@@ -124,6 +133,7 @@ _CHOOSE = re.compile(
 _ORDINAL = re.compile(
     r"(?<=[0-9])(?:\^ ?(\{)? ?)?(?:\\text\{ ?(?:st|nd|rd|th) ?\}|st|nd|rd|th)(?(1) ?\}|)(?![a-z])"
 )
+_INCHES = re.compile(r"(?<=[0-9])\"$")
 _ANSWER = (
     r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:(?:final|correct|right|best) ){0,2}"
     r"answer(?: is(?![A-Za-z'])| ?=)? ?:?"
@@ -214,6 +224,8 @@ def normalise(text: str) -> str:
     text = _BRACED_CHAR.sub(r"\1\2", spell_factors(text))
     text = _IDLE_SPACE.sub("", _BLANKS.sub(" ", text))
     # Dots that leave something out are no full stop.
+    # The sign of inches, or an end of quotation.
+    text = text if text.startswith('"') else _INCHES.sub("''", text)
     text = text.strip(' "')
     text = text.removeprefix("=").lstrip()
     text = text if text.endswith("...") else text.rstrip(".,; ").strip(' "')

@@ -124,7 +124,7 @@ def read_unit(text: str) -> Unit | None:
         return Unit("", Fraction(1, 100))
     if len(text) > MAX_UNIT_CHARS:
         return None
-    text = _FRACTION.sub(r"\1/\2", text)
+    text = _FRACTION.sub(r"\1/\2", text).replace("pounds sterling", "gbp")
     temperature = _TEMPERATURE.fullmatch(text)
     if temperature:
         scale = (temperature[1] or temperature[2] or "k")[0].upper()
@@ -161,13 +161,17 @@ def _read_product(text: str) -> tuple[dict[str, int], Fraction] | None:
         elif word in _POWER_WORDS:
             next_power = _POWER_WORDS[word]
         else:
-            last = _LETTERS.get(token.group(), "") if len(word) == 1 else _singular(word)
+            last = _LETTERS.get(token.group(), "") if _is_letter(word) else _singular(word)
             if last not in known_units() and last not in _NO_UNIT:
                 return None
             _add_unit(powers, last, sign * next_power)
             factor *= known_units()[last][1] ** (sign * next_power) if last in known_units() else 1
             next_power = 1
     return (powers, factor) if position == len(text) else None
+
+
+def _is_letter(word: str) -> bool:
+    return len(word) == 1 and word.isalpha()
 
 
 def _add_unit(powers: dict[str, int], name: str, power: int) -> None:

@@ -11,10 +11,13 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from verification.math.compound import read_compound
 from verification.math.numbers import parse_number
 from verification.math.unit_table import MAX_UNIT_CHARS, Unit, read_opaque_unit, read_unit
 
 ANGLE = "deg^1"
+_STERLING = "gbp^1"
+_POUNDS = re.compile(r"\\text\{pounds?\}$| pounds?$")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 # Where a unit may begin: a sign, marked text, or bare letters; never within another command.
 _START = re.compile(
@@ -27,7 +30,9 @@ _WORD = re.compile(r"[A-Za-z]+")
 _NOT_SYMBOLS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+")
 # Short words that are as likely products of variables.
 _PRODUCT_LIKE = frozenset("nm mg ms mi ha dm ml pa in kn kw kv mj kj cc".split())
-_PREFIX = re.compile(r"(-?) ?(\\\$|[€£¥₹]|\\text\{(?:Rs|USD|US|EUR|GBP)\.?\}|Rs\.?)(?=[ 0-9.(\\-])")
+_PREFIX = re.compile(
+    r"(-?) ?(\\\$|[€£¥₹]|\\text\{(?:Rs|USD|US|EUR|GBP)\.?\}|Rs\.?|USD|EUR|GBP)(?=[ 0-9.(\\-])"
+)
 _RATE = re.compile(r"(?:/|\\text\{ ?(?:/|per |an? )| per | an? )[^0-9]*$")
 
 
@@ -59,6 +64,10 @@ def settle_units(first: str, second: str) -> tuple[str, str]:
     """
     settled = _without_symbols(first, second), _without_symbols(second, first)
     splits = [_split(text) for text in settled]
+    dimensions = {split.unit.dimension for split in splits if split.unit is not None}
+    if dimensions == {_STERLING, "g^1"}:
+        # Beside £5 a pound is money.
+        settled = _POUNDS.sub("\\\\text{gbp}", settled[0]), _POUNDS.sub("\\\\text{gbp}", settled[1])
     if (splits[0].unit is None) == (splits[1].unit is None):
         return settled
     bare = 0 if splits[0].unit is None else 1
@@ -93,6 +102,9 @@ def _split(text: str, *, is_liberal: bool = False) -> _Split:
     match = _PREFIX.match(text)
     if match:
         return _split_currency(text, match)
+    compound = read_compound(text)
+    if compound is not None:
+        return _Split(compound[0], "\\text", compound[1])
     # A unit stands at the end, so a bounded tail holds it; no search starts within a command.
     start = max(0, len(text) - MAX_UNIT_CHARS)
     command = text.rfind("\\", max(0, start - 20), start)

@@ -1,8 +1,11 @@
 """What is a unit and what a factor, and what units are worth."""
 
+from fractions import Fraction
+
 import pytest
 
 from verification.math.answer import compare
+from verification.math.compound import read_compound
 from verification.math.units import settle_units, split_unit
 
 
@@ -46,3 +49,40 @@ def test_the_other_text_tells_a_unit_from_a_factor() -> None:
 def test_derived_units_convert(first: str, second: str) -> None:
     assert compare(first, second).is_correct
     assert compare(second, first).is_correct
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "factor"),
+    [
+        ("2\\text{h}30\\text{min}", "5/2", 3600), ("2 h 30 min", "5/2", 3600),
+        ("2\\text{hours and}30\\text{minutes}", "5/2", 3600), ("2h30m", "5/2", 3600),
+        ("\\text{1 hr. 20 mins}", "4/3", 3600), ("3\\deg 30'", "7/2", 1),
+        ("3\\deg 30'36''", "351/100", 1), ("5'6''", "11/2", Fraction(3048, 10_000)),
+        ("5 ft 6 in", "11/2", Fraction(3048, 10_000)), ("-1 m 50 cm", "-3/2", 1),
+        ("2\\text{days},3\\text{hours and}36\\text{minutes}", "43/20", 86_400),
+    ],
+)  # fmt: skip
+def test_compound_quantities_are_sums(text: str, rest: str, factor: Fraction | int) -> None:
+    compound = read_compound(text)
+    assert compound is not None
+    assert (compound[0], compound[1].factor) == (rest, factor)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2 h", "2 h 30", "30 min 2 h", "2 h 30 kg", "2 h 3 h", "x h 30 min", "2 m^2 3 cm^2", "5''6'",
+     "1 h 2 min 3 s 4 ms 5 ms", "2.5"],
+)  # fmt: skip
+def test_other_texts_are_no_compound_quantities(text: str) -> None:
+    assert read_compound(text) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("£5", "5\\text{ pounds}"), ("€5", "5€"), ("500¢", "\\$5"), ("5\\text{ GBP}", "\\pounds 5"),
+     ("USD 5", "5\\text{ dollars}"), ("\\text{EUR }5", "5\\text{ euros}")],
+)  # fmt: skip
+def test_currencies_have_many_spellings(first: str, second: str) -> None:
+    for pair in ((first, second), (second, first)):
+        assert compare(*pair, accept_missing_unit=False).is_correct
+    assert not compare(first, "5\\text{ yen}").is_correct
