@@ -28,7 +28,17 @@ _PARTS = {
     "billionth": 10**9, "basis point": 10**4, "permille": 1000, "per mille": 1000,
 }  # fmt: skip
 NUMBER_WORDS = frozenset({*_SMALL, *_MULTIPLES, *(f"{word}s" for word in _MULTIPLES), *_PARTS})
-BASES = {word: value for word, value in _SMALL.items() if 2 <= value <= 16}
+_BASES = {word: value for word, value in _SMALL.items() if 2 <= value <= 16}
+_BASE_NAME = rf"(?P<base>{'|'.join(_BASES)}|[0-9]{{1,2}})"
+_DIGITS = r"(?<![0-9A-Za-z.,])(?P<open>\()?(?P<digits>[0-9][0-9A-F]{0,100})(?(open)\))"
+_SUBSCRIPT_BASE = re.compile(
+    rf"{_DIGITS} ?_ ?(?:\{{ ?(?:\\text\{{ ?)?\(?(?:base[ -]?\}}?)?{_BASE_NAME}\)? ?\}}? ?\}}"
+    r"|(?P<one>[0-9]))"
+)
+_NAMED_BASE = re.compile(
+    rf"{_DIGITS}[ ,]{{0,2}}(?:\\text\{{ ?)?\(?(?:in )?base[ -}}]{{1,3}}(?:\\text\{{)?{_BASE_NAME}"
+    r"(?![0-9A-Za-z])[)}]{0,3}"
+)
 
 _LITERAL = (
     r"(?<![0-9A-Za-z.,_^/*\\])"
@@ -58,6 +68,13 @@ def spell_factors(text: str) -> str:
         text, n_changes = _FACTOR.subn(_scale, text)
         if not n_changes:
             break
+    return text
+
+
+def spell_bases(text: str) -> str:
+    """A text whose bases of numerals are subscripts in digits: `1011_{\\text{two}}` is `1011_2`."""
+    for pattern in (_SUBSCRIPT_BASE, _NAMED_BASE):
+        text = pattern.sub(_with_base, text)
     return text
 
 
@@ -159,6 +176,12 @@ def _scale(match: re.Match[str]) -> str:
         return match.group()
     bottom = _PARTS[match["part"]]
     return (f"\\frac{{{digits}}}{{{bottom}}}" if digits else f"*\\frac{{1}}{{{bottom}}}") + mark
+
+
+def _with_base(match: re.Match[str]) -> str:
+    name = match["base"] or match.groupdict().get("one") or "0"
+    base = _BASES[name] if name in _BASES else int(name)
+    return f"{match['digits']}_{{{base}}}" if base > 9 else f"{match['digits']}_{base}"
 
 
 def _scale_currency(match: re.Match[str]) -> str:

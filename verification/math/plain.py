@@ -14,7 +14,7 @@ from verification.math.hedges import hedges_in
 from verification.math.number_words import read_number_words
 from verification.math.numbers import ClockTime, Ratio, parse_colon, parse_number, same_time
 from verification.math.text import normalise
-from verification.math.unit_table import Unit, read_unit
+from verification.math.unit_table import Unit, read_unit, singular
 from verification.math.units import is_unit_mismatch, same_quantity, settle_units, split_unit
 from verification.verdict import CORRECT, WRONG, Verdict
 
@@ -27,6 +27,7 @@ _SHORT_WORDS = frozenset(
     "one two six ten zero four five nine prime dog cat".split()
 )
 _CONNECTIVES = frozenset({"and", "or"})
+_OPENINGS = frozenset("a an the it it's this that they is are".split())
 MIN_BARE_WORD_CHARS = 5
 
 
@@ -89,7 +90,7 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
         is_same = same_time(plain, other, accept_missing_unit=accept_missing_unit)
         return CORRECT if is_same else WRONG
     if isinstance(plain, Words | Choices) and isinstance(other, Words | Choices):
-        return CORRECT if plain == other else WRONG
+        return CORRECT if _same_words(plain, other) else WRONG
     ratio, other_ratio = _as_ratio(plain, other), _as_ratio(other, plain)
     return CORRECT if ratio is not None and ratio == other_ratio else WRONG
 
@@ -110,6 +111,22 @@ def settle_choices(first: str, second: str) -> Verdict | tuple[str, str]:
     if isinstance(other, Choice) and other.text:
         return first, other.text
     return first, second
+
+
+def _same_words(first: Words | Choices, second: Words | Choices) -> bool:
+    """Equality without articles, `it is` before a property, and the plural of nouns."""
+    if isinstance(first, Words) and isinstance(second, Words):
+        return _core_words(first.text) == _core_words(second.text)
+    return first == second
+
+
+def _core_words(text: str) -> list[str]:
+    words = text.split()
+    while len(words) > 1 and words[0] in _OPENINGS:
+        words = words[1:]
+    # A the end of a name, as in plane A, is no article.
+    words = [word for word, _ in zip(words, words[1:], strict=False) if word != "the"] + words[-1:]
+    return [singular(word) for word in words]
 
 
 def _is_prose(text: str) -> bool:

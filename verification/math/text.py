@@ -8,7 +8,7 @@ longer than MAX_CHARS are refused before any pattern sees them.
 import functools
 import re
 
-from verification.math.number_words import spell_factors
+from verification.math.number_words import spell_bases, spell_factors
 from verification.math.styling import without_styling
 
 MAX_CHARS = 1000
@@ -221,6 +221,8 @@ def normalise(text: str) -> str:
     if "\\frac" in text:
         text = _FRAC_DIGITS.sub(r"\\frac{\1}{\2}", text)
         text = _FRAC_SECOND.sub(r"\\frac\1{\2}", _FRAC_FIRST.sub(r"\\frac{\1}", text))
+    if "_" in text or "base" in text:
+        text = spell_bases(text)
     text = _BRACED_CHAR.sub(r"\1\2", spell_factors(text))
     text = _IDLE_SPACE.sub("", _BLANKS.sub(" ", text))
     # Dots that leave something out are no full stop.

@@ -50,6 +50,22 @@ def test_number_words_behind_numbers_are_factors(text: str, spelling: str) -> No
     assert normalise(spelling) == spelling
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["1011_2", "1011_{2}", "1011_{\\text{two}}", "1011_{(2)}", "(1011)_2", "1011_{\\mathrm{two}}",
+     "1011\\text{ (base 2)}", "1011\\text{ base two}", "1011_{\\text{base }2}", "1011 in base 2"],
+)  # fmt: skip
+def test_a_base_is_a_subscript_in_digits(text: str) -> None:
+    assert normalise(text) == "1011_2"
+    assert compare(text, "11").is_correct
+    assert not compare(text, "1011").is_correct
+
+
+@pytest.mark.parametrize("text", ["x_{10}", "a_2+1", "\\log_2 8", "5\\text{bases}", "a_{12}b"])
+def test_other_subscripts_stay(text: str) -> None:
+    assert normalise(text) == text
+
+
 @pytest.mark.parametrize("word", ["million", "dozen", "squared", "more", "pairs", "or so", "base"])
 def test_words_that_change_a_number_are_no_units(word: str) -> None:
     for answer in (f"5\\text{{ {word}}}", f"5 {word}", f"\\text{{5 {word}}}", f"five {word}"):
