@@ -36,7 +36,7 @@ _SUBSCRIPT_BASE = re.compile(
     r"|(?P<one>[0-9]))"
 )
 _NAMED_BASE = re.compile(
-    rf"{_DIGITS}[ ,]{{0,2}}(?:\\text\{{ ?)?\(?(?:in )?base[ -}}]{{1,3}}(?:\\text\{{)?{_BASE_NAME}"
+    rf"{_DIGITS}[ ,]{{0,2}}(?:\\text\{{ ?)?\(?(?:in )?base[ }}-]{{1,2}}(?:\\text\{{)?{_BASE_NAME}"
     r"(?![0-9A-Za-z])[)}]{0,3}"
 )
 

@@ -136,7 +136,9 @@ def _is_prose(text: str) -> bool:
 def words_of(text: str) -> str:
     """The words of a normalised text in lower case; empty when it holds more than words."""
     bare = text.replace("\\text{", " ").replace("}", " ")
-    words = " ".join(bare.replace("-", " ").replace(".", " ").split())
+    # A sign before a word changes it; between words it joins them.
+    bare = bare.strip() if bare.lstrip().startswith("-") else bare.replace("-", " ")
+    words = " ".join(bare.replace(".", " ").split())
     return words.lower() if _WORDS.fullmatch(words) else ""
 
 

@@ -45,6 +45,8 @@ _TABLE: dict[str, list[tuple[str, str]]] = {
     "dollar": [("1", "\\$ dollar usd"), ("1/100", "cent \\textcent \\cent")],
     "euro": [("1", "€ euro eur")],
     "gbp": [("1", "£ gbp")],
+    "yen": [("1", "¥ yen jpy")],
+    "rupee": [("1", "₹ rupee rs inr")],
     "deg": [("1", "\\deg deg degree"), ("1/60", "arcminute"), ("1/3600", "arcsecond")],
     "rad": [("1", "rad radian")],
     "v": [("1", "v volt")],
@@ -85,7 +87,7 @@ _NOT_UNITS = (
     )
 )
 _TOKEN = re.compile(
-    r"\\text\{|\\[$]|\\[A-Za-z]+|[A-Za-z]+|[€£]|\^ ?\{?-?[0-9]\}?|[/*(){} ]|[-.](?![0-9])"
+    r"\\text\{|\\[$]|\\[A-Za-z]+|[A-Za-z]+|[€£¥₹]|\^ ?\{?-?[0-9]\}?|[/*(){} ]|[-.](?![0-9])"
 )
 _PERCENT = re.compile(
     r"(?:\\text\{)? ?(?:percent|per cent|percentage points?|pct\.?) ?\}?", re.IGNORECASE
@@ -133,7 +135,8 @@ def read_unit(text: str) -> Unit | None:
     if parsed is not None:
         powers, factor = parsed
         parts = (f"{base}^{power}" for base, power in sorted(powers.items()) if power)
-        return Unit("*".join(parts) or "unit", factor)
+        # A mile per metre is a number, but not the number 1.
+        return Unit("*".join(parts) or ("unit" if factor == 1 else "~ratio"), factor)
     return read_opaque_unit(text)
 
 

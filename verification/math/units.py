@@ -21,10 +21,10 @@ _POUNDS = re.compile(r"\\text\{pounds?\}$| pounds?$")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 # Where a unit may begin: a sign, marked text, or bare letters; never within another command.
 _START = re.compile(
-    r"%|\\deg|[€£¥]|\\text\{|\\frac\{\\text|(?<=[0-9A-Za-z)}\]])(?:\\\$|\\cent(?![a-z]))"
+    r"%|\\deg|[€£¥₹]|\\text\{|\\frac\{\\text|(?<=[0-9A-Za-z)}\]])(?:\\\$|\\cent(?![a-z]))"
     r"|(?P<other>\\[A-Za-z]+)|(?<=[0-9A-Za-z)}\]])(?: (?=[A-Za-z])|(?=[A-Za-z]))"
 )
-_MARKED = ("%", "\\", "€", "£", "¥")
+_MARKED = ("%", "\\", "€", "£", "¥", "₹")
 _BARE_WORDS = re.compile(r" [A-Za-z]{3,}(?: [A-Za-z]{3,})?")
 _WORD = re.compile(r"[A-Za-z]+")
 _NOT_SYMBOLS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+")

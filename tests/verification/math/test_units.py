@@ -7,6 +7,7 @@ import pytest
 from verification.math.answer import compare
 from verification.math.compound import read_compound
 from verification.math.units import settle_units, split_unit
+from verification.verdict import Verdict
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,7 @@ def test_currencies_have_many_spellings(first: str, second: str) -> None:
     for pair in ((first, second), (second, first)):
         assert compare(*pair, accept_missing_unit=False).is_correct
     assert not compare(first, "5\\text{ yen}").is_correct
+
+
+def test_a_ratio_of_units_of_one_kind_is_no_pure_number() -> None:
+    assert compare("60\\text{ mi/m}", "60\\text{ mph}") == Verdict(False, "wrong_unit")
