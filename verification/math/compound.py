@@ -11,6 +11,7 @@ from verification.math.unit_table import Unit, read_unit
 MAX_PARTS = 4
 _MARKS = re.compile(r"\\text\{|\}")
 _BLANKS = re.compile(r" {2,}")
+_START = re.compile(r"-?(?:\\text\{ ?)?[0-9.]+ ?(?:\\text\{|\\deg|[A-Za-z'])")
 _PART = re.compile(
     r"(?P<number>[0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?P<unit>\\deg|''|'|[A-Za-z]{1,12}\.?)"
     r"(?: ?,)?(?: ?and(?![a-z]))? ?"
@@ -30,7 +31,7 @@ def read_compound(text: str) -> tuple[str, Unit] | None:
 
     None for anything but two to four quantities of one kind, each in a smaller unit than the last.
     """
-    if not text[:1].isdigit() and not text.startswith(("-", "\\text{")):
+    if text[-1:].isdigit() or not _START.match(text):
         return None
     flat = _BLANKS.sub(" ", _MARKS.sub(" ", text)).strip()
     sign, flat = ("-", flat[1:]) if flat.startswith("-") else ("", flat)

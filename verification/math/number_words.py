@@ -40,6 +40,7 @@ _NAMED_BASE = re.compile(
     r"(?![0-9A-Za-z])[)}]{0,3}"
 )
 
+_ANY_WORD = re.compile(r"(?<![\\A-Za-z])[a-z]{2}")
 _LITERAL = (
     r"(?<![0-9A-Za-z.,_^/*\\])"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,60})(?:\.[0-9]{1,60})?)"
@@ -62,7 +63,10 @@ _AND_PART = re.compile(
 
 def spell_factors(text: str) -> str:
     """A text whose number words behind numbers are written out: `5 million` is 5000000."""
-    text = _CURRENCY_FACTOR.sub(_scale_currency, text)
+    if "\\$" in text:
+        text = _CURRENCY_FACTOR.sub(_scale_currency, text)
+    if not _ANY_WORD.search(text):
+        return text
     text = _AND_PART.sub(_add_part, text)
     for _ in range(3):
         text, n_changes = _FACTOR.subn(_scale, text)

@@ -41,11 +41,19 @@ _UNIT_COMMANDS = {
     "degreeCelsius": "\\deg C", "celsius": "\\deg C", "dollar": "\\$", "cdot": " ", "usd": "\\$",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\([A-Za-z]+) ?")
+# Texts of these alone, as most are, hold nothing to take away.
+_ANY_COMMAND = re.compile(r"\\(?:[A-Za-z]+|.?)|\{(?= ?[,:])", re.DOTALL)
+_PLAIN_COMMANDS = {f"\\{char}" for char in "{}(),;!%$"} | {
+    f"\\{name}"
+    for name in "frac dfrac tfrac sqrt text mathrm mathbf textbf pi left right cdot times le ge "
+    "leq geq in infty cup cap pm circ sin cos tan ln log theta alpha beta mathbb begin end ne "
+    "neq angle binom overline emptyset approx lambda".split()
+}
 
 
 def without_styling(text: str) -> str:
     """The text without colours, boxes, lines, phantoms, skips; siunitx's commands spelled out."""
-    if "\\" not in text:
+    if "\\" not in text or _PLAIN_COMMANDS.issuperset(_ANY_COMMAND.findall(text)):
         return text
     text = _QUANTITY.sub(lambda match: match[1] + _spell_unit(match[2]), text)
     text = _UNIT.sub(lambda match: _spell_unit(match[1]), text)
