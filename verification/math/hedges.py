@@ -20,7 +20,8 @@ HEDGES = frozenset(
     "probably likely roughly nearly almost around circa guess plus minus at most least many few "
     "too lower higher longer shorter taller older younger greater smaller bigger larger faster "
     "slower extra additional below above under over beyond short wrong incorrect ago within "
-    "between except unless because since as false true yes neither either".split()
+    "between except unless because since as false true yes neither either max "
+    "maximum minimum tops past upward upwards downward downwards".split()
 )
 """Words that make a text behind a number something else than a unit."""
 

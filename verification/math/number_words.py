@@ -19,7 +19,7 @@ _GROUPS = {
     "thousand": 10**3, "lakh": 10**5, "lac": 10**5, "million": 10**6, "mln": 10**6,
     "crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12, "quadrillion": 10**15,
 }  # fmt: skip
-_COUNTS = {"dozen": 12, "score": 20, "gross": 144}
+_COUNTS = {"dozen": 12, "doz": 12, "score": 20, "gross": 144}
 _MULTIPLES = {"hundred": 100} | _GROUPS | _COUNTS
 _PARTS = {
     "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6,
@@ -40,14 +40,14 @@ _NAMED_BASE = re.compile(
     r"(?![0-9A-Za-z])[)}]{0,3}"
 )
 
-_ANY_WORD = re.compile(r"(?<![\\A-Za-z])[a-z]{2}")
+_ANY_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 _LITERAL = (
     r"(?<![0-9A-Za-z.,_^/*\\])"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,60})(?:\.[0-9]{1,60})?)"
 )
 _FACTOR = re.compile(
-    rf"(?:{_LITERAL})?(?<=[0-9)}}\]])(?:-| ?)(?P<mark>\\text\{{ ?)?"
-    rf"(?:(?P<multiple>{'|'.join(_MULTIPLES)})s?|(?P<part>{'|'.join(_PARTS)})(?P<plural>e?s)?)"
+    rf"(?:{_LITERAL})?(?<=[0-9)}}\]])(?:-| ?)(?P<mark>\\text\{{[ -]?)?"
+    rf"(?i:(?P<multiple>{'|'.join(_MULTIPLES)})s?|(?P<part>{'|'.join(_PARTS)})(?P<plural>e?s)?)"
     r"(?![A-Za-z])(?: of(?= ))?(?(mark) ?(?P<end>\}?)|)"
 )
 _CURRENCY_FACTOR = re.compile(
@@ -173,12 +173,12 @@ def _scale(match: re.Match[str]) -> str:
     mark = match["mark"] if match["mark"] and not match["end"] else ""
     digits = (match["digits"] or "").replace(",", "")
     if match["multiple"]:
-        factor = _MULTIPLES[match["multiple"]]
+        factor = _MULTIPLES[match["multiple"].lower()]
         scaled = _written_out(digits, factor) if digits else f"*{factor}"
         return scaled + mark
     if not match["plural"] and digits != "1":
         return match.group()
-    bottom = _PARTS[match["part"]]
+    bottom = _PARTS[match["part"].lower()]
     return (f"\\frac{{{digits}}}{{{bottom}}}" if digits else f"*\\frac{{1}}{{{bottom}}}") + mark
 
 

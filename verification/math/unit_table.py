@@ -82,7 +82,7 @@ _NOT_UNITS = (
     | frozenset(
         "or and not to than if when where for no only but is are with from choose mod modulo pi "
         "e i squared cubed factorial root inverse reciprocal divided multiplied power powers "
-        "base fold mil zillion myriad pair pairs couple couples "
+        "base fold mil zillion myriad pair pairs couple couples thou grand "
         "tens tenfold negative positive".split()
     )
 )
@@ -198,7 +198,8 @@ def read_opaque_unit(text: str) -> Unit | None:
     is_pair = text[6:-1].lower().strip() in ("ordered pairs", "ordered pair")
     if not words or len(words) > 3 or not is_plain:
         return None
-    if _NOT_UNITS & set(words) and not is_pair:
+    parts = " ".join(words).replace("-", " ").replace(".", " ").split()
+    if _NOT_UNITS.intersection(parts) and not is_pair:
         return None
     return Unit("~" + " ".join(map(singular, words)), Fraction(1))
 

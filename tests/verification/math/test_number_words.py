@@ -66,7 +66,11 @@ def test_other_subscripts_stay(text: str) -> None:
     assert normalise(text) == text
 
 
-@pytest.mark.parametrize("word", ["million", "dozen", "squared", "more", "pairs", "or so", "base"])
+@pytest.mark.parametrize(
+    "word",
+    ["million", "dozen", "squared", "more", "pairs", "or so", "base",
+     "Million", "MILLION", "thou", "ten-thousands", "max", "upward"],
+)  # fmt: skip
 def test_words_that_change_a_number_are_no_units(word: str) -> None:
     for answer in (f"5\\text{{ {word}}}", f"5 {word}", f"\\text{{5 {word}}}", f"five {word}"):
         assert not compare(answer, "5").is_correct
