@@ -72,6 +72,13 @@ def test_bombs_do_not_explode(text: str) -> None:
     assert first is not True
 
 
+def test_a_sign_behind_the_fraction_of_a_mixed_number_raises_nothing() -> None:
+    for sign in ("%", "\\deg", "!"):
+        text = f"(3\\frac{{1}}{{2}}{sign})+1"
+        assert same_structure(text, "x+1") is not True
+        assert same_structure("x+1", text) is not True
+
+
 def _mutated(text: str, draw: random.Random) -> str:
     chars = list(text)
     for _ in range(draw.randint(1, 4)):
