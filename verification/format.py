@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 THINK_START = "<think>"
 THINK_END = "</think>"
-BOX_START = "\\boxed{"
+# TeX skips blanks and one line break between a command and its argument. Possessive: a run of
+# blanks without a brace behind it is not tried again.
+_BOX_START = re.compile(r"\\boxed[ \t]*+(?:\r?\n[ \t]*+)?\{")
 # An escaped character is consumed as a pair, so that \{ and \} are not counted as braces.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # A line that can open or close a fenced block. Possessive: a failed line is not tried again.
@@ -101,8 +103,8 @@ def check_format(text: str) -> FormatCheck:
     if refusal:
         return FormatCheck("", refusal)
     thoughts, final = split_response(text)
-    if BOX_START not in final:
-        return FormatCheck("", "box_before_think_end" if BOX_START in thoughts else "no_boxed")
+    if not has_box(final):
+        return FormatCheck("", "box_before_think_end" if has_box(thoughts) else "no_boxed")
     answer = last_box(final)
     if answer is None:
         return FormatCheck("", "unclosed_box")
@@ -157,12 +159,16 @@ def split_response(text: str) -> tuple[str, str]:
     return thoughts.removeprefix(THINK_START), final
 
 
+def has_box(text: str) -> bool:
+    """Whether a `\\boxed{` begins anywhere in a text."""
+    return _BOX_START.search(text) is not None
+
+
 def last_box(text: str) -> str | None:
     """Content of the last `\\boxed{...}` with balanced braces; None when it is absent or open."""
-    start = text.rfind(BOX_START)
+    start = max((match.end() for match in _BOX_START.finditer(text)), default=-1)
     if start < 0:
         return None
-    start += len(BOX_START)
     depth = 1
     for match in _BRACE.finditer(text, start):
         if match.group() == "{":

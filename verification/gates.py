@@ -11,6 +11,7 @@ from verification.format import (
     check_code_format,
     check_format,
     first_tagged_block,
+    has_box,
     last_box,
     split_response,
     with_opening,
@@ -53,7 +54,7 @@ def box(text: str, prompt_tail: str = "") -> Gated:
     """An answer in \\boxed{}, wherever it is."""
     answer = last_box(text)
     if answer is None:
-        return Gated("no_boxed" if "\\boxed{" not in text else "unclosed_box")
+        return Gated("unclosed_box" if has_box(text) else "no_boxed")
     return Gated("" if answer.strip() else "empty_box", answer.strip(), final=text)
 
 

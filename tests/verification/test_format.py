@@ -33,6 +33,10 @@ PASSED = [
     ("<think>a</think>\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
     ("<think>a</think>\\boxed{\\left\\{1\\right.}", "\\left\\{1\\right."),
     ("<think>a</think>\\boxed{x} and }", "x"),
+    ("<think>a</think>\\boxed {7}", "7"),
+    ("<think>a</think>\\boxed\n{7}", "7"),
+    ("<think>a</think>\\boxed  \r\n {7}", "7"),
+    ("<think>a</think>\\boxed {1} so \\boxed{7}, \\boxed 8", "7"),
     ("<think>a</think>\\boxed{\\boxed{3}}", "3"),
     ("<think>a < b > c</think>\\boxed{é中}", "é中"),
 ]
@@ -53,6 +57,8 @@ REFUSED = [
     ("<think>a</think>", "no_boxed"),
     ("<think>a</think>7", "no_boxed"),
     ("<think>a</think>\\boxed 7", "no_boxed"),
+    ("<think>a</think>\\boxed\n\n{7}", "no_boxed"),
+    ("<think>\\boxed {7}</think>so 7", "box_before_think_end"),
     ("<think>a</think>boxed{7}", "no_boxed"),
     ("<think>\\boxed{7}</think>so 7", "box_before_think_end"),
     ("<think>a</think>\\boxed{7", "unclosed_box"),
@@ -161,6 +167,8 @@ def test_absent_box_is_none() -> None:
     [
         "<think>" * 100_000,
         "<think></think>" + "\\boxed{" * 100_000,
+        "<think></think>\\boxed" + " " * 1_000_000,
+        "<think></think>" + "\\boxed \n " * 100_000,
         "<think></think>\\boxed{" + "{" * 500_000,
         "<think></think>\\boxed{" + "{" * 250_000 + "}" * 250_001,
         "<think></think>\\boxed{" + "\\" * 500_000,

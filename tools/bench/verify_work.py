@@ -11,7 +11,7 @@ from verification.score import screen
 
 # Answers that no screen refuses and that cost more than any limit of time or memory.
 BOMBS = (
-    "\\binom{10000000}{5000000}",
+    "\\sum_{n=1}^{9998} \\frac{n}{n^4+3}",
     "\\sum_{n=1}^{9999} \\frac{1}{n^3+n+1}",
     "\\prod_{n=1}^{9999} (1+\\frac{1}{n^2})",
     "\\int \\sqrt{\\tan(x)} \\log(x) e^{x^2} dx",

@@ -10,10 +10,15 @@ Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per c
 missing per cent sign, is accepted unless `accept_missing_unit` is off.
 """
 
+import re
+
+from verification.math.magnitude import is_explosive
 from verification.math.plain import compare_plain
-from verification.math.text import MAX_CHARS, is_explosive, normalise, refusal, without_marks
+from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
 from verification.math.units import is_unit_mismatch, split_unit
 from verification.verdict import CORRECT, WRONG, Verdict
+
+_NUMERAL_IN_BASE = re.compile(r"[0-9)] ?_")
 
 
 def compare_quickly(
@@ -115,6 +120,9 @@ def _ask_library(first: str, second: str) -> bool | None:
     is_tuple, is_other_tuple = first.startswith("("), second.startswith("(")
     if (is_set and is_other_tuple) or (is_tuple and is_other_set):
         return False
+    # It reads numerals in a base that we do not know as decimal ones.
+    if _NUMERAL_IN_BASE.search(first) or _NUMERAL_IN_BASE.search(second):
+        return None
     from verification.math.library import same_by_library
 
     return same_by_library(first, second)
@@ -125,4 +133,4 @@ def _trim(text: str) -> str:
     text = text.strip()
     if text.startswith("$") and text.endswith("$") and text.count("$") == 2:
         text = text[1:-1].strip()
-    return text.removesuffix(".").rstrip()
+    return text if text.endswith("..") else text.removesuffix(".").rstrip()

@@ -211,8 +211,8 @@ class _Parser:
             # 2 3, or x^2 3: an omitted sign between digits means nothing sensible.
             raise NotAnExpression("adjacent numbers")
         factor = self.power()
-        is_plain = factor[0] == "prod" and len(factor) == 3 and factor[2][0] == "pow"
-        if is_whole and is_fraction and is_plain:
+        is_quotient = factor[0] == "prod" and len(factor) == 3 and factor[2][0] == "pow"
+        if is_whole and is_fraction and is_quotient:
             top, bottom = factor[1], factor[2][1]
             if top[0] == bottom[0] == "num" and top[1] > 0 and bottom[1] > 0:
                 return ("mixed", _num(previous[1] + top[1] / bottom[1]))

@@ -74,6 +74,8 @@ def parse_colon(text: str) -> ClockTime | Ratio | None:
     """The time or ratio that a normalised text is: a time when two digits below 60 follow."""
     if ":" not in text:
         return None
+    if text.startswith("\\text{") and text.endswith("}") and text.count("}") == 1:
+        text = text[6:-1]
     match = _COLON.fullmatch(_HALF_DAY.sub(lambda half: half[1].lower() + "m", text, count=1))
     if not match:
         return None

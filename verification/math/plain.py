@@ -9,27 +9,25 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+from verification.math.choices import Choice, Choices, read_choice
+from verification.math.hedges import hedges_in
+from verification.math.number_words import read_number_words
 from verification.math.numbers import ClockTime, Ratio, parse_colon, parse_number, same_time
 from verification.math.text import normalise
-from verification.math.units import Unit, is_unit_mismatch, same_quantity, split_unit
+from verification.math.unit_table import Unit, read_unit, singular
+from verification.math.units import is_unit_mismatch, same_quantity, settle_units, split_unit
 from verification.verdict import CORRECT, WRONG, Verdict
 
 WRONG_UNIT = Verdict(False, "wrong_unit")
 EMPTY_SET = "\\emptyset"
-_MARKED_CHOICE = re.compile(
-    r"(?:\\text\{ ?)?(?:(?i:option|choice|answer)(?:\\?[: }]| is)*)?\(([A-J])\)\}?[.:]? ?(.*)",
-    re.DOTALL,
-)
-_NAMED_CHOICE = re.compile(r"(?:\\text\{ ?)?(?i:option|choice|answer)[: }]{1,3}([A-J])\}?")
-_LISTED_CHOICE = re.compile(r"([A-J])(?:\)|\.(?![0-9])|:) ?(.+)", re.DOTALL)
-_LONE_CHOICE = re.compile(r"\(([a-j])\)|([A-J])")
-_CHOICE_TEXT = re.compile(r"-?[0-9.]|\\(?!le|ge|ne|in|cup|cap|pm|mp|to|set)[A-Za-z$]|[A-Za-z(\[{]")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+_PROSE = re.compile(r"\\text\{[^{}]*[A-Za-z]{2}|(?<![A-Za-z\\])[A-Za-z']{2,} ?[(A-Za-z]")
 _SHORT_WORDS = frozenset(
     "yes no true false even odd east west up down left both red blue mon tue wed thu fri sat sun "
     "one two six ten zero four five nine prime dog cat".split()
 )
 _CONNECTIVES = frozenset({"and", "or"})
+_OPENINGS = frozenset("a an the it it's this that they is are".split())
 MIN_BARE_WORD_CHARS = 5
 
 
@@ -40,20 +38,13 @@ class Number(NamedTuple):
     unit: Unit | None
 
 
-class Choice(NamedTuple):
-    """A lettered choice, with the text that follows the letter."""
-
-    letter: str
-    text: str
-
-
 class Words(NamedTuple):
     """An answer in words, in lower case."""
 
     text: str
 
 
-Plain = Number | ClockTime | Ratio | Choice | Words
+Plain = Number | ClockTime | Ratio | Choice | Choices | Words
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,7 +58,10 @@ def read_plain(text: str) -> Plain | None:
     value = parse_number(rest)
     if value is not None:
         return Number(value, unit)
-    return parse_colon(text) or _read_choice(text) or _read_words(text)
+    # x cm is a length, not two words.
+    is_quantity = unit is not None and unit.dimension[:1] != "~" and len(rest) == 1
+    words = None if is_quantity else _read_words(text)
+    return parse_colon(text) or read_choice(text) or _read_number_words(text) or words
 
 
 def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verdict | None:
@@ -79,9 +73,14 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
         first, second = (normalise(text) for text in pair)
         if first == second:
             return CORRECT
+    if hedges_in(first) != hedges_in(second):
+        return WRONG
+    first, second = settle_units(first, second)
     plain, other = read_plain(first), read_plain(second)
     if plain is None or other is None:
-        return None
+        is_choice = isinstance(plain or other, Choice | Choices)
+        # A sentence about a letter that is not plainly the choice of it is no choice.
+        return WRONG if is_choice and (_is_prose(first) or _is_prose(second)) else None
     if isinstance(plain, Number) and isinstance(other, Number):
         if same_quantity(plain, other, accept_missing_unit=accept_missing_unit):
             return CORRECT
@@ -90,8 +89,8 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
     if isinstance(plain, ClockTime) and isinstance(other, ClockTime):
         is_same = same_time(plain, other, accept_missing_unit=accept_missing_unit)
         return CORRECT if is_same else WRONG
-    if isinstance(plain, Words) and isinstance(other, Words):
-        return CORRECT if plain == other else WRONG
+    if isinstance(plain, Words | Choices) and isinstance(other, Words | Choices):
+        return CORRECT if _same_words(plain, other) else WRONG
     ratio, other_ratio = _as_ratio(plain, other), _as_ratio(other, plain)
     return CORRECT if ratio is not None and ratio == other_ratio else WRONG
 
@@ -114,10 +113,32 @@ def settle_choices(first: str, second: str) -> Verdict | tuple[str, str]:
     return first, second
 
 
+def _same_words(first: Words | Choices, second: Words | Choices) -> bool:
+    """Equality without articles, `it is` before a property, and the plural of nouns."""
+    if isinstance(first, Words) and isinstance(second, Words):
+        return _core_words(first.text) == _core_words(second.text)
+    return first == second
+
+
+def _core_words(text: str) -> list[str]:
+    words = text.split()
+    while len(words) > 1 and words[0] in _OPENINGS:
+        words = words[1:]
+    # A the end of a name, as in plane A, is no article.
+    words = [word for word, _ in zip(words, words[1:], strict=False) if word != "the"] + words[-1:]
+    return [singular(word) for word in words]
+
+
+def _is_prose(text: str) -> bool:
+    return "=" not in text and _PROSE.search(text) is not None
+
+
 def words_of(text: str) -> str:
     """The words of a normalised text in lower case; empty when it holds more than words."""
     bare = text.replace("\\text{", " ").replace("}", " ")
-    words = " ".join(bare.replace("-", " ").replace(".", " ").split())
+    # A sign before a word changes it; between words it joins them.
+    bare = bare.strip() if bare.lstrip().startswith("-") else bare.replace("-", " ")
+    words = " ".join(bare.replace(".", " ").split())
     return words.lower() if _WORDS.fullmatch(words) else ""
 
 
@@ -134,20 +155,18 @@ def _as_ratio(plain: Plain, other: Plain) -> Fraction | None:
     return None
 
 
-def _read_choice(text: str) -> Choice | None:
-    match = _LONE_CHOICE.fullmatch(text)
-    if match:
-        return Choice((match[1] or match[2]).upper(), "")
-    match = _NAMED_CHOICE.fullmatch(text)
-    if match:
-        return Choice(match[1], "")
-    match = _MARKED_CHOICE.fullmatch(text) or _LISTED_CHOICE.fullmatch(text)
-    if not match:
+def _read_number_words(text: str) -> Number | None:
+    words = words_of(text).split()
+    if not words:
         return None
-    rest = match[2].strip()
-    if text.startswith("\\text{(") and rest.endswith("}"):
-        rest = f"\\text{{{rest}"
-    return Choice(match[1], rest) if not rest or _CHOICE_TEXT.match(rest) else None
+    number = read_number_words(words)
+    if number is None:
+        return None
+    value, place = number
+    if place == len(words):
+        return Number(value, None)
+    unit = read_unit(f"\\text{{{' '.join(words[place:])}}}")
+    return None if unit is None else Number(value, unit)
 
 
 def _read_words(text: str) -> Words | None:

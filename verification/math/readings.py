@@ -21,11 +21,12 @@ from verification.math.labels import (
 )
 from verification.math.notation import rows_of_cases, vector_components
 from verification.math.numbers import parse_number
-from verification.math.plain import EMPTY_SET, Words, read_plain
+from verification.math.plain import EMPTY_SET, Number, Words, read_plain, words_of
 from verification.math.regions import Region, parse_region
 from verification.math.split import enclosed, split_at, split_words
 from verification.math.text import normalise
-from verification.math.units import Unit, split_unit
+from verification.math.unit_table import Unit
+from verification.math.units import split_unit
 from verification.math.values import same_value
 
 _MATRIX = re.compile(
@@ -137,6 +138,8 @@ def read(text: str) -> tuple[Reading, ...]:
         # ab-ac reads like words, too.
         tree = parse_expression(text) if _DIFFERENCE.fullmatch(text) else None
         return (plain,) if tree is None else (plain, Expression(tree, None))
+    if isinstance(plain, Number) and words_of(text):
+        return (Expression(("num", plain.value), plain.unit),)
     congruence = read_congruence(text)
     if congruence is not None:
         return (congruence,)

@@ -54,7 +54,7 @@ from verification.math.readings import (
 from verification.math.regions import Region, same_region
 from verification.math.split import split_at
 from verification.math.text import normalise
-from verification.math.units import ANGLE, is_unit_mismatch
+from verification.math.units import ANGLE, is_unit_mismatch, settle_units
 from verification.math.values import is_constant_ratio, same_value
 from verification.verdict import Verdict
 
@@ -93,6 +93,7 @@ def same_structure(
         return same_structure(
             *values, accept_missing_unit=accept_missing_unit, level=level + 1
         )  # fmt: skip
+    first, second = settle_units(first, second)
     comparison = _Comparison(accept_missing_unit, level)
     pairs = settled_pairs(first, second)
     results = [comparison.same(read(one), read(other)) for one, other in pairs]

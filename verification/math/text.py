@@ -8,20 +8,13 @@ longer than MAX_CHARS are refused before any pattern sees them.
 import functools
 import re
 
+from verification.math.number_words import spell_bases, spell_factors
+from verification.math.styling import without_styling
+
 MAX_CHARS = 1000
 MAX_DEPTH = 30
 MAX_DIGITS = 400
 _LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_DIGITS},}}")
-# Towers, exponents of five digits or more, and factorials that SymPy would write out in full. An
-# exponent such as 3^2 in 2^{3^2} is at most 9^4 and has four digits itself.
-_SMALL_TOWER = re.compile(r"\^\{[2-9]\^[2-4]\}(?![ })]{0,9}[\^!])")
-_EXPLOSIVE = re.compile(
-    r"(?:\^|\*\*)[ {(]{0,9}-?[0-9]{5,}"
-    r"|(?:\^|\*\*)[ {(]{0,9}-?[0-9.]{1,9}[ })]{0,9}(?:\^|\*\*)"
-    r"|[0-9][eE][+-]?[0-9]{5,}"
-    r"|[0-9]{4,}[ })]{0,9}!"
-    r"|! ?!|! ?\){1,9} ?!"
-)
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
@@ -41,7 +34,8 @@ _SYMBOLS = {
     "º": "\\deg ", "≈": "\\approx ", "∣": "|", "∨": "\\text{or}", "∧": "\\text{and}", "′": "'",
     "‘": "'", "’": "'", "“": '"', "”": '"', "⟨": "\\langle ", "⟩": "\\rangle ", "∖": "\\setminus ",
     "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}", "⅛": "\\frac{1}{8}", "→": "\\to ", "∆": "\\Delta ",
+    "⅔": "\\frac{2}{3}", "⅛": "\\frac{1}{8}", "→": "\\to ", "…": "...", "∆": "\\Delta ",
+    "¢": "\\cent ", "″": "''",
 }  # fmt: skip
 _CHARS = str.maketrans(
     {char: f"\\{name} " for char, name in _GREEK.items()}
@@ -88,6 +82,8 @@ _COMMANDS = (
             "\\hbox",
             "\\mathrm",
             "\\mathbf",
+            "\\bold",
+            "\\textsl",
             "\\mathit",
             "\\mathsf",
             "\\mathtt",
@@ -106,6 +102,14 @@ _COMMANDS = (
         "\\lt": "<",
         "\\gt": ">",
         "\\div": "/",
+        "\\cents": "\\cent ",
+        "\\textcent": "\\cent ",
+        "\\pounds": "£",
+        "\\textsterling": "£",
+        "\\euro": "€",
+        "\\texteuro": "€",
+        "\\yen": "¥",
+        "\\textdollar": "\\$",
         "\\colon": ":",
         "\\%": "%",
         "\\&": "and",
@@ -127,7 +131,15 @@ _CHOOSE = re.compile(
     r"(?:\\left ?)?[{(]([^{}()\\]{1,40})\\choose ?([^{}()\\]{1,40})(?:\\right ?)?[})]"
 )
 _ORDINAL = re.compile(
-    r"(?<=[0-9])(?:\^ ?\{? ?)?(?:\\text\{ ?(?:st|nd|rd|th) ?\}|st|nd|rd|th)\}?(?![a-z])"
+    r"(?<=[0-9])(?:\^ ?(\{)? ?)?(?:\\text\{ ?(?:st|nd|rd|th) ?\}|st|nd|rd|th)(?(1) ?\}|)(?![a-z])"
+)
+_INCHES = re.compile(r"(?<=[0-9])\"$")
+_ANSWER = (
+    r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:(?:final|correct|right|best) ){0,2}"
+    r"answer(?: is(?![A-Za-z'])| ?=)? ?:?"
+)
+_ANSWER_IS = re.compile(
+    rf"^(?:\\text\{{ ?{_ANSWER} ?\}} ?|(\\text\{{ ?)?{_ANSWER}(?<=[s=:]) ?)(?=.)", re.IGNORECASE
 )
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+\*?|.)|\*\*", re.DOTALL)
 _SETS = {"R": "reals", "Z": "integers", "N": "naturals", "Q": "rationals", "C": "complexes"}
@@ -136,7 +148,7 @@ _EMPTY_DELIMITER = re.compile(r"\\(?:left|right) ?\.")
 _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _SUBSCRIPT = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _ROOT_SIGN = re.compile(r"√ ?([0-9.]+|[A-Za-zπ])")
-_DEGREE = re.compile(r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|\\circ|\\deg)(?![A-Za-z]) ?")
+_DEGREE = re.compile(r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|(?:\\circ|\\deg)(?![A-Za-z])) ?")
 _TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 # Letters that no lettered choice bears; in text they are more likely units than variables.
 _LETTER_UNITS = frozenset("mgshlLNWV")
@@ -184,11 +196,6 @@ def refusal(text: str) -> str:
     return "answer_too_deep" if _depth(text) > MAX_DEPTH else ""
 
 
-def is_explosive(text: str) -> bool:
-    """Whether writing out the value of a text could take unbounded time and memory."""
-    return _EXPLOSIVE.search(_SMALL_TOWER.sub("", text)) is not None
-
-
 @functools.lru_cache(maxsize=1024)
 def normalise(text: str) -> str:
     """The text in one spelling: ASCII and LaTeX, single spaces only where they part tokens.
@@ -196,7 +203,7 @@ def normalise(text: str) -> str:
     Meaning is kept: `2 1/2` and `21/2` stay different, `\\text{}` keeps words apart from products.
     For texts of at most MAX_CHARS.
     """
-    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text)
+    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", without_styling(text))
     if "\\choose" in text:
         text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{''.join(map(_SUPERSCRIPTS.get, m[0]))}}}", text)
@@ -207,15 +214,24 @@ def normalise(text: str) -> str:
         text = _without_math_delimiters(text)
     text = _DEGREE.sub(r"\\deg ", _COMMAND.sub(_spell_command, text))
     text = _COMMA_GROUP.sub(_spell_comma, text.replace("{:}", ":"))
+    text = _ANSWER_IS.sub(r"\1", text.strip())
     if "\\text" in text:
         text = _TEXT.sub(_spell_text, text)
     text = _ORDINAL.sub("", text)
     if "\\frac" in text:
         text = _FRAC_DIGITS.sub(r"\\frac{\1}{\2}", text)
         text = _FRAC_SECOND.sub(r"\\frac\1{\2}", _FRAC_FIRST.sub(r"\\frac{\1}", text))
-    text = _BRACED_CHAR.sub(r"\1\2", text)
+    if "_" in text or "base" in text:
+        text = spell_bases(text)
+    text = _BRACED_CHAR.sub(r"\1\2", spell_factors(text))
     text = _IDLE_SPACE.sub("", _BLANKS.sub(" ", text))
-    text = unwrap(text.strip(' "').rstrip(".,; ").strip(' "').removesuffix("\\\\"))
+    # Dots that leave something out are no full stop.
+    # The sign of inches, or an end of quotation.
+    text = text if text.startswith('"') else _INCHES.sub("''", text)
+    text = text.strip(' "')
+    text = text.removeprefix("=").lstrip()
+    text = text if text.endswith("...") else text.rstrip(".,; ").strip(' "')
+    text = unwrap(text.removesuffix("\\\\"))
     return _ALIASES.get(_bare_words(text), text)
 
 
@@ -276,13 +292,15 @@ def _spell_comma(match: re.Match[str]) -> str:
 def _spell_text(match: re.Match[str]) -> str:
     """Words stay marked as text; function names, single letters and numbers need no mark."""
     words = match[1].strip()
-    if words in _FUNCTIONS:
+    if words and not any(char.isalnum() for char in words):
+        return f" {words} "
+    if words in _FUNCTIONS and not (words == "sec" and match.end() == len(match.string)):
         return f"\\{words} "
     quantity = _QUANTITY.fullmatch(words)
     if quantity:
         return f"{quantity[1]} \\text{{{quantity[2]}}}"
-    longest = max(map(len, re.findall("[A-Za-z]+", words)), default=0)
-    is_marked = longest > 1 or words in _LETTER_UNITS
+    found = re.findall("[A-Za-z]+", words)
+    is_marked = bool(found) and (max(map(len, found)) > 1 or _LETTER_UNITS.issuperset(found))
     return f"\\text{{{words}}}" if is_marked else f" {words} "
 
 

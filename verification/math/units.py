@@ -1,6 +1,9 @@
-"""Units of measure at the end of an answer.
+"""Units of measure at the end of an answer, and whether two quantities are equal.
 
-Pure string code; runs in the verifier and its grading processes.
+Pure string code; runs in the verifier and its grading processes. Letters without a mark may be a
+unit or factors. By itself a text holds a unit only where that is plain: `5 m`, `6\\pi cm`, but not
+`\\pi r^2 h`, `2mg` or `5m`. Beside another text `settle_units` knows more: `5m` is a length beside
+`5\\text{ m}`, and `5 m` is a product beside `m+4m`.
 """
 
 import functools
@@ -8,95 +11,38 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-MAX_UNIT_CHARS = 60
-PERCENT = "%"
+from verification.math.compound import read_compound
+from verification.math.numbers import parse_number
+from verification.math.unit_table import MAX_UNIT_CHARS, Unit, read_opaque_unit, read_unit
+
 ANGLE = "deg^1"
+_STERLING = "gbp^1"
+_POUNDS = re.compile(r"\\text\{pounds?\}$| pounds?$")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
-
-
-class Unit(NamedTuple):
-    """What follows a number: 1 of it is `factor` of its dimension's base unit."""
-
-    dimension: str
-    """Sorted `base^power` factors; empty for a pure number, as percent is."""
-    factor: Fraction
-
-
-# base unit of a dimension -> (factor, spellings); spellings also match with a final s.
-_TABLE: dict[str, list[tuple[str, str]]] = {
-    "m": [
-        ("1", "m meter metre"), ("1/100", "cm centimeter centimetre"), ("1000", "km kilometer "
-        "kilometre"), ("1/1000", "mm millimeter millimetre"), ("1/10", "dm decimeter decimetre"),
-        ("254/10000", "in inch inches"), ("3048/10000", "ft foot feet"), ("9144/10000", "yd yard"),
-        ("1609344/1000", "mi mile"), ("1/1000000", "\\mum micrometer"), ("1/1000000000",
-        "nm nanometer"),
-    ],
-    "g": [
-        ("1", "g gram gramme"), ("1000", "kg kilogram"), ("1/1000", "mg milligram"),
-        ("1000000", "ton tonne"), ("45359237/100000", "lb pound"), ("28349523125/1000000000", "oz "
-        "ounce"),
-    ],
-    "s": [
-        ("1", "s sec second"), ("60", "min minute"), ("3600", "h hr hour"), ("86400", "day"),
-        ("604800", "week"), ("1/1000", "ms millisecond"),
-    ],
-    "month": [("1", "month"), ("12", "year yr")],
-    "dollar": [("1", "\\$ dollar usd"), ("1/100", "cent \\textcent \\cent")],
-    "euro": [("1", "€ euro eur")],
-    "deg": [("1", "\\deg deg degree"), ("1/60", "arcminute"), ("1/3600", "arcsecond")],
-    "rad": [("1", "rad radian")],
-    "n": [("1", "n newton"), ("1000", "kn kilonewton")],
-    "j": [("1", "j joule"), ("1000", "kj kilojoule"), ("1000000", "mj megajoule")],
-    "w": [("1", "w watt"), ("1000", "kw kilowatt")],
-    "v": [("1", "v volt")],
-    "a": [("1", "ampere amp")],
-    "hz": [("1", "hz hertz"), ("1000", "khz kilohertz"), ("1000000", "mhz megahertz")],
-    "mol": [("1", "mol mole")],
-    "pa": [("1", "pa pascal"), ("1000", "kpa kilopascal")],
-}  # fmt: skip
-_COMPOUND = {
-    "l": ("m^3", "1/1000"), "liter": ("m^3", "1/1000"), "litre": ("m^3", "1/1000"),
-    "ml": ("m^3", "1/1000000"), "milliliter": ("m^3", "1/1000000"),
-    "millilitre": ("m^3", "1/1000000"), "cc": ("m^3", "1/1000000"),
-    "mph": ("m^1*s^-1", "44704/100000"), "kph": ("m^1*s^-1", "1000/3600"),
-    "kmh": ("m^1*s^-1", "1000/3600"), "acre": ("m^2", "40468564224/10000000"),
-    "hectare": ("m^2", "10000"), "ha": ("m^2", "10000"),
-}  # fmt: skip
-# A bare letter in the other case is a variable.
-_LETTERS = {letter: letter.lower() for letter in "mgshlLNJWV"}
-_NO_UNIT = frozenset({"unit", "number", "point"})
-# Words that make a text behind a number something else than a unit.
-_NOT_UNITS = frozenset(
-    "or and not to than if when where for no only but is are with from choose mod pi e i".split()
-)
-_POWER_WORDS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
-_TOKEN = re.compile(
-    r"\\text\{|\\[$]|\\[A-Za-z]+|[A-Za-z]+|€|\^ ?\{?-?[0-9]\}?|[/*(){} ]|[-.](?![0-9])"
-)
-# Where a unit may begin: a sign, marked text, or a bare word behind a number. One bare letter is a
-# unit only behind a space: 5 m is a length, 5m a product.
+# Where a unit may begin: a sign, marked text, or bare letters; never within another command.
 _START = re.compile(
-    r"%|\\deg|€|\\text\{|\\frac\{\\text|(?<=[0-9)}\]])(?:\\\$| (?=[A-Za-z])|(?=[A-Za-z]{2}))"
-    r"|(?<=[a-z]) (?=[a-z]{2})"
+    r"%|\\deg|[€£¥₹]|\\text\{|\\frac\{\\text|(?<=[0-9A-Za-z)}\]])(?:\\\$|\\cent(?![a-z]))"
+    r"|(?P<other>\\[A-Za-z]+)|(?<=[0-9A-Za-z)}\]])(?: (?=[A-Za-z])|(?=[A-Za-z]))"
 )
-_TEMPERATURE = re.compile(r"\\deg ?(?:\\text\{)?([CF])\}?|(K|\\text\{[Kk]elvins?\})")
+_MARKED = ("%", "\\", "€", "£", "¥", "₹")
 _BARE_WORDS = re.compile(r" [A-Za-z]{3,}(?: [A-Za-z]{3,})?")
-_PREFIX = re.compile(r"(-?) ?(\\\$|€|£|¥|₹|\\text\{(?:Rs|USD|US)\.?\}|Rs\.?)(?=[ 0-9.(\\-])")
-_FRACTION = re.compile(r"\\frac\{((?:\\text\{[^{}]*\}|[^{}])*)\}\{((?:\\text\{[^{}]*\}|[^{}])*)\}")
+_WORD = re.compile(r"[A-Za-z]+")
+_NOT_SYMBOLS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+")
+# Short words that are as likely products of variables.
+_PRODUCT_LIKE = frozenset("nm mg ms mi ha dm ml pa in kn kw kv mj kj cc".split())
+_PREFIX = re.compile(
+    r"(-?) ?(\\\$|[€£¥₹]|\\text\{(?:Rs|USD|US|EUR|GBP)\.?\}|Rs\.?|USD|EUR|GBP)(?=[ 0-9.(\\-])"
+)
+_RATE = re.compile(r"(?:/|\\text\{ ?(?:/|per |an? )| per | an? )[^0-9]*$")
 
 
-@functools.cache
-def _units() -> dict[str, tuple[dict[str, int], Fraction]]:
-    """Spelling -> (powers of base units, factor)."""
-    units = {}
-    for base, rows in _TABLE.items():
-        for factor, spellings in rows:
-            for spelling in spellings.split():
-                units[spelling] = ({base: 1}, Fraction(factor))
-    for spelling, (dimension, factor) in _COMPOUND.items():
-        powers = dict(part.split("^") for part in dimension.split("*"))
-        units[spelling] = ({base: int(power) for base, power in powers.items()}, Fraction(factor))
-    return units
+class _Split(NamedTuple):
+    """A text, cut before its unit."""
+
+    rest: str
+    tail: str
+    unit: Unit | None
+    """None when there is none."""
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
@@ -105,112 +51,109 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     A unit is a per cent or degree sign, a currency, text in `\\text{}`, or a known unit's name
     behind a number: a letter glued to a number, as in `5m`, is a factor.
     """
+    split = _split(text)
+    return split.rest, None if split.unit is None or split.unit.dimension == "unit" else split.unit
+
+
+@functools.lru_cache(maxsize=1024)
+def settle_units(first: str, second: str) -> tuple[str, str]:
+    """Both normalised texts, letters that may be a unit or factors spelled as what they are.
+
+    They are factors where the other text holds them as symbols, and a unit where the other text
+    holds a unit of that dimension: `\\text{m}` then, and `5*m` before.
+    """
+    settled = _without_symbols(first, second), _without_symbols(second, first)
+    splits = [_split(text) for text in settled]
+    dimensions = {split.unit.dimension for split in splits if split.unit is not None}
+    if dimensions == {_STERLING, "g^1"}:
+        # Beside £5 a pound is money.
+        settled = _POUNDS.sub("\\\\text{gbp}", settled[0]), _POUNDS.sub("\\\\text{gbp}", settled[1])
+    if (splits[0].unit is None) == (splits[1].unit is None):
+        return settled
+    bare = 0 if splits[0].unit is None else 1
+    known = splits[1 - bare].unit
+    assert known is not None
+    guess = _split(settled[bare], is_liberal=True)
+    if guess.unit is None or guess.unit.dimension != known.dimension:
+        return settled
+    tail = guess.tail.strip().replace("{", "").replace("}", "")
+    marked = f"{guess.rest}\\text{{{tail}}}"
+    return (marked, settled[1]) if bare == 0 else (settled[0], marked)
+
+
+def _without_symbols(text: str, other: str) -> str:
+    """The text, its bare unit spelled as a product where the other text has its letters."""
+    split = _split(text)
+    if split.unit is None or split.tail.startswith(_MARKED):
+        return text
+    other_split = _split(other)
+    is_unit_there = other_split.unit is not None
+    symbols = _symbols_in(other_split.rest if is_unit_there else other)
+    is_symbol = set("".join(_WORD.findall(split.tail))) <= symbols
+    return f"{split.rest}*{split.tail.strip()}" if is_symbol else text
+
+
+def _symbols_in(text: str) -> set[str]:
+    return set("".join(_WORD.findall(_NOT_SYMBOLS.sub(" ", text))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _split(text: str, *, is_liberal: bool = False) -> _Split:
     match = _PREFIX.match(text)
     if match:
-        rest = match[1] + text[match.end() :].strip()
-        name = match[2].removeprefix("\\text{").rstrip("}").rstrip(".").lower()
-        # "$5 million" and the like are more than a currency.
-        is_more = _PREFIX.match(rest) or _split_tail(rest)[1] is not None
-        return (text, None) if is_more else (rest, _currency(name))
-    return _split_tail(text)
-
-
-def _currency(name: str) -> Unit:
-    known = "\\$" if name in ("us", "usd") else name
-    return read_unit(known) or Unit(f"~{name}", Fraction(1))
-
-
-def _split_tail(text: str) -> tuple[str, Unit | None]:
-    """As `split_unit`, for a unit behind the number."""
-    # A unit stands at the end, so a bounded tail holds it.
-    for match in _START.finditer(text, max(1, len(text) - MAX_UNIT_CHARS)):
+        return _split_currency(text, match)
+    compound = read_compound(text)
+    if compound is not None:
+        return _Split(compound[0], "\\text", compound[1])
+    # A unit stands at the end, so a bounded tail holds it; no search starts within a command.
+    start = max(0, len(text) - MAX_UNIT_CHARS)
+    command = text.rfind("\\", max(0, start - 20), start)
+    start = command if command >= 0 else start
+    for match in _START.finditer(text, start):
         before, tail = text[: match.start()], text[match.start() :]
-        if before[-1] in "+-*/^=<>,;_({":
+        if match["other"] or not before or before[-1] in "+-*/^=<>,;_({" or not _is_balanced(tail):
             continue
         unit = read_unit(tail)
         if unit is None and before[-1].isdigit() and _BARE_WORDS.fullmatch(tail):
-            unit = _opaque_unit(f"\\text{{{tail}}}")
-        if unit is not None and not (unit.dimension == ANGLE and _TRIGONOMETRY.search(before)):
-            return before, None if unit.dimension == "unit" else unit
-    return text, None
-
-
-def read_unit(text: str) -> Unit | None:
-    """The unit that a text spells; None when it spells none.
-
-    Unknown words become a dimension of their own, so that apples are no oranges, if the text marks
-    them as text.
-    """
-    text = text.strip()
-    if text == PERCENT or text.lower() in ("\\text{percent}", "percent"):
-        return Unit("", Fraction(1, 100))
-    if len(text) > MAX_UNIT_CHARS:
-        return None
-    text = _FRACTION.sub(r"\1/\2", text)
-    temperature = _TEMPERATURE.fullmatch(text)
-    if temperature:
-        return Unit(f"~{temperature[1] or 'K'}", Fraction(1))
-    parsed = _read_product(text)
-    if parsed is not None:
-        powers, factor = parsed
-        parts = (f"{base}^{power}" for base, power in sorted(powers.items()) if power)
-        return Unit("*".join(parts) or "unit", factor)
-    return _opaque_unit(text)
-
-
-def _read_product(text: str) -> tuple[dict[str, int], Fraction] | None:
-    """Powers of base units and factor of a text like `km/h` or `cubic meters per second`."""
-    powers: dict[str, int] = {}
-    factor = Fraction(1)
-    sign, next_power, last = 1, 1, ""
-    position = 0
-    for token in _TOKEN.finditer(text):
-        if token.start() != position:
-            return None
-        position = token.end()
-        word = token.group().lower()
-        if word in (" ", "*", "\\text{", "}", "{", "(", ")", "-", "."):
+            unit = read_opaque_unit(f"\\text{{{tail}}}")
+        if unit is None or (unit.dimension == ANGLE and _TRIGONOMETRY.search(before)):
             continue
-        if word in ("/", "per", "an"):
-            sign, last = -1, ""
-        elif word[0] == "^" or word in ("squared", "cubed"):
-            power = _POWER_WORDS.get(word) or int(word.strip("^ {}"))
-            if not last or abs(power) > 9:
-                return None
-            _add_unit(powers, last, sign * (power - 1))
-            factor *= _units()[last][1] ** (sign * (power - 1)) if last in _units() else 1
-        elif word in _POWER_WORDS:
-            next_power = _POWER_WORDS[word]
-        else:
-            last = _LETTERS.get(token.group(), "") if len(word) == 1 else _singular(word)
-            if last not in _units() and last not in _NO_UNIT:
-                return None
-            _add_unit(powers, last, sign * next_power)
-            factor *= _units()[last][1] ** (sign * next_power) if last in _units() else 1
-            next_power = 1
-    return (powers, factor) if position == len(text) else None
+        if tail.startswith(_MARKED) or is_liberal or _is_plainly_unit(before, tail):
+            return _Split(before, tail, unit)
+    return _Split(text, "", None)
 
 
-def _add_unit(powers: dict[str, int], name: str, power: int) -> None:
-    for base, base_power in _units().get(name, ({}, 0))[0].items():
-        powers[base] = powers.get(base, 0) + base_power * power
+def _split_currency(text: str, match: re.Match[str]) -> _Split:
+    rest = match[1] + text[match.end() :].strip()
+    name = match[2].removeprefix("\\text{").rstrip("}").rstrip(".").lower()
+    known = "\\$" if name in ("us", "usd") else name
+    rate = _RATE.search(rest)
+    if rate and rate.start():
+        unit = read_unit(f"{known} {rate.group()}")
+        return _Split(rest[: rate.start()], match[2], unit) if unit else _Split(text, "", None)
+    # A currency before and another unit behind is neither.
+    is_more = _PREFIX.match(rest) or _split(rest).unit is not None
+    unit = read_unit(known) or Unit(f"~{name}", Fraction(1))
+    return _Split(text, "", None) if is_more else _Split(rest, match[2], unit)
 
 
-def _singular(word: str) -> str:
-    if word in _units() or word in _NO_UNIT:
-        return word
-    return word.removesuffix("s")
+def _is_balanced(tail: str) -> bool:
+    return tail.count("{") == tail.count("}") and tail.count("(") == tail.count(")")
 
 
-def _opaque_unit(text: str) -> Unit | None:
-    """A unit of unknown words such as `\\text{apples}`; None for a text that is no unit."""
-    if not text.startswith("\\text{") or not text.endswith("}") or text.count("{") > 1:
-        return None
-    words = text[6:-1].lower().split()
-    is_plain = all(word.replace("-", "").replace(".", "").isalpha() for word in words)
-    if not words or len(words) > 3 or not is_plain or _NOT_UNITS & set(words):
-        return None
-    return Unit("~" + " ".join(word.removesuffix("s") for word in words), Fraction(1))
+def _is_plainly_unit(before: str, tail: str) -> bool:
+    """Whether bare letters behind a text are a unit, whatever stands beside the text."""
+    words = _WORD.findall(tail)
+    is_long = len(words[0]) > 1
+    is_like_product = not is_long or words[0] in _PRODUCT_LIKE
+    if parse_number(before) is not None:
+        letters = sum(len(word) == 1 for word in words)
+        is_product = letters == len(words) > 1 and "/" not in tail and "^-" not in tail
+        # One letter is a unit only behind a space: 5 m is a length, 5m a product.
+        return (tail[0] == " " and not is_product and "^{-" not in tail) or not is_like_product
+    if _symbols_in(before):
+        return len(words[0]) > 2
+    return not is_like_product
 
 
 def same_quantity(

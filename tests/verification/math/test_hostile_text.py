@@ -19,6 +19,9 @@ FAMILIES = [
     "⁰", "₀", "√", "½", "π", "\x00", "\ud800", "۱", "!", "!)", "1!", "1e1", "x\\in", "(1,", "1,2)",
     "\\pm1", "\\sin", "\\log_", "\\overline{", "\\mathbb ", '"', "x'", "x_", "1/", "cm ", "5 cm ",
     "B. ", "(B)", "\\begin{matrix}", "&", "\\approx", "\\boxed{", "{1}", "option ", "**",
+    "\\color{", "\\color{a}{", "\\SI{", "\\SI{1}{", "\\hspace{", "\\phantom{1}", "5 million ",
+    "one ", "hundred ", "(C) or ", "(C)", "C, ", "not ", "5 h ", "5' ", "5\\deg ", "m ", "km/",
+    "9!", "9^", "(9^", "9^{9", "\\binom{9}", "\\log_", "1011_{\\text{two", "the ", "\\kilo\\",
 ]  # fmt: skip
 PIECES = [
     *"0123456789+-*/^_!%(){}[]\\|<>=.,:;$ abexXyiIkmn'\"\x00\ud800π√²₂½０٣∞",
@@ -67,6 +70,13 @@ def test_bombs_do_not_explode(text: str) -> None:
     assert time.process_time() - start < 2
     assert first == second
     assert first is not True
+
+
+def test_a_sign_behind_the_fraction_of_a_mixed_number_raises_nothing() -> None:
+    for sign in ("%", "\\deg", "!"):
+        text = f"(3\\frac{{1}}{{2}}{sign})+1"
+        assert same_structure(text, "x+1") is not True
+        assert same_structure("x+1", text) is not True
 
 
 def _mutated(text: str, draw: random.Random) -> str:

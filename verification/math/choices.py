@@ -1,0 +1,85 @@
+"""Lettered choices: `(B)`, `B. 7`, `Option B`, `A and C`.
+
+Pure string code; runs in the verifier and its grading processes.
+"""
+
+import re
+from typing import NamedTuple
+
+from verification.math.hedges import hedges_in
+
+_MARKED = re.compile(
+    r"(?:\\text\{ ?)?(?:(?i:option|choice|answer)(?:\\?[: }]| is)*)?\(([A-J])\)\}?[.:]? ?(.*)",
+    re.DOTALL,
+)
+_NAMED = re.compile(
+    r"(?:\\text\{ ?)?(?i:option|choice|answer)[: }]{1,3}([A-J])\}? ?(.*)", re.DOTALL
+)
+_LISTED = re.compile(r"([A-J])(?:\)|\.(?![0-9])|:) ?(.*)", re.DOTALL)
+_LONE = re.compile(r"\(([a-j])\)|([A-J])")
+_STATED = re.compile(r"(?:\\text\{ ?)?(?:(?i:option|choice) )?\(?([A-J])\)?\}? ?")
+_CONFIRMED = re.compile(
+    r"(?:\\text\{)? ?is (?:the )?"
+    r"(?:(?:correct|right|true|best)(?: (?:answer|choice|option))?|answer|choice|option)[.}]{0,2}"
+)
+_TEXT = re.compile(r"-?[0-9.]|\\(?!le|ge|ne|in|cup|cap|pm|mp|to|set)[A-Za-z$]|[A-Za-z(\[{]")
+# What stands behind a letter and makes it another answer than the letter: at the start, anywhere.
+_TURNED = re.compile(
+    r"(?:\\text\{)? ?(?:[A-J](?![A-Za-z])[).:,;/&}]{0,3}$"
+    r"|(?i:is|isn't|are|was|wasn't|or|and|but|nor|then|versus|vs|else|either|instead|if|unless)(?![A-Za-z])"
+    r"|(?i:not (?!enough (?:info|data)|possible|defined|determin|an? |prime))"
+    r"|(?i:can(?:not|'t) be (?:the|right|correct|true)))"
+)
+_TAKEN_BACK = re.compile(
+    r"\([A-J]\)|\?\}?$"
+    r"|(?<![A-Za-z])(?i:or|not|nor)[ }]{1,3}(?:\\text\{ ?)?(?i:option |choice )?[A-J](?![A-Za-z])"
+)
+_DOUBTS = frozenset(
+    "maybe perhaps possibly probably likely presumably guess unsure uncertain wrong incorrect "
+    "never".split()
+)
+_LETTER = r"(?:(?i:option|choice) )?\(?[A-J]\)?"
+_SEVERAL = re.compile(rf"{_LETTER}(?:(?: ?, ?(?:and ?)?| ?and ?| ?& ?){_LETTER})+")
+_ONE_LETTER = re.compile(r"(?<![A-Za-z])[A-J](?![A-Za-z])")
+_BLANKS = re.compile(r" {2,}")
+
+
+class Choice(NamedTuple):
+    """A lettered choice, with the text that follows the letter."""
+
+    letter: str
+    text: str
+
+
+class Choices(NamedTuple):
+    """Several lettered choices that all hold."""
+
+    letters: frozenset[str]
+
+
+def read_choice(text: str) -> Choice | Choices | None:
+    """The choice or choices that a normalised text names; None when it names none.
+
+    `(C) or (D)`, `(C) is wrong` and the like choose nothing.
+    """
+    lone = _LONE.fullmatch(text)
+    if lone:
+        return Choice((lone[1] or lone[2]).upper(), "")
+    several = _BLANKS.sub(" ", text.replace("\\text{", " ").replace("}", " ")).strip()
+    if _SEVERAL.fullmatch(several):
+        return Choices(frozenset(_ONE_LETTER.findall(several)))
+    stated = _STATED.match(text)
+    if stated and _CONFIRMED.fullmatch(text, stated.end()):
+        return Choice(stated[1], "")
+    match = _MARKED.fullmatch(text) or _NAMED.fullmatch(text) or _LISTED.fullmatch(text)
+    if not match:
+        return None
+    rest = match[2].strip()
+    if not rest:
+        return Choice(match[1], "")
+    is_doubted = bool(_DOUBTS & hedges_in(rest)) or _TAKEN_BACK.search(rest)
+    if is_doubted or _TURNED.match(rest) or not _TEXT.match(rest):
+        return None
+    if text.startswith("\\text{(") and rest.endswith("}") and rest.count("{") < rest.count("}"):
+        rest = f"\\text{{{rest}"
+    return Choice(match[1], rest)
