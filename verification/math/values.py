@@ -258,8 +258,10 @@ def _call(name: str, arguments: list[Value]) -> Value:
         if not isinstance(arguments[1], Fraction) or arguments[1] == 0:
             raise Undefined
         return _power(first, 1 / arguments[1])
-    if name in ("factorial", "binom"):
+    if name in _COUNTS:
         return _count(name, arguments)
+    if name in ("max", "min", "sign", "mod"):
+        return _of_order(name, arguments)
     if name in ("floor", "ceil"):
         return _rounded(first, name)
     if name == "abs" and isinstance(first, Fraction):
@@ -275,13 +277,35 @@ def _call(name: str, arguments: list[Value]) -> Value:
 
 
 def _count(name: str, arguments: list[Value]) -> Value:
+    """Functions of whole numbers: of those that count, none is negative or large."""
     for argument in arguments:
-        if not isinstance(argument, Fraction) or argument.denominator != 1 or argument < 0:
+        if not isinstance(argument, Fraction) or argument.denominator != 1:
+            raise Undefined
+        if name in ("gcd", "lcm"):
+            continue
+        if argument < 0:
             raise Undefined
         if argument > 500:
             raise Unbounded
     numbers = [int(argument) for argument in arguments if isinstance(argument, Fraction)]
-    return Fraction(math.factorial(*numbers) if name == "factorial" else math.comb(*numbers))
+    return Fraction(_COUNTS[name](*numbers))
+
+
+def _of_order(name: str, arguments: list[Value]) -> Value:
+    """Largest, least, sign and remainder, of real values alone."""
+    if not all(is_real_value(argument) for argument in arguments):
+        raise Undefined
+    if not all(isinstance(argument, Fraction) for argument in arguments):
+        arguments = [mp.re(_inexact(argument)) for argument in arguments]
+    if name in ("max", "min"):
+        return max(arguments) if name == "max" else min(arguments)
+    first = arguments[0]
+    if name == "sign":
+        return Fraction((first > 0) - (first < 0))
+    divisor = arguments[1]
+    if divisor == 0 or mp.isinf(_inexact(first)):
+        raise Undefined
+    return _bounded(first - divisor * _rounded(first / divisor, "floor"))
 
 
 def _rounded(value: Value, name: str) -> Fraction:
@@ -301,6 +325,10 @@ def _exp(value: mpmath.mpf | mpmath.mpc) -> Value:
     return mp.exp(value)
 
 
+_COUNTS = {
+    "factorial": math.factorial, "binom": math.comb, "perm": math.perm, "gcd": math.gcd,
+    "lcm": math.lcm,
+}  # fmt: skip
 _FUNCTIONS = {
     "sin": mp.sin, "cos": mp.cos, "tan": mp.tan, "cot": mp.cot, "sec": mp.sec, "csc": mp.csc,
     "sinh": mp.sinh, "cosh": mp.cosh, "tanh": mp.tanh, "coth": mp.coth, "arcsin": mp.asin,

@@ -84,6 +84,28 @@ def test_expressions_have_their_values(text: str, digits: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "arguments", "value"),
+    [
+        ("gcd", (84, -36), 12), ("lcm", (4, 6, 10), 60), ("max", (3, -5), 3), ("min", (3, -5), -5),
+        ("mod", (-7, 5), 3), ("mod", (7, -5), -3), ("sign", (-9,), -1), ("sign", (0,), 0),
+        ("perm", (7, 3), 210), ("perm", (3, 7), 0), ("floor", (-2.5,), -3), ("ceil", (-2.5,), -2),
+        ("mod", (7.5, 2), 1.5),
+    ],
+)  # fmt: skip
+def test_calls_on_numbers_have_their_values(
+    name: str, arguments: tuple[float, ...], value: float
+) -> None:
+    numbers = [("num", Fraction(argument)) for argument in arguments]
+    assert real_value(("call", name, *numbers)) == value
+
+
+@pytest.mark.parametrize("text", ["(-1)", "\\frac12", "\\pi"])
+def test_counts_of_other_than_whole_numbers_have_no_value(text: str) -> None:
+    for name in ("gcd", "perm"):
+        assert real_value(("call", name, parse_expression(text), ("num", Fraction(1, 3)))) is None
+
+
+@pytest.mark.parametrize(
     "text", ["1 2", "1+", "f(x)", "\\int x", "(1", "x|", "", "\\frac{1}", "a;b"]
 )
 def test_text_outside_the_grammar_is_no_expression(text: str) -> None:
