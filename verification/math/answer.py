@@ -13,7 +13,7 @@ missing per cent sign, is accepted unless `accept_missing_unit` is off.
 from verification.math.plain import compare_plain
 from verification.math.text import MAX_CHARS, is_explosive, normalise, refusal, without_marks
 from verification.math.units import is_unit_mismatch, split_unit
-from verification.verdict import CORRECT, WRONG, Verdict
+from verification.verdict import CORRECT, UNDECIDED, WRONG, Verdict
 
 
 def compare_quickly(
@@ -59,7 +59,8 @@ def compare(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
 def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) -> Verdict:
     """The rest of `compare`: the verdict on a pair that `compare_quickly` leaves open.
 
-    Does not repeat its refusals: of another pair it may run out of time or memory.
+    Does not repeat its refusals: of another pair it may run out of time or memory. A pair that
+    nothing decides is wrong for the reason "undecided".
     """
     first, second = normalise(_trim(answer)), normalise(_trim(reference))
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
@@ -68,6 +69,8 @@ def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
     is_same = same_structure(first, second, accept_missing_unit=accept_missing_unit)
     if is_same is None:
         is_same = _ask_library(first, second)
+    if is_same is None:
+        return UNDECIDED
     return CORRECT if is_same else WRONG
 
 
