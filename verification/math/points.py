@@ -17,6 +17,7 @@ Point = dict[str, Fraction]
 SMOOTH_POINTS = 6
 BRANCHED_POINTS = 40
 STEPPED_POINTS = 80
+SPARE_POINTS = 400
 MAX_LITERALS = 12
 # Names that mathematics gives to whole numbers; (-1)^n has no real value between them.
 _WHOLE_NAMES = frozenset("nmk")
@@ -33,15 +34,21 @@ def is_whole_name(name: str) -> bool:
     return name[0] in _WHOLE_NAMES and (len(name) == 1 or name[1] in "_'")
 
 
-def points_of(first: Tree, second: Tree, names: list[str]) -> Iterator[Point]:
-    """The points at which to compare two trees: few for smooth functions, many for others."""
+def points_of(first: Tree, second: Tree, names: list[str]) -> tuple[int, Iterator[Point]]:
+    """How many points tell two trees apart, few for smooth functions, many for others; and points.
+
+    There are more than that, for functions that are real at few of them.
+    """
     spellings = sorted((repr(first), repr(second)))
     seed = hashlib.sha256("\n".join(spellings).encode("utf-8", "surrogatepass")).digest()
     draw = random.Random(seed)
     count = max(SMOOTH_POINTS, *(_grade(tree, names) for tree in (first, second)))
     literals = _literals(first, second)
-    for index in range(count):
-        yield {name: _number(name, index, count, literals, draw) for name in names}
+    points = (
+        {name: _number(name, index, count, literals, draw) for name in names}
+        for index in range(count + SPARE_POINTS)
+    )
+    return count, points
 
 
 def _literals(first: Tree, second: Tree) -> list[Fraction]:
@@ -49,7 +56,10 @@ def _literals(first: Tree, second: Tree) -> list[Fraction]:
     found = {Fraction(1)}
     found.update(abs(number) for tree in (first, second) for number in _numbers(tree) if number)
     singles = sorted(number for number in found if number < 1 << 40)[-MAX_LITERALS:]
-    return singles + sorted({op for a in singles for b in singles for op in (a * b, a / b)})
+    # The literals themselves come up about as often as all that is made of them.
+    return singles * len(singles) + sorted(
+        {n for a in singles for b in singles for n in (a * b, a / b)}
+    )
 
 
 def _numbers(tree: Tree) -> Iterator[Fraction]:
@@ -98,9 +108,17 @@ def _number(
     # Binary fractions: a negative one has no real root but of odd degree.
     value = low + (high - low) * Fraction(2 * draw.randrange(1 << 15) + 1, 1 << 16)
     if index >= SMOOTH_POINTS and index % 4 == 0:
-        value = draw.choice(literals) * Fraction(draw.randrange(1 << 11, 1 << 13), 1 << 12)
+        value = _near_literals(literals, draw)
     # The first three are positive, for lengths and other things that are.
     return -value if index > 2 and draw.random() < 0.5 else value
+
+
+def _near_literals(literals: list[Fraction], draw: random.Random) -> Fraction:
+    """A number between two literals, which may bound where a function is real, or near one."""
+    low, high = sorted((draw.choice(literals), draw.choice([Fraction(0), *literals])))
+    if low == high:
+        return low * Fraction(draw.randrange(1 << 11, 1 << 13), 1 << 12)
+    return low + (high - low) * Fraction(2 * draw.randrange(1 << 15) + 1, 1 << 16)
 
 
 def _whole_number(index: int, draw: random.Random) -> Fraction:

@@ -58,11 +58,16 @@ def same_value(first: Tree, second: Tree) -> bool | None:
 def is_constant_ratio(first: Tree, second: Tree) -> bool | None:
     """Whether one expression is a constant multiple, not 0, of the other."""
     names = sorted(symbols_of(first) | symbols_of(second))
+    if not names:
+        return None
     work = Work()
     ratio = None
     agreed = 0
     try:
-        for point in points_of(first, second, names) if names else ():
+        count, points = points_of(first, second, names)
+        for index, point in enumerate(points):
+            if index >= count and agreed >= ENOUGH_POINTS:
+                break
             divisor = ("pow", _substituted(second, point), ("num", Fraction(-1)))
             value = ("prod", _substituted(first, point), divisor)
             is_zero = _agrees_or_none({}, value, _ZERO, is_real=True, work=work)
@@ -83,7 +88,10 @@ def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None
     work = Work()
     for is_real in modes:
         agreed = 0
-        for point in points_of(first, second, names):
+        count, points = points_of(first, second, names)
+        for index, point in enumerate(points):
+            if index >= count and agreed >= ENOUGH_POINTS:
+                break
             agrees = _agrees_or_none(point, first, second, is_real=is_real, work=work)
             if agrees is False:
                 return False
