@@ -284,10 +284,11 @@ class Evaluation:
             self._check_magnitude(2, ball)
         if name in _RATIOS:
             top, bottom = _RATIOS[name]
-            divisor = bottom(ball)
+            # Measured, for the sizes tell how far below the last digit tanh 500 differs from 1.
+            value, divisor = self._measured(top(ball)), self._measured(bottom(ball))
             if self.is_zero(divisor):
                 raise Undefined
-            return top(ball) / divisor
+            return value / divisor
         return _ENTIRE[name](ball)
 
     def _ln(self, ball: acb) -> acb:
@@ -371,8 +372,9 @@ def _positive_power(base: arb, exponent: fmpq) -> arb:
 _RATIOS = {
     "tan": (acb.sin, acb.cos), "cot": (acb.cos, acb.sin), "sec": (lambda x: acb(1), acb.cos),
     "csc": (lambda x: acb(1), acb.sin), "coth": (acb.cosh, acb.sinh),
+    "tanh": (acb.sinh, acb.cosh),
 }  # fmt: skip
 _ENTIRE = {
-    "sin": acb.sin, "cos": acb.cos, "sinh": acb.sinh, "cosh": acb.cosh, "tanh": acb.tanh,
+    "sin": acb.sin, "cos": acb.cos, "sinh": acb.sinh, "cosh": acb.cosh,
     "arctan": acb.atan, "exp": acb.exp,
 }  # fmt: skip

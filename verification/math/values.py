@@ -28,7 +28,7 @@ from verification.math.points import Point, points_of
 ENOUGH_POINTS = 3
 FIRST_BITS = 128
 SURE_BITS = 256
-MAX_BITS = 100_000
+MAX_BITS = 200_000
 # Points are many, and one where a value is huge can be left out.
 MAX_POINT_BITS = 20_000
 MAX_TRIES = 12

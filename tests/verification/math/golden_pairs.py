@@ -14,7 +14,7 @@ class GoldenPair(TypedDict):
     note: str
 
 
-def load_golden_pairs() -> list[GoldenPair]:
-    """All pairs of all files, in the order of the files' names."""
-    files = sorted((Path(__file__).parent / "golden").glob("*.jsonl"))
+def load_golden_pairs(names: str = "*.jsonl") -> list[GoldenPair]:
+    """All pairs of the files with such names, in the order of the names."""
+    files = sorted((Path(__file__).parent / "golden").glob(names))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
