@@ -2,9 +2,9 @@
 
 Runs in grading processes. Rational values are exact. Others are balls that surely hold the value:
 two values whose balls part are different. Values whose balls keep meeting are called equal when
-they agree in SURE_BITS bits beyond twice the size of all numbers on the way, so that nothing in the
-text, however small beside the rest, can hide below the last digit; a pair that would need more than
-MAX_BITS is undecided.
+they agree in SURE_BITS bits beyond three times the size of all numbers on the way, so that nothing
+in the text, however small beside the rest, can hide below the last digit; a pair that would need
+more than MAX_BITS is undecided.
 
 Expressions with symbols are compared at points that depend on both: they are equal when they agree
 wherever every part of both is real, at ENOUGH_POINTS or more. So x/x is 1, and the logarithm of x^2
@@ -161,7 +161,7 @@ def _settled(
         except Unsure:
             is_sure = False
         # Sizes show only on the way: what was settled for a smaller size is computed again.
-        needed = SURE_BITS + 2 * run.size_bits
+        needed = SURE_BITS + 3 * run.size_bits
         if is_sure and (settle_bits == 0 or settle_bits >= needed):
             return result
         bits = max(needed + run.size_bits + 64, 2 * bits if settle_bits >= needed else 0)
