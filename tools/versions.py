@@ -36,6 +36,7 @@ COMMON = {
     "msgspec": "msgspec",
     "pydantic": "pydantic",
     "math-verify": "math_verify",
+    "python-flint": "flint",
     "reasoning_gym": "reasoning_gym",
     "rich": "rich.live",
     "pytest": "pytest",

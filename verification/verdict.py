@@ -13,6 +13,8 @@ class Verdict(NamedTuple):
 
 CORRECT = Verdict(True, "correct")
 WRONG = Verdict(False, "wrong_answer")
+# No parser and no number of digits could tell; never paid.
+UNDECIDED = Verdict(False, "undecided")
 
 
 class GradingError(RuntimeError):

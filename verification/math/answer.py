@@ -1,8 +1,9 @@
 """Whether a boxed answer equals a mathematical reference.
 
 `compare_quickly` is pure string and number code and runs in the verifier; `compute` decides the
-rest and calls math-verify, which may hang or eat memory on hostile text: it runs only in a grading
-process.
+rest and calls SymPy, which may hang or eat memory on hostile text: it runs only in a grading
+process. math-verify is asked for its opinion in audits alone: it compares what it can parse of a
+text, and that may be a part.
 
 The rules: answers are equal when they mean the same mathematics, whichever is the reference.
 Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per cent is a factor, so
@@ -10,15 +11,10 @@ Decimals are exact, so 0.5 is 1/2 but 0.333 is not 1/3 and 3.14 is not pi. Per c
 missing per cent sign, is accepted unless `accept_missing_unit` is off.
 """
 
-import re
-
 from verification.math.magnitude import is_explosive
 from verification.math.plain import compare_plain
 from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
-from verification.math.units import is_unit_mismatch, split_unit
-from verification.verdict import CORRECT, WRONG, Verdict
-
-_NUMERAL_IN_BASE = re.compile(r"[0-9)] ?_")
+from verification.verdict import CORRECT, UNDECIDED, WRONG, Verdict
 
 
 def compare_quickly(
@@ -51,7 +47,7 @@ def compare_quickly(
 
 
 def compare(answer: str, reference: str, *, accept_missing_unit: bool = True) -> Verdict:
-    """Verdict of the first parser that can tell: text, number, structure, math-verify.
+    """Verdict of the first parser that can tell: text, number, structure, calculus.
 
     Unbounded in time and memory: call it only in a grading process.
     """
@@ -64,15 +60,22 @@ def compare(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
 def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) -> Verdict:
     """The rest of `compare`: the verdict on a pair that `compare_quickly` leaves open.
 
-    Does not repeat its refusals: of another pair it may run out of time or memory.
+    Does not repeat its refusals: of another pair it may run out of time or memory. A pair that
+    nothing decides is wrong for the reason "undecided".
     """
     first, second = normalise(_trim(answer)), normalise(_trim(reference))
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
+    from verification.math.calculus import has_operation, same_calculus
     from verification.math.structure import same_structure
 
-    is_same = same_structure(first, second, accept_missing_unit=accept_missing_unit)
+    is_same = None
+    # To the grammar of expressions d/dx is a fraction of products.
+    if not has_operation(first) and not has_operation(second):
+        is_same = same_structure(first, second, accept_missing_unit=accept_missing_unit)
     if is_same is None:
-        is_same = _ask_library(first, second)
+        is_same = same_calculus(first, second, accept_missing_unit=accept_missing_unit)
+    if is_same is None:
+        return UNDECIDED
     return CORRECT if is_same else WRONG
 
 
@@ -105,27 +108,10 @@ def opinions(answer: str, reference: str) -> dict[str, bool | None]:
 
 def prepare() -> None:
     """Load what comparisons need, so that no completion pays for it."""
-    from verification.math import library
+    from verification.math import symbolic
 
-    library.prepare()
+    symbolic.prepare()
     compare("\\sqrt{2}+x", "x+\\frac{2}{\\sqrt{2}}")
-
-
-def _ask_library(first: str, second: str) -> bool | None:
-    """math-verify's opinion where it can be trusted: it drops units and takes tuples for sets."""
-    (first, unit), (second, other_unit) = split_unit(first), split_unit(second)
-    if is_unit_mismatch(unit, other_unit):
-        return False
-    is_set, is_other_set = first.startswith("\\{"), second.startswith("\\{")
-    is_tuple, is_other_tuple = first.startswith("("), second.startswith("(")
-    if (is_set and is_other_tuple) or (is_tuple and is_other_set):
-        return False
-    # It reads numerals in a base that we do not know as decimal ones.
-    if _NUMERAL_IN_BASE.search(first) or _NUMERAL_IN_BASE.search(second):
-        return None
-    from verification.math.library import same_by_library
-
-    return same_by_library(first, second)
 
 
 def _trim(text: str) -> str:

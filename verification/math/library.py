@@ -1,8 +1,9 @@
-"""math-verify's opinion on two answers.
+"""math-verify's opinion on two answers, for audits: it decides no verdict.
 
-Runs in grading processes only: its grammar and SymPy may take unbounded time and memory. Its own
-timeouts are off, because they replace signal handlers and the process has limits of its own. Only
-its LaTeX grammar is used: its other reader hands text to `sympy.parse_expr`.
+It may parse a fragment of a text and compare that. Runs in grading processes only: its grammar and
+SymPy may take unbounded time and memory. Its own timeouts are off, because they replace signal
+handlers and the process has limits of its own. Only its LaTeX grammar is used: its other reader
+hands text to `sympy.parse_expr`.
 """
 
 import functools
@@ -19,14 +20,6 @@ _NAMES = {
     "\\naturals": "\\mathbb{N}", "\\rationals": "\\mathbb{Q}", "\\complexes": "\\mathbb{C}",
     "*": "\\cdot ",
 }  # fmt: skip
-
-
-def prepare() -> None:
-    """Load math-verify and its grammar, so that no completion pays for it."""
-    for name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
-        # They warn once that no timeout is set and log every parse error of a completion.
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    same_by_library("\\frac{x}{2}", "0.5x")
 
 
 def same_by_library(first: str, second: str) -> bool | None:
@@ -51,6 +44,9 @@ def same_by_library(first: str, second: str) -> bool | None:
 def _parse(text: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
+    for name in ("math_verify", "math_verify.parser", "math_verify.grader", "math_verify.utils"):
+        # They warn once that no timeout is set and log every parse error of a completion.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     return parse(
         f"\\boxed{{{text}}}",
         extraction_config=[LatexExtractionConfig()],
