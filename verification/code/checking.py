@@ -62,7 +62,7 @@ def make_jobs(source: str, tests: CodeTests, cases: list[Case]) -> tuple[bytes, 
         raise GradingError(f"the unit tests of a code prompt are broken: {error}") from error
     if "Solution" in tests.entry_point:
         imports = PRELUDE
-    common = {"entry_point": tests.entry_point, "folders": [], "packages": tests.packages}
+    common = {"entry_point": tests.entry_point}
     solution = {"source": source, "prelude": imports + plan.prelude}
     return (
         # Not msgspec, which refuses the lone surrogates that a completion may hold.

@@ -53,7 +53,7 @@ def grade(source: str, tag: str, tests: CodeTests, *, seed: int, limits: CodeLim
     code = source.encode("utf-8", "surrogatepass")
     cases = draw_cases(tests, seed=seed, count=limits.cases)
     jobs = make_jobs(source, tests, cases) if is_called(tests) else None
-    with open_sandbox(name, limits) as sandbox:
+    with open_sandbox(name, limits, tests.packages) as sandbox:
         verdict = _compile(sandbox, name, code, limits)
         # Without unit tests the cases of an entry point are calls, and all in one job.
         for case in cases if tests.unit_tests or not tests.entry_point else []:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+from verification.sandbox import package_values
 from verification.sandbox.encoding import FACTORIES, Malformed
 
 _NOTHING: Any = object()
@@ -107,6 +108,7 @@ class Decoder:
     make_bytes = staticmethod(bytes.fromhex)
     make_complex = staticmethod(complex)
     make_ellipsis = staticmethod(lambda: ...)
+    make_ndarray = staticmethod(package_values.make_ndarray)
     shell_list = staticmethod(lambda slots: [])
     shell_dict = staticmethod(lambda pairs: {})
     shell_set = staticmethod(lambda slots: set())
@@ -158,6 +160,9 @@ class Decoder:
 
         base = {"int": enum.IntEnum, "str": enum.StrEnum}.get(mixin, enum.Enum)
         return base(name, members)
+
+    def make_sympy(self, name: str, slots: Any, more: Any) -> Any:
+        return package_values.make_expression(name, self.values(slots), more)
 
     def make_fraction(self, numerator: str, denominator: str) -> Any:
         import fractions

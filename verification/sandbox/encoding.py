@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from verification.sandbox import package_values
+
 _INT_BITS = 1024
 
 
@@ -175,4 +177,8 @@ _DUMPERS: dict[tuple[str, str], Callable[[Encoder, Any], list[Any]]] = {
     ],
     ("uuid", "UUID"): lambda encoder, value: ["uuid", hex(value.int)],
     ("pathlib", "PurePath"): lambda encoder, value: ["path", str(value)],
+    ("numpy", "ndarray"): package_values.dump_array,
+    ("numpy", "generic"): package_values.dump_scalar,
+    ("sympy.core.basic", "Basic"): package_values.dump_expression,
+    ("sympy.matrices.matrixbase", "MatrixBase"): package_values.dump_matrix,
 }  # fmt: skip

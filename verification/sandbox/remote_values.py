@@ -35,7 +35,15 @@ _EXCEPTION_MODULES = frozenset(
 )
 # What ends a loop, a generator or the program without a word, whoever raises it.
 _SILENT = frozenset({"StopIteration", "StopAsyncIteration"})
-_MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+_MALFORMED = (
+    ImportError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class Link:
@@ -48,7 +56,6 @@ class Link:
         self.namespace: dict[str, Any] = {}
         """Of the tests."""
         self.reading_lines: frozenset[int] = frozenset()
-        self.packages: frozenset[str] = frozenset()
         self.epoch = 0
         """Grows with whatever may change objects of the solution."""
         self.questions = 0
@@ -309,16 +316,6 @@ class Result(Decoder):
         if key not in self._link.exception_classes:
             self._link.exception_classes[key] = super().enum_class(name, mixin, members)
         return self._link.exception_classes[key]
-
-    def make_ndarray(self, *parts: Any) -> Any:
-        from verification.sandbox import package_values
-
-        return package_values.make_ndarray(self._link.packages, *parts)
-
-    def make_sympy(self, name: str, slots: Any, *more: Any) -> Any:
-        from verification.sandbox import package_values
-
-        return package_values.make_sympy(self._link.packages, name, self.values(slots), *more)
 
 
 def exception_class(link: Link, names: Any) -> type:

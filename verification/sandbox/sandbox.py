@@ -42,8 +42,8 @@ LOOSE_PROCESSES = 512
 """Where processes are counted over the whole host, so many may start there meanwhile."""
 # In the order of their imports.
 _SERVER_MODULES = (
-    "confinement", "call_proxy", "encoding", "decoding", "solution_process", "remote_objects",
-    "remote_values", "stand_ins", "tests_process", "server",
+    "confinement", "call_proxy", "package_values", "encoding", "decoding", "solution_process",
+    "remote_objects", "remote_values", "stand_ins", "tests_process", "server",
 )  # fmt: skip
 _FOLDER_PREFIX = "megatron_rl_sandbox_"
 _LOADER = """
@@ -110,6 +110,8 @@ class SandboxSpec(msgspec.Struct, frozen=True):
     """Size of the folder that compilers write to."""
     readable: tuple[str, ...] = ()
     """Further folders of the host that programs may read."""
+    packages: tuple[str, ...] = ()
+    """Folders of the host, each a Python package to read and import."""
     warm_modules: tuple[str, ...] = ()
     """Modules that the server loads once, so that tests find them loaded."""
 
@@ -127,7 +129,8 @@ class Sandbox(Closing):
         with theirs, contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             roots = isolation.roots(
-                for_anyone=isolation.is_root() and spec.kind != "bubblewrap", more=spec.readable
+                for_anyone=isolation.is_root() and spec.kind != "bubblewrap",
+                more=spec.readable + spec.packages,
             )
             self._process = self._start(roots, theirs, group)
             stack.pop_all()
@@ -315,6 +318,7 @@ class Sandbox(Closing):
             "build": f"{folder}/build",
             "temporary": f"{folder}/{'empty' if kind == 'landlock' else 'tmp'}",
             "build_bytes": self._spec.build_bytes,
+            "packages": list(self._spec.packages),
             "warm_modules": list(self._spec.warm_modules),
         }
 

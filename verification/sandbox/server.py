@@ -358,6 +358,8 @@ def main(descriptor: int) -> None:
         # Started without `site`, which would show installed packages but also defines these.
         for name in ("exit", "quit"):
             setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
+        if settings["packages"]:
+            call_proxy.show_packages(settings["packages"])
         server = Server(connection, settings)
         # Pages of long-lived objects stay shared with the children.
         gc.freeze()

@@ -20,7 +20,6 @@ from verification.sandbox.call_proxy import (
     new_module,
     receive,
     send,
-    show_packages,
 )
 from verification.sandbox.decoding import Decoder
 from verification.sandbox.encoding import Encoder
@@ -40,7 +39,6 @@ IN_PLACE = frozenset(
 def serve_calls(job_json: bytes, connection: int) -> None:
     """Define the solution of a job, then answer until the tests end."""
     job = json.loads(job_json)
-    show_packages(job["folders"])
     module = new_module("solution")
     # Classes that the tests define and pass, as the problem's text would have given them.
     exec(compiled(job["prelude"].encode()), module.__dict__)

@@ -13,7 +13,8 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from verification.sandbox.call_proxy import SolutionGone, new_module, show_packages
+from verification.sandbox import package_values
+from verification.sandbox.call_proxy import SolutionGone, new_module
 from verification.sandbox.remote_objects import UNIT_TESTS_FILE
 from verification.sandbox.remote_values import Link, Result, SolutionModule
 from verification.sandbox.stand_ins import Skipped, make_pytest, parameter_sets
@@ -25,7 +26,6 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 def run_tests(job_json: bytes, connection: int, report: int) -> None:
     """Run the tests of a job, write the report, end the process."""
     job = json.loads(job_json)
-    show_packages(job["folders"])
 
     def write(facts: dict[str, Any]) -> None:
         os.write(report, json.dumps(facts).encode() + b"\n")
@@ -74,7 +74,6 @@ class TestRun:
         self._job = job
         self._link = link
         link.reading_lines = frozenset(job["reading_lines"])
-        link.packages = frozenset(job["packages"])
         self.tests_run = 0
         self._tree = _without_stubs(ast.parse(job["source"], UNIT_TESTS_FILE), job["replaced"])
         path = job["entry_point"]
@@ -119,6 +118,9 @@ class TestRun:
         sys.modules["pytest"] = make_pytest()
         sys.argv = [UNIT_TESTS_FILE]
         os._exit = sys.exit
+        if "sympy" in self._job["imports"]:
+            texts = (n.value for n in ast.walk(self._tree) if isinstance(n, ast.Constant))
+            package_values.parse_only(frozenset(t for t in texts if isinstance(t, str)))
         if "unittest" in self._job["imports"]:
             import unittest
 

@@ -4,8 +4,17 @@ import json
 
 import pytest
 
-from tests.verification.code.unit_test_cases import ADD, ATTACKS, SHAPES, SUB, VALUES, Row
+from tests.verification.code.unit_test_cases import (
+    ADD,
+    ATTACKS,
+    SHAPES,
+    SUB,
+    VALUES,
+    WITH_PACKAGES,
+    Row,
+)
 from verification.code.grading import Case, CodeLimits, CodeTests, grade, parse_tests, prepare
+from verification.sandbox import confinement
 from verification.verdict import GradingError
 
 ROWS = [*SHAPES, *VALUES, *ATTACKS]
@@ -33,6 +42,35 @@ def test_right_solutions_pass_and_wrong_ones_fail(row: Row, limits: CodeLimits) 
         assert verdict.reason in (
             "wrong_output", "runtime_error", "test_timeout", "test_memory", "no_entry_point",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WITH_PACKAGES, ids=lambda row: row.name)
+def test_packages_that_the_task_allows(row: Row, limits: CodeLimits) -> None:
+    entry = {"unit_tests": row.unit_tests, "entry_point": "f", "packages": ["numpy", "sympy"]}
+    tests = parse_tests(json.dumps(entry))
+    for source in row.right:
+        assert grade(source, "python", tests, seed=0, limits=limits).reason == "correct", source
+    for source in row.wrong:
+        assert not grade(source, "python", tests, seed=0, limits=limits).is_correct, source
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "landlock"])
+def test_only_packages_that_the_task_allows_can_be_imported(isolation: str) -> None:
+    if isolation == "landlock" and not confinement.landlock_version():
+        pytest.skip("this kernel has no Landlock")
+    source = "import importlib\nfor name in ('numpy', 'mpmath', 'msgspec', 'pip'):\n"
+    source += "    try: print(importlib.import_module(name).__name__)\n"
+    source += "    except ImportError: print('-')"
+    limits = CodeLimits(isolation=isolation)
+    for packages, output in (([], "- - - -"), (["mpmath"], "- mpmath - -")):
+        tests = CodeTests(cases=[Case("", output)], packages=packages)
+        assert grade(source, "python", tests, seed=0, limits=limits).reason == "correct"
+
+
+def test_unknown_package_is_refused() -> None:
+    entry = {"unit_tests": "assert f(1)", "entry_point": "f", "packages": ["torch"]}
+    with pytest.raises(GradingError, match="expected some of numpy, sympy, mpmath"):
+        parse_tests(json.dumps(entry))
 
 
 @pytest.mark.parametrize(

@@ -248,3 +248,21 @@ ATTACKS = [
         "assert f(g) in (2, 3)",
         ["def f(g): return g(2)"], ["def f(g):\n    try: g(1)\n    except Exception: return 3"]),
 ]  # fmt: skip
+
+WITH_PACKAGES = [
+    Row("numpy", "import numpy as np\nassert np.allclose(f(np.array([1.0, 2.0])), [2.0, 4.0])\n"
+        "assert f(np.array([[1], [2]])).shape == (2, 1) and f(np.int64(3)) == 6",
+        ["def f(x): return x * 2", "import numpy as np\ndef f(x): return np.add(x, x)"],
+        ["def f(x): return x", "def f(x): return 'x'", LIAR]),
+    Row("numpy for the solution alone", "assert f([3, 1]) == [1, 3]",
+        ["import numpy\ndef f(x): return numpy.sort(x).tolist()"],
+        ["import numpy\ndef f(x): return numpy.array(x).tolist()"]),
+    Row("sympy", "import sympy\nx = sympy.Symbol('x', real=True)\nassert f(x**3 + 1, x) == 3*x**2\n"
+        "assert sympy.simplify(f(sympy.sin(x) / 2, x) - sympy.cos(x) / 2) == 0\n"
+        "assert f(sympy.sympify('y**2'), sympy.Symbol('y')) == sympy.sympify('2*y')",
+        ["import sympy\nf = sympy.diff"],
+        ["import sympy\nf = sympy.integrate", "def f(a, b): return '3*x**2'", LIAR]),
+    Row("sympy and text", "import sympy\nassert sympy.simplify(f('2')) == sympy.Integer(2)",
+        ["import sympy\nf = sympy.Integer"],
+        ["def f(x): return '__import__(\"os\")._exit(0)'", "def f(x): return '3'"]),
+]  # fmt: skip
