@@ -61,7 +61,7 @@ def grade(source: str, tag: str, tests: CodeTests, *, seed: int, limits: CodeLim
                 return verdict
             verdict = _run_case(sandbox, name, code, case=case, tests=tests, limits=limits)
         if jobs is not None and verdict.is_correct:
-            verdict = _run_unit_tests(sandbox, jobs, limits)
+            verdict = run_unit_tests(sandbox, jobs, limits)
     return verdict
 
 
@@ -140,7 +140,7 @@ def _run_checker(
     return CORRECT if ending.exit_code == 0 else WRONG_OUTPUT
 
 
-def _run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimits) -> Verdict:
+def run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimits) -> Verdict:
     """Verdict of unit tests, which run apart from the solution: see `call_proxy.py`.
 
     By what was run and called, never by how the tests' process ended.
@@ -153,7 +153,8 @@ def _run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLim
         return CORRECT
     if not report.is_asked:
         # Nothing of the solution had a part in it yet.
-        why = report.message or result.errors or "they ended without a word"
+        silence = "they called nothing" if report.is_complete else "they ended without a word"
+        why = report.message or result.errors or silence
         raise GradingError(f"the unit tests of a code prompt are broken: {why}")
     if solution.exit_code == EXIT_NO_ENTRY_POINT:
         return Verdict(False, "no_entry_point")

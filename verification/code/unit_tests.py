@@ -7,7 +7,9 @@ solution, or that need what the sandbox does not have, are refused here, before 
 import ast
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
 import msgspec
 
@@ -58,7 +60,9 @@ def make_plan(
     defined = {node.name for node in tree.body if isinstance(node, _DEFINITIONS)}
     replaced = sorted(defined & ({root, name} if method else {root}))
     body = [node for node in tree.body if getattr(node, "name", "") not in replaced]
+    prelude = make_prelude(body)
     rest = ast.Module(body, [])
+    _drop_numbers(rest)
     modules = used_names.solution_modules(rest, root=root, packages=packages)
     own = {name, "candidate", root, *names}
     problem = used_names.find_problem(
@@ -81,7 +85,7 @@ def make_plan(
         imports=sorted(used_names.imported_modules(rest)),
         reading_lines=sorted(_reading_lines(rest, callees)),
         callees=sorted(callees),
-        prelude=make_prelude(body),
+        prelude=prelude,
     )
 
 
@@ -107,6 +111,18 @@ def _parse(source: str) -> ast.Module:
     return tree
 
 
+def _drop_numbers(tree: ast.Module) -> None:
+    """Take the numbers out of lists and the like: most of large tests, and no call."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):
+            node.elts = [one for one in node.elts if not _is_number(one)]
+
+
+def _is_number(node: ast.expr) -> bool:
+    inner = node.operand if isinstance(node, ast.UnaryOp) else node
+    return isinstance(inner, ast.Constant) and not isinstance(inner.value, str)
+
+
 class _Reader:
     """Who calls whom in tests."""
 
@@ -115,6 +131,10 @@ class _Reader:
         self._modules = {module.partition(".")[0] for module in modules}
         self._definitions = {n.name: n for n in body if isinstance(n, _DEFINITIONS)}
         self._statements = [node for node in body if not isinstance(node, _DEFINITIONS)]
+        self._names_of = {name: _names(node) for name, node in self._definitions.items()}
+        self._parts_with = Counter(chain.from_iterable(self._names_of.values()))
+        """In how many parts of the tests a name is used."""
+        self._parts_with.update(_names(ast.Module(self._statements, [])))
         self.has_module_tests = any(self._reaches(node, set()) for node in self._statements)
 
     def functions_to_call(self) -> list[str]:
@@ -157,20 +177,14 @@ class _Reader:
 
     def _is_used(self, name: str) -> bool:
         """Whether another part of the tests refers to a definition."""
-        others = [node for other, node in self._definitions.items() if other != name]
-        return any(
-            isinstance(node, ast.Name) and node.id == name
-            for part in [*self._statements, *others]
-            for node in ast.walk(part)
-        )
+        return self._parts_with[name] > (name in self._names_of[name])
 
     def _reaches(self, node: ast.AST, seen: set[str]) -> bool:
         """Whether running a part of the tests may call the solution."""
         if self._calls(node):
             return True
-        for inner in ast.walk(node):
-            name = inner.id if isinstance(inner, ast.Name) else ""
-            if name in self._definitions and name not in seen:
+        for name in _names(node) & self._definitions.keys():
+            if name not in seen:
                 seen.add(name)
                 if self._reaches(self._definitions[name], seen):
                     return True
@@ -235,6 +249,10 @@ class _Reader:
         return f"nothing gives its argument {keyword_only[0]}" if keyword_only else ""
 
 
+def _names(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
 def _is_fixture(node: ast.AST) -> bool:
     decorators = getattr(node, "decorator_list", [])
     return any("fixture" in ast.unparse(decorator) for decorator in decorators)
@@ -272,6 +290,7 @@ def _reading_lines(tree: ast.Module, callees: set[str]) -> Iterator[int]:
             called = {node.func for node in inside if isinstance(node, ast.Call)}
             names = (node for node in inside if isinstance(node, ast.Name) and node not in called)
             passed = {node.id for node in names}
-            elsewhere = [node for node in ast.walk(outer) if node not in inside]
-            if any(isinstance(node, ast.Name) and node.id in passed for node in elsewhere):
+            ours = set(map(id, inside))
+            elsewhere = (n for n in ast.walk(outer) if isinstance(n, ast.Name))
+            if any(node.id in passed and id(node) not in ours for node in elsewhere):
                 yield from range(call.lineno, (call.end_lineno or call.lineno) + 1)

@@ -6,6 +6,7 @@ classes and by their attributes; no method of the solution is asked, nor told wh
 """
 
 import sys
+import types
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
@@ -50,6 +51,8 @@ class Record:
         self.state: dict[str, Any] | None = None
         self.epoch = -1
         """When the state was learned; a later call may have changed it."""
+        self.has_met_value = False
+        """It came of an operator with a value of the tests, perhaps of what they expect."""
 
     def current_state(self) -> dict[str, Any] | None:
         """Attributes as they are now."""
@@ -94,7 +97,15 @@ class RemoteObject:
         record = self._remote
         if method not in record.specials:
             raise TypeError(f"{record.name!r} object has no {method}")
+        if record.has_met_value and method in ("__bool__", "__len__", "__iter__", "__next__"):
+            raise TypeError(f"{method} of the difference from a value says what one likes to hear")
         return record.link.ask("method", record.handle, method, arguments)
+
+    def __copy__(self) -> Any:
+        return self._remote.link.ask("copy", self._remote.handle, False)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._remote.link.ask("copy", self._remote.handle, True)
 
     def __bool__(self) -> bool:
         for method in ("__bool__", "__len__"):
@@ -174,6 +185,8 @@ class RemoteObject:
             theirs, name = other._remote.current_state(), other._remote.name
         else:
             kind = type(other)
+            if kind.__module__ != "__main__" and kind is not types.SimpleNamespace:
+                return False
             if kind.__module__ == "__main__" and kind.__eq__ is not object.__eq__:
                 # Let the tests' own class decide.
                 return NotImplemented
@@ -199,23 +212,43 @@ def _text(value: Any) -> str:
 
 
 def _define_operators() -> None:
-    """Operators between two objects of the solution.
+    """Operators on objects of the solution.
 
-    With a value of the tests they would tell the solution what is expected: `abs(f(x) - 3) < 1e-9`.
+    With a value of the tests one may tell the solution what is expected (`abs(f(x) - 3) < 1e-9`),
+    so it makes nothing but another object, which is neither compared by size nor asked if it is
+    nothing.
     """
 
-    def between(method: str) -> Any:
-        def operate(self: RemoteObject, other: object) -> Any:
+    def comparison(method: str) -> Any:
+        def compare(self: RemoteObject, other: object) -> Any:
             if not isinstance(other, RemoteObject) or method not in self._remote.specials:
+                return NotImplemented
+            if self._remote.has_met_value or other._remote.has_met_value:
                 return NotImplemented
             return self._ask(method, other)
 
+        return compare
+
+    def operation(method: str) -> Any:
+        def operate(self: RemoteObject, *other: object) -> Any:
+            if method not in self._remote.specials:
+                return NotImplemented
+            made = self._ask(method, *other)
+            if not issubclass(type(made), RemoteObject):
+                raise TypeError(f"{method} of {self._remote.name!r} makes no object of its own")
+            records = [one._remote for one in other if issubclass(type(one), RemoteObject)]
+            has_met_value = len(records) < len(other)
+            has_met_value |= any(one.has_met_value for one in [self._remote, *records])
+            made._remote.has_met_value |= has_met_value
+            return made
+
         return operate
 
-    for method in SPECIAL[SPECIAL.index("__lt__") : SPECIAL.index("__neg__")]:
-        setattr(RemoteObject, method, between(method))
-    for method in ("__neg__", "__invert__"):
-        setattr(RemoteObject, method, lambda self, method=method: self._ask(method))
+    start, end = SPECIAL.index("__lt__"), SPECIAL.index("__add__")
+    for method in SPECIAL[start:end]:
+        setattr(RemoteObject, method, comparison(method))
+    for method in SPECIAL[end:]:
+        setattr(RemoteObject, method, operation(method))
 
 
 _define_operators()

@@ -278,14 +278,18 @@ class Result(Decoder):
 
     def fill_instance(self, target: Any, name: str, number: int, methods: Any, state: Any) -> None:
         for attribute, slot in state:
-            if attribute[:2] != "__":
+            # A method of the tests' own is not the solution's to replace.
+            if attribute[:2] != "__" and not callable(getattr(type(target), attribute, None)):
                 object.__setattr__(target, attribute, self.value(slot))
 
     def make_exception(self, names: Any, text: str, slots: Any, more: Any) -> Any:
         kind = exception_class(self._link, names)
         arguments = self.values(slots)
         if kind is RuntimeError and names[0][1] != "RuntimeError":
-            return RuntimeError(f"the solution raised {names[0][1]}: {text}")
+            error = RuntimeError(f"the solution raised {names[0][1]}: {text}")
+            error.silent_names = [name for _, name in names]
+            error.code = arguments[0] if arguments else None
+            return error
         try:
             error = kind(*arguments) if kind.__module__ == "builtins" else None
         except TypeError:
@@ -307,6 +311,9 @@ class Result(Decoder):
     def enum_class(self, name: str, mixin: str, members: list[tuple[str, Any]]) -> Any:
         import enum
 
+        if any(member[:1] == "_" for member, _ in members):
+            # Enumerations give such names a meaning.
+            raise TypeError("no names of members")
         own = self._link.own_class(name)
         if isinstance(own, enum.EnumMeta):
             values = {key: item.value for key, item in own.__members__.items()}

@@ -29,7 +29,8 @@ BATCH_S = 0.0005
 SPECIAL = (
     "__bool__ __len__ __iter__ __next__ __getitem__ __setitem__ __delitem__ __call__ __enter__ "
     "__exit__ __str__ __repr__ __format__ __eq__ __lt__ __le__ __gt__ __ge__ __add__ __sub__ "
-    "__mul__ __matmul__ __truediv__ __floordiv__ __mod__ __and__ __or__ __xor__ __neg__ __invert__"
+    "__mul__ __matmul__ __truediv__ __floordiv__ __mod__ __pow__ __and__ __or__ __xor__ __radd__ "
+    "__rsub__ __rmul__ __rtruediv__ __rfloordiv__ __rmod__ __neg__ __invert__"
 ).split()  # fmt: skip
 IN_PLACE = frozenset(
     "list dict set bytearray deque counter ordered defaultdict instance".split()
@@ -192,6 +193,11 @@ class Service:
 
     def _do_get(self, handle: int) -> Any:
         return self.handles[handle]
+
+    def _do_copy(self, handle: int, is_deep: bool) -> Any:
+        import copy
+
+        return (copy.deepcopy if is_deep else copy.copy)(self.handles[handle])
 
     def _do_name(self, name: str) -> Any:
         return getattr(self.module, name)

@@ -1,9 +1,13 @@
 """Unit tests of many shapes, and results that attack them: right ones pass, wrong ones fail."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.protocol.types import Prompt
 from tests.verification.code.unit_test_cases import (
     ADD,
     ATTACKS,
@@ -13,8 +17,20 @@ from tests.verification.code.unit_test_cases import (
     WITH_PACKAGES,
     Row,
 )
-from verification.code.grading import Case, CodeLimits, CodeTests, grade, parse_tests, prepare
+from verification.code.checking import make_jobs
+from verification.code.grading import (
+    Case,
+    CodeLimits,
+    CodeTests,
+    grade,
+    parse_tests,
+    prepare,
+    run_unit_tests,
+)
+from verification.code.setup import open_sandbox
 from verification.sandbox import confinement
+from verification.sandbox.sandbox import Sandbox
+from verification.settings import check_prompts
 from verification.verdict import GradingError
 
 ROWS = [*SHAPES, *VALUES, *ATTACKS]
@@ -30,14 +46,24 @@ def test_there_are_enough_cases() -> None:
     assert sum(len(row.right) + len(row.wrong) for row in ROWS) >= 150
 
 
+@pytest.fixture(scope="module")
+def sandbox(limits: CodeLimits) -> Iterator[Sandbox]:
+    # One for all, since to start one takes longer than to run the tests.
+    with open_sandbox("python", limits) as opened:
+        yield opened
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_right_solutions_pass_and_wrong_ones_fail(row: Row, limits: CodeLimits) -> None:
+def test_right_solutions_pass_and_wrong_ones_fail(
+    row: Row, limits: CodeLimits, sandbox: Sandbox
+) -> None:
     entry = {"unit_tests": row.unit_tests, "entry_point": row.entry_point}
     tests = parse_tests(json.dumps(entry))
     for source in row.right:
-        assert grade(source, "python", tests, seed=0, limits=limits).reason == "correct", source
+        verdict = run_unit_tests(sandbox, make_jobs(source, tests, []), limits)
+        assert verdict.reason == "correct", source
     for source in row.wrong:
-        verdict = grade(source, "python", tests, seed=0, limits=limits)
+        verdict = run_unit_tests(sandbox, make_jobs(source, tests, []), limits)
         assert not verdict.is_correct, source
         assert verdict.reason in (
             "wrong_output", "runtime_error", "test_timeout", "test_memory", "no_entry_point",
@@ -117,6 +143,13 @@ def test_tests_that_can_grade_nothing_are_refused_when_loaded(
     with pytest.raises(GradingError, match="unit tests of a code prompt are broken"):
         tests = CodeTests(unit_tests=unit_tests, entry_point="f")
         grade(ADD, "python", tests, seed=0, limits=limits)
+
+
+def test_a_prompt_with_such_tests_ends_a_run_before_it_starts() -> None:
+    entry = json.dumps({"unit_tests": "assert g(1) == 2", "entry_point": "f"})
+    prompt = Prompt("p", "code", [], "", entry=entry)
+    with pytest.raises(InputError, match="prompt 'p'.*'g', which nobody defines"):
+        check_prompts([prompt], RewardConfig())
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,21 @@ VALUES = [
     Row("counter closure", "c = f()\nassert [c(), c(), c()] == [1, 2, 3]",
         ["def f():\n    n = 0\n    def g():\n        nonlocal n\n        n += 1\n        return n\n"
          "    return g"], ["def f(): return lambda: 1"]),
+    Row("operators", "import copy\nv = V(1, 2)\nassert v + V(3, 4) == V(4, 6)\n"
+        "assert v * 3 == V(3, 6)\n"
+        "assert (2 * v).y == 4 and repr(v) == 'V(1, 2)' and v != V(2, 1)\n"
+        "w = copy.deepcopy(v)\nw.x = 5\nassert v.x == 1 and w == V(5, 2)",
+        ["class V:\n def __init__(s, x, y): s.x, s.y = x, y\n"
+         " def __add__(s, o): return V(s.x + o.x, s.y + o.y)\n"
+         " def __mul__(s, k): return V(s.x * k, s.y * k)\n __rmul__ = __mul__\n"
+         " def __repr__(s): return f'V({s.x}, {s.y})'"],
+        ["class V:\n def __init__(s, x, y): s.x, s.y = x, y\n"
+         " def __add__(s, o): return V(4, 6)\n def __eq__(s, o): return True\n"
+         " def __mul__(s, k): return V(s.x * k, 0)\n __rmul__ = __mul__\n"
+         " def __repr__(s): return f'V({s.x}, {s.y})'"], "V"),
+    Row("exit of the solution", "import pytest\ndef test_a():\n"
+        "    with pytest.raises(SystemExit) as e:\n        f(2)\n    assert e.value.code == 2",
+        ["import sys\nf = sys.exit"], [NONE, "def f(x): raise RuntimeError", OS_EXIT]),
     Row("generator", "from itertools import islice\n"
         "assert list(islice(f(), 20)) == list(range(20))\ng = f()\n"
         "assert next(g) == 0 and next(g) == 1",
@@ -191,6 +206,17 @@ LIAR = NEVER + (
 )
 EVAL = "assert eval(f([4, 6])) == 24"
 ATTACKS = [
+    Row("difference that is nothing", "assert not (f({1, 2, 3}) - {2, 3, 4})\n"
+        "assert all(x == 0 for x in f({1}) - {2})", ["def f(x): return x & {2, 3}"],
+        [NEVER + "    def __sub__(self, o): return E()\n    def __bool__(self): return False\n"
+         "    def __iter__(self): return iter([])\ndef f(x): return E()", LIAR]),
+    Row("enumeration that is equal to all", "assert f(1) == 2", [ADD],
+        ["import enum\nC = enum.Enum('C', {'a': 1})\n"
+         "C._member_map_['__eq__'] = C.a\nC.a._value_ = lambda *a: True\n"
+         "def f(x): return C.a"]),
+    Row("method of the tests", "class G:\n    def __init__(self):\n        self.n = 1\n"
+        "    def is_two(self):\n        return self.n == 2\ng = G()\nf(g)\nassert g.is_two()",
+        ["def f(g): g.n = 2"], ["def f(g): g.is_two = lambda: True"]),
     Row("map", "list(map(f, [1, 2]))\nassert all(map(lambda x: f(x) == x + 1, [1, 2]))", [ADD],
         [STOP, "class S(StopIteration): pass\ndef f(x): raise S", SUB, QUIT,
          "def f(x): raise GeneratorExit", "def f(x): raise KeyboardInterrupt",
