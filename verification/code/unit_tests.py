@@ -74,6 +74,8 @@ def make_plan(
     functions = reader.functions_to_call()
     if not reader.can_call(functions):
         raise UnusableTests(f"nothing in the tests can ever call {entry_point!r}")
+    if not _checks_something(rest, set(functions)):
+        raise UnusableTests("nothing in the tests checks a result")
     mentioned = {node.id for node in ast.walk(rest) if isinstance(node, ast.Name)}
     wanted = {root} if method else set()
     return Plan(
@@ -109,6 +111,21 @@ def _parse(source: str) -> ast.Module:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnusableTests(f"they are no Python: {error}") from error
     return tree
+
+
+def _checks_something(tree: ast.Module, functions: set[str]) -> bool:
+    """Whether tests hold anything that could fail for a wrong result."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert | ast.Raise):
+            return True
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+            if name in ("raises", "fail", "exit", "_exit", "quit") or "assert" in name.lower():
+                return True
+        if isinstance(node, _FUNCTIONS) and node.name in functions:
+            if any(isinstance(inner, ast.Return) and inner.value for inner in ast.walk(node)):
+                return True
+    return False
 
 
 def _drop_numbers(tree: ast.Module) -> None:

@@ -179,6 +179,9 @@ class TestRun:
         for end in ends:
             for _ in end:
                 pass
+        if value is False and not hasattr(function, "is_fixture"):
+            # A check may say what it found instead of asserting it.
+            raise AssertionError(f"{getattr(function, '__name__', 'a test')} returned False")
         return value
 
     def _run_class(self, kind: type, fixtures: dict[str, Any]) -> None:

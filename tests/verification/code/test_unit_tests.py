@@ -110,6 +110,8 @@ def test_unknown_package_is_refused() -> None:
         ("def check(candidate): pass", "can ever call"),
         ("def check(candidate):\n    assert candidate", "can ever call"),
         ("assert callable(f)", "can ever call"),
+        ("print(f(1) == 2)", "nothing in the tests checks"),
+        ("def test_a():\n    f(1)", "nothing in the tests checks"),
         ("def helper(a, b):\n    assert f(a) == b", "nothing gives its arguments"),
         ("def test_a(capsys):\n    f(1)", "nothing gives its arguments capsys"),
         (
@@ -122,7 +124,7 @@ def test_unknown_package_is_refused() -> None:
         ("import pickle\nassert pickle.loads(f(1)) == 1", "import pickle"),
         ("import importlib\nassert importlib.import_module(f(1))", "import importlib"),
         ("from builtins import eval as e\nassert e(f(1))", "import builtins"),
-        ("exec(f(1))", "uses exec"),
+        ("assert exec(f(1))", "uses exec"),
         ("run = exec\nrun(f(1))", "uses exec"),
         ("assert __import__(f(1))", "uses __import__"),
         ("assert __builtins__['eval'](f(1))", "uses __builtins__"),

@@ -30,6 +30,7 @@ SHAPES = [
     Row("check_add", "def check_add(solution):\n    assert solution(1) == 2", [ADD], [SUB]),
     Row("run_tests", "def run_tests():\n    assert f(1) == 2", [ADD], [SUB, QUIT]),
     Row("verify of any name", "def verify(g):\n    assert g(1) == 2", [ADD], [SUB]),
+    Row("check that returns", "def check(c):\n    return c(1) == 2", [ADD], [SUB, NONE]),
     Row("async check", "async def check(c):\n    assert c(1) == 2", [ADD], [SUB]),
     Row("async solution", "import asyncio\nasync def test_a():\n    assert await f(1) == 2\n"
         "assert asyncio.run(f(2)) == 3", ["async def f(x): return x + 1"],
@@ -223,7 +224,8 @@ ATTACKS = [
          "class B(BaseException): pass\ndef f(x): raise B", "def f(x): raise StopAsyncIteration"]),
     Row("loops that a StopIteration ends", "r = list(f(x) == x + 1 for x in [1, 2])\n"
         "assert all(r)\nfor a, b in zip(map(f, [1]), [2]):\n    assert a == b", [ADD], [STOP, SUB]),
-    Row("bare except", "try:\n    f(1)\nexcept:\n    pass", [ADD, SUB], [OS_EXIT]),
+    Row("bare except", "try:\n    r = f(1)\nexcept:\n    r = 2\nassert r == 2",
+        [ADD, "def f(x): raise KeyError"], [OS_EXIT, SUB]),
     Row("swallowing except", "for x in [1, 2]:\n    try:\n        r = f(x)\n"
         "    except BaseException:\n        continue\n    assert r == x + 1",
         [ADD], [SUB, OS_EXIT]),
