@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from verification.code.languages import NO_PROGRAMS, find_language, plain_tag
+
 THINK_START = "<think>"
 THINK_END = "</think>"
 # TeX skips blanks and one line break between a command and its argument. Possessive: a run of
@@ -17,6 +19,10 @@ _BOX_START = re.compile(r"\\boxed[ \t]*+(?:\r?\n[ \t]*+)?\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 # A line that can open or close a fenced block. Possessive: a failed line is not tried again.
 _FENCE_LINE = re.compile(r"^( {0,3})(`{3,}+|~{3,}+)([^\n]*+)$", re.MULTILINE)
+
+_QUOTATION = re.compile(r"""(["'`])([^"'`\n]*+)\1""")
+QUOTED_CHARS = 20
+"""Most characters beside think tags in a quotation that only names them."""
 
 CUT_OFF_REFUSALS = frozenset(
     {
@@ -116,11 +122,11 @@ def check_format(text: str) -> FormatCheck:
 def check_code_format(text: str) -> CodeFormatCheck:
     """The program of a response, or why the format gate refuses it.
 
-    The think tags are those of `check_format`. After them the first fenced block that bears a
-    language tag counts: the paper asks for "at least one" such block, so a block without a tag
-    before it (an example's input, a sketch) neither passes nor spoils the gate. Refusals, beside
-    those of the think tags: no_code_block, code_before_think_end, no_language_tag,
-    unclosed_code_block, empty_code_block.
+    The think tags are those of `check_format`. After them the first fenced block in a known
+    language counts: the paper asks for "at least one" such block, so a block of something else
+    before it (an example's input, a sketch, a command) neither passes nor spoils the gate.
+    Refusals, beside those of the think tags: no_code_block, code_before_think_end,
+    no_language_tag, unclosed_code_block, empty_code_block.
     Source: Magistral (arXiv 2506.10910), section 2.2.1.
     """
     refusal = _check_think_tags(text)
@@ -134,17 +140,26 @@ def check_code_format(text: str) -> CodeFormatCheck:
 
 
 def first_tagged_block(text: str) -> CodeFormatCheck:
-    """The first fenced block with a language tag, wherever it is; refusals as above."""
-    refusal = "no_code_block"
+    """The first block in a known language, else in another one; refusals as above.
+
+    Blocks of text, shell, data or output, and those without a tag, are passed over.
+    """
+    other: CodeFormatCheck | None = None
+    is_any = False
     for block in fenced_blocks(text):
+        is_any = True
         if not block.is_closed:
-            return CodeFormatCheck("", "", "unclosed_code_block")
-        if block.tag and not block.source.strip():
-            return CodeFormatCheck("", "", "empty_code_block")
-        if block.tag:
-            return CodeFormatCheck(block.source, block.tag.lower(), "")
-        refusal = "no_language_tag"
-    return CodeFormatCheck("", "", refusal)
+            return other or CodeFormatCheck("", "", "unclosed_code_block")
+        is_known = find_language(block.tag) is not None
+        if not is_known and (not block.tag or plain_tag(block.tag) in NO_PROGRAMS):
+            continue
+        check = CodeFormatCheck(block.source, block.tag.lower(), "")
+        if not block.source.strip():
+            check = CodeFormatCheck("", "", "empty_code_block")
+        if is_known:
+            return check
+        other = other or check
+    return other or CodeFormatCheck("", "", "no_language_tag" if is_any else "no_code_block")
 
 
 def split_response(text: str) -> tuple[str, str]:
@@ -205,9 +220,36 @@ def _check_think_tags(text: str) -> str:
     """Why the think tags are refused; empty when they are as asked for."""
     if not text.startswith(THINK_START):
         return "no_think_start"
-    if text.count(THINK_START) > 1 or text.count(THINK_END) > 1:
-        return "several_think_tags"
+    if _has_several(text):
+        thoughts, _, final = text.partition(THINK_END)
+        if _has_several(thoughts) or not _has_only_quoted_tags(final):
+            return "several_think_tags"
     return "" if THINK_END in text else "no_think_end"
+
+
+def _has_several(text: str) -> bool:
+    return text.count(THINK_START) > 1 or text.count(THINK_END) > 1
+
+
+def _has_only_quoted_tags(final: str) -> bool:
+    """Whether think tags of the final part are all in programs or in quotation marks.
+
+    A quotation holds hardly more than the tags: thoughts in quotation marks are thoughts.
+    """
+    rest, end = [], 0
+    final = final.replace("\r\n", "\n").replace("\r", "\n")
+    for block in fenced_blocks(final):
+        if find_language(block.tag) is not None:
+            rest.append(final[end : block.start])
+            end = block.end
+    rest.append(final[end:])
+    outside = _QUOTATION.sub(_without_quoted_tags, "\n".join(rest))
+    return THINK_START not in outside and THINK_END not in outside
+
+
+def _without_quoted_tags(quotation: re.Match[str]) -> str:
+    bare = quotation[2].replace(THINK_START, "").replace(THINK_END, "")
+    return "" if len(bare) <= QUOTED_CHARS else quotation[0]
 
 
 def _opens(line: re.Match[str]) -> bool:

@@ -21,7 +21,7 @@ BOX_CASES = [case for case in GOLDEN if case["kind"] == "box"]
 CODE_CASES = [case for case in GOLDEN if case["kind"] == "code"]
 BOX_ENDS = ["\\boxed{1}", "</think>\\boxed{1}"]
 PROGRAM = "\n```python\n1\n```"
-CODE_ENDS = [*(f"{end}{PROGRAM}" for end in ("", "</think>", "\n````", "\n~~~")), "\n````\n~~~"]
+CODE_ENDS = [*(f"{end}{PROGRAM}" for end in ("", "\n</think>", "\n````", "\n~~~")), "\n````\n~~~"]
 
 PASSED = [
     ("<think>a</think>\\boxed{7}", "7"),

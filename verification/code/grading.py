@@ -1,16 +1,17 @@
-"""Grades a program by its tests: the tests of a prompt, the draw of cases, the verdict.
+"""Grades a program by its tests: how it is run, and the verdict.
 
 Runs in a grading process, which must be alone with the program's sandbox: see `grade`.
 """
 
 import json
-import random
 import signal
 
 import msgspec
 
+from verification.code.checking import make_jobs, read_report
 from verification.code.languages import LANGUAGES, compile_command, find_language
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
+from verification.code.problem import Case, CodeTests, draw_cases, is_called, parse_tests
 from verification.code.setup import (
     CodeLimits,
     header_folder,
@@ -19,20 +20,13 @@ from verification.code.setup import (
     open_sandbox,
     prepare,
 )
-from verification.sandbox.call_proxy import (
-    EXIT_ASSERTION,
-    EXIT_NO_ENTRY_POINT,
-    EXIT_PASSED,
-    EXIT_SOLUTION_GONE,
-    EXIT_TESTS_BROKEN,
-)
+from verification.sandbox.call_proxy import EXIT_NO_ENTRY_POINT
 from verification.sandbox.sandbox import Ending, Limits, ProgramResult, Sandbox
 from verification.sandbox.server import EXIT_OUT_OF_MEMORY, EXIT_SYNTAX
 from verification.verdict import CORRECT, GradingError, Verdict
 
 __all__ = ["Case", "CodeLimits", "CodeTests", "draw_cases", "grade", "parse_tests", "prepare"]
 
-DEFAULT_CASES = 20
 MEMORY_SHARE = 0.8
 """A program that failed while holding so much of its memory failed for want of memory."""
 SPENT = 0.5
@@ -40,78 +34,6 @@ SPENT = 0.5
 ticks for the limit, which on a crowded machine run ahead of the time that it reports."""
 WRONG_OUTPUT = Verdict(False, "wrong_output")
 _MEMORY_WORDS = ("std::bad_alloc", "MemoryError", "std::bad_array_new_length")
-
-
-class Case(msgspec.Struct, frozen=True):
-    """An input and the output expected for it."""
-
-    stdin: str
-    stdout: str
-
-
-class CodeTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The tests of a prompt, as its `entry` holds them in JSON."""
-
-    language: str = ""
-    """Required language; empty: any known one."""
-    cases: list[Case] = []
-    unit_tests: str = ""
-    """Python source that asserts, or defines `check(candidate)`. It must define what it uses."""
-    entry_point: str = ""
-    """Function of the solution that the unit tests call."""
-    comparison: str = "whitespace"
-    """"exact", "whitespace", "float" or "checker"."""
-    tolerance: float = 1e-6
-    """Absolute or relative, for "float"."""
-    checker: str = ""
-    """Python source: reads {"stdin", "expected", "output"} as JSON on its standard input and exits
-    with 0 to accept."""
-
-
-def parse_tests(entry: str) -> CodeTests:
-    """The tests of a prompt; GradingError says what is wrong with them."""
-    try:
-        tests = msgspec.json.decode(entry, type=CodeTests)
-    except msgspec.DecodeError as error:
-        raise GradingError(
-            f"the entry of a code prompt is not the JSON of its tests: {error}: {entry[:200]!r}"
-        ) from error
-    problem = _problem(tests)
-    if problem:
-        raise GradingError(f"the tests of a code prompt are unusable: {problem}")
-    return tests
-
-
-def _problem(tests: CodeTests) -> str:
-    """What is wrong with tests; empty if nothing."""
-    known = (*OUTPUT_COMPARISONS, CHECKER)
-    language = find_language(tests.language)
-    if tests.language and language is None:
-        return f"language = {tests.language!r}, expected one of {', '.join(LANGUAGES)}"
-    if not tests.cases and not tests.unit_tests:
-        return "neither cases nor unit_tests are given"
-    if tests.comparison not in known:
-        return f"comparison = {tests.comparison!r}, expected one of {', '.join(known)}"
-    if (tests.comparison == CHECKER) != bool(tests.checker):
-        return "a checker and comparison = 'checker' belong together, and one is missing"
-    if tests.unit_tests and not tests.entry_point:
-        return "unit_tests are given without the entry_point that they call"
-    if tests.unit_tests and language not in (None, "python"):
-        return f"unit_tests are Python, but language = {tests.language!r}"
-    if not tests.tolerance >= 0:
-        return f"tolerance = {tests.tolerance}, expected a number >= 0"
-    return ""
-
-
-def draw_cases(tests: CodeTests, *, seed: int, count: int = DEFAULT_CASES) -> list[Case]:
-    """At most `count` cases in their order, the same for the same seed.
-
-    Source: Magistral (arXiv 2506.10910), section 2.2.2: 20 tests, the same for a whole group.
-    """
-    indices = range(len(tests.cases))
-    if len(indices) > count:
-        indices = sorted(random.Random(seed).sample(indices, count))
-    return [tests.cases[index] for index in indices]
 
 
 def grade(source: str, tag: str, tests: CodeTests, *, seed: int, limits: CodeLimits) -> Verdict:
@@ -124,19 +46,22 @@ def grade(source: str, tag: str, tests: CodeTests, *, seed: int, limits: CodeLim
     name = find_language(tag)
     if name is None:
         return Verdict(False, "unknown_language")
-    required = "python" if tests.unit_tests else find_language(tests.language)
+    required = "python" if is_called(tests) else find_language(tests.language)
     if required not in (None, name):
         return Verdict(False, "wrong_language")
     # Lone surrogates have no place in UTF-8: the compiler refuses what stands for them.
     code = source.encode("utf-8", "surrogatepass")
-    with open_sandbox(name, limits) as sandbox:
+    cases = draw_cases(tests, seed=seed, count=limits.cases)
+    jobs = make_jobs(source, tests, cases) if is_called(tests) else None
+    with open_sandbox(name, limits, tests.packages) as sandbox:
         verdict = _compile(sandbox, name, code, limits)
-        for case in draw_cases(tests, seed=seed, count=limits.cases):
+        # Without unit tests the cases of an entry point are calls, and all in one job.
+        for case in cases if tests.unit_tests or not tests.entry_point else []:
             if not verdict.is_correct:
                 return verdict
             verdict = _run_case(sandbox, name, code, case=case, tests=tests, limits=limits)
-        if tests.unit_tests and verdict.is_correct:
-            verdict = _run_unit_tests(sandbox, code, tests, limits)
+        if jobs is not None and verdict.is_correct:
+            verdict = run_unit_tests(sandbox, jobs, limits)
     return verdict
 
 
@@ -215,24 +140,36 @@ def _run_checker(
     return CORRECT if ending.exit_code == 0 else WRONG_OUTPUT
 
 
-def _run_unit_tests(sandbox: Sandbox, code: bytes, tests: CodeTests, limits: CodeLimits) -> Verdict:
-    """Verdict of unit tests, which run apart from the solution: see `call_proxy.py`."""
+def run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimits) -> Verdict:
+    """Verdict of unit tests, which run apart from the solution: see `call_proxy.py`.
+
+    By what was run and called, never by how the tests' process ended.
+    """
     allowed = limits_of_test(limits)
-    source = tests.unit_tests.encode("utf-8", "surrogatepass")
-    result = sandbox.check(code, source, entry_point=tests.entry_point, limits=allowed)
-    tester, solution = result.endings
-    if tester.exit_code == EXIT_PASSED:
+    result = sandbox.check(*jobs, limits=allowed)
+    _, solution = result.endings
+    report = read_report(result.output)
+    if report.is_passed:
         return CORRECT
-    if tester.exit_code == EXIT_TESTS_BROKEN:
-        raise GradingError(f"the unit tests of a code prompt are broken: {result.errors}")
-    if result.is_late:
-        return Verdict(False, "test_timeout")
-    if tester.exit_code == EXIT_ASSERTION:
-        return WRONG_OUTPUT
+    if not report.is_asked:
+        # Nothing of the solution had a part in it yet.
+        silence = "they called nothing" if report.is_complete else "they ended without a word"
+        why = report.message or result.errors or silence
+        raise GradingError(f"the unit tests of a code prompt are broken: {why}")
     if solution.exit_code == EXIT_NO_ENTRY_POINT:
         return Verdict(False, "no_entry_point")
-    if tester.exit_code == EXIT_SOLUTION_GONE and solution.exit_code:
-        blank = msgspec.structs.replace(result, errors="")
+    if result.is_late:
+        return Verdict(False, "test_timeout")
+    if not report.is_complete:
+        return _failure(result, result.endings[0], allowed, is_python=True) or Verdict(
+            False, "runtime_error"
+        )
+    if report.is_gone:
+        blank = msgspec.structs.replace(result, output=b"", errors="")
         failure = _failure(blank, solution, allowed, is_python=True)
         return failure or Verdict(False, "runtime_error")
+    if report.ended_by == "assertion" or report.has_failed_inside:
+        return WRONG_OUTPUT
+    if not report.ended_by:
+        raise GradingError("the unit tests of a code prompt are broken: they called nothing")
     return Verdict(False, "runtime_error")

@@ -7,6 +7,7 @@ of the folders that `isolation.py` shows to the sandbox.
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -24,6 +25,8 @@ class Language(NamedTuple):
 
     tags: tuple[str, ...]
     """Tags of a code fence, in lower case."""
+    versions: str = ""
+    """Pattern of what may follow a tag: `c++17`, `python3.11`."""
     source_name: str = ""
     compiler: tuple[str, ...] = ()
     """Command; empty for Python, which the sandbox's own interpreter runs."""
@@ -36,18 +39,45 @@ class Language(NamedTuple):
 _GCC = ("g++", "-std=c++20", "-O2", "-pipe", "-o", "solution", "solution.cpp")
 
 LANGUAGES: dict[str, Language] = {
-    "python": Language(tags=("python", "py", "python3")),
+    "python": Language(
+        tags=("python", "py", "pypy", "cpython"), versions=r"3(\.?\d+)*|3\.x"
+    ),
     "cpp": Language(
-        ("cpp", "c++", "cc", "cxx", "cpp20", "c++20"),
+        ("cpp", "c++", "cc", "cxx", "g++", "gnu++", "cplusplus"),
+        r"98|03|0x|11|14|1y|17|1z|20|2a|23|2b|26",
         "solution.cpp", _GCC, "solution", header="bits/stdc++.h",
     ),
 }  # fmt: skip
+NO_PROGRAMS = frozenset(
+    """text txt plain plaintext none raw bash sh shell zsh fish console terminal cmd bat powershell
+    ps1 json jsonc json5 yaml yml toml ini xml html markdown md latex tex math diff patch csv tsv
+    output input stdin stdout stderr out in log result example sample pseudo pseudocode algorithm
+    mermaid dot http""".split()
+)
+"""Tags of blocks that show something but are no solution."""
+# What stands around the name of a language: {.python .numberLines}, python:main.py, lang-py.
+_AROUND = re.compile(r"[{.\s]*(?:lang(?:uage)?[-=:])?\"?([^\s{}(),:;=\"\[]*)")
 
 
 def find_language(tag: str) -> str | None:
     """Name of the language that a fence's tag means; None for an unknown one."""
-    tag = tag.strip().lower()
-    return next((name for name, language in LANGUAGES.items() if tag in language.tags), None)
+    word = plain_tag(tag)
+    for name, language in LANGUAGES.items():
+        for known in language.tags:
+            version = word.removeprefix(known).lstrip("-_")
+            is_known = word == known or (
+                word.startswith(known) and language.versions and version
+                and re.fullmatch(language.versions, version)
+            )  # fmt: skip
+            if is_known:
+                return name
+    return None
+
+
+def plain_tag(tag: str) -> str:
+    """The word in a fence's tag that names a language, in lower case."""
+    found = _AROUND.match(tag.strip().lower())
+    return found[1] if found else ""
 
 
 def compile_command(language: Language, header_folder: str) -> list[str]:

@@ -9,11 +9,13 @@ import logging
 import os
 import resource
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from verification.code.languages import LANGUAGES, make_header_folder
+from verification.code.packages import package_folders
 from verification.sandbox import isolation
 from verification.sandbox.cgroup import ControlGroup, make_control_group
 from verification.sandbox.sandbox import Limits, Sandbox, SandboxSpec
@@ -77,8 +79,8 @@ def prepare(limits: CodeLimits) -> CodeLimits:
     return resolved
 
 
-def open_sandbox(name: str, limits: CodeLimits) -> Sandbox:
-    """A sandbox for a solution in the language of that name."""
+def open_sandbox(name: str, limits: CodeLimits, packages: Sequence[str] = ()) -> Sandbox:
+    """A sandbox for a solution in the language of that name, which may import these packages."""
     _check_own_limits(limits)
     resolved = resolve(limits)
     headers = header_folder(name, resolved.cache_folder)
@@ -87,6 +89,7 @@ def open_sandbox(name: str, limits: CodeLimits) -> Sandbox:
         executable=resolved.executable,
         build_bytes=BUILD_BYTES,
         readable=(headers,) if headers else (),
+        packages=package_folders(tuple(packages)),
         warm_modules=() if LANGUAGES[name].compiler else WARM_MODULES,
     )
     return Sandbox(spec, _control_group(os.getpid(), _group_bytes(resolved)))

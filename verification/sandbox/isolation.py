@@ -139,10 +139,18 @@ def _mounts(roots_: Roots) -> Iterator[str]:
     parents = {str(parent) for target in targets for parent in Path(target).parents}
     for parent in sorted(parents - {"/"}):
         yield from ("--perms", "0755", "--dir", parent)
+    hidden = _hidden_folders(roots_.folders)
+    # A package that a task allows may lie in a folder that is hidden otherwise.
+    shown = [path for path in roots_.folders if any(_is_inside(path, other) for other in hidden)]
     for folder in roots_.folders:
+        if folder not in shown:
+            yield from ("--ro-bind", folder, folder)
+    for folder in hidden:
+        yield from ("--perms", "0555", "--tmpfs", folder)
+    for folder in shown:
         yield from ("--ro-bind", folder, folder)
-    for folder in _hidden_folders(roots_.folders):
-        yield from ("--perms", "0555", "--tmpfs", folder, "--remount-ro", folder)
+    for folder in hidden:
+        yield from ("--remount-ro", folder)
     for path in _SYSTEM_LINKS:
         if os.path.islink(path):
             yield from ("--symlink", os.readlink(path), path)

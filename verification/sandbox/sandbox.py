@@ -40,7 +40,11 @@ END_TIMEOUT_S = 5.0
 ERROR_BYTES = 4000
 LOOSE_PROCESSES = 512
 """Where processes are counted over the whole host, so many may start there meanwhile."""
-_SERVER_MODULES = ("confinement", "call_proxy", "server")
+# In the order of their imports.
+_SERVER_MODULES = (
+    "confinement", "call_proxy", "package_values", "encoding", "decoding", "solution_process",
+    "remote_objects", "remote_values", "stand_ins", "tests_process", "server",
+)  # fmt: skip
 _FOLDER_PREFIX = "megatron_rl_sandbox_"
 _LOADER = """
 import marshal, os, sys, types
@@ -106,6 +110,8 @@ class SandboxSpec(msgspec.Struct, frozen=True):
     """Size of the folder that compilers write to."""
     readable: tuple[str, ...] = ()
     """Further folders of the host that programs may read."""
+    packages: tuple[str, ...] = ()
+    """Folders of the host, each a Python package to read and import."""
     warm_modules: tuple[str, ...] = ()
     """Modules that the server loads once, so that tests find them loaded."""
 
@@ -124,7 +130,8 @@ class Sandbox(Closing):
         with theirs, contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             roots = isolation.roots(
-                for_anyone=isolation.is_root() and spec.kind != "bubblewrap", more=spec.readable
+                for_anyone=isolation.is_root() and spec.kind != "bubblewrap",
+                more=spec.readable + spec.packages,
             )
             self._process = self._start(roots, theirs, group)
             stack.pop_all()
@@ -174,15 +181,14 @@ class Sandbox(Closing):
             request = {"action": "program", "command": command}
             return self._run(request, files, limits, output=output, errors=errors)
 
-    def check(
-        self, source: bytes, tests: bytes, *, entry_point: str, limits: Limits
-    ) -> ProgramResult:
-        """Run Python unit tests against a solution in a process of its own."""
-        own, errors = make_file(), make_file()
-        sources = (make_file(source), make_file(tests))
-        with closing(make_file(b""), own, errors, *sources) as files:
-            request = {"action": "check", "entry_point": entry_point}
-            return self._run(request, files, limits, output=errors, errors=errors)
+    def check(self, solution: bytes, tests: bytes, *, limits: Limits) -> ProgramResult:
+        """Run the jobs of a solution and of its unit tests; the output is the tests' report."""
+        own, errors, report = make_file(), make_file(), make_file()
+        # Each process has a standard input of its own: both might write to a common one.
+        inputs = (make_file(b""), make_file(b""))
+        jobs = (make_file(solution), make_file(tests))
+        with closing(*inputs, own, errors, *jobs, report) as files:
+            return self._run({"action": "check"}, files, limits, output=report, errors=errors)
 
     def _run(
         self, request: dict[str, Any], files: list[int], limits: Limits, *, output: int, errors: int
@@ -315,6 +321,7 @@ class Sandbox(Closing):
             "build": f"{folder}/build",
             "temporary": f"{folder}/{'empty' if kind == 'landlock' else 'tmp'}",
             "build_bytes": self._spec.build_bytes,
+            "packages": list(self._spec.packages),
             "warm_modules": list(self._spec.warm_modules),
         }
 

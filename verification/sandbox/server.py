@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verification.sandbox import call_proxy, confinement
+from verification.sandbox import call_proxy, confinement, solution_process, tests_process
 from verification.sandbox.confinement import Confinement
 
 REQUEST_BYTES = 1 << 16
@@ -163,15 +163,14 @@ class Server:
 
     def _check(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         """Run unit tests and the solution in two children that share one socket pair."""
-        stdin, solution_output, tests_output, solution, tests = files
-        entry_point = request["entry_point"]
-        run_tests = _interpretation(call_proxy.run_tests, 4, entry_point)
-        serve_calls = _interpretation(call_proxy.serve_calls, 4, entry_point)
+        stdin, tests_stdin, solution_output, tests_output, solution, tests, report = files
+        run_tests = _interpretation(tests_process.run_tests, 4, 5)
+        serve_calls = _interpretation(solution_process.serve_calls, 4)
         ours, theirs = socket.socketpair()
         children: list[Child] = []
         with self._temporary_folder(request["disk_bytes"]) as folder:
             with ours, theirs:
-                files = [stdin, tests_output, tests_output, tests, ours.fileno()]
+                files = [tests_stdin, tests_output, tests_output, tests, ours.fileno(), report]
                 children.append(self._start(run_tests, files, request, folder=folder))
                 files = [stdin, solution_output, solution_output, solution, theirs.fileno()]
                 try:
@@ -372,6 +371,8 @@ def main(descriptor: int) -> None:
         # Started without `site`, which would show installed packages but also defines these.
         for name in ("exit", "quit"):
             setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
+        if settings["packages"]:
+            call_proxy.show_packages(settings["packages"])
         server = Server(connection, settings)
         # Pages of long-lived objects stay shared with the children.
         gc.freeze()

@@ -121,7 +121,28 @@ def test_entry_that_is_no_json_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("tag", "name"),
-    [("py", "python"), ("Python3", "python"), (" c++ ", "cpp"), ("cpp20", "cpp"), ("rust", None)],
+    [
+        ("py", "python"),
+        ("Python3", "python"),
+        (" c++ ", "cpp"),
+        ("cpp20", "cpp"),
+        ("rust", None),
+        ("python2", None),
+        ("python2.7", None),
+        ("py2", None),
+        ("c++18", None),
+        ("pyx", None),
+        ("c", None),
+        ("c#", None),
+        ("cs", None),
+        ("{r}", None),
+        ("", None),
+        ("{}", None),
+        ("3", None),
+        ("c++17", "cpp"),
+        ("{.python", "python"),
+        ("python3.11", "python"),
+    ],
 )
 def test_languages_by_tag(tag: str, name: str | None) -> None:
     assert find_language(tag) == name

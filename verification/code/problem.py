@@ -1,0 +1,130 @@
+"""The tests of a code prompt, as its `entry` holds them in JSON, and the draw of cases.
+
+Runs wherever prompts are checked and in grading processes.
+"""
+
+import random
+
+import msgspec
+
+from verification.code.functional import find_case_problem
+from verification.code.languages import LANGUAGES, find_language
+from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
+from verification.code.packages import PACKAGES
+from verification.code.unit_tests import Plan, UnusableTests, make_plan
+from verification.verdict import GradingError
+
+DEFAULT_CASES = 20
+
+
+class Case(msgspec.Struct, frozen=True):
+    """An input and the output expected for it."""
+
+    stdin: str
+    stdout: str
+
+
+class CodeTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tests of a prompt, as its `entry` holds them in JSON."""
+
+    language: str = ""
+    """Required language; empty: any known one."""
+    cases: list[Case] = []
+    unit_tests: str | list[str] = ""
+    """Python source that asserts, or defines `check(candidate)`, functions of pytest or classes of
+    unittest; or a list of such lines. It must define what it uses."""
+    entry_point: str = ""
+    """What the unit tests call: `name`, `Class.method` or `Class().method`. Without unit tests the
+    cases are calls: a line of JSON for each argument, and JSON for the result."""
+    solution_names: list[str] = []
+    """Further names of the solution that the unit tests use."""
+    packages: list[str] = []
+    """Installed packages that solution and unit tests may import."""
+    comparison: str = "whitespace"
+    """"exact", "whitespace", "float" or "checker"."""
+    tolerance: float = 1e-6
+    """Absolute or relative, for "float"."""
+    checker: str = ""
+    """Python source: reads {"stdin", "expected", "output"} as JSON on its standard input and exits
+    with 0 to accept."""
+
+
+def parse_tests(entry: str) -> CodeTests:
+    """The tests of a prompt; GradingError says what is wrong with them."""
+    try:
+        tests = msgspec.json.decode(entry, type=CodeTests)
+    except msgspec.DecodeError as error:
+        raise GradingError(
+            f"the entry of a code prompt is not the JSON of its tests: {error}: {entry[:200]!r}"
+        ) from error
+    problem = _problem(tests)
+    if problem:
+        raise GradingError(f"the tests of a code prompt are unusable: {problem}")
+    return tests
+
+
+def _problem(tests: CodeTests) -> str:
+    """What is wrong with tests; empty if nothing."""
+    known = (*OUTPUT_COMPARISONS, CHECKER)
+    language = find_language(tests.language)
+    if tests.language and language is None:
+        return f"language = {tests.language!r}, expected one of {', '.join(LANGUAGES)}"
+    if not tests.cases and not tests.unit_tests:
+        return "neither cases nor unit_tests are given"
+    if tests.comparison not in known:
+        return f"comparison = {tests.comparison!r}, expected one of {', '.join(known)}"
+    if (tests.comparison == CHECKER) != bool(tests.checker):
+        return "a checker and comparison = 'checker' belong together, and one is missing"
+    if tests.unit_tests and not tests.entry_point:
+        return "unit_tests are given without the entry_point that they call"
+    if tests.unit_tests and language not in (None, "python"):
+        return f"unit_tests are Python, but language = {tests.language!r}"
+    if not tests.tolerance >= 0:
+        return f"tolerance = {tests.tolerance}, expected a number >= 0"
+    unknown = sorted(set(tests.packages) - set(PACKAGES))
+    if unknown:
+        return f"packages = {unknown}, expected some of {', '.join(PACKAGES)}"
+    if tests.unit_tests:
+        return _unit_test_problem(tests)
+    return find_case_problem(tests) if tests.entry_point else ""
+
+
+def _unit_test_problem(tests: CodeTests) -> str:
+    try:
+        plan_of(tests)
+    except UnusableTests as error:
+        return f"unit_tests: {error}"
+    return ""
+
+
+def is_called(tests: CodeTests) -> bool:
+    """Whether tests call functions of the solution, rather than run it as a program."""
+    return bool(tests.unit_tests or tests.entry_point)
+
+
+def source_of(tests: CodeTests) -> str:
+    """The unit tests as one text."""
+    if isinstance(tests.unit_tests, str):
+        return tests.unit_tests
+    return "\n".join(tests.unit_tests)
+
+
+def plan_of(tests: CodeTests) -> Plan:
+    """How the unit tests are run; UnusableTests for those that can grade nothing."""
+    return make_plan(
+        source_of(tests),
+        tests.entry_point,
+        names=tuple(tests.solution_names),
+        packages=tuple(name for package in tests.packages for name in PACKAGES[package]),
+    )
+
+
+def draw_cases(tests: CodeTests, *, seed: int, count: int = DEFAULT_CASES) -> list[Case]:
+    """At most `count` cases in their order, the same for the same seed.
+
+    Source: Magistral (arXiv 2506.10910), section 2.2.2: 20 tests, the same for a whole group.
+    """
+    indices = range(len(tests.cases))
+    if len(indices) > count:
+        indices = sorted(random.Random(seed).sample(indices, count))
+    return [tests.cases[index] for index in indices]

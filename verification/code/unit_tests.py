@@ -1,0 +1,313 @@
+"""What unit tests hold, read from their source before any of it runs: a plan of what to call.
+
+Runs wherever prompts are checked and in grading processes. Tests that could never call the
+solution, or that need what the sandbox does not have, are refused here, before a run starts.
+"""
+
+import ast
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+
+import msgspec
+
+from verification.code import used_names
+from verification.code.shared_classes import make_prelude
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+# Given a function, these tell something about it but do not call it.
+_INSPECTING = frozenset("callable hasattr isinstance print type id repr str bool".split())
+
+
+class UnusableTests(ValueError):
+    """Why tests cannot grade anything."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How tests are run."""
+
+    functions: list[str]
+    """Functions to call after the module was run, with the candidate where they want one."""
+    has_module_tests: bool
+    """The module itself tests something while it is run."""
+    replaced: list[str]
+    """Names that the tests define and that mean the solution."""
+    names: list[str]
+    """Further names of the solution that the tests use."""
+    solution_modules: list[str]
+    imports: list[str]
+    reading_lines: list[int]
+    """Where a call's argument is read once more in the comparison that calls."""
+    callees: list[str]
+    """Names under which the tests call the solution."""
+    prelude: str
+    """Classes of the tests that the solution must know to make or read their instances."""
+
+
+@functools.lru_cache(maxsize=512)
+def make_plan(
+    source: str, entry_point: str, *, names: tuple[str, ...] = (), packages: tuple[str, ...] = ()
+) -> Plan:
+    """The plan of tests; UnusableTests for those that can grade nothing."""
+    root, method = _entry_parts(entry_point)
+    tree = _parse(source)
+    # As a name of the tests, what is called means the last part: `Solution().f` is called f.
+    name = method or root
+    callees = {name, "candidate"} | ({root} if method else set())
+    defined = {node.name for node in tree.body if isinstance(node, _DEFINITIONS)}
+    replaced = sorted(defined & ({root, name} if method else {root}))
+    body = [node for node in tree.body if getattr(node, "name", "") not in replaced]
+    prelude = make_prelude(body)
+    rest = ast.Module(body, [])
+    _drop_numbers(rest)
+    modules = used_names.solution_modules(rest, root=root, packages=packages)
+    own = {name, "candidate", root, *names}
+    problem = used_names.find_problem(
+        source, rest, provided=own, solution_modules=modules, packages=packages
+    )
+    if problem:
+        raise UnusableTests(problem)
+    reader = _Reader(body, callees | set(names), set(modules))
+    functions = reader.functions_to_call()
+    if not reader.can_call(functions):
+        raise UnusableTests(f"nothing in the tests can ever call {entry_point!r}")
+    if not _checks_something(rest, set(functions)):
+        raise UnusableTests("nothing in the tests checks a result")
+    mentioned = {node.id for node in ast.walk(rest) if isinstance(node, ast.Name)}
+    wanted = {root} if method else set()
+    return Plan(
+        functions=functions,
+        has_module_tests=reader.has_module_tests,
+        replaced=replaced,
+        names=sorted((wanted | set(names)) & mentioned),
+        solution_modules=sorted(modules),
+        imports=sorted(used_names.imported_modules(rest)),
+        reading_lines=sorted(_reading_lines(rest, callees)),
+        callees=sorted(callees),
+        prelude=prelude,
+    )
+
+
+def _entry_parts(entry_point: str) -> tuple[str, str]:
+    """Name and method of an entry point."""
+    root, dot, method = entry_point.partition(".")
+    root = root.removesuffix("()") if dot else root
+    if not root.isidentifier() or (dot and not method.isidentifier()):
+        raise UnusableTests(
+            f"entry_point = {entry_point!r}, expected a name, Class.method or Class().method"
+        )
+    return root, method
+
+
+def _parse(source: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+            compile(source, "unit_tests.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UnusableTests(f"they are no Python: {error}") from error
+    return tree
+
+
+def _checks_something(tree: ast.Module, functions: set[str]) -> bool:
+    """Whether tests hold anything that could fail for a wrong result."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert | ast.Raise):
+            return True
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+            if name in ("raises", "fail", "exit", "_exit", "quit") or "assert" in name.lower():
+                return True
+        if isinstance(node, _FUNCTIONS) and node.name in functions:
+            if any(isinstance(inner, ast.Return) and inner.value for inner in ast.walk(node)):
+                return True
+    return False
+
+
+def _drop_numbers(tree: ast.Module) -> None:
+    """Take the numbers out of lists and the like: most of large tests, and no call."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):
+            node.elts = [one for one in node.elts if not _is_number(one)]
+
+
+def _is_number(node: ast.expr) -> bool:
+    inner = node.operand if isinstance(node, ast.UnaryOp) else node
+    return isinstance(inner, ast.Constant) and not isinstance(inner.value, str)
+
+
+class _Reader:
+    """Who calls whom in tests."""
+
+    def __init__(self, body: list[ast.stmt], callees: set[str], modules: set[str]) -> None:
+        self._callees = callees
+        self._modules = {module.partition(".")[0] for module in modules}
+        self._definitions = {n.name: n for n in body if isinstance(n, _DEFINITIONS)}
+        self._statements = [node for node in body if not isinstance(node, _DEFINITIONS)]
+        self._names_of = {name: _names(node) for name, node in self._definitions.items()}
+        self._parts_with = Counter(chain.from_iterable(self._names_of.values()))
+        """In how many parts of the tests a name is used."""
+        self._parts_with.update(_names(ast.Module(self._statements, [])))
+        self.has_module_tests = any(self._reaches(node, set()) for node in self._statements)
+
+    def functions_to_call(self) -> list[str]:
+        """Tests that nobody else calls, in their order; UnusableTests for a test out of reach."""
+        found = []
+        for name, node in self._definitions.items():
+            if not isinstance(node, _FUNCTIONS) or _is_fixture(node) or self._is_used(name):
+                continue
+            is_reaching = self._reaches(node, set())
+            is_named = name.startswith("test") and not node.name.startswith("testing")
+            if not is_reaching and not is_named:
+                continue
+            problem = self._parameter_problem(node)
+            if problem and is_reaching:
+                raise UnusableTests(f"nobody calls the test {name!r}, and {problem}")
+            if not problem:
+                found.append(name)
+        return found
+
+    def can_call(self, functions: list[str]) -> bool:
+        """Whether what is run can reach the solution."""
+        classes = [n for n in self._definitions.values() if isinstance(n, ast.ClassDef)]
+        roots: list[ast.AST] = [*self._statements, *filter(self._is_test_class, classes)]
+        roots += [self._definitions[name] for name in functions]
+        seen: set[str] = set()
+        return any(self._reaches(root, seen) for root in roots)
+
+    def _is_test_class(self, node: ast.ClassDef) -> bool:
+        if node.name.startswith("Test"):
+            return True
+        for base in node.bases:
+            name = getattr(base, "id", None) or getattr(base, "attr", "")
+            parent = self._definitions.get(name)
+            if name.endswith("TestCase"):
+                return True
+            if isinstance(parent, ast.ClassDef) and parent is not node:
+                if self._is_test_class(parent):
+                    return True
+        return False
+
+    def _is_used(self, name: str) -> bool:
+        """Whether another part of the tests refers to a definition."""
+        return self._parts_with[name] > (name in self._names_of[name])
+
+    def _reaches(self, node: ast.AST, seen: set[str]) -> bool:
+        """Whether running a part of the tests may call the solution."""
+        if self._calls(node):
+            return True
+        for name in _names(node) & self._definitions.keys():
+            if name not in seen:
+                seen.add(name)
+                if self._reaches(self._definitions[name], seen):
+                    return True
+        return False
+
+    def _calls(self, node: ast.AST) -> bool:
+        """Whether a part calls the solution itself, or hands it on to somebody who may."""
+        pairs = list(_with_parents(node))
+        if any(self._is_calling_use(*pair, self._callees) for pair in pairs):
+            return True
+        if not isinstance(node, _FUNCTIONS) or self._is_used(node.name):
+            return False
+        # A single argument that is called, or given to a function of the tests, is the candidate.
+        unknown = [name for name in _required(node) if name not in self._given(node)]
+        return len(unknown) == 1 and any(
+            isinstance(child, ast.Name)
+            and child.id == unknown[0]
+            and isinstance(parent, ast.Call)
+            and (parent.func is child or getattr(parent.func, "id", "") in self._definitions)
+            for child, parent in pairs
+        )
+
+    def _is_calling_use(self, node: ast.AST, parent: ast.AST | None, callees: set[str]) -> bool:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            is_part = isinstance(parent, ast.Call | ast.Subscript | ast.JoinedStr)
+            return is_part and any(name in node.value for name in callees)
+        name = node.id if isinstance(node, ast.Name) else None
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner in self._modules and isinstance(parent, ast.Call):
+                return True
+        if name not in callees or not isinstance(getattr(node, "ctx", None), ast.Load):
+            return False
+        if isinstance(parent, ast.Call) and parent.func is not node:
+            return getattr(parent.func, "id", "") not in _INSPECTING
+        return not isinstance(
+            parent, ast.Expr | ast.Assert | ast.Compare | ast.BoolOp | ast.UnaryOp | ast.If
+        )
+
+    def _given(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+        """Parameters that fixtures and `parametrize` give."""
+        fixtures = {name for name, one in self._definitions.items() if _is_fixture(one)}
+        for decorator in node.decorator_list:
+            call = decorator if isinstance(decorator, ast.Call) else None
+            if call and getattr(call.func, "attr", "") == "parametrize" and call.args:
+                for inner in ast.walk(call.args[0]):
+                    if isinstance(inner, ast.Constant):
+                        fixtures |= {part.strip() for part in str(inner.value).split(",")}
+        return fixtures
+
+    def _parameter_problem(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+        """Why the tests' process cannot call a function; empty if it can."""
+        unknown = [name for name in _required(node) if name not in self._given(node)]
+        if len(unknown) > 1 or set(unknown) & used_names.PYTEST_FIXTURES:
+            return f"nothing gives its arguments {', '.join(unknown)}"
+        keyword_only = [
+            one.arg
+            for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            if default is None and one.arg not in self._given(node)
+        ]
+        return f"nothing gives its argument {keyword_only[0]}" if keyword_only else ""
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def _is_fixture(node: ast.AST) -> bool:
+    decorators = getattr(node, "decorator_list", [])
+    return any("fixture" in ast.unparse(decorator) for decorator in decorators)
+
+
+def _required(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Parameters without a default."""
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    return [one.arg for one in arguments[: len(arguments) - len(node.args.defaults)]]
+
+
+def _with_parents(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None]]:
+    stack: list[tuple[ast.AST, ast.AST | None]] = [(node, None)]
+    while stack:
+        child, parent = stack.pop()
+        yield child, parent
+        stack += [(inner, child) for inner in ast.iter_child_nodes(child)]
+
+
+def _reading_lines(tree: ast.Module, callees: set[str]) -> Iterator[int]:
+    """Lines of calls whose argument is also read elsewhere in the same comparison.
+
+    There `f(x) == sorted(x)` means the x that was passed, whatever f does to it.
+    """
+    for outer in ast.walk(tree):
+        is_assertion = isinstance(outer, ast.Call) and "assert" in ast.unparse(outer.func).lower()
+        if not is_assertion and not isinstance(outer, ast.Compare):
+            continue
+        for call in ast.walk(outer):
+            if call is outer or not isinstance(call, ast.Call):
+                continue
+            if (getattr(call.func, "id", None) or getattr(call.func, "attr", "")) not in callees:
+                continue
+            inside = list(ast.walk(call))
+            called = {node.func for node in inside if isinstance(node, ast.Call)}
+            names = (node for node in inside if isinstance(node, ast.Name) and node not in called)
+            passed = {node.id for node in names}
+            ours = set(map(id, inside))
+            elsewhere = (n for n in ast.walk(outer) if isinstance(n, ast.Name))
+            if any(node.id in passed and id(node) not in ours for node in elsewhere):
+                yield from range(call.lineno, (call.end_lineno or call.lineno) + 1)

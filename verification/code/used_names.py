@@ -1,0 +1,182 @@
+"""Names that unit tests use: modules, globals, and what must not meet a result of the solution.
+
+Runs wherever prompts are checked and in grading processes. Pure functions of a syntax tree.
+"""
+
+import ast
+import builtins
+import importlib
+import symtable
+import sys
+import warnings
+from collections.abc import Iterator
+
+from verification.sandbox import stand_ins
+
+BUILTIN_NAMES = frozenset(dir(builtins)) | {"exit", "quit", "__file__", "__path__"}
+PYTEST_FIXTURES = frozenset(
+    "capsys capfd caplog monkeypatch tmp_path tmpdir request mocker recwarn benchmark".split()
+)
+# What data sets call the module that a solution is put in.
+_SOLUTION_MODULES = frozenset(
+    "solution solutions submission candidate answer your_module my_module main module "
+    "implementation my_solution your_solution student_solution".split()
+)
+# They run what they are given, or start what the sandbox forbids, or hide how values are made.
+_REFUSED_MODULES = frozenset(
+    "pickle _pickle cPickle dill marshal shelve importlib imp runpy code codeop builtins ctypes "
+    "subprocess multiprocessing pty socket antigravity this".split()
+)
+_RUN_TEXT = frozenset({"exec", "compile", "__import__", "breakpoint", "__builtins__", "__loader__"})
+_REPLACED_ELSEWHERE = frozenset({"stdin", "stdout", "stderr"})
+_STRING_EVALUATORS = frozenset({"sympify", "parse_expr", "parse_latex", "read_pickle"})
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    """Top-level names of all modules that are imported."""
+    return {name.partition(".")[0] for name, _ in _imports(tree)}
+
+
+def solution_modules(tree: ast.AST, *, root: str, packages: tuple[str, ...]) -> set[str]:
+    """Modules that can only mean the solution's."""
+    found = set()
+    for name, node in _imports(tree):
+        top = name.partition(".")[0]
+        if top in packages or (top in sys.stdlib_module_names and top != "code"):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            if node.level or root in {alias.name for alias in node.names}:
+                found.add(name)
+        elif f"{name}.{root}" in {ast.unparse(n) for n in ast.walk(tree) if _is_attribute(n, root)}:
+            found.add(name)
+        if top in _SOLUTION_MODULES or name.rpartition(".")[2] in _SOLUTION_MODULES:
+            found.add(name)
+        for alias in getattr(node, "names", []):
+            uses = f"{alias.asname}.{root}" if alias.asname else ""
+            if uses and any(
+                ast.unparse(n) == uses for n in ast.walk(tree) if _is_attribute(n, root)
+            ):
+                found.add(name)
+    return found
+
+
+def find_problem(
+    source: str,
+    tree: ast.AST,
+    *,
+    provided: set[str],
+    solution_modules: set[str],
+    packages: tuple[str, ...],
+) -> str:
+    """What tests use that is not there or not safe; empty if nothing."""
+    return (
+        _import_problem(tree, solution_modules, packages)
+        or _unsafe_use(tree)
+        or _undefined_name(source, tree, provided)
+    )
+
+
+def _is_attribute(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == name
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.Import | ast.ImportFrom]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "solution", node
+
+
+def _import_problem(tree: ast.AST, own: set[str], packages: tuple[str, ...]) -> str:
+    # Where a missing module is dealt with, it may be missing.
+    optional = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try) and any("Error" in ast.unparse(h) for h in node.handlers)
+        for inner in ast.walk(node)
+    }
+    for name, node in _imports(tree):
+        top = name.partition(".")[0]
+        if name in own or any(part.startswith(f"{name}.") for part in own):
+            continue
+        if top in _REFUSED_MODULES:
+            return f"they import {name}, which could run what a solution returns"
+        if top == "pytest" or top in packages or node in optional:
+            continue
+        if top not in sys.stdlib_module_names:
+            return f"they import {name}, which the sandbox does not have (see packages)"
+        names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+        if "mock" in name and "patch" in names or "redirect_stdout" in names:
+            return "they patch or redirect what a solution in another process uses"
+        if "*" in names and not _star_names(name):
+            return f"they import all of {name}, whose names are not known"
+    return ""
+
+
+def _star_names(module: str) -> set[str]:
+    """Names that `from module import *` brings."""
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return set()
+    names = getattr(found, "__all__", None) or [n for n in vars(found) if n[0] != "_"]
+    return set(names)
+
+
+def _unsafe_use(tree: ast.AST) -> str:
+    constant_calls = {
+        node.func
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in _RUN_TEXT and node not in constant_calls:
+            return f"line {node.lineno} uses {node.id}, which could run what a solution returns"
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = node.value.id if isinstance(node.value, ast.Name) else ""
+        if node.attr in _STRING_EVALUATORS and node not in constant_calls:
+            return f"line {node.lineno} uses {node.attr}, which evaluates text"
+        if owner == "sys" and node.attr in _REPLACED_ELSEWHERE:
+            if isinstance(node.ctx, ast.Store):
+                return (
+                    f"line {node.lineno} replaces sys.{node.attr}, which a solution has its own of"
+                )
+        if owner in ("mock", "contextlib", "unittest.mock") or "mock" in ast.unparse(node.value):
+            if node.attr in ("patch", "redirect_stdout", "redirect_stderr"):
+                return "they patch or redirect what a solution in another process uses"
+        if owner == "pytest" and node.attr not in stand_ins.NAMES:
+            return f"line {node.lineno} uses pytest.{node.attr}, which the sandbox does not have"
+        if ast.unparse(node.value) == "pytest.mark" and node.attr not in stand_ins.MARKS:
+            return f"line {node.lineno} uses pytest.mark.{node.attr}, which is not supported"
+        if node.attr == "expectedFailure":
+            return "they expect a failure, which any wrong solution has"
+    return ""
+
+
+def _undefined_name(source: str, tree: ast.AST, provided: set[str]) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        top = symtable.symtable(source, "unit_tests.py", "exec")
+    known = {*BUILTIN_NAMES, *provided, "__annotations__"}
+    for name, node in _imports(tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            known |= (
+                _star_names(name) if name.partition(".")[0] in sys.stdlib_module_names else set()
+            )
+    tables = [top]
+    for table in tables:
+        tables += table.get_children()
+    for table in tables:
+        for symbol in table.get_symbols():
+            is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            if is_bound and (table is top or symbol.is_declared_global()):
+                known.add(symbol.get_name())
+    for table in tables:
+        for symbol in table.get_symbols():
+            is_global = symbol.is_global() or (table is top and not symbol.is_local())
+            if symbol.is_referenced() and is_global and symbol.get_name() not in known:
+                return f"they use the name {symbol.get_name()!r}, which nobody defines"
+    return ""

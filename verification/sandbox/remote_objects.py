@@ -1,0 +1,311 @@
+"""What stands in the tests' process for an object of the solution.
+
+Runs inside the sandbox, in the process of the tests. Methods run in the solution's process, and
+what they return is a value. Whether two objects are equal is decided here, by the names of their
+classes and by their attributes; no method of the solution is asked, nor told what is expected.
+"""
+
+import sys
+import types
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
+
+from verification.sandbox.solution_process import SPECIAL, state_of
+
+UNIT_TESTS_FILE = "unit_tests.py"
+_SINGLE_ITEMS = 8
+_BATCH_ITEMS = 256
+_comparing: set[tuple[int, int]] = set()
+
+
+class Opaque:
+    """A result that is no value: equal to nothing but itself."""
+
+
+class NotANumber(float):
+    """A NaN of the solution: comparing its size is an error, so that no `not x > y` accepts it."""
+
+    def _refuse(self, *other: object) -> bool:
+        raise ValueError("a result is not a number")
+
+    def _same(self, *other: object) -> "NotANumber":
+        return self
+
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _same
+    __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _same
+    __abs__ = __neg__ = __pos__ = _same
+    __hash__ = float.__hash__
+
+
+class Record:
+    """What is known of an object of the solution."""
+
+    def __init__(self, link: Any, handle: int, name: str, *, specials: Any, names: Any) -> None:
+        self.link = link
+        self.handle = handle
+        self.name = name
+        self.specials = frozenset(specials)
+        self.names = {name for _, name in names}
+        """Of its class and of the bases; of a class its own."""
+        self.state: dict[str, Any] | None = None
+        self.epoch = -1
+        """When the state was learned; a later call may have changed it."""
+        self.has_met_value = False
+        """It came of an operator with a value of the tests, perhaps of what they expect."""
+
+    def current_state(self) -> dict[str, Any] | None:
+        """Attributes as they are now."""
+        if self.epoch != self.link.epoch:
+            self.link.ask("get", self.handle)
+        return self.state
+
+
+class RemoteObject:
+    """An instance of a class of the solution."""
+
+    __slots__ = ("_remote", "__weakref__")
+    _remote: Record
+
+    def __init__(self, record: Record) -> None:
+        object.__setattr__(self, "_remote", record)
+
+    def __getattr__(self, name: str) -> Any:
+        record = self._remote
+        if name in ("__name__", "__qualname__"):
+            return record.name
+        if name == "__dict__":
+            return record.current_state() or {}
+        if name[:2] == "__":
+            raise AttributeError(name)
+        if record.epoch == record.link.epoch and record.state and name in record.state:
+            return record.state[name]
+        return record.link.ask("getattr", record.handle, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._remote.link.ask("setattr", self._remote.handle, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._remote.link.ask("delattr", self._remote.handle, name)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        own = self._remote.link.own_class(self._remote.name)
+        return type(self) if own is None else own
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        record = self._remote
+        if method not in record.specials:
+            raise TypeError(f"{record.name!r} object has no {method}")
+        if record.has_met_value and method in ("__bool__", "__len__", "__iter__", "__next__"):
+            raise TypeError(f"{method} of the difference from a value says what one likes to hear")
+        return record.link.ask("method", record.handle, method, arguments)
+
+    def __copy__(self) -> Any:
+        return self._remote.link.ask("copy", self._remote.handle, False)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._remote.link.ask("copy", self._remote.handle, True)
+
+    def __bool__(self) -> bool:
+        for method in ("__bool__", "__len__"):
+            if method in self._remote.specials:
+                return bool(self._ask(method))
+        return True
+
+    def __len__(self) -> int:
+        return self._ask("__len__")
+
+    def __iter__(self) -> Iterator[Any]:
+        if "__next__" in self._remote.specials:
+            return self
+        if "__iter__" in self._remote.specials:
+            found = self._ask("__iter__")
+            return found if hasattr(found, "__next__") else iter(found)
+        return self._items()
+
+    def _items(self) -> Iterator[Any]:
+        for index in range(len(self) if "__len__" in self._remote.specials else sys.maxsize):
+            try:
+                item = self._ask("__getitem__", index)
+            except IndexError:
+                return
+            yield item
+
+    def __next__(self) -> Any:
+        items, end, last = self._remote.link.ask("next", self._remote.handle, None, 1)
+        if items:
+            return items[0]
+        if end == "raised":
+            raise last
+        raise StopIteration(last)
+
+    def __contains__(self, wanted: Any) -> bool:
+        # The solution is not told what is looked for.
+        return any(item is wanted or item == wanted for item in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("__getitem__", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("__setitem__", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._ask("__delitem__", key)
+
+    def __enter__(self) -> Any:
+        return self._ask("__enter__")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        self._ask("__exit__", None, None, None)
+
+    def __repr__(self) -> str:
+        return self._text("__repr__")
+
+    def __str__(self) -> str:
+        return self._text("__str__" if "__str__" in self._remote.specials else "__repr__")
+
+    def __format__(self, form: str) -> str:
+        if "__format__" in self._remote.specials:
+            return _text(self._ask("__format__", form))
+        return format(str(self), form)
+
+    def _text(self, method: str) -> str:
+        if method in self._remote.specials:
+            return _text(self._ask(method))
+        return f"<{self._remote.name} object>"
+
+    def __hash__(self) -> int:
+        return hash(self._remote.name)
+
+    def __eq__(self, other: object) -> Any:
+        if other is self:
+            return True
+        if isinstance(other, RemoteObject):
+            theirs, name = other._remote.current_state(), other._remote.name
+        else:
+            kind = type(other)
+            if kind.__module__ != "__main__" and kind is not types.SimpleNamespace:
+                return False
+            if kind.__module__ == "__main__" and kind.__eq__ is not object.__eq__:
+                # Let the tests' own class decide.
+                return NotImplemented
+            theirs, name = state_of(other), kind.__name__
+        ours = self._remote.current_state()
+        if ours is None or theirs is None or name != self._remote.name:
+            return False
+        pair = (id(self), id(other))
+        if pair in _comparing:
+            # A part of itself: equal if all the rest is.
+            return True
+        _comparing.add(pair)
+        try:
+            return ours == dict(theirs)
+        finally:
+            _comparing.discard(pair)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a text was expected")
+    return value
+
+
+def _define_operators() -> None:
+    """Operators on objects of the solution.
+
+    With a value of the tests one may tell the solution what is expected (`abs(f(x) - 3) < 1e-9`),
+    so it makes nothing but another object, which is neither compared by size nor asked if it is
+    nothing.
+    """
+
+    def comparison(method: str) -> Any:
+        def compare(self: RemoteObject, other: object) -> Any:
+            if not isinstance(other, RemoteObject) or method not in self._remote.specials:
+                return NotImplemented
+            if self._remote.has_met_value or other._remote.has_met_value:
+                return NotImplemented
+            return self._ask(method, other)
+
+        return compare
+
+    def operation(method: str) -> Any:
+        def operate(self: RemoteObject, *other: object) -> Any:
+            if method not in self._remote.specials:
+                return NotImplemented
+            made = self._ask(method, *other)
+            if not issubclass(type(made), RemoteObject):
+                raise TypeError(f"{method} of {self._remote.name!r} makes no object of its own")
+            records = [one._remote for one in other if issubclass(type(one), RemoteObject)]
+            has_met_value = len(records) < len(other)
+            has_met_value |= any(one.has_met_value for one in [self._remote, *records])
+            made._remote.has_met_value |= has_met_value
+            return made
+
+        return operate
+
+    start, end = SPECIAL.index("__lt__"), SPECIAL.index("__add__")
+    for method in SPECIAL[start:end]:
+        setattr(RemoteObject, method, comparison(method))
+    for method in SPECIAL[end:]:
+        setattr(RemoteObject, method, operation(method))
+
+
+_define_operators()
+
+
+class RemoteCallable(RemoteObject):
+    """A function or a class of the solution, or an object that can be called."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        record = self._remote
+        caller = sys._getframe(1)
+        # Where the statement that calls also reads the argument, it means the value before.
+        is_read = caller.f_lineno in record.link.reading_lines
+        is_read &= caller.f_code.co_filename == UNIT_TESTS_FILE
+        return record.link.ask("call", record.handle, arguments, keywords, write_back=not is_read)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, RemoteObject) and self._remote.name in instance._remote.names
+
+    def __subclasscheck__(self, kind: object) -> bool:
+        return isinstance(kind, RemoteObject) and self._remote.name in kind._remote.names
+
+
+def remote_generator(link: Any, handle: int) -> Iterator[Any]:
+    """Items of an iterator of the solution; a generator, as most of those are."""
+    count, is_plain = 0, True
+    sent: Any = None
+    while True:
+        # Few round trips for many items, but nothing computed early of those that are taken singly.
+        batch = _BATCH_ITEMS if is_plain and count >= _SINGLE_ITEMS else 1
+        items, end, last = link.ask("next", handle, sent, batch)
+        position = 0
+        while position < len(items):
+            item = items[position]
+            position += 1
+            count += 1
+            try:
+                sent = yield item
+            except Exception as error:  # noqa: BLE001 the tests throw it into the generator
+                items, end, last = link.ask("throw", handle, error)
+                position, sent, is_plain = 0, None, False
+            if sent is not None:
+                is_plain = False
+        if end == "raised":
+            raise last
+        if end == "end":
+            return last
+
+
+async def remote_coroutine(link: Any, handle: int) -> Coroutine[Any, Any, Any]:
+    """What awaiting a coroutine of the solution gives."""
+    return link.ask("await", handle)
+
+
+async def remote_async_generator(link: Any, handle: int) -> AsyncIterator[Any]:
+    """Items of an asynchronous iterator of the solution."""
+    for item in link.ask("drain", handle):
+        yield item

@@ -1,0 +1,165 @@
+"""What tests find where they import `pytest`, which the sandbox does not have.
+
+Runs inside the sandbox, in the process of the tests. NAMES is all there is; tests that use more are
+refused when they are loaded.
+"""
+
+import itertools
+import math
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NAMES = frozenset("approx fail fixture main mark param raises skip".split())
+MARKS = frozenset("parametrize skip asyncio timeout slow usefixtures".split())
+
+
+class Skipped(Exception):
+    """A test asked to be left out."""
+
+
+class Approximately:
+    """Equal to numbers, and lists and dicts of them, within a tolerance."""
+
+    __array_ufunc__ = None
+    __hash__ = None
+
+    def __init__(
+        self,
+        expected: Any,
+        rel: float | None = None,
+        abs: float | None = None,
+        nan_ok: bool = False,
+    ) -> None:
+        self._expected = expected
+        self._relative = 1e-6 if rel is None and abs is None else rel or 0.0
+        self._absolute = 1e-12 if abs is None else abs
+
+    def __eq__(self, given: object) -> bool:
+        return self._is_near(given, self._expected)
+
+    def _is_near(self, given: Any, expected: Any) -> bool:
+        if isinstance(expected, dict):
+            return isinstance(given, dict) and given.keys() == expected.keys() and all(
+                self._is_near(given[key], expected[key]) for key in expected
+            )  # fmt: skip
+        if isinstance(expected, list | tuple):
+            return isinstance(given, list | tuple) and len(given) == len(expected) and all(
+                map(self._is_near, given, expected)
+            )  # fmt: skip
+        try:
+            if math.isinf(expected) or given == expected:
+                return bool(given == expected)
+            return bool(
+                abs(given - expected) <= max(self._relative * abs(expected), self._absolute)
+            )
+        except TypeError:
+            return bool(given == expected)
+
+    def __repr__(self) -> str:
+        return f"approx({self._expected!r})"
+
+
+class Raises:
+    """Context in which an exception must be raised."""
+
+    def __init__(self, expected: Any, *call: Any, match: str | None = None, **more: Any) -> None:
+        self._expected = expected
+        self._match = match
+        self.value: Any = None
+        self.type: Any = None
+        if call:
+            with self:
+                call[0](*call[1:], **more)
+
+    def __enter__(self) -> "Raises":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if kind is None:
+            raise AssertionError(f"did not raise {self._expected}")
+        # What would have ended the tests was raised as another exception.
+        names = getattr(error, "silent_names", ())
+        wanted = self._expected if isinstance(self._expected, tuple) else (self._expected,)
+        if not issubclass(kind, self._expected) and not any(w.__name__ in names for w in wanted):
+            return False
+        if self._match is not None and not re.search(self._match, str(error)):
+            raise AssertionError(f"the text does not match {self._match!r}: {str(error)!r}")
+        self.value, self.type = error, kind
+        return True
+
+
+class _Marks:
+    """`pytest.mark`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in MARKS:
+            raise AttributeError(name)
+        return _mark if name != "parametrize" else _parametrize
+
+
+def _mark(*arguments: Any, **keywords: Any) -> Any:
+    is_bare = len(arguments) == 1 and callable(arguments[0]) and not keywords
+    return arguments[0] if is_bare else lambda function: function
+
+
+def _parametrize(names: Any, values: Any, **more: Any) -> Callable[[Any], Any]:
+    split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+    def decorate(function: Any) -> Any:
+        rows = []
+        for row in values:
+            row = row.values if isinstance(row, Parameters) else row
+            cells = row if len(split) > 1 or isinstance(row, _Cells) else (row,)
+            rows.append(dict(zip(split, cells, strict=True)))
+        function.parameter_rows = [*getattr(function, "parameter_rows", []), rows]
+        return function
+
+    return decorate
+
+
+class _Cells(tuple):
+    """Values of `pytest.param`."""
+
+
+class Parameters:
+    """`pytest.param`."""
+
+    def __init__(self, *values: Any, **more: Any) -> None:
+        self.values = _Cells(values)
+
+
+def _fixture(*arguments: Any, **keywords: Any) -> Any:
+    def decorate(function: Any) -> Any:
+        function.is_fixture = True
+        return function
+
+    return decorate(arguments[0]) if arguments and callable(arguments[0]) else decorate
+
+
+def _fail(reason: str = "", **more: Any) -> None:
+    raise AssertionError(reason)
+
+
+def _skip(reason: str = "", **more: Any) -> None:
+    raise Skipped(reason)
+
+
+def make_pytest() -> types.ModuleType:
+    """The module."""
+    module = types.ModuleType("pytest")
+    module.__dict__.update(
+        approx=Approximately, fail=_fail, fixture=_fixture, main=lambda *a, **k: 0, mark=_Marks(),
+        param=Parameters, raises=Raises, skip=_skip,
+    )  # fmt: skip
+    return module
+
+
+def parameter_sets(function: Any) -> Iterator[dict[str, Any]]:
+    """Values of the parameters for each run of a test; one empty set for a plain one."""
+    for rows in itertools.product(*getattr(function, "parameter_rows", [])):
+        merged: dict[str, Any] = {}
+        for row in rows:
+            merged |= row
+        yield merged

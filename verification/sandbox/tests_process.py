@@ -1,0 +1,273 @@
+"""The tests' process: runs the unit tests of a prompt, and reports what was run.
+
+Runs inside the sandbox, in a child of `server.py`. The report is lines of JSON in a file that the
+tests know nothing of; how the process ends says nothing, since tests may exit as they like.
+"""
+
+import ast
+import builtins
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from verification.sandbox import package_values
+from verification.sandbox.call_proxy import SolutionGone, new_module
+from verification.sandbox.remote_objects import UNIT_TESTS_FILE
+from verification.sandbox.remote_values import Link, Result, SolutionModule
+from verification.sandbox.stand_ins import Skipped, make_pytest, parameter_sets
+
+_end_process = os._exit
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def run_tests(job_json: bytes, connection: int, report: int) -> None:
+    """Run the tests of a job, write the report, end the process."""
+    job = json.loads(job_json)
+
+    def write(facts: dict[str, Any]) -> None:
+        os.write(report, json.dumps(facts).encode() + b"\n")
+
+    link = Link(connection, lambda: write({"is_asked": True}))
+    run = TestRun(job, link)
+    ended_by, message = "", ""
+    try:
+        run.run_all()
+    except SolutionGone as error:
+        ended_by, message = "gone", str(error)
+    except AssertionError as error:
+        ended_by, message = "assertion", _text_of(error)
+    except BaseException as error:  # noqa: BLE001 whatever it is, it is reported
+        ended_by, message = "error", f"{type(error).__name__}: {_text_of(error)}"
+    write(
+        {
+            "is_asked": link.questions > 0,
+            "is_complete": True,
+            "tests_run": run.tests_run,
+            "calls": link.calls,
+            "is_gone": link.is_gone,
+            "has_failed_inside": link.has_failed_inside,
+            "ended_by": ended_by,
+            "message": message[:500],
+        }
+    )
+    _end_process(0)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # noqa: BLE001 the text may be the solution's to give
+        return f"no text: {type(second).__name__}"
+
+
+class EarlyEnd(Exception):
+    """The tests ended before all that they hold was run, or with a code of failure."""
+
+
+class TestRun:
+    """One run of a prompt's tests."""
+
+    def __init__(self, job: dict[str, Any], link: Link) -> None:
+        self._job = job
+        self._link = link
+        link.reading_lines = frozenset(job["reading_lines"])
+        self.tests_run = 0
+        self._tree = _without_stubs(ast.parse(job["source"], UNIT_TESTS_FILE), job["replaced"])
+        path = job["entry_point"]
+        name = (path.rpartition(".")[2] or path).removesuffix("()")
+        data = [[0], [["object", 0, name, ["__call__"], [["solution", name]], None]]]
+        self._candidate = Result(data, link).decode()
+        self._namespace = new_module("__main__").__dict__
+        link.namespace = self._namespace
+        self._own = {name: self._candidate, "candidate": self._candidate}
+
+    def run_all(self) -> None:
+        """Run module, functions and classes; raises what ends them."""
+        self._prepare()
+        code = compile(self._tree, UNIT_TESTS_FILE, "exec")
+        self._count(lambda: exec(code, self._namespace), self._job["has_module_tests"])
+        self._namespace.update({name: self._candidate for name in self._job["replaced"]})
+        fixtures = {
+            name: value
+            for name, value in self._namespace.items()
+            if type(value) is types.FunctionType and hasattr(value, "is_fixture")
+        }
+        for name in self._job["functions"]:
+            self._run_function(self._namespace[name], fixtures)
+        for value in list(self._namespace.values()):
+            if issubclass(type(value), type) and value.__module__ == "__main__":
+                self._run_class(value, fixtures)
+
+    def _prepare(self) -> None:
+        """Set the world up that the tests expect."""
+        for name in self._job["names"]:
+            self._own[name] = self._link.ask("name", name)
+        builtin = dict(builtins.__dict__, eval=self._eval)
+        self._namespace.update(self._own, __builtins__=builtin, __file__=UNIT_TESTS_FILE)
+        for name in self._job["solution_modules"]:
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                path = ".".join(parts[:end])
+                sys.modules[path] = SolutionModule(path, self._link, self._own)
+                if end > 1:
+                    parent = sys.modules[".".join(parts[: end - 1])]
+                    parent.__dict__[parts[end - 1]] = sys.modules[path]
+        sys.modules["pytest"] = make_pytest()
+        sys.argv = [UNIT_TESTS_FILE]
+        os._exit = sys.exit
+        if "sympy" in self._job["imports"]:
+            texts = (n.value for n in ast.walk(self._tree) if isinstance(n, ast.Constant))
+            package_values.parse_only(frozenset(t for t in texts if isinstance(t, str)))
+        if "unittest" in self._job["imports"]:
+            import unittest
+
+            # All test cases are run afterwards, and counted; this would only end the process.
+            done = types.SimpleNamespace(wasSuccessful=lambda: True, failures=[], errors=[])
+            unittest.main = lambda *a, **k: types.SimpleNamespace(result=done)
+
+    def _eval(self, text: Any, *scopes: Any) -> Any:
+        """`eval` of the tests: text may be the solution's, so it runs in the solution's process."""
+        variables: dict[str, Any] = {}
+        for scope in scopes:
+            # All that the tests know would tell the solution what is expected.
+            if scope and scope is not self._namespace and scope is not sys._getframe(1).f_locals:
+                variables |= {name: scope[name] for name in scope if name != "__builtins__"}
+        return self._link.ask("eval", text, variables)
+
+    def _count(self, action: Callable[[], Any], is_test: bool = True) -> None:
+        """Run a part of the tests to its end."""
+        try:
+            action()
+        except Skipped:
+            return
+        except SystemExit as end:
+            lines = list(_lines_of(end.__traceback__))
+            if end.code or checks_remain(self._tree, lines, self._job["callees"]):
+                raise EarlyEnd(f"exit with {end.code!r} in line {lines[-1:]}") from end
+        self.tests_run += is_test
+
+    def _run_function(self, function: Any, fixtures: dict[str, Any]) -> None:
+        for given in parameter_sets(function):
+            self._count(lambda given=given: self._call(function, given, fixtures))
+
+    def _call(self, function: Any, given: dict[str, Any], fixtures: dict[str, Any]) -> Any:
+        """Result of a function of the tests, with fixtures and else the candidate as arguments."""
+        code = getattr(function, "__code__", None)
+        bound = getattr(function, "__self__", None)
+        names = code.co_varnames[: code.co_argcount] if code else ()
+        names = names[bound is not None : len(names) - len(function.__defaults__ or ())]
+        arguments = dict(given)
+        ends = []
+        for name in names:
+            if name in arguments:
+                continue
+            arguments[name] = self._candidate
+            if name in fixtures:
+                value = self._call(fixtures[name], {}, fixtures)
+                if isinstance(value, types.GeneratorType):
+                    ends.append(value)
+                    value = next(value)
+                arguments[name] = value
+        value = function(**arguments)
+        if isinstance(value, types.CoroutineType):
+            import asyncio
+
+            value = asyncio.run(value)
+        for end in ends:
+            for _ in end:
+                pass
+        if value is False and not hasattr(function, "is_fixture"):
+            # A check may say what it found instead of asserting it.
+            raise AssertionError(f"{getattr(function, '__name__', 'a test')} returned False")
+        return value
+
+    def _run_class(self, kind: type, fixtures: dict[str, Any]) -> None:
+        unittest = sys.modules.get("unittest")
+        if unittest is not None and issubclass(kind, unittest.TestCase):
+            self._run_test_case(unittest, kind)
+        elif kind.__name__.startswith("Test") and kind.__init__ is object.__init__:
+            for name in dir(kind):
+                if name.startswith("test") and callable(getattr(kind, name)):
+                    self._run_method(kind, name, fixtures)
+
+    def _run_method(self, kind: type, name: str, fixtures: dict[str, Any]) -> None:
+        for given in parameter_sets(getattr(kind, name)):
+            instance = kind()
+            for before in ("setup_class", "setup_method", "setup"):
+                self._call_if_there(instance, before, fixtures)
+            method = getattr(instance, name)
+            self._count(lambda method=method, given=given: self._call(method, given, fixtures))
+            self._call_if_there(instance, "teardown_method", fixtures)
+
+    def _call_if_there(self, instance: Any, name: str, fixtures: dict[str, Any]) -> None:
+        method = getattr(instance, name, None)
+        if method is not None:
+            self._call(method, {}, fixtures)
+
+    def _run_test_case(self, unittest: Any, kind: type) -> None:
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+        if self._link.is_gone:
+            raise SolutionGone("the solution has ended")
+        wrong = [*result.failures, *result.unexpectedSuccesses]
+        if wrong:
+            raise AssertionError(str(wrong[0])[-500:])
+        if result.errors:
+            raise EarlyEnd(str(result.errors[0][1])[-400:])
+        self.tests_run += result.testsRun - len(result.skipped)
+
+
+def _without_stubs(tree: ast.Module, replaced: list[str]) -> ast.Module:
+    """The tests without functions that have the name of the solution: prompts hold stubs."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    tree.body = [s for s in tree.body if not isinstance(s, kinds) or s.name not in replaced]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            node.level, node.module = 0, node.module or "solution"
+    return tree
+
+
+def _lines_of(trace: types.TracebackType | None) -> Iterable[int]:
+    """Lines of the tests in a traceback, outermost first."""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == UNIT_TESTS_FILE:
+            yield trace.tb_lineno
+        trace = trace.tb_next
+
+
+def checks_remain(tree: ast.Module, lines: list[int], callees: list[str]) -> bool:
+    """Whether something is left to check behind the lines that were being run."""
+    return any(_remain_behind(tree.body, line, callees) for line in lines)
+
+
+def _remain_behind(body: list[ast.stmt], line: int, callees: list[str]) -> bool:
+    for position, statement in enumerate(body):
+        if not statement.lineno <= line <= (statement.end_lineno or line):
+            continue
+        # A definition around the line was called from elsewhere.
+        is_scope = isinstance(statement, (*_SCOPES, ast.ClassDef))
+        if not is_scope and any(_holds_check(later, callees) for later in body[position + 1 :]):
+            return True
+        if isinstance(statement, ast.For | ast.While | ast.AsyncFor):
+            if any(_holds_check(inner, callees) for inner in statement.body):
+                return True
+        inner = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+        inner += [handler.body for handler in getattr(statement, "handlers", [])]
+        return any(_remain_behind(part, line, callees) for part in inner)
+    return False
+
+
+def _holds_check(statement: ast.stmt, callees: list[str]) -> bool:
+    if isinstance(statement, (*_SCOPES, ast.ClassDef)):
+        return False
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+            if name in callees or name.startswith(("test", "check", "assert")):
+                return True
+    return False
