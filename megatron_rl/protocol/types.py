@@ -274,11 +274,20 @@ class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):
     score: Score
 
 
+UNGRADABLE = "ungradable"
+"""Grading failed by our own fault, or ended without a verdict that can be trusted."""
+NOT_GRADED = "not_graded"
+"""The host had no time to grade; the completion is not to blame."""
+
+
 class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
-    """Our own failure to grade (never a reward of 0); the queue asks again."""
+    """No verdict, and never a reward of 0; the queue asks again."""
 
     request_id: int
     reason: str
+    """What happened, for people."""
+    kind: str = UNGRADABLE
+    """UNGRADABLE or NOT_GRADED: what the completion is counted as once its tries are used up."""
 
 
 # --- batches endpoint: queue (ROUTER) <-> data-parallel leaders (DEALER) -------------------------

@@ -11,8 +11,6 @@ from megatron_rl.rollout_queue.groups import Group
 
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 """A completion failed as often as queue.max_attempts allows."""
-UNGRADABLE = "ungradable"
-"""The same of a score."""
 
 
 class GroupFailure(NamedTuple):

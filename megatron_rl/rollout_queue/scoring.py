@@ -10,6 +10,7 @@ import logging
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
+    UNGRADABLE,
     Rollout,
     ScoreDone,
     ScoredRollout,
@@ -17,7 +18,7 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
 )
-from megatron_rl.rollout_queue.failures import UNGRADABLE, GroupFailure
+from megatron_rl.rollout_queue.failures import GroupFailure
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.verifiers import Verifiers
 
