@@ -17,3 +17,7 @@ WRONG = Verdict(False, "wrong_answer")
 
 class GradingError(RuntimeError):
     """Our own failure to grade: a bad reference, an unknown task, a broken scorer."""
+
+
+class HostBusy(GradingError):
+    """The host gave no time or no memory to grade: to be tried again when it is quieter."""
