@@ -78,12 +78,21 @@ def host_stall_s(interval_s: float) -> float:
 class Watch:
     """Time of some processes since the watch began: what they used and what they were denied."""
 
-    def __init__(self, root: int, now: float, ignored: Collection[int] = ()) -> None:
-        """root: its descendants are watched, but for `ignored`."""
+    def __init__(
+        self, root: int, now: float, *, ignored: Collection[int] = (), with_root: bool = False
+    ) -> None:
+        """root: its descendants are watched, but for `ignored`, none of which lives yet.
+
+        with_root: it is watched as well, and those that live already from now on.
+        """
         self._root = root
         self._ignored = frozenset(ignored)
+        self._with_root = with_root
         self._last_s = now
         self._threads: dict[tuple[int, int], tuple[float, float]] = {}
+        if with_root:
+            for pid in self._pids():
+                self._denied_s(pid, 0.0)
         self.cpu_s = 0.0
         """Most CPU time that one process has used."""
         self.waited_s = 0.0
@@ -92,13 +101,17 @@ class Watch:
     def look(self, now: float) -> None:
         """Take in what happened since the last look."""
         interval_s, self._last_s = now - self._last_s, now
-        pids = [pid for pid in descendants(self._root) if pid not in self._ignored]
+        pids = self._pids()
         self.cpu_s = max(itertools.chain([self.cpu_s], map(process_cpu_s, pids)))
         # Processes that work in turns are denied their time in turns, hence the sum; the threads of
         # one compete with each other, hence the largest. Before the birth and after the end of a
         # program the host is at work.
         denied_s = sum(self._denied_s(pid, interval_s) for pid in pids) if pids else interval_s
         self.waited_s += min(interval_s, denied_s)
+
+    def _pids(self) -> list[int]:
+        own = [self._root] if self._with_root else []
+        return own + [pid for pid in descendants(self._root) if pid not in self._ignored]
 
     def _denied_s(self, pid: int, interval_s: float) -> float:
         longest_s = 0.0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_rl.config.reward import WALL_FACTOR, longest_program_s
 from verification.code.languages import LANGUAGES, make_header_folder
 from verification.sandbox import isolation
 from verification.sandbox.cgroup import ControlGroup, make_control_group
@@ -48,7 +49,7 @@ class CodeLimits(msgspec.Struct, frozen=True):
     """Standard output of a test, or any other file it writes."""
     disk_bytes: int = 32 << 20
     """All temporary files of a test."""
-    wall_factor: float = 2.0
+    wall_factor: float = WALL_FACTOR
     """Elapsed time allowed, as a multiple of CPU time. Time for which the host keeps the program
     from a core does not count: what is left is sleep."""
     host_patience: float = 10.0
@@ -66,8 +67,7 @@ def longest_item_s(limits: CodeLimits, tests: int) -> float:
 
     A checker takes as long as a test and so counts as one.
     """
-    start_and_end_s = 5.0
-    return start_and_end_s + limits.wall_factor * (limits.compile_s + tests * limits.test_s)
+    return longest_program_s(limits.compile_s, tests * limits.test_s, limits.wall_factor)
 
 
 def prepare(limits: CodeLimits) -> CodeLimits:

@@ -54,7 +54,7 @@ def await_reply(
     root: first process of the sandbox; ignored: those of its descendants that are no program.
     """
     started_s = time.monotonic()
-    watch = Watch(root, started_s, ignored)
+    watch = Watch(root, started_s, ignored=ignored)
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     end = ""

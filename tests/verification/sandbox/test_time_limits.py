@@ -103,7 +103,7 @@ def test_a_watch_tells_waiting_for_a_core_from_sleep() -> None:
             assert child.stdout is not None
             child.stdout.readline()
             started_s = time.monotonic()
-            watch = Watch(os.getpid(), started_s, set(descendants(os.getpid())) - {child.pid})
+            watch = Watch(os.getpid(), started_s, ignored={*descendants(os.getpid())} - {child.pid})
             before_s = process_cpu_s(child.pid)
             while process_cpu_s(child.pid) < 0.5:
                 time.sleep(0.05)
