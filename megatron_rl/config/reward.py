@@ -88,6 +88,9 @@ class RewardConfig(Section):
     """Memory of one test of a program."""
     compile_s: PositiveFloat = 10.0
     """CPU time of a compilation."""
+    host_patience: float = Field(default=10.0, ge=1)
+    """Elapsed time that a crowded host may take for a test or a compilation, as a multiple of what
+    it may take alone (twice its CPU time); beyond, the completion is not graded."""
     isolation: Literal["auto", "bubblewrap", "landlock", "rlimits"] = "auto"
     """How programs are confined. auto: bubblewrap, else Landlock with a warning, else refuse;
     rlimits alone let a program read files and use the network."""

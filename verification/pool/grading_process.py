@@ -124,8 +124,9 @@ class GradingProcess:
         if self.pid is None:
             return 0.0
         if self._watch is None:
-            self._watch = Watch(self.pid, self.first_since_s, with_root=True)
-        self._watch.look(now)
+            self._watch = Watch(self.pid, now, with_root=True)
+        else:
+            self._watch.look(now)
         return now - self.first_since_s - self._watch.waited_s
 
     def _cpu_s(self) -> float:

@@ -11,7 +11,7 @@ from verification.pool import turns
 from verification.pool.grading_process import GradingProcess, Item
 from verification.pool.turns import Turn
 
-SLOW_NICENESS, SLOWEST_NICENESS = 5, 10
+SLOW_NICENESS, SLOWEST_NICENESS = 3, 7
 """No lower priority: beside other busy processes its time would never come."""
 SLOWEST_S = 0.4
 """CPU time after which an item has the lower of the two priorities."""

@@ -17,7 +17,6 @@ from verification.verdict import HostBusy
 TESTS = CodeTests(cases=[Case("3 4\n", "7\n")])
 ADD = "print(sum(map(int, input().split())))"
 COMPUTE = "import time\nwhile time.process_time() < {}: pass\n" + ADD
-# Ending a process is not its verdict: three looks and the kernel's own bookkeeping.
 KINDS = ("bubblewrap", "landlock")
 
 
@@ -52,6 +51,10 @@ def test_a_limit_of_cpu_time_need_not_be_whole_seconds() -> None:
     limits = prepare(CodeLimits(test_s=0.3, wall_factor=20.0))
     assert _reason(COMPUTE.format(0.5), limits) == "test_timeout"
     assert _reason(COMPUTE.format(0.1), limits) == "correct"
+
+
+def test_a_program_that_kills_itself_is_not_the_hosts_fault() -> None:
+    assert _reason("import os\nos.kill(os.getpid(), 9)", _limits()) == "runtime_error"
 
 
 def test_unit_tests_and_solution_in_turns_have_time_beside_busy_processes() -> None:
