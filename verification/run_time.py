@@ -60,13 +60,13 @@ def _threads(pid: int) -> list[int]:
 
 
 def _is_ready(pid: int, tid: int) -> bool:
-    """Whether a thread runs or waits for a core."""
+    """Whether a thread runs, or waits for a core or a disk: never by its own will."""
     try:
         text = Path(f"/proc/{pid}/task/{tid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
     # The name before the state is in brackets, and may hold any character.
-    return text.rpartition(b") ")[2][:1] == b"R"
+    return text.rpartition(b") ")[2][:1] in (b"R", b"D")
 
 
 def host_stall_s(interval_s: float) -> float:

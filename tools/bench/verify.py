@@ -46,8 +46,8 @@ RATE_PER_S = 40.0
 BOMB_SHARE = 0.05
 HEAVY_PER_S = 2.0
 """Arrivals of heavy answers: two fifths of what one core can compute."""
-HEAVY_BOMBS = 8
-"""Bombs that are there before the first heavy answer comes."""
+HEAVY_BOMB_SHARE = 0.25
+"""Bombs beside them, as a share of their number."""
 BUSY_PROCESSES = 8
 DRAIN_LIMIT_S = 400.0
 
@@ -165,7 +165,7 @@ def measure_latency(seconds: float) -> dict[str, float]:
 def measure_behind_bombs(seconds: float) -> dict[str, float]:
     """p99 latency of right answers that are heavy themselves, without and with bombs."""
     heavy = spread(work.make_heavy(int(seconds * HEAVY_PER_S), seed=3), seconds)
-    bombs = [(0.0, bomb) for bomb in work.make_bombs(HEAVY_BOMBS)]
+    bombs = spread(work.make_bombs(int(len(heavy) * HEAVY_BOMB_SHARE)), seconds)
     with Grading(verifier=_two_workers(timeout_s=1.0)) as grading:
         grading.score(work.make_expressions(40, seed=1))
         calm, _ = _stream(grading, heavy, [])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 FIRST_SLICE_S = 0.05
 """CPU time until an item may have to give way to younger ones; then whenever it has doubled."""
-OVERDUE_S = 30.0
+OVERDUE_S = 60.0
 """The oldest item that is here for so long computes next, however much it has computed."""
 
 

@@ -193,7 +193,7 @@ class Sandbox(Closing):
             with contextlib.suppress(OSError):
                 self._connection.send(STOP)
         reply = self._receive(REPLY_GRACE_S)
-        _check_start(reply)
+        check_start(reply)
         result = msgspec.convert(reply, ProgramResult)
         self._check_host(result, end)
         return msgspec.structs.replace(
@@ -222,7 +222,7 @@ class Sandbox(Closing):
         try:
             data = self._connection.recv(1 << 16)
         except TimeoutError as error:
-            raise GradingError(f"a sandbox was silent for {timeout_s:.0f} s") from error
+            raise HostBusy(f"a sandbox was silent for {timeout_s:.0f} s") from error
         except ConnectionError:
             data = b""
         if not data:
@@ -280,7 +280,10 @@ class Sandbox(Closing):
             except (ValueError, OSError) as error:
                 process.kill()
                 process.wait()
-                raise GradingError(f"bwrap failed: {error}: {self._last_words()}") from error
+                words = self._last_words()
+                is_short = any(os.strerror(number) in words for number in SHORTAGES)
+                kind = HostBusy if is_short else GradingError
+                raise kind(f"bwrap failed: {error}: {words}") from error
             block.write(b"x")
         return process
 
@@ -302,7 +305,8 @@ class Sandbox(Closing):
                 extra_groups=None if uid is None else [],
             )
         except OSError as error:
-            raise GradingError(f"a sandbox cannot be started with {command[0]}: {error}") from error
+            kind = HostBusy if error.errno in SHORTAGES else GradingError
+            raise kind(f"a sandbox cannot be started with {command[0]}: {error}") from error
 
     def _settings(self, roots: isolation.Roots) -> dict[str, Any]:
         kind = self._spec.kind
@@ -334,7 +338,7 @@ class Sandbox(Closing):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _check_start(reply: dict[str, Any]) -> None:
+def check_start(reply: dict[str, Any]) -> None:
     """Raise HostBusy or GradingError for a program that could not be started."""
     if "error" in reply:
         is_short = reply["errno"] in SHORTAGES

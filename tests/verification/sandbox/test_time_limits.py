@@ -1,5 +1,6 @@
 """Limits of time: a crowded host fails no right program and saves no wrong one."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import pytest
 
 from tests.verification.crowd import crowded
 from verification.code.grading import Case, CodeLimits, CodeTests, grade, prepare
+from verification.code.setup import limits_of_test
 from verification.run_time import Watch, descendants, process_cpu_s
+from verification.sandbox.sandbox import Sandbox, SandboxSpec, check_start
 from verification.sandbox.time_limits import CPU, HOST, WALL, Limits, find_end
-from verification.verdict import HostBusy
+from verification.verdict import GradingError, HostBusy
 
 TESTS = CodeTests(cases=[Case("3 4\n", "7\n")])
 ADD = "print(sum(map(int, input().split())))"
@@ -51,6 +54,24 @@ def test_a_limit_of_cpu_time_need_not_be_whole_seconds() -> None:
     limits = prepare(CodeLimits(test_s=0.3, wall_factor=20.0))
     assert _reason(COMPUTE.format(0.5), limits) == "test_timeout"
     assert _reason(COMPUTE.format(0.1), limits) == "correct"
+
+
+def test_a_compiler_has_its_cpu_time_beside_busy_processes() -> None:
+    source = "#include <bits/stdc++.h>\nint main() { int a, b; std::cin >> a >> b; "
+    source += "std::cout << a + b; }"
+    limits = prepare(CodeLimits(compile_s=1.5, wall_factor=1.0))
+    with crowded(7):
+        assert grade(source, "cpp", TESTS, seed=0, limits=limits).reason == "correct"
+
+
+def test_a_host_without_processes_or_silent_is_told_from_our_own_failure() -> None:
+    with Sandbox(SandboxSpec(kind="landlock")) as sandbox:
+        for number, kind in ((errno.EAGAIN, HostBusy), (errno.ENOMEM, HostBusy)):
+            with pytest.raises(kind, match="could not be started"):
+                check_start({"error": "no room", "errno": number})
+        with pytest.raises(GradingError) as caught:
+            sandbox.run(["/no/such/program"], b"", stdin=b"", limits=limits_of_test(CodeLimits()))
+        assert not isinstance(caught.value, HostBusy)
 
 
 def test_a_program_that_kills_itself_is_not_the_hosts_fault() -> None:
