@@ -97,9 +97,11 @@ class Suspects:
 
     def surplus(self) -> list[GradingProcess]:
         """Those beyond the number that may be held: they have used most."""
-        count = max(0, len(self.processes) - self._cfg.held_slow)
+        count = len(self.processes) - self._cfg.held_slow
+        if count <= 0:
+            return []
         by_use = sorted(self.processes, key=lambda p: p.items[0].burnt_s + p.used_s)
-        return by_use[len(by_use) - count :]
+        return by_use[-count:]
 
     def oversized(self) -> list[GradingProcess]:
         """The largest, if all together hold more memory than they may."""
