@@ -94,6 +94,7 @@ def code_limits(reward: RewardConfig) -> grading.CodeLimits:
         test_s=reward.test_s,
         test_memory_bytes=reward.test_memory_bytes,
         compile_s=reward.compile_s,
+        host_patience=reward.host_patience,
         isolation=reward.isolation,
     )
 

@@ -19,3 +19,7 @@ UNDECIDED = Verdict(False, "undecided")
 
 class GradingError(RuntimeError):
     """Our own failure to grade: a bad reference, an unknown task, a broken scorer."""
+
+
+class HostBusy(GradingError):
+    """The host gave no time or no memory to grade: to be tried again when it is quieter."""

@@ -9,6 +9,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
 
+START_AND_END_S = 5.0
+"""Time that grading a program takes beside its compilation and its tests."""
+WALL_FACTOR = 2.0
+"""Elapsed time of a program, waits for a core not counted, as a multiple of its CPU time."""
 ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
 LANES = (ANSWERS, LANGUAGE, CODE, CUSTOM)
 GateName = Literal["think_box", "think_code", "box", "code", "none"]
@@ -84,11 +88,14 @@ class RewardConfig(Section):
     tests_per_problem: PositiveInt = 20
     """Tests drawn for a group's completions of a code problem."""
     test_s: PositiveFloat = 4.0
-    """Time of one test of a program."""
+    """CPU time of one test of a program."""
     test_memory_bytes: PositiveInt = 300 << 20
     """Memory of one test of a program."""
     compile_s: PositiveFloat = 10.0
-    """Time of a compilation."""
+    """CPU time of a compilation."""
+    host_patience: float = Field(default=10.0, ge=1)
+    """Elapsed time that a crowded host may take for a test or a compilation, as a multiple of what
+    it may take alone (twice its CPU time); beyond, the completion is not graded."""
     isolation: Literal["auto", "bubblewrap", "landlock", "rlimits"] = "auto"
     """How programs are confined. auto: bubblewrap, else Landlock with a warning, else refuse;
     rlimits alone let a program read files and use the network."""
@@ -122,6 +129,11 @@ class RewardConfig(Section):
         return tuple(steps)
 
     @property
+    def longest_program_s(self) -> float:
+        """Most time that grading a program takes, waits for a core not counted."""
+        return longest_program_s(self.compile_s, self.tests_per_problem * self.test_s)
+
+    @property
     def gates(self) -> dict[str, GateName]:
         """The gate of each task."""
         return {name: task.gate for name, task in self.all_tasks.items()}
@@ -142,13 +154,26 @@ class RewardConfig(Section):
         return self
 
 
+def longest_program_s(compile_s: float, tests_s: float, factor: float = WALL_FACTOR) -> float:
+    """Most time that grading a program with these limits of CPU time takes, waits not counted."""
+    return START_AND_END_S + factor * (compile_s + tests_s)
+
+
 class LaneConfig(Section):
     """Processes for one kind of grading; slow kinds never hold up quick ones."""
 
     workers: PositiveInt = 1
     """Processes."""
     timeout_s: PositiveFloat = 3.0
-    """Limit of grading one completion: CPU time, for code and custom rewards elapsed time."""
+    """Limit of one step of grading: CPU time; for code and custom rewards, which wait for other
+    processes, elapsed time less that for which the host kept them from a core."""
+    max_elapsed_s: PositiveFloat = 120.0
+    """All elapsed time of one attempt, pauses not counted. Beyond, the host is too crowded to tell
+    anything: one more attempt when it is quieter, then the completion is not graded."""
+    running_slow: int = Field(default=0, ge=0)
+    """Slow items that compute at once, at low priority; 0: as many as there are cores."""
+    held_slow: PositiveInt = 32
+    """Slow items that keep their process, running or paused; together in twice memory_bytes."""
     memory_bytes: PositiveInt = 2 << 30
     """Address space of one process; for code that of a compiler, tests have their own limit."""
     max_pending: PositiveInt = 1024
@@ -158,11 +183,16 @@ class LaneConfig(Section):
 class VerifierConfig(Section):
     """Grading processes, by lane; a lane that is not needed starts none."""
 
+    answer_within_s: PositiveFloat = 600.0
+    """A request that is open for so long is answered: the host had no time to grade it. Below
+    queue.score_timeout_s."""
     answers: LaneConfig = LaneConfig()
     """Math, exact, reasoning_gym."""
     language: LaneConfig = LaneConfig(timeout_s=1.0)
     """Language consistency, once the answer is judged."""
-    code: LaneConfig = LaneConfig(timeout_s=200.0, memory_bytes=4 << 30, max_pending=256)
+    code: LaneConfig = LaneConfig(
+        timeout_s=200.0, max_elapsed_s=400.0, memory_bytes=4 << 30, max_pending=256
+    )
     """Compiling and testing programs."""
     custom: LaneConfig = LaneConfig(timeout_s=10.0)
     """Comparisons and extra rewards of the user's own."""
@@ -171,3 +201,15 @@ class VerifierConfig(Section):
         """The lane of that name."""
         lane: LaneConfig = getattr(self, name)
         return lane
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        for name in LANES:
+            lane = self.lane(name)
+            if not lane.timeout_s <= lane.max_elapsed_s <= self.answer_within_s:
+                raise ValueError(
+                    f"verifier.{name}: timeout_s={lane.timeout_s:g}, max_elapsed_s="
+                    f"{lane.max_elapsed_s:g} and verifier.answer_within_s="
+                    f"{self.answer_within_s:g} must not fall in this order: raise the later ones"
+                )
+        return self

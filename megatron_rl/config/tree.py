@@ -56,8 +56,8 @@ class QueueConfig(Section):
     """A lease that returned nothing for this long is cancelled and issued again; above
     generator.request_timeout_s, so that an engine that lives says itself what went wrong."""
     score_timeout_s: PositiveFloat = 900.0
-    """A score request unanswered for this long is issued again; above verifier.*.timeout_s and
-    the wait behind others. Verifiers that die are noticed by their heartbeats."""
+    """A score request unanswered for this long is issued again; above verifier.answer_within_s.
+    Verifiers that die are noticed by their heartbeats."""
     max_attempts: PositiveInt = 3
     """Times a completion is tried before its group is dropped and counted; and a score, before
     its completion is."""
@@ -235,6 +235,7 @@ class Config(Section):
                 "another generator before its engine has given up; set queue.lease_timeout_s to "
                 f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
             )
+        self._check_verifier()
         if self.generator.quantization and self.generator.engine == "hf":
             raise ValueError(
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
@@ -261,6 +262,21 @@ class Config(Section):
                 "generator.engine='hf' does not; use 'sglang'"
             )
         return self
+
+    def _check_verifier(self) -> None:
+        within_s, longest_s = self.verifier.answer_within_s, self.reward.longest_program_s
+        if within_s >= self.queue.score_timeout_s:
+            raise ValueError(
+                f"verifier.answer_within_s={within_s:g} is not below queue.score_timeout_s="
+                f"{self.queue.score_timeout_s:g}: the queue would ask another verifier before the "
+                f"first has answered; set queue.score_timeout_s to {1.5 * within_s:g}"
+            )
+        if self.verifier.code.timeout_s < longest_s:
+            raise ValueError(
+                f"verifier.code.timeout_s={self.verifier.code.timeout_s:g} is less than the "
+                f"{longest_s:g} s that a program may take by reward.compile_s, "
+                "reward.tests_per_problem and reward.test_s: raise it, or lower those"
+            )
 
     def _check_offload(self, key: str) -> None:
         if not self.parallel.distributed_optimizer:

@@ -1,7 +1,9 @@
 """The benchmark's arithmetic, on rows written by hand, and its child processes."""
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.tree import Config
-from tools.bench import trl_venv
+from tools.bench import trl_venv, verify_work
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.end_to_end import rotations
@@ -24,6 +26,8 @@ from tools.bench.measures import (
     seconds_to_accuracy,
 )
 from tools.bench.variants import TIMED_OVERRIDES, peer_job
+from tools.bench.verify import p99, spread
+from verification.rules import RewardRules
 
 WORKER = Path(trl_venv.__file__).with_name("trl_worker.py")
 
@@ -198,3 +202,47 @@ def test_a_spinning_process_is_seen_as_a_busy_core() -> None:
     finally:
         spinning.kill()
         spinning.wait()
+
+
+def test_right_samples_of_the_slow_host_are_of_all_kinds_and_none_is_decided_by_plain_text() -> (
+    None
+):
+    samples = verify_work.make_right(60)
+    assert len(samples) == 60
+    assert sum(sample.task == "code" for sample in samples) == 4
+    assert sum("int_" in sample.text for sample in samples) == 6
+    assert samples == verify_work.make_right(60) != verify_work.make_right(60, seed=1)
+    for number, sample in enumerate(samples):
+        verify_work.to_draft(number, sample, RewardRules(max_tokens=100))
+
+
+def test_heavy_answers_are_right_by_a_sum_of_rectangles() -> None:
+    integrands = {
+        "\\frac{dx}{x}": lambda x: 1 / x, "e^{x} dx": math.exp, "x^2 dx": lambda x: x * x,
+    }  # fmt: skip
+    bounds = re.compile(r"int_\{?(\d+)\}?\^\{(\d+)\} (.*?)\}\$")
+    for sample in verify_work.make_heavy(40):
+        low, high, rest = bounds.search(sample.text).groups()
+        low, width = int(low), (int(high) - int(low)) / 20_000
+        total = sum(integrands[rest](low + (i + 0.5) * width) * width for i in range(20_000))
+        text = sample.answer
+        if text.startswith("\\ln"):
+            expected = math.log(int(high) / low)
+            assert text == f"\\ln\\frac{{{high}}}{{{low}}}"
+        elif text.startswith("e"):
+            expected = math.exp(int(high)) - 1
+            assert text == f"e^{{{high}}}-1"
+        else:
+            expected = int(high) ** 3 / 3
+            assert text == f"\\frac{{{int(high) ** 3}}}{{3}}"
+        assert total == pytest.approx(expected, rel=1e-4)
+
+
+def test_p99_of_few_latencies_is_not_beyond_the_largest() -> None:
+    assert p99([0.1] * 19 + [0.5]) <= 0.5
+    assert p99([i / 100 for i in range(101)]) == pytest.approx(0.99)
+
+
+def test_arrivals_are_spread_evenly() -> None:
+    samples = verify_work.make_expressions(4)
+    assert spread(samples, 2.0) == [(i / 2, samples[i]) for i in range(4)]

@@ -6,12 +6,15 @@
 | code_problems_per_s, sandbox_cost_ratio | 20 tests in the sandbox | the same, rlimits alone |
 | p99_ms, p99_ratio | ordinary answers, 5 % of the stream are bombs | the same without bombs |
 | worker_rss_mb_max | largest grading process of the stream | |
+| behind_bombs_p99_ms, behind_bombs_ratio | heavy answers, bombs beside | the same without bombs |
+| slow_host_wrong, slow_host_not_graded | slow_host_items right ones | 8 busy processes beside |
 
 --soak N instead: N mixed items through one pool; memory at start and end, what is left behind.
 The last line is one JSON object.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -29,7 +32,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config.reward import LaneConfig, VerifierConfig
-from megatron_rl.protocol.types import ScoreDone
+from megatron_rl.protocol.types import NOT_GRADED, Score, ScoreDone, ScoreFailed
 from tools.bench import verify_work as work
 from verification.code.languages import LANGUAGES, compile_command
 from verification.code.setup import CodeLimits, header_folder, prepare
@@ -41,6 +44,11 @@ from verification.sandbox.cgroup import remove_stale_groups
 RATE_PER_S = 40.0
 """Arrivals of the stream: two fifths of what one core can compute."""
 BOMB_SHARE = 0.05
+HEAVY_PER_S = 2.0
+"""Arrivals of heavy answers: two fifths of what one core can compute."""
+HEAVY_BOMB_SHARE = 0.25
+"""Bombs beside them, as a share of their number."""
+BUSY_PROCESSES = 8
 DRAIN_LIMIT_S = 400.0
 
 
@@ -137,18 +145,71 @@ def _limit() -> None:
 
 def measure_latency(seconds: float) -> dict[str, float]:
     """p99 latency of ordinary answers in an open stream, without and with bombs."""
+    count = int(seconds * RATE_PER_S)
+    ordinary = spread(work.make_expressions(count, seed=2), seconds)
+    bombs = spread(work.make_bombs(int(count * BOMB_SHARE)), seconds)
     with Grading(verifier=_two_workers(timeout_s=1.0)) as grading:
         grading.score(work.make_expressions(40, seed=1))
-        calm, _ = _stream(grading, seconds, bomb_share=0.0)
-        stormy, rss_mb = _stream(grading, seconds, bomb_share=BOMB_SHARE)
+        calm, _ = _stream(grading, ordinary, [])
+        stormy, rss_mb = _stream(grading, ordinary, bombs)
     return {
-        "p99_ms_without_bombs": 1e3 * _p99(calm),
-        "p99_ms": 1e3 * _p99(stormy),
-        "p99_ratio": _p99(stormy) / _p99(calm),
+        "p99_ms_without_bombs": 1e3 * p99(calm),
+        "p99_ms": 1e3 * p99(stormy),
+        "p99_ratio": p99(stormy) / p99(calm),
         "p50_ms_without_bombs": 1e3 * statistics.median(calm),
         "p50_ms": 1e3 * statistics.median(stormy),
         "worker_rss_mb_max": rss_mb,
     }
+
+
+def measure_behind_bombs(seconds: float) -> dict[str, float]:
+    """p99 latency of right answers that are heavy themselves, without and with bombs."""
+    heavy = spread(work.make_heavy(int(seconds * HEAVY_PER_S), seed=3), seconds)
+    bombs = spread(work.make_bombs(int(len(heavy) * HEAVY_BOMB_SHARE)), seconds)
+    with Grading(verifier=_two_workers(timeout_s=1.0)) as grading:
+        grading.score(work.make_expressions(40, seed=1))
+        calm, _ = _stream(grading, heavy, [])
+        stormy, _ = _stream(grading, heavy, bombs)
+    return {
+        "behind_bombs_p99_ms_without": 1e3 * p99(calm),
+        "behind_bombs_p99_ms": 1e3 * p99(stormy),
+        "behind_bombs_ratio": p99(stormy) / p99(calm),
+    }
+
+
+def measure_slow_host(items: int) -> dict[str, float]:
+    """Verdicts on right answers and programs while other processes keep all cores busy."""
+    samples = work.make_right(items)
+    cfg = VerifierConfig(
+        answers=LaneConfig(workers=2),
+        code=VerifierConfig().code.model_copy(update={"workers": 2}),
+    )
+    with Grading(verifier=cfg) as grading, _busy_host():
+        started = time.perf_counter()
+        scores = grading.score(samples)
+        seconds = time.perf_counter() - started
+    failed = [score for score in scores if isinstance(score, ScoreFailed)]
+    not_graded = [score for score in failed if score.kind == NOT_GRADED]
+    assert len(not_graded) == len(failed), failed
+    wrong = [s for s in scores if isinstance(s, Score) and not s.is_correct]
+    return {
+        "slow_host_items": len(scores),
+        "slow_host_wrong": len(wrong),
+        "slow_host_not_graded": len(not_graded),
+        "slow_host_s": seconds,
+    }
+
+
+@contextlib.contextmanager
+def _busy_host() -> Iterator[None]:
+    """Processes that compute without end, each a session of its own as Linux shares by session."""
+    command = [sys.executable, "-c", "while True: pass"]
+    with contextlib.ExitStack() as stack:
+        for _ in range(BUSY_PROCESSES):
+            busy = subprocess.Popen(command, start_new_session=True)
+            stack.callback(busy.wait)
+            stack.callback(busy.kill)
+        yield
 
 
 def _two_workers(timeout_s: float = 3.0) -> VerifierConfig:
@@ -156,15 +217,21 @@ def _two_workers(timeout_s: float = 3.0) -> VerifierConfig:
     return VerifierConfig(answers=LaneConfig(workers=2, timeout_s=timeout_s))
 
 
-def _stream(grading: Grading, seconds: float, *, bomb_share: float) -> tuple[list[float], float]:
+Arrivals = list[tuple[float, Sample]]
+"""Samples, each with the time in seconds at which it is due."""
+
+
+def spread(samples: list[Sample], seconds: float) -> Arrivals:
+    """Evenly, over so long."""
+    return [(i * seconds / len(samples), sample) for i, sample in enumerate(samples)]
+
+
+def _stream(grading: Grading, ordinary: Arrivals, bombs: Arrivals) -> tuple[list[float], float]:
     """Latencies of ordinary answers, from when each was due; largest resident size in MB."""
-    count = int(seconds * RATE_PER_S)
-    ordinary = work.make_expressions(count, seed=2)
-    every = int(1 / bomb_share) if bomb_share else 0
-    bombs = work.make_bombs(count // every if every else 0)
-    arrivals = [(i / RATE_PER_S, i, sample) for i, sample in enumerate(ordinary)]
-    arrivals += [(i * every / RATE_PER_S, count + i, sample) for i, sample in enumerate(bombs)]
+    count = len(ordinary)
+    arrivals = [(at, i, sample) for i, (at, sample) in enumerate([*ordinary, *bombs])]
     arrivals.sort(key=lambda arrival: arrival[0])
+    last_s = arrivals[-1][0]
     pool, rules = grading.pool, RewardRules(max_tokens=1 << 20)
     started = time.monotonic()
     due: dict[int, float] = {}
@@ -172,7 +239,7 @@ def _stream(grading: Grading, seconds: float, *, bomb_share: float) -> tuple[lis
     rss_mb, next_look = 0.0, 0.0
     while arrivals or pool.pending:
         now = time.monotonic() - started
-        assert now < seconds + DRAIN_LIMIT_S, f"{pool.pending} items are late"
+        assert now < last_s + DRAIN_LIMIT_S, f"{pool.pending} items are late"
         while arrivals and arrivals[0][0] <= now:
             at, number, sample = arrivals.pop(0)
             due[number] = at
@@ -191,8 +258,10 @@ def _stream(grading: Grading, seconds: float, *, bomb_share: float) -> tuple[lis
     return latencies, rss_mb
 
 
-def _p99(latencies: list[float]) -> float:
-    return statistics.quantiles(latencies, n=100)[98]
+def p99(latencies: list[float]) -> float:
+    """Latency that one in a hundred exceeds."""
+    # Inclusive: never beyond the largest, however few there are.
+    return statistics.quantiles(latencies, n=100, method="inclusive")[98]
 
 
 def _rss_mb(pids: Sequence[int]) -> float:
@@ -277,7 +346,7 @@ def _timed(work_to_do: Callable[[], object]) -> float:
 def main() -> None:
     """Entry."""
     parser = argparse.ArgumentParser(description="what safe grading costs")
-    parser.add_argument("--quick", action="store_true", help="fewer items: a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer items: two minutes")
     parser.add_argument("--soak", type=int, metavar="N", help="N mixed items through one pool")
     options = parser.parse_args()
     # A line for each bomb would hide the figures.
@@ -290,12 +359,14 @@ def main() -> None:
     found |= _show(measure_math(300 if quick else 2000, 3 if quick else 5))
     found |= _show(measure_code(4 if quick else 10, 3 if quick else 5))
     found |= _show(measure_latency(10.0 if quick else 60.0))
+    found |= _show(measure_behind_bombs(10.0 if quick else 60.0))
+    found |= _show(measure_slow_host(50 if quick else 500))
     print(json.dumps({name: round(value, 3) for name, value in found.items()}))
 
 
 def _show(found: dict[str, float]) -> dict[str, float]:
     for name, value in found.items():
-        print(f"{name:24} {value:10.2f}", flush=True)
+        print(f"{name:28} {value:10.2f}", flush=True)
     return found
 
 

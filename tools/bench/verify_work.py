@@ -45,6 +45,48 @@ def make_bombs(count: int) -> list[Sample]:
     return [Sample(text=boxed(BOMBS[i % len(BOMBS)]), answer="\\sqrt{2}+x") for i in range(count)]
 
 
+def make_heavy(count: int, seed: int = 0) -> list[Sample]:
+    """Right answers that take a twentieth to a third of a second of CPU time."""
+    draw = random.Random(seed)
+    pairs = [draw.choice((_logarithm, _exponential, _cubic))(draw) for _ in range(count)]
+    return [Sample(text=boxed(answer), answer=reference) for answer, reference in pairs]
+
+
+def make_right(count: int, seed: int = 0) -> list[Sample]:
+    """Right answers of all kinds that need computing, and programs far within their limits.
+
+    One in ten is heavy, and four are programs that use 2.5 of their 4 s.
+    """
+    draw = random.Random(seed)
+    heavy, programs = make_heavy(count // 10, seed), [make_slow_program(i) for i in range(4)]
+    pairs = [_right_product(draw) for _ in range(count - len(heavy) - len(programs))]
+    light = [Sample(text=boxed(answer), answer=reference) for answer, reference in pairs]
+    samples = [*programs, *heavy, *light]
+    draw.shuffle(samples)
+    return samples
+
+
+def _logarithm(draw: random.Random) -> tuple[str, str]:
+    low = draw.randint(1, 40)
+    high = low + draw.randint(1, 40)
+    return f"\\int_{{{low}}}^{{{high}}} \\frac{{dx}}{{x}}", f"\\ln\\frac{{{high}}}{{{low}}}"
+
+
+def _exponential(draw: random.Random) -> tuple[str, str]:
+    high = draw.randint(1, 9)
+    return f"\\int_0^{{{high}}} e^{{x}} dx", f"e^{{{high}}}-1"
+
+
+def _cubic(draw: random.Random) -> tuple[str, str]:
+    high = draw.randint(1, 30)
+    return f"\\int_0^{{{high}}} x^2 dx", f"\\frac{{{high**3}}}{{3}}"
+
+
+def _right_product(draw: random.Random) -> tuple[str, str]:
+    first, second = draw.randint(1, 99), draw.randint(100, 199)
+    return f"(x+{first})(x+{second})", f"x^2+{first + second}x+{first * second}"
+
+
 def _integer(draw: random.Random) -> tuple[str, str]:
     number = draw.randint(-999, 9999)
     return str(number + draw.choice((0, 0, 1))), str(number)
@@ -119,6 +161,30 @@ def make_program(language: str, seed: int) -> Sample:
         cases.append({"stdin": f"40\n{' '.join(map(str, numbers))}\n", "stdout": f"{best}\n"})
     text = {"python": _PYTHON, "cpp": _CPP}[language].format(thought=THOUGHT)
     return Sample(text=text, task="code", entry=json.dumps({"cases": cases}), seed=seed)
+
+
+_SLOW_PYTHON = """<think>{thought}</think>
+```python
+import time
+while time.process_time() < 2.5:
+    pass
+print(int(input()) + 1)
+```"""
+_SLOW_CPP = """<think>{thought}</think>
+```cpp
+#include <bits/stdc++.h>
+int main() {{
+    while (clock() < 2.5 * CLOCKS_PER_SEC) {{}}
+    int n; std::cin >> n; std::cout << n + 1;
+}}
+```"""
+
+
+def make_slow_program(seed: int) -> Sample:
+    """A right program, Python and C++ in turns, that uses 2.5 s of CPU time in its one test."""
+    text = (_SLOW_PYTHON, _SLOW_CPP)[seed % 2].format(thought=THOUGHT)
+    entry = json.dumps({"cases": [{"stdin": f"{seed}\n", "stdout": f"{seed + 1}\n"}]})
+    return Sample(text=text, task="code", entry=entry, seed=seed)
 
 
 def to_draft(number: int, sample: Sample, rules: RewardRules) -> Draft:

@@ -4,7 +4,6 @@ Runs in a grading process, which must be alone with the program's sandbox: see `
 """
 
 import json
-import signal
 
 import msgspec
 
@@ -20,18 +19,17 @@ from verification.code.setup import (
     open_sandbox,
     prepare,
 )
+from verification.run_time import available_bytes
 from verification.sandbox.call_proxy import EXIT_NO_ENTRY_POINT
-from verification.sandbox.sandbox import Ending, Limits, ProgramResult, Sandbox
+from verification.sandbox.sandbox import Ending, ProgramResult, Sandbox
 from verification.sandbox.server import EXIT_OUT_OF_MEMORY, EXIT_SYNTAX
-from verification.verdict import CORRECT, GradingError, Verdict
+from verification.sandbox.time_limits import Limits
+from verification.verdict import CORRECT, GradingError, HostBusy, Verdict
 
 __all__ = ["Case", "CodeLimits", "CodeTests", "draw_cases", "grade", "parse_tests", "prepare"]
 
 MEMORY_SHARE = 0.8
 """A program that failed while holding so much of its memory failed for want of memory."""
-SPENT = 0.5
-"""A program killed after so much of its time was killed for want of time: the kernel counts in
-ticks for the limit, which on a crowded machine run ahead of the time that it reports."""
 WRONG_OUTPUT = Verdict(False, "wrong_output")
 _MEMORY_WORDS = ("std::bad_alloc", "MemoryError", "std::bad_array_new_length")
 
@@ -76,7 +74,7 @@ def _compile(sandbox: Sandbox, name: str, code: bytes, limits: CodeLimits) -> Ve
     ending = result.endings[0]
     if ending.exit_code == 0:
         return CORRECT
-    if result.is_late or ending.cpu_s >= SPENT * allowed.cpu_s:
+    if result.is_late or ending.cpu_s >= allowed.cpu_s:
         return Verdict(False, "compile_timeout")
     return Verdict(False, "compile_error")
 
@@ -104,8 +102,8 @@ def _failure(
     result: ProgramResult, ending: Ending, allowed: Limits, *, is_python: bool
 ) -> Verdict | None:
     """Why a program failed whatever its output; None if it ended well."""
-    is_spent = ending.exit_code == -signal.SIGKILL and ending.cpu_s >= SPENT * allowed.cpu_s
-    if result.is_late or is_spent:
+    # A program may end between two looks at it: the clock of its end decides alike on every host.
+    if result.is_late or ending.cpu_s >= allowed.cpu_s:
         return Verdict(False, "test_timeout")
     if len(result.output) >= allowed.file_bytes:
         return Verdict(False, "output_limit")
@@ -113,9 +111,12 @@ def _failure(
         return None
     if is_python and ending.exit_code == EXIT_SYNTAX:
         return Verdict(False, "compile_error")
-    is_starved = ending.peak_bytes >= MEMORY_SHARE * allowed.memory_bytes
-    is_starved |= any(word in result.errors for word in _MEMORY_WORDS)
+    if ending.peak_bytes >= MEMORY_SHARE * allowed.memory_bytes:
+        return Verdict(False, "test_memory")
+    is_starved = any(word in result.errors for word in _MEMORY_WORDS)
     if is_starved or ending.exit_code == EXIT_OUT_OF_MEMORY:
+        if available_bytes() < allowed.memory_bytes:
+            raise HostBusy("the host had less memory left than one test may use")
         return Verdict(False, "test_memory")
     return Verdict(False, "runtime_error")
 

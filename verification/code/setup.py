@@ -14,11 +14,13 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_rl.config.reward import WALL_FACTOR, longest_program_s
 from verification.code.languages import LANGUAGES, make_header_folder
 from verification.code.packages import package_folders
 from verification.sandbox import isolation
 from verification.sandbox.cgroup import ControlGroup, make_control_group
-from verification.sandbox.sandbox import Limits, Sandbox, SandboxSpec
+from verification.sandbox.sandbox import Sandbox, SandboxSpec
+from verification.sandbox.time_limits import Limits
 from verification.verdict import GradingError
 
 GROUP_PROCESSES = 256
@@ -49,8 +51,11 @@ class CodeLimits(msgspec.Struct, frozen=True):
     """Standard output of a test, or any other file it writes."""
     disk_bytes: int = 32 << 20
     """All temporary files of a test."""
-    wall_factor: float = 2.0
-    """Elapsed time allowed, as a multiple of CPU time: a busy host must not fail a right answer."""
+    wall_factor: float = WALL_FACTOR
+    """Elapsed time allowed, as a multiple of CPU time. Time for which the host keeps the program
+    from a core does not count: what is left is sleep."""
+    host_patience: float = 10.0
+    """All elapsed time, as a multiple of that: beyond, the host is too crowded to grade."""
     isolation: str = "auto"
     """"bubblewrap", "landlock", "rlimits", or "auto": the first of the first two that works."""
     executable: str = ""
@@ -60,12 +65,11 @@ class CodeLimits(msgspec.Struct, frozen=True):
 
 
 def longest_item_s(limits: CodeLimits, tests: int) -> float:
-    """Most time that grading a solution by so many tests takes, on a host that is not overloaded.
+    """Most time that grading a solution by so many tests takes, waits for a core not counted.
 
     A checker takes as long as a test and so counts as one.
     """
-    start_and_end_s = 5.0
-    return start_and_end_s + limits.wall_factor * (limits.compile_s + tests * limits.test_s)
+    return longest_program_s(limits.compile_s, tests * limits.test_s, limits.wall_factor)
 
 
 def prepare(limits: CodeLimits) -> CodeLimits:
@@ -123,10 +127,12 @@ def header_folder(name: str, cache_folder: str) -> str:
 
 def limits_of_test(limits: CodeLimits) -> Limits:
     """Limits of one test."""
+    wall_s = limits.test_s * limits.wall_factor
     return Limits(
         memory_bytes=limits.test_memory_bytes,
         cpu_s=limits.test_s,
-        wall_s=limits.test_s * limits.wall_factor,
+        wall_s=wall_s,
+        max_elapsed_s=wall_s * limits.host_patience,
         file_bytes=limits.output_bytes,
         processes=limits.processes,
         disk_bytes=limits.disk_bytes,
@@ -135,10 +141,12 @@ def limits_of_test(limits: CodeLimits) -> Limits:
 
 def limits_of_compiler(limits: CodeLimits) -> Limits:
     """Limits of a compiler."""
+    wall_s = limits.compile_s * limits.wall_factor
     return Limits(
         memory_bytes=limits.compile_memory_bytes,
         cpu_s=limits.compile_s,
-        wall_s=limits.compile_s * limits.wall_factor,
+        wall_s=wall_s,
+        max_elapsed_s=wall_s * limits.host_patience,
         file_bytes=COMPILER_FILE_BYTES,
         processes=limits.processes,
         disk_bytes=BUILD_BYTES,

@@ -29,6 +29,8 @@ from verification.sandbox.cgroup import remove_stale_groups
 from verification.score import prepare
 from verification.verdict import GradingError
 
+FORK_PATIENCE_S = 60.0
+"""A host may be out of processes or memory for so long."""
 CLEAN_UP_S = 2.0
 """Time that dying sandboxes have before their control groups are left to a later server."""
 
@@ -89,7 +91,7 @@ class ForkServer:
             self._prepare(fork)
         server_pid = os.getpid()
         has_session, starts_session = os.pipe()
-        pid = os.fork()
+        pid = self._fork_patiently()
         if pid == 0:
             self._become_grader(fork, server_pid, starts_session, *descriptors)
         os.close(starts_session)
@@ -109,6 +111,19 @@ class ForkServer:
         finally:
             os.close(pidfd)
         return True
+
+    def _fork_patiently(self) -> int:
+        """What os.fork returns, once the host has room for one more process; OSError in the end."""
+        deadline_s = time.monotonic() + FORK_PATIENCE_S
+        while True:
+            try:
+                return os.fork()
+            except OSError:
+                if time.monotonic() > deadline_s:
+                    raise
+            # Those that ended and are not reaped take up the room.
+            self._reap(os.WNOHANG)
+            time.sleep(0.1)
 
     def _prepare(self, fork: Fork) -> None:
         if (fork.kind, fork.task) in self._prepared:

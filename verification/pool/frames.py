@@ -52,11 +52,13 @@ class GradeFailed(msgspec.Struct, frozen=True, tag="GradeFailed"):
 
 
 class Aborted(msgspec.Struct, frozen=True, tag="Aborted"):
-    """Grading process -> verifier: grading exceeded a limit of mine."""
+    """Grading process -> verifier: grading exceeded a limit of mine, or the host's strength."""
 
     item_id: int
     fault: str
-    """"grading_memory", "grading_depth"."""
+    """"grading_memory", "grading_depth", "host"."""
+    detail: str = ""
+    """What happened, for people."""
 
 
 class Retiring(msgspec.Struct, frozen=True, tag="Retiring"):

@@ -14,6 +14,7 @@ import socket
 import sys
 
 from megatron_rl.config.reward import CODE, LaneConfig, StepKind
+from verification.pool.faults import HOST
 from verification.pool.frames import (
     Aborted,
     Grade,
@@ -27,11 +28,14 @@ from verification.pool.frames import (
     unpack,
 )  # fmt: skip
 from verification.rules import RewardRules
+from verification.run_time import available_bytes
 from verification.score import prepare, take_step
-from verification.verdict import GradingError
+from verification.verdict import GradingError, HostBusy
 
 RETIRE_AFTER_ITEMS = 50_000
 RETIRE_AT_MEMORY_SHARE = 0.5
+SHORT_OF_MEMORY_BYTES = 256 << 20
+"""A host with less memory left may refuse it below any limit of ours."""
 MAX_FILE_BYTES = 1 << 20
 MAX_OPEN_FILES = 64
 RECEIVE_BYTES = 1 << 18
@@ -62,8 +66,9 @@ def limit_resources(lane: str, memory_bytes: int) -> None:
 def limit_cpu(seconds: float) -> None:
     """Let the kernel end this process after that many more CPU seconds, if the pool is stuck."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    # RLIMIT_CPU counts from the process's birth, so it moves on with each item.
-    soft = math.ceil(usage.ru_utime + usage.ru_stime + seconds) + CPU_GRACE_S
+    # RLIMIT_CPU counts from the process's birth, so it moves on with each item. It counts in ticks,
+    # which on a crowded host run ahead of the time that a process gets: hence twice.
+    soft = math.ceil(usage.ru_utime + usage.ru_stime + 2 * seconds) + CPU_GRACE_S
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
 
@@ -108,12 +113,15 @@ class Grader:
             if self._lane != CODE:
                 limit_cpu(self._limits.timeout_s)
             reply: Reply = Graded(message.item_id, take_step(question, self._rules))
+        except HostBusy as error:
+            reply = Aborted(message.item_id, HOST, str(error))
         except GradingError as error:
             reply = GradeFailed(message.item_id, str(error))
         except MemoryError:
             # What the failed item left on the heap may make a later, innocent one fail.
             self._is_spoilt = True
-            reply = Aborted(message.item_id, "grading_memory")
+            is_hosts = available_bytes() < SHORT_OF_MEMORY_BYTES
+            reply = Aborted(message.item_id, HOST if is_hosts else "grading_memory")
         except RecursionError:
             reply = Aborted(message.item_id, "grading_depth")
         self._send(reply)

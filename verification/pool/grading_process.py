@@ -1,9 +1,10 @@
-"""The verifier's end of one grading process: give items, read replies, kill.
+"""The verifier's end of one grading process: give items, read replies, measure, pause, kill.
 
 Runs in the verifier. Made by `ForkClient`, scheduled by `Lane`.
 """
 
 import os
+import resource
 import signal
 import socket
 from collections import deque
@@ -15,11 +16,12 @@ import msgspec
 from megatron_rl.config.reward import StepKind
 from megatron_rl.protocol.types import ScoreRequest
 from verification.draft import Draft
+from verification.pool.faults import HOST
 from verification.pool.frames import Grade, Reply, pack, reply_decoder, unpack
+from verification.run_time import Watch, process_cpu_s
 
 RECEIVE_BYTES = 1 << 18
 LAST_WORDS_BYTES = 2000
-LOWEST_PRIORITY = 19
 
 
 class Item(msgspec.Struct):
@@ -31,6 +33,10 @@ class Item(msgspec.Struct):
     """Lanes in which it takes up room until its score is collected."""
     faults: list[str] = []
     """How earlier attempts at this step ended: "grading_timeout", "grading_crash", ..."""
+    since_s: float = 0.0
+    """Monotonic time at which the score was asked for."""
+    burnt_s: float = 0.0
+    """CPU time of earlier attempts at this step."""
 
     @property
     def request(self) -> ScoreRequest:
@@ -41,6 +47,11 @@ class Item(msgspec.Struct):
     def kind(self) -> StepKind:
         """Kind of the next step."""
         return self.draft.steps[0].kind
+
+    @property
+    def needs_quiet(self) -> bool:
+        """Whether the host was too crowded for an earlier attempt."""
+        return HOST in self.faults
 
     @property
     def needs(self) -> tuple[StepKind, str]:
@@ -69,12 +80,15 @@ class GradingProcess:
         self.is_closed = False
         """It hung up: it died or retired."""
         self.is_retiring = False
+        self.used_s = 0.0
+        """CPU time spent on the first item, as last measured."""
         self._pidfd: int | None = None
         self._is_doomed = False
-        self.has_given_way = False
-        """It runs at the lowest priority."""
-        self._must_give_way = False
+        self._paused_at_s: float | None = None
+        self._niceness = 0
+        self._wanted_niceness = 0
         self._cpu_at_first_s = 0.0
+        self._watch: Watch | None = None
         self._unsent = bytearray()
         self._received = bytearray()
         self._last_words = last_words
@@ -96,22 +110,39 @@ class GradingProcess:
     def note_first(self, now: float) -> None:
         """The child starts on its first item now."""
         self.first_since_s = now
+        self.used_s = 0.0
         self._cpu_at_first_s = self._cpu_s()
+        self._watch = None
 
-    @property
-    def cpu_on_first_s(self) -> float:
-        """CPU time spent on the first item."""
-        return self._cpu_s() - self._cpu_at_first_s
+    def measure(self) -> None:
+        """Bring `used_s` up to date."""
+        self.used_s = max(self.used_s, self._cpu_s() - self._cpu_at_first_s)
+
+    def own_elapsed_s(self, now: float) -> float:
+        """Elapsed time on the first item, less that for which the child and all that it started
+        were kept from a core. Needs a call every fraction of a second from the first on."""
+        if self.pid is None:
+            return 0.0
+        if self._watch is None:
+            self._watch = Watch(self.pid, now, with_root=True)
+        else:
+            self._watch.look(now)
+        return now - self.first_since_s - self._watch.waited_s
 
     def _cpu_s(self) -> float:
-        """CPU time of the child's only thread; 0 before it lives and after it died."""
+        """CPU time of the child; 0 before it lives and after it died."""
         if self.pid is None or self.exit_code is not None:
             return 0.0
-        # Nanoseconds; /proc/PID/stat counts in ticks of 10 ms, too coarse for a limit of 25 ms.
+        return process_cpu_s(self.pid)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of its own that the child holds."""
         try:
-            return int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[0]) / 1e9
+            _, resident, shared, *_ = Path(f"/proc/{self.pid}/statm").read_bytes().split()
         except (FileNotFoundError, ProcessLookupError):
-            return 0.0
+            return 0
+        return (int(resident) - int(shared)) * resource.getpagesize()
 
     def flush(self) -> None:
         """Send what the socket has room for."""
@@ -139,34 +170,54 @@ class GradingProcess:
             self._received += received
         return unpack(self._received, reply_decoder)
 
-    def give_way(self) -> None:
-        """Run at the lowest CPU priority and on half of the cores from now on."""
-        self._must_give_way = True
+    def give_way(self, niceness: int) -> None:
+        """Run at that CPU priority, 1 to 19, from now on; it never rises again."""
+        # Asked for again and again, as the kernel may refuse it (see below).
+        self._wanted_niceness = max(niceness, self._wanted_niceness)
         if self.pid is None or self.exit_code is not None:
             return
+        if self._niceness == self._wanted_niceness:
+            return
         try:
-            os.setpriority(os.PRIO_PROCESS, self.pid, LOWEST_PRIORITY)
-            # Even the lowest priority runs on for milliseconds when another process wakes.
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(self.pid, cores[len(cores) // 2 :])
+            os.setpriority(os.PRIO_PROCESS, self.pid, self._wanted_niceness)
             # Where Linux groups processes by session, niceness counts inside the session only.
             autogroup = Path(f"/proc/{self.pid}/autogroup")
             if autogroup.exists():
-                autogroup.write_text(str(LOWEST_PRIORITY))
-            self.has_given_way = True
+                autogroup.write_text(str(self._wanted_niceness))
+            self._niceness = self._wanted_niceness
         except BlockingIOError:
             pass  # Users other than root may do so ten times a second: try again later.
         except (ProcessLookupError, FileNotFoundError):
             pass  # It ended meanwhile, which the fork server reports.
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is stopped; time does not count then."""
+        return self._paused_at_s is not None
+
+    def pause(self, now: float) -> None:
+        """Stop it where it is."""
+        self._paused_at_s = now
+        self._signal(signal.SIGSTOP)
+
+    def resume(self, now: float) -> None:
+        """Let it go on."""
+        assert self._paused_at_s is not None
+        self.first_since_s += now - self._paused_at_s
+        self._paused_at_s = None
+        self._signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill the child, at its birth if it is not yet born; the fork server reports its death."""
         self._is_doomed = True
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
         # By pidfd: the fork server may have reaped it, and its number may be another's by now.
         if self._pidfd is None or self.exit_code is not None:
             return
         try:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._pidfd, number)
         except ProcessLookupError:
             pass  # It ended meanwhile and is reaped; the report is on its way.
 
@@ -175,8 +226,11 @@ class GradingProcess:
         self.pid, self._pidfd = pid, pidfd
         if self._is_doomed:
             self.kill()
-        elif self._must_give_way:
-            self.give_way()
+            return
+        if self.is_paused:
+            self._signal(signal.SIGSTOP)
+        if self._wanted_niceness:
+            self.give_way(self._wanted_niceness)
 
     def on_death(self, exit_code: int) -> None:
         """It is reaped."""

@@ -3,30 +3,43 @@
 Runs in the verifier; used by `pool.py`. An item is one step of one score. Three kinds of process:
 
 - A *worker* takes new items. It stays for the next one when it has answered.
-- A *suspect* is at the lowest priority, has one item, and ends with it. A worker becomes one when
-  its item takes longer than BRISK_S (in lanes limited by CPU time), so that nothing waits behind
-  the item; an item that failed is tried again by a new one.
+- A *suspect* is at a low priority, has one item, and ends with it. A worker becomes one when its
+  item takes longer than BRISK_S (in lanes limited by CPU time), so that nothing waits behind the
+  item, and goes on with it; an item that failed is tried again by a new one. A few suspects compute
+  at once, those whose items are youngest (`turns.py`); the others are paused, and lose nothing.
 - A *spare* is forked and idle. It takes the place of a worker that became a suspect, at once.
 
 | event | first time | second time |
 |---|---|---|
-| the item exceeds timeout_s | tried again | Score with reason "grading_timeout" |
+| the item uses up timeout_s | tried again | Score with reason "grading_timeout" |
 | memory or stack runs out | tried again | Score with "grading_memory", "grading_depth" |
 | a signal ends the process | tried again | Score with reason "grading_crash" |
+| max_elapsed_s pass first, or the host lacks memory | again, alone | ScoreFailed: not graded |
 | the process exits by itself | tried again | ScoreFailed: our own failure, never a reward |
 | it retires, or dies idle or with the fork server | nobody is blamed | nobody is blamed |
+| more suspects than held_slow, or their memory | the one that used most starts anew | the same |
+| answer_within_s pass | ScoreFailed, not graded; if timeout_s was used up once, the Score | |
 
 Why not pebble 5.2.3: a worker that dies while idle breaks its whole pool, its workers share one
 pipe and lock, it pickles, and a worker that hangs holds up what waits behind it.
 """
 
 import logging
+import signal
 import time
 from collections import deque
 
 from megatron_rl.config.reward import ANSWERS, CODE, CUSTOM, LANGUAGE, LaneConfig
-from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed
+from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Score, ScoreDone, ScoreFailed
 from verification.draft import Finding
+from verification.pool.faults import (
+    HOST,
+    MODEL_FAULTS,
+    TIMEOUT,
+    Outcome,
+    judge,
+    judge_unfinished,
+)
 from verification.pool.fork_client import LOST, ForkClient
 from verification.pool.frames import (
     Aborted,
@@ -38,19 +51,20 @@ from verification.pool.frames import (
     Retiring,
 )
 from verification.pool.grading_process import GradingProcess, Item
+from verification.pool.suspects import Suspects, lower_priority
+from verification.pool.turns import slice_left_s
 from verification.rules import RewardRules
+from verification.run_time import oom_kills
 from verification.score import unverified
 
 START_TIMEOUT_S = 60.0
 """A grading process that has not loaded a task's libraries by then has failed."""
 BRISK_S = 0.025
 """CPU time after which an item no longer holds up others."""
-PATIENCE = 10
-"""Elapsed time may be so many times the limit of CPU time: the machine may be crowded."""
-MAX_ATTEMPTS = 3
-# What hostile text can do to a process. That it exits by itself is not among them: only our code
-# and the user's call exit(), so that a bug there is never taken for a wrong answer.
-MODEL_FAULTS = frozenset({"grading_timeout", "grading_memory", "grading_depth", "grading_crash"})
+SWEEP_S = 1.0
+"""Time between two looks at what has been waiting for too long."""
+LOOK_S = 0.2
+"""Time between two looks at what a host lets a process do, in lanes limited by elapsed time."""
 # Items given to one process at a time, so that it need not wait for a round trip between two. Where
 # an item may take long, others had better wait here, where any process can take them.
 _DEPTH = {ANSWERS: 2, LANGUAGE: 8, CODE: 1, CUSTOM: 1}
@@ -66,17 +80,25 @@ class Lane:
     """Items and processes of one kind of grading."""
 
     def __init__(
-        self, name: str, cfg: LaneConfig, *, rules: RewardRules, fork_client: ForkClient
+        self,
+        name: str,
+        cfg: LaneConfig,
+        *,
+        rules: RewardRules,
+        fork_client: ForkClient,
+        answer_within_s: float,
     ) -> None:
         self._name = name
         self._cfg = cfg
         self._rules = rules
         self._fork_client = fork_client
+        self._answer_within_s = answer_within_s
+        self._is_timed_by_cpu = name not in _ELAPSED
         self._waiting: deque[Item] = deque()
-        self._doubtful: deque[Item] = deque()
-        """Items that failed or must not hold up others; only suspects take them."""
+        self._next_sweep_s = 0.0
+        self._oom_kills = oom_kills()
         self.workers: list[GradingProcess] = []
-        self.suspects: list[GradingProcess] = []
+        self.suspects = Suspects(cfg, self._fork, may_pause=self._is_timed_by_cpu)
         self.spares: list[GradingProcess] = []
         """Idle and ready to replace a worker that is held up; one in lanes limited by CPU time."""
         self.passed_on: list[Item] = []
@@ -90,19 +112,21 @@ class Lane:
     @property
     def processes(self) -> list[GradingProcess]:
         """All live processes."""
-        return self.workers + self.suspects + self.spares
+        return self.workers + self.suspects.processes + self.spares
 
     @property
     def pending(self) -> int:
         """Items that are here and not collected yet."""
         given = sum(len(process.items) for process in self.processes)
         done = len(self.passed_on) + len(self.finished)
-        return len(self._waiting) + len(self._doubtful) + given + done
+        return len(self._waiting) + len(self.suspects.doubtful) + given + done
 
     @property
     def next_check_s(self) -> float | None:
         """Monotonic time of the next check of a limit; None when nothing is in flight."""
         checks = [p.check_at_s for p in self.processes if p.check_at_s is not None]
+        if self.pending:
+            checks.append(self._next_sweep_s)
         return min(checks, default=None)
 
     def submit(self, item: Item) -> None:
@@ -113,13 +137,14 @@ class Lane:
         """Check limits, hand items out; the processes that were given up."""
         # First the limits, since they free processes and change who is a suspect.
         given_up = [process for process in self.processes if self._exceeds(process, now)]
-        while self._doubtful and len(self.suspects) < self._cfg.workers:
-            item = self._doubtful.popleft()
-            process = self._fork(item)
-            process.give_way()
-            self.suspects.append(process)
+        if now >= self._next_sweep_s:
+            self._next_sweep_s = now + SWEEP_S
+            given_up += self._sweep(now)
+        given_up += self._start_anew(self.suspects.surplus())
+        is_busy = any(process.items for process in self.workers)
+        for process, item in self.suspects.give_turns(now, is_busy=is_busy):
             self._give(process, item, now)
-        while self._waiting:
+        while self._waiting and not self.suspects.keep_quiet(now):
             process = min(self.workers, key=_load, default=None)
             if process is None or (process.items and len(self.workers) < self._cfg.workers):
                 process = self._new_worker(self._waiting[0])
@@ -132,7 +157,7 @@ class Lane:
         """The spare, or a new process where there is none; the next spare is on its way then."""
         process = self.spares.pop() if self.spares else self._fork(item)
         self.workers.append(process)
-        if self._name not in _ELAPSED:
+        if self._is_timed_by_cpu:
             # Already now: the fork takes milliseconds in which the item to be overtaken runs on.
             self.spares.append(self._fork(item))
         return process
@@ -158,7 +183,7 @@ class Lane:
             self._finish(process, reply)
             process.note_first(now)
         self._set_check(process)
-        if process in self.suspects and not process.items:
+        if process in self.suspects.processes and not process.items:
             # Only root may raise a priority again, so it is of no use for the next item.
             self._remove(process)
             return True
@@ -174,7 +199,7 @@ class Lane:
         elif isinstance(reply, GradeFailed):
             self._fail(item, reply.reason)
         else:
-            self._blame(item, reply.fault, reply.fault)
+            self._blame(item, reply.fault, reply.detail or reply.fault)
 
     def _advance_draft(self, item: Item, finding: Finding) -> None:
         found = item.draft.add(finding)
@@ -182,13 +207,13 @@ class Lane:
             self._score(item, found)
         else:
             # A new item: faults count for each step by itself.
-            self.passed_on.append(Item(item.item_id, found, item.lanes))
+            self.passed_on.append(Item(item.item_id, found, item.lanes, since_s=item.since_s))
 
     def _score(self, item: Item, score: Score) -> None:
         self.finished.append((item, ScoreDone(item.request.request_id, score)))
 
-    def _fail(self, item: Item, reason: str) -> None:
-        self.finished.append((item, ScoreFailed(item.request.request_id, reason)))
+    def _fail(self, item: Item, reason: str, kind: str = UNGRADABLE) -> None:
+        self.finished.append((item, ScoreFailed(item.request.request_id, reason, kind)))
 
     # --- limits ---------------------------------------------------------------------------------
 
@@ -200,47 +225,90 @@ class Lane:
         if item.needs not in process.loaded:
             reason = f"loading task {item.request.task!r} took over {START_TIMEOUT_S:.0f} s"
             return self._give_up(process, "start", reason)
-        if self._name in _ELAPSED:
-            return self._give_up(process, "grading_timeout", "it took too long")
-        used_s = process.cpu_on_first_s
-        if used_s >= self._cfg.timeout_s or elapsed_s >= PATIENCE * self._cfg.timeout_s:
-            return self._give_up(process, "grading_timeout", "it took too long")
-        if process in self.workers and used_s >= BRISK_S:
-            if len(self.suspects) >= self._cfg.workers:
-                # Too many at once would crowd the machine. It starts anew when its turn comes.
-                self._doubtful.append(process.items.popleft())
-                return self._give_up(process, "", "")
+        process.measure()
+        fault = self._find_fault(process, now)
+        if fault:
+            detail = f"it computed for {process.used_s:.1f} s in {elapsed_s:.0f} s"
+            return self._give_up(process, fault, detail)
+        if self._is_timed_by_cpu:
+            self._look_again(process, now)
+        else:
+            process.check_at_s = now + LOOK_S
+        return False
+
+    def _find_fault(self, process: GradingProcess, now: float) -> str:
+        """Which limit a process has exceeded with its first item; empty for none."""
+        if self._is_timed_by_cpu:
+            is_spent = process.used_s >= self._cfg.timeout_s
+        else:
+            is_spent = process.own_elapsed_s(now) >= self._cfg.timeout_s
+        # A sandbox has its own limits, which decide about the program: beyond, it is we who wait.
+        if is_spent and self._name != CODE:
+            return TIMEOUT
+        is_host_slow = now - process.first_since_s >= self._cfg.max_elapsed_s
+        return HOST if is_spent or is_host_slow else ""
+
+    def _look_again(self, process: GradingProcess, now: float) -> None:
+        if process in self.workers and process.used_s >= BRISK_S:
             self._make_suspect(process)
-        elif process in self.suspects and not process.has_given_way:
-            # The kernel refused it before (see give_way).
-            process.give_way()
-        is_at_rest = process in self.suspects and process.has_given_way
-        limit_s = self._cfg.timeout_s if is_at_rest else BRISK_S
+        limit_s = BRISK_S - process.used_s
+        if process in self.suspects.processes:
+            used_s = process.items[0].burnt_s + process.used_s
+            lower_priority(process, process.items[0], used_s)
+            limit_s = slice_left_s(used_s)
+        limit_s = min(limit_s, self._cfg.timeout_s - process.used_s)
         # The CPU time of one thread never outruns the clock, so no limit is reached before this. It
         # may lag behind: then little is missing at the check, and the next follows soon.
-        process.check_at_s = now + max(limit_s - used_s, BRISK_S / 4)
-        return False
+        process.check_at_s = now + max(limit_s, BRISK_S / 4)
 
     def _make_suspect(self, process: GradingProcess) -> None:
         self.workers.remove(process)
-        self.suspects.append(process)
+        self.suspects.processes.append(process)
         first = process.items.popleft()
         # It has read those behind the first as well and would answer them; that answer never comes
         # in, because `take` removes a suspect with the answer to its first.
         self._requeue(process)
         process.items.append(first)
-        process.give_way()
 
     def _give_up(self, process: GradingProcess, fault: str, reason: str) -> bool:
-        self.kills += 1
-        if fault:
-            self._blame(process.items.popleft(), fault, reason)
+        item = process.items.popleft()
+        item.burnt_s += process.used_s
         self._requeue(process)
-        self._remove(process)
-        process.kill()
+        self._kill(process)
+        self._blame(item, fault, reason)
         return True
 
-    # --- deaths ---------------------------------------------------------------------------------
+    def _kill(self, process: GradingProcess) -> None:
+        self.kills += 1
+        self._remove(process)
+        process.kill()
+
+    def _sweep(self, now: float) -> list[GradingProcess]:
+        """Give up suspects that hold too much memory, and items that are open for too long."""
+        given_up = self._start_anew(self.suspects.oversized())
+        last_s = now - self._answer_within_s
+        for process in [*self.workers, *self.suspects.processes]:
+            if process.items and process.items[0].since_s < last_s:
+                item = process.items.popleft()
+                self._requeue(process)
+                self._kill(process)
+                given_up.append(process)
+                self._expire(item)
+        for queue in (self._waiting, self.suspects.doubtful):
+            for item in [item for item in queue if item.since_s < last_s]:
+                queue.remove(item)
+                self._expire(item)
+        return given_up
+
+    def _start_anew(self, processes: list[GradingProcess]) -> list[GradingProcess]:
+        for process in processes:
+            item = process.items.popleft()
+            item.burnt_s += process.used_s
+            self._kill(process)
+            self.suspects.doubtful.append(item)
+        return processes
+
+    # --- faults ---------------------------------------------------------------------------------
 
     def on_death(self, process: GradingProcess) -> None:
         """Account for a process that is gone: its first item is to blame, if it has any."""
@@ -251,20 +319,34 @@ class Lane:
             item = process.items.popleft()
             code = process.exit_code or 0
             detail = f"the grading process died (exit code {code}): {process.last_words()}"
-            self._blame(item, "grading_crash" if code < 0 else "exit", detail)
+            fault = "grading_crash" if code < 0 else "exit"
+            self._blame(item, HOST if self._is_of_host(code) else fault, detail)
         self._requeue(process)
+
+    def _is_of_host(self, exit_code: int) -> bool:
+        """Whether the kernel killed it, or another that died meanwhile, for want of memory."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        return exit_code == -signal.SIGKILL and self._oom_kills > before
 
     def _blame(self, item: Item, fault: str, detail: str) -> None:
         request_id = item.request.request_id
         item.faults = [*item.faults, fault]
         log.warning("request %d, attempt %d: %s", request_id, len(item.faults), detail)
-        # The same fault twice, in two processes, is the item's and not the machine's.
-        if item.faults.count(fault) > 1 and fault in MODEL_FAULTS:
-            self._score(item, unverified(item.draft, self._rules, fault))
-        elif item.faults.count(fault) > 1 or len(item.faults) >= MAX_ATTEMPTS:
-            self._fail(item, detail)
+        self._settle(item, judge(item.faults), detail)
+
+    def _expire(self, item: Item) -> None:
+        detail = f"open for over {self._answer_within_s:.0f} s (verifier.answer_within_s)"
+        self._settle(item, judge_unfinished(item.faults), detail)
+
+    def _settle(self, item: Item, outcome: Outcome, detail: str) -> None:
+        if outcome is Outcome.RETRY:
+            self.suspects.doubtful.append(item)
+        elif outcome is Outcome.SCORE:
+            reason = next(fault for fault in reversed(item.faults) if fault in MODEL_FAULTS)
+            self._score(item, unverified(item.draft, self._rules, reason))
         else:
-            self._doubtful.append(item)
+            kind = NOT_GRADED if outcome is Outcome.NOT_GRADED else UNGRADABLE
+            self._fail(item, detail, kind)
 
     def _requeue(self, process: GradingProcess) -> None:
         # In front and in their old order: they have waited longest.
@@ -273,7 +355,7 @@ class Lane:
 
     def _remove(self, process: GradingProcess) -> None:
         process.check_at_s = None
-        for group in (self.workers, self.suspects, self.spares):
+        for group in (self.workers, self.suspects.processes, self.spares):
             if process in group:
                 group.remove(process)
 
@@ -283,14 +365,12 @@ class Lane:
             self._set_check(process)
 
     def _set_check(self, process: GradingProcess) -> None:
-        if not process.items:
+        if not process.items or process.is_paused:
             process.check_at_s = None
             return
-        limit_s = self._cfg.timeout_s
+        limit_s = min(BRISK_S if self._is_timed_by_cpu else LOOK_S, self._cfg.timeout_s)
         if process.items[0].needs not in process.loaded:
             limit_s = START_TIMEOUT_S
-        elif process in self.workers and self._name not in _ELAPSED:
-            limit_s = min(BRISK_S, limit_s)
         process.check_at_s = process.first_since_s + limit_s
 
 

@@ -32,7 +32,13 @@ class Pool:
     def __init__(self, cfg: VerifierConfig, rules: RewardRules) -> None:
         self._fork_client = ForkClient(cfg, rules)
         self.lanes = {
-            name: Lane(name, cfg.lane(name), rules=rules, fork_client=self._fork_client)
+            name: Lane(
+                name,
+                cfg.lane(name),
+                rules=rules,
+                fork_client=self._fork_client,
+                answer_within_s=cfg.answer_within_s,
+            )
             for name in LANES
         }
         self.taken: collections.Counter[str] = collections.Counter()
@@ -94,7 +100,7 @@ class Pool:
         """Take the steps that a draft still needs; the caller keeps `taken` within its limits."""
         lanes = frozenset(step.lane for step in draft.steps)
         self.taken.update(lanes)
-        self._route(Item(next(self._item_ids), draft, lanes))
+        self._route(Item(next(self._item_ids), draft, lanes, since_s=time.monotonic()))
 
     def collect(self) -> list[Finished]:
         """Move everything on as far as it goes without waiting; finished requests."""

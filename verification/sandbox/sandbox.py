@@ -10,6 +10,7 @@ one all others. Folders and control groups that a killed process left are remove
 """
 
 import contextlib
+import errno
 import functools
 import json
 import marshal
@@ -28,16 +29,21 @@ from typing import Any
 import msgspec
 
 from megatron_rl.protocol.closing import Closing
+from verification.run_time import descendants, oom_kills
 from verification.sandbox import confinement, isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
 from verification.sandbox.memory_file import closing, make_file, read_file
-from verification.verdict import GradingError
+from verification.sandbox.time_limits import HOST, Limits, await_reply
+from verification.verdict import GradingError, HostBusy
 
 START_TIMEOUT_S = 30.0
-REPLY_GRACE_S = 20.0
-"""The server kills what is late itself; it has failed when it is silent for so much longer."""
+REPLY_GRACE_S = 60.0
+"""The server has failed when it is silent for so long after it was told to end a program."""
 END_TIMEOUT_S = 5.0
 ERROR_BYTES = 4000
+STOP = b"stop"
+SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE})
+"""What the kernel says when the host has no room for one more process or file."""
 LOOSE_PROCESSES = 512
 """Where processes are counted over the whole host, so many may start there meanwhile."""
 # In the order of their imports.
@@ -61,21 +67,6 @@ sys.modules["verification.sandbox.server"].main(int(sys.argv[2]))
 """
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """What one program may use."""
-
-    memory_bytes: int
-    """Address space of each of its processes; a test has one."""
-    cpu_s: float
-    wall_s: float
-    file_bytes: int
-    """Largest file, standard output included."""
-    processes: int
-    """Threads of a test, processes of a compiler."""
-    disk_bytes: int
-    """All temporary files of a test together."""
-
-
 class Ending(msgspec.Struct, frozen=True):
     """How a process ended."""
 
@@ -93,7 +84,7 @@ class ProgramResult(msgspec.Struct, frozen=True):
     """Of its process; for unit tests, that of the tests, then that of the solution."""
     wall_s: float
     is_late: bool
-    """It was killed at its deadline."""
+    """It was killed because it had used up its time."""
     output: bytes = b""
     errors: str = ""
     """Start of what it wrote to standard error."""
@@ -127,6 +118,9 @@ class Sandbox(Closing):
         self._words = make_file()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready = False
+        self._own_processes: list[int] = []
+        """The server, and what stands between it and this process."""
+        self._oom_kills = oom_kills()
         with theirs, contextlib.ExitStack() as stack:
             stack.callback(self._close_files)
             roots = isolation.roots(
@@ -199,27 +193,43 @@ class Sandbox(Closing):
             socket.send_fds(self._connection, [message], files)
         except OSError as error:
             raise GradingError(f"a sandbox is gone: {error}: {self._last_words()}") from error
-        reply = self._receive(limits.wall_s + REPLY_GRACE_S)
-        if "error" in reply:
-            raise GradingError(f"a program could not be started in its sandbox: {reply['error']}")
+        end = await_reply(
+            self._connection, limits, root=self._process.pid, ignored=self._own_processes
+        )
+        if end:
+            with contextlib.suppress(OSError):
+                self._connection.send(STOP)
+        reply = self._receive(REPLY_GRACE_S)
+        check_start(reply)
         result = msgspec.convert(reply, ProgramResult)
+        self._check_host(result, end)
         return msgspec.structs.replace(
             result,
             output=read_file(output, limits.file_bytes),
             errors=read_file(errors, ERROR_BYTES).decode(errors="replace"),
         )
 
+    def _check_host(self, result: ProgramResult, end: str) -> None:
+        """Raise HostBusy for a program that the host ended, or gave no time."""
+        if result.is_late and end in ("", HOST):
+            cpu_s = result.endings[0].cpu_s
+            raise HostBusy(f"a program got {cpu_s:.1f} s of a core in {result.wall_s:.0f} s")
+        has_failed = any(ending.exit_code for ending in result.endings)
+        if has_failed and not result.is_late and oom_kills() > self._oom_kills:
+            raise HostBusy("the host ran out of memory while a program ran")
+
     def _wait_until_ready(self) -> None:
         if not self._is_ready:
             self._receive(START_TIMEOUT_S)
             self._is_ready = True
+            self._own_processes = descendants(self._process.pid)
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         self._connection.settimeout(timeout_s)
         try:
             data = self._connection.recv(1 << 16)
         except TimeoutError as error:
-            raise GradingError(f"a sandbox was silent for {timeout_s:.0f} s") from error
+            raise HostBusy(f"a sandbox was silent for {timeout_s:.0f} s") from error
         except ConnectionError:
             data = b""
         if not data:
@@ -277,7 +287,10 @@ class Sandbox(Closing):
             except (ValueError, OSError) as error:
                 process.kill()
                 process.wait()
-                raise GradingError(f"bwrap failed: {error}: {self._last_words()}") from error
+                words = self._last_words()
+                is_short = any(os.strerror(number) in words for number in SHORTAGES)
+                kind = HostBusy if is_short else GradingError
+                raise kind(f"bwrap failed: {error}: {words}") from error
             block.write(b"x")
         return process
 
@@ -299,7 +312,8 @@ class Sandbox(Closing):
                 extra_groups=None if uid is None else [],
             )
         except OSError as error:
-            raise GradingError(f"a sandbox cannot be started with {command[0]}: {error}") from error
+            kind = HostBusy if error.errno in SHORTAGES else GradingError
+            raise kind(f"a sandbox cannot be started with {command[0]}: {error}") from error
 
     def _settings(self, roots: isolation.Roots) -> dict[str, Any]:
         kind = self._spec.kind
@@ -342,6 +356,14 @@ def _check_kernel(kind: str) -> None:
             f"this kernel's Landlock {version} does not keep programs from truncating files: "
             f"version {confinement.LEAST_LANDLOCK} or later is needed (Linux 6.2)"
         )
+
+
+def check_start(reply: dict[str, Any]) -> None:
+    """Raise HostBusy or GradingError for a program that could not be started."""
+    if "error" in reply:
+        is_short = reply["errno"] in SHORTAGES
+        kind = HostBusy if is_short else GradingError
+        raise kind(f"a program could not be started in its sandbox: {reply['error']}")
 
 
 def _read_info(descriptor: int) -> int:

@@ -10,7 +10,8 @@ another test there. The child has neither the socket nor any other descriptor of
 |---|---|---|
 | a request | the socket | forks children |
 | the children | their pidfds | replies with how they ended |
-| their deadline | the poll's timeout | kills them |
+| the order to stop them | the socket | kills them |
+| their last deadline | the poll's timeout | kills them |
 | the end of the grading process | the socket | kills them, exits |
 """
 
@@ -39,6 +40,10 @@ from verification.sandbox import call_proxy, confinement, solution_process, test
 from verification.sandbox.confinement import Confinement
 
 REQUEST_BYTES = 1 << 16
+STOP = b"stop"
+"""The grading process measures the time of the children, and says when it is over."""
+STOP_GRACE_S = 30.0
+"""A grading process that is late to say so, for want of a core, is waited for so long."""
 KILL_TIMEOUT_S = 10.0
 EXIT_OUT_OF_MEMORY = 95
 EXIT_SYNTAX = 96
@@ -102,11 +107,13 @@ class Server:
             data, files, _, _ = socket.recv_fds(self._connection, REQUEST_BYTES, 8)
             if not data:
                 return
+            if data == STOP:
+                continue  # It crossed with the news that the children had ended.
             request = json.loads(data)
             try:
                 reply = actions[request["action"]](request, files)
             except OSError as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
+                reply = {"error": f"{type(error).__name__}: {error}", "errno": error.errno}
             for descriptor in files:
                 os.close(descriptor)
             self._reply(reply)
@@ -131,7 +138,7 @@ class Server:
         program = _execution(request["command"], self._build)
         files = [stdin, output, output]
         child = self._start(program, files, request, folder=self._build)
-        reply = self._await([child], request["wall_s"])
+        reply = self._await([child], request["max_elapsed_s"])
         # Tests may read the build folder, and the source is none of their business. A compiler that
         # its source has taken over can prevent this, but could have copied the source as well.
         with contextlib.suppress(OSError):
@@ -159,7 +166,7 @@ class Server:
             else:
                 program = _interpretation(call_proxy.run_program)
             child = self._start(program, files, request, folder=folder)
-            return self._await([child], request["wall_s"])
+            return self._await([child], request["max_elapsed_s"])
 
     def _check(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         """Run unit tests and the solution in two children that share one socket pair."""
@@ -179,7 +186,7 @@ class Server:
                     _end(children)
                     raise
             # Both ends are closed here by now: when one child ends, the other reads the end.
-            return self._await(children, request["wall_s"])
+            return self._await(children, request["max_elapsed_s"])
 
     @contextlib.contextmanager
     def _temporary_folder(self, size: int) -> Iterator[str]:
@@ -214,7 +221,7 @@ class Server:
                 program(setup_write)
             # Anything else is the untrusted program's and was dealt with in `program`.
             except OSError as error:
-                os.write(setup_write, f"{type(error).__name__}: {error}".encode())
+                os.write(setup_write, f"{error.errno or 0} {error}".encode())
             finally:
                 os._exit(1)
         os.close(setup_write)
@@ -223,7 +230,8 @@ class Server:
             error = setup.read()
         if error:
             _end([child])
-            raise OSError(error.decode())
+            number, _, text = error.decode().partition(" ")
+            raise OSError(int(number), text)
         return child
 
     def _ruleset(self, request: dict[str, Any]) -> int | None:
@@ -243,19 +251,19 @@ class Server:
         if ruleset is not None:
             os.close(ruleset)
 
-    def _await(self, children: list[Child], wall_s: float) -> dict[str, Any]:
-        """Wait for the first child to end, kill the others; how each ended."""
+    def _await(self, children: list[Child], max_elapsed_s: float) -> dict[str, Any]:
+        """Wait for the first child to end, or for the order to stop; how each ended."""
         start_s = time.monotonic()
         poll = select.poll()
-        # Not POLLIN: only the end of the grading process matters now, and that must not wait.
-        poll.register(self._connection, select.POLLRDHUP)
+        # All that comes while children run is the order to stop, or the end of the grading process.
+        poll.register(self._connection, select.POLLIN | select.POLLRDHUP)
         # The solution's end reaches the tests as the end of their connection.
         poll.register(children[0].pidfd, select.POLLIN)
-        events = dict(poll.poll(wall_s * 1000))
+        events = dict(poll.poll((max_elapsed_s + STOP_GRACE_S) * 1000))
         elapsed_s = time.monotonic() - start_s
         is_late = children[0].pidfd not in events
         _end(children)
-        if self._connection.fileno() in events:
+        if self._connection.fileno() in events and not self._connection.recv(len(STOP)):
             # Nobody is left to reply to.
             os._exit(0)
         endings = [child.ending for child in children]

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from megatron_rl.protocol.types import ScoreRequest
@@ -93,3 +94,17 @@ def half(answer: str, request: ScoreRequest) -> float:
 def not_a_number(answer: str, request: ScoreRequest) -> float:
     """An extra reward that breaks its contract."""
     return float("nan")
+
+
+def compute(answer: str, request: ScoreRequest) -> bool:
+    """Right after request.entry seconds of CPU time."""
+    end_s = time.process_time() + float(request.entry)
+    while time.process_time() < end_s:
+        pass
+    return True
+
+
+def sleep(answer: str, request: ScoreRequest) -> bool:
+    """Right after request.entry seconds of sleep."""
+    time.sleep(float(request.entry))
+    return True

@@ -1,0 +1,214 @@
+"""Slow items: bombs hold up nobody, what is slow loses nothing, a crowded host fails none."""
+
+import json
+import select
+import time
+
+import pytest
+
+from megatron_rl.config.reward import LaneConfig, TaskConfig, VerifierConfig
+from megatron_rl.protocol.types import NOT_GRADED, ScoreDone, ScoreFailed, ScoreRequest
+from tests.verification.crowd import crowded
+from tests.verification.pool import hostile_tasks
+from tests.verification.requests import boxed, make_request, make_rules
+from verification.draft import Draft
+from verification.pool.faults import HOST, TIMEOUT, Outcome, judge, judge_unfinished
+from verification.pool.lane import Finished
+from verification.pool.pool import Pool
+from verification.pool.turns import FIRST_SLICE_S, OVERDUE_S, Turn, choose, level, slice_left_s
+from verification.score import screen
+
+PLUG_INS = hostile_tasks.__name__
+TASKS = {name: TaskConfig(compare=f"{PLUG_INS}:{name}") for name in ("compute", "sleep", "obey")}
+RULES = make_rules(tasks=TASKS)
+BOMB = "\\binom{10000000}{5000000}"
+
+
+def _pool(**verifier: object) -> Pool:
+    return Pool(VerifierConfig(**verifier), RULES)
+
+
+def _submit(pool: Pool, request: ScoreRequest) -> None:
+    draft = screen(request, RULES)
+    assert isinstance(draft, Draft)
+    pool.submit(draft)
+
+
+def _integral(number: int) -> ScoreRequest:
+    """A right answer that takes a twentieth to a third of a second."""
+    box = f"\\int_{{{number}}}^{{{number + 1}}} \\frac{{dx}}{{x}}"
+    answer = f"\\ln\\frac{{{number + 1}}}{{{number}}}"
+    return make_request(boxed(box), answer=answer, request_id=number)
+
+
+def _bomb(number: int) -> ScoreRequest:
+    return make_request(boxed(BOMB), answer="\\sqrt{2}+x", request_id=number)
+
+
+def _collect(pool: Pool, limit_s: float, most_held: int = 1000) -> dict[int, Finished]:
+    """What is finished, in its order."""
+    finished: dict[int, Finished] = {}
+    deadline = time.monotonic() + limit_s
+    while pool.pending:
+        assert time.monotonic() < deadline, f"{pool.pending} items are late"
+        select.select([pool], [], [], 0.02)
+        finished |= {reply.request_id: reply for reply in pool.collect()}
+        assert len(pool.lanes["answers"].suspects.processes) <= most_held
+    return finished
+
+
+def _assert_right(finished: dict[int, Finished], numbers: range) -> None:
+    for number in numbers:
+        reply = finished[number]
+        assert isinstance(reply, ScoreDone) and reply.score.is_correct, (number, reply)
+
+
+def test_thirty_slow_items_take_no_kill() -> None:
+    with _pool() as pool:
+        for number in range(1, 31):
+            _submit(pool, _integral(number))
+        _assert_right(_collect(pool, 120), range(1, 31))
+        assert (pool.kills, pool.deaths) == (0, 0)
+
+
+def test_slow_items_overtake_the_bombs_before_them() -> None:
+    with _pool(answers=LaneConfig(timeout_s=1.0)) as pool:
+        for number in range(101, 104):
+            _submit(pool, _bomb(number))
+        # Every bomb has begun, and used more than any of the others will.
+        lane = pool.lanes["answers"]
+        deadline = time.monotonic() + 60
+        while sum(process.used_s > 0.35 for process in lane.suspects.processes) < 3:
+            assert time.monotonic() < deadline and pool.pending == 3
+            select.select([pool], [], [], 0.02)
+            pool.collect()
+        for number in range(1, 11):
+            _submit(pool, _integral(number))
+        finished = _collect(pool, 120)
+    _assert_right(finished, range(1, 11))
+    assert set(list(finished)[-3:]) == {101, 102, 103}
+    for number in range(101, 104):
+        reply = finished[number]
+        assert isinstance(reply, ScoreDone) and reply.score.reason == "grading_timeout"
+    assert pool.kills == 6
+
+
+def test_more_slow_items_than_may_be_held_are_right_all_the_same() -> None:
+    with _pool(answers=LaneConfig(held_slow=3)) as pool:
+        for number in range(1, 13):
+            _submit(pool, _integral(number))
+        _assert_right(_collect(pool, 120, most_held=3), range(1, 13))
+
+
+def test_what_computes_within_its_limit_is_right_on_a_crowded_host() -> None:
+    lane = LaneConfig(timeout_s=1.0)
+    with crowded(4), _pool(custom=lane, answers=lane) as pool:
+        request = make_request(boxed("7"), task="compute", entry="0.6", request_id=50)
+        _submit(pool, request)
+        _submit(pool, make_request(boxed("7"), task="sleep", entry="9", request_id=51))
+        _submit(pool, _integral(1))
+        finished = _collect(pool, 100)
+    _assert_right(finished, range(50, 51))
+    _assert_right(finished, range(1, 2))
+    slept = finished[51]
+    assert isinstance(slept, ScoreDone) and slept.score.reason == "grading_timeout"
+
+
+def test_a_host_without_time_leaves_an_answer_not_graded_and_never_wrong() -> None:
+    lane = LaneConfig(timeout_s=0.4, max_elapsed_s=0.4)
+    with crowded(6), _pool(answers=lane) as pool:
+        _submit(pool, _bomb(1))
+        reply = _collect(pool, 60)[1]
+    assert isinstance(reply, ScoreFailed)
+    assert reply.kind == NOT_GRADED
+    assert "it computed for 0." in reply.reason
+
+
+def test_a_program_that_outlasts_its_lane_is_not_graded_after_a_second_try() -> None:
+    text = "<think>a</think>\n```python\nimport time\ntime.sleep(3)\nprint(7)\n```"
+    entry = json.dumps({"cases": [{"stdin": "", "stdout": "7"}]})
+    with _pool(code=LaneConfig(timeout_s=1.0, memory_bytes=4 << 30)) as pool:
+        _submit(pool, make_request(text, task="code", entry=entry))
+        reply = _collect(pool, 60)[1]
+        assert pool.kills == 2
+    assert isinstance(reply, ScoreFailed) and reply.kind == NOT_GRADED
+
+
+def test_everything_is_answered_within_its_time() -> None:
+    lane = LaneConfig(timeout_s=2.0, max_elapsed_s=2.0)
+    within_s = 3.0
+    limits = {name: lane for name in ("answers", "language", "code", "custom")}
+    with _pool(answer_within_s=within_s, **limits) as pool:
+        started = time.monotonic()
+        for number in range(1, 13):
+            _submit(pool, _bomb(number))
+        finished = _collect(pool, 60)
+        # Twelve bombs, twice two seconds each, on at most two cores: over 20 s.
+        assert time.monotonic() - started < within_s + 5
+    assert len(finished) == 12
+    kinds = {reply.kind for reply in finished.values() if isinstance(reply, ScoreFailed)}
+    assert kinds == {NOT_GRADED}
+    for reply in finished.values():
+        assert isinstance(reply, ScoreFailed) or reply.score.reason == "grading_timeout"
+
+
+@pytest.mark.parametrize(
+    ("faults", "outcome"),
+    [
+        ([TIMEOUT], Outcome.RETRY),
+        ([TIMEOUT, TIMEOUT], Outcome.SCORE),
+        ([HOST], Outcome.RETRY),
+        ([HOST, HOST], Outcome.NOT_GRADED),
+        ([HOST, TIMEOUT], Outcome.RETRY),
+        ([HOST, TIMEOUT, TIMEOUT], Outcome.SCORE),
+        ([TIMEOUT, HOST, "grading_memory"], Outcome.NOT_GRADED),
+        (["exit"], Outcome.RETRY),
+        (["exit", "exit"], Outcome.FAILED),
+        (["exit", TIMEOUT, "grading_depth"], Outcome.FAILED),
+        (["grading_crash", HOST, "grading_crash"], Outcome.SCORE),
+    ],
+)
+def test_faults_by_hand(faults: list[str], outcome: Outcome) -> None:
+    assert judge(faults) is outcome
+
+
+def test_who_runs_out_of_time_is_blamed_only_after_its_share_of_cpu_time() -> None:
+    assert judge_unfinished([]) is Outcome.NOT_GRADED
+    assert judge_unfinished([HOST]) is Outcome.NOT_GRADED
+    assert judge_unfinished(["grading_crash"]) is Outcome.NOT_GRADED
+    assert judge_unfinished([TIMEOUT]) is Outcome.SCORE
+
+
+def test_levels_double() -> None:
+    used = [0.0, 0.049, 0.05, 0.099, 0.1, 0.199, 0.2, 0.4, 3.0]
+    assert [level(used_s) for used_s in used] == [0, 0, 1, 1, 2, 2, 3, 4, 6]
+    assert slice_left_s(0.0) == FIRST_SLICE_S
+    assert slice_left_s(0.06) == pytest.approx(0.04)
+    assert slice_left_s(3.0) == pytest.approx(0.2)
+
+
+def test_turns_go_to_the_youngest_and_change_only_for_a_lower_level() -> None:
+    bombs = [Turn(1.0, 0.0, is_running=True), Turn(2.0, 0.0, is_running=True)]
+    young, sibling = Turn(0.03, 5.0), Turn(0.04, 5.0, is_running=True)
+    assert choose([*bombs, young], 2, 6.0) == [2, 0]
+    assert choose([*bombs, young, sibling], 2, 6.0) == [3, 2]
+    # Of one level: who runs goes on, and then who came first.
+    assert choose([Turn(0.06, 1.0), Turn(0.09, 3.0, is_running=True), Turn(0.06, 2.0)], 2, 6.0) == [
+        1,
+        0,
+    ]
+    assert choose([], 2, 6.0) == []
+
+
+def test_who_waits_too_long_has_one_of_the_turns() -> None:
+    now = OVERDUE_S + 1
+    old = [Turn(4.0, 0.5), Turn(3.0, 0.0)]
+    assert choose([*old, Turn(0.01, now), Turn(0.02, now)], 2, now) == [1, 2]
+
+
+def test_who_needs_quiet_runs_last_or_overdue_and_alone() -> None:
+    quiet, bomb = Turn(0.1, 5.0, needs_quiet=True), Turn(3.0, 5.0, is_running=True)
+    assert choose([quiet, bomb], 2, 6.0) == [1]
+    assert choose([quiet], 2, 6.0) == [0]
+    assert choose([quiet._replace(is_running=True), bomb], 2, 6.0) == [0]
+    assert choose([quiet, bomb], 2, 5.0 + OVERDUE_S) == [0]

@@ -1,0 +1,63 @@
+"""Which slow items compute now, and which are paused: a feedback queue.
+
+Pure. Who has computed least goes first, and an item gives way the sooner the less it has computed:
+a bomb burns its limit in time that nobody else wants, an honest item of 200 ms waits for no bomb
+that is older than that.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+FIRST_SLICE_S = 0.05
+"""CPU time until an item may have to give way to younger ones; then whenever it has doubled."""
+OVERDUE_S = 60.0
+"""The oldest item that is here for so long computes next, however much it has computed."""
+
+
+class Turn(NamedTuple):
+    """A slow item that asks for a core."""
+
+    used_s: float
+    """CPU time that it has used, earlier attempts included."""
+    since_s: float
+    """Monotonic time at which its step was asked for."""
+    is_running: bool = False
+    needs_quiet: bool = False
+    """It wants to be alone: the host was too crowded for an earlier attempt."""
+
+
+def level(used_s: float) -> int:
+    """0 in the first slice, one more with each doubling."""
+    # The sum of small differences of a clock may miss a limit by a trace.
+    return max(0, 1 + math.floor(math.log2(max(used_s, 1e-6) / FIRST_SLICE_S) + 1e-9))
+
+
+def slice_left_s(used_s: float) -> float:
+    """CPU time left until the level changes."""
+    return FIRST_SLICE_S * 2 ** level(used_s) - used_s
+
+
+def choose(turns: Sequence[Turn], slots: int, now: float) -> list[int]:
+    """Indices of at most `slots` items that compute now; the rest is paused."""
+
+    def rank(index: int) -> tuple[int, bool, float]:
+        turn = turns[index]
+        return level(turn.used_s), not turn.is_running, turn.since_s
+
+    alone = [i for i, turn in enumerate(turns) if turn.needs_quiet]
+    others = sorted((i for i, turn in enumerate(turns) if not turn.needs_quiet), key=rank)
+    # Once it runs nobody may join: its second attempt must not fail like the first.
+    running_alone = [i for i in alone if turns[i].is_running]
+    overdue_alone = [i for i in alone if is_overdue(turns[i].since_s, now)]
+    for candidates in (running_alone, overdue_alone, [] if others else alone):
+        if candidates:
+            return [min(candidates, key=lambda i: turns[i].since_s)]
+    overdue = [i for i in others if is_overdue(turns[i].since_s, now)]
+    first = [min(overdue, key=lambda i: turns[i].since_s)] if overdue else []
+    return (first + [i for i in others if i not in first])[:slots]
+
+
+def is_overdue(since_s: float, now: float) -> bool:
+    """Whether something that waits since then must have its turn."""
+    return now - since_s >= OVERDUE_S
