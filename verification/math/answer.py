@@ -66,9 +66,13 @@ def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
     first, second = normalise(_trim(answer)), normalise(_trim(reference))
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
     from verification.math.calculus import has_operation, same_calculus
+    from verification.math.readings import without_names
     from verification.math.structure import same_structure
 
     is_same = None
+    if has_operation(first) or has_operation(second):
+        # The operation may stand in a label alone: \lim_{x\to0}\frac{\sin x}{x}=1.
+        first, second = without_names(first, second)
     # To the grammar of expressions d/dx is a fraction of products.
     if not has_operation(first) and not has_operation(second):
         is_same = same_structure(first, second, accept_missing_unit=accept_missing_unit)

@@ -99,6 +99,9 @@ class Evaluation:
             value = self._power(self._value(tree[1]), self._value(tree[2]))
         elif kind == "call":
             value = self._call(tree[1], [self._value(child) for child in tree[2:]])
+        elif kind == "apply":
+            # Nothing is known of a named function.
+            raise Unbounded
         else:
             return self._fold(kind, tree[1:])
         return self._measured(value)
@@ -323,7 +326,9 @@ class Evaluation:
         if name not in ("gcd", "lcm"):
             if min(numbers) < 0:
                 raise Undefined
-            if max(numbers) > MAX_COUNTED:
+            # A choice of few among many is small work: its complement is as many.
+            most = min(numbers[1], numbers[0] - numbers[1]) if name == "binom" else max(numbers)
+            if most > MAX_COUNTED or most * int(numbers[0]).bit_length() > MAX_EXACT_BITS:
                 raise Unbounded
         return fmpq(COUNTS[name](*map(int, numbers)))
 

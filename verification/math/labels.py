@@ -152,9 +152,10 @@ def settle_approximation(text: str) -> str:
     settled = []
     for side in split_at(text, "="):
         parts = [part.strip() for part in split_at(side, "\\approx")]
-        parts = [part for part in parts if part]
-        if not parts:
+        if not parts[0]:
+            # Nothing exact is said.
             return text
+        parts = [part for part in parts if part]
         is_label = len(parts) > 1 and _label_name(parts[0]) and _is_label(parts[0], parts[1])
         is_named = is_label or is_name(parts[0])
         settled += parts[:2] if is_named else parts[:1]
@@ -193,7 +194,7 @@ def _is_label(left: str, value: str) -> bool:
     if tree is None:
         is_list = len(split_at(left, ",", ";")) > 1
         parts = split_at(left, ":")
-        is_list = is_list or not all(re.search("[A-Za-z]", part) for part in parts)
+        is_list = is_list or (len(parts) > 1 and not all(is_name(part.strip()) for part in parts))
         return not (is_list or left[0].isdigit() or _NO_LABEL.search(left)) and (
             re.search("[A-Za-z]", left) is not None
         )
@@ -205,7 +206,9 @@ def _is_label(left: str, value: str) -> bool:
         return tree[0] == "apply" and all(
             argument[0] == "sym" or not symbols_of(argument) for argument in tree[2:]
         )
-    return not names & _COORDINATE_NAMES
+    # 210-29b=7 is to be solved, 10m+n=7 is a value that was asked for.
+    has_number = tree[0] == "sum" and not all(symbols_of(child) for child in tree[1:])
+    return not names & _COORDINATE_NAMES and not has_number
 
 
 def _left_tree(left: str) -> Tree | None:

@@ -56,6 +56,8 @@ def operations_of_both(first: str, second: str) -> tuple[Counter[str], Counter[s
         count = operations_of(tree)
         count[TOP_SUM] += tree[0] == "sum"
         count[SIGN] += len(_DOUBLE_SIGN.findall(text))
+        # To the grammar of expressions d/dx is a fraction of names.
+        count[CALL + "derivative"] += len(_DERIVATIVE.findall(text))
         counts.append(count)
     return counts[0], counts[1]
 

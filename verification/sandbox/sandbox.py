@@ -11,19 +11,14 @@ one all others. Folders and control groups that a killed process left are remove
 
 import contextlib
 import errno
-import functools
 import json
-import marshal
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,7 +27,9 @@ from megatron_rl.protocol.closing import Closing
 from verification.run_time import descendants, oom_kills
 from verification.sandbox import confinement, isolation, seccomp
 from verification.sandbox.cgroup import ControlGroup
+from verification.sandbox.folders import make_folder, remove_folder, uid_of_server
 from verification.sandbox.memory_file import closing, make_file, read_file
+from verification.sandbox.server_code import LOADER, server_code
 from verification.sandbox.time_limits import HOST, Limits, await_reply
 from verification.verdict import GradingError, HostBusy
 
@@ -46,25 +43,6 @@ SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE})
 """What the kernel says when the host has no room for one more process or file."""
 LOOSE_PROCESSES = 512
 """Where processes are counted over the whole host, so many may start there meanwhile."""
-# In the order of their imports.
-_SERVER_MODULES = (
-    "confinement", "call_proxy", "package_values", "encoding", "decoding", "solution_process",
-    "remote_objects", "remote_values", "stand_ins", "tests_process", "server",
-)  # fmt: skip
-_FOLDER_PREFIX = "megatron_rl_sandbox_"
-_LOADER = """
-import marshal, os, sys, types
-for name in ("verification", "verification.sandbox"):
-    sys.modules[name] = types.ModuleType(name)
-with open(int(sys.argv[1]), "rb") as file:
-    codes = marshal.load(file)
-for name, code in codes:
-    module = types.ModuleType("verification.sandbox." + name)
-    sys.modules[module.__name__] = module
-    setattr(sys.modules["verification.sandbox"], name, module)
-    exec(code if isinstance(code, types.CodeType) else compile(code, name, "exec"), module.__dict__)
-sys.modules["verification.sandbox.server"].main(int(sys.argv[2]))
-"""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -114,7 +92,7 @@ class Sandbox(Closing):
         """Start a sandbox; GradingError when it cannot be started. Does not wait for it."""
         _check_kernel(spec.kind)
         self._spec = spec
-        self._folder = None if spec.kind == "bubblewrap" else _make_folder()
+        self._folder = None if spec.kind == "bubblewrap" else make_folder()
         self._words = make_file()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready = False
@@ -242,16 +220,16 @@ class Sandbox(Closing):
     def _start(
         self, roots: isolation.Roots, theirs: socket.socket, group: ControlGroup | None
     ) -> subprocess.Popen[bytes]:
-        code = make_file(_server_code(roots.interpreter.prefix == sys.base_prefix))
+        code = make_file(server_code(roots.interpreter.prefix == sys.base_prefix))
         inner = [
-            roots.interpreter.executable, "-I", "-S", "-X", "utf8", "-c", _LOADER,
+            roots.interpreter.executable, "-I", "-S", "-X", "utf8", "-c", LOADER,
             str(code), str(theirs.fileno()),
         ]  # fmt: skip
         descriptors = [code, theirs.fileno()]
         try:
             if self._spec.kind == "bubblewrap":
                 return self._start_bubblewrap(roots, inner, descriptors, group)
-            process = self._spawn(inner, descriptors, uid=_uid_of_server())
+            process = self._spawn(inner, descriptors, uid=uid_of_server())
             if group is not None:
                 group.add(process.pid)
             return process
@@ -345,7 +323,7 @@ class Sandbox(Closing):
             os.close(self._words)
         self._words = -1
         if self._folder is not None:
-            _remove_folder(self._folder)
+            remove_folder(self._folder)
 
 
 def _check_kernel(kind: str) -> None:
@@ -377,44 +355,3 @@ def _read_info(descriptor: int) -> int:
             if not received:
                 break
     return json.loads(text)["child-pid"]
-
-
-def _uid_of_server() -> int | None:
-    return isolation.NOBODY if isolation.is_root() else None
-
-
-def _make_folder() -> str:
-    """A folder for a sandbox that cannot have a file system of its own."""
-    root = Path(tempfile.gettempdir())
-    for stale in root.glob(f"{_FOLDER_PREFIX}*"):
-        pid = stale.name.removeprefix(_FOLDER_PREFIX).partition("_")[0]
-        if not os.path.exists(f"/proc/{pid}"):
-            _remove_folder(str(stale))
-    folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}_", dir=root)
-    uid = _uid_of_server()
-    for path in (folder, f"{folder}/build", f"{folder}/empty"):
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        if uid is not None:
-            os.chown(path, uid, uid)
-    return folder
-
-
-def _remove_folder(folder: str) -> None:
-    """Remove a folder of a sandbox that has ended, if we may; takes back rights given up in it."""
-    for parent, names, _ in os.walk(folder):
-        for path in (f"{parent}/{name}" for name in names):
-            # A link may lead to a folder of the host.
-            if not os.path.islink(path):
-                with contextlib.suppress(OSError):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@functools.cache
-def _server_code(is_same_python: bool) -> bytes:
-    """Modules of the server in the form that the loader reads: compiled, if its Python is ours."""
-    codes = []
-    for name in _SERVER_MODULES:
-        source = Path(__file__).with_name(f"{name}.py").read_text()
-        codes.append((name, compile(source, name, "exec") if is_same_python else source))
-    return marshal.dumps(codes)

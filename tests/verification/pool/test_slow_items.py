@@ -21,7 +21,7 @@ from verification.score import screen
 PLUG_INS = hostile_tasks.__name__
 TASKS = {name: TaskConfig(compare=f"{PLUG_INS}:{name}") for name in ("compute", "sleep", "obey")}
 RULES = make_rules(tasks=TASKS)
-BOMB = "\\binom{10000000}{5000000}"
+BOMB = "\\prod_{n=1}^{9999} (1+\\frac{1}{n^2})"
 
 
 def _pool(**verifier: object) -> Pool:
