@@ -236,11 +236,7 @@ class Config(Section):
                 f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
             )
         self._check_verifier()
-        if self.generator.quantization and self.generator.engine == "hf":
-            raise ValueError(
-                f"generator.quantization={self.generator.quantization!r} needs an engine that "
-                "quantises: generator.engine='hf' does not; use 'sglang'"
-            )
+        self._check_engine()
         possible = ("disk", "ipc") if self.parallel.world_size == 1 else ("disk",)
         if self.generator.shares_gpus and self.weights.method not in possible:
             # An engine sees its own GPUs alone, and memory of others cannot be opened there.
@@ -256,12 +252,19 @@ class Config(Section):
         for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
             if optimizer.offload:
                 self._check_offload(f"{section}optimizer.offload")
+        return self
+
+    def _check_engine(self) -> None:
+        if self.generator.quantization and self.generator.engine == "hf":
+            raise ValueError(
+                f"generator.quantization={self.generator.quantization!r} needs an engine that "
+                "quantises: generator.engine='hf' does not; use 'sglang'"
+            )
         if self.train.router_replay and self.generator.engine == "hf":
             raise ValueError(
                 "train.router_replay needs an engine that returns its expert choices: "
                 "generator.engine='hf' does not; use 'sglang'"
             )
-        return self
 
     def _check_verifier(self) -> None:
         within_s, longest_s = self.verifier.answer_within_s, self.reward.longest_program_s

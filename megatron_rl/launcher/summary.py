@@ -52,9 +52,6 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
     trainer = [row for row in rows if row.get("source") == "trainer"]
     steps = [row for row in trainer if "train/loss" in row]
     start = next((row for row in trainer if "model/parameters" in row), {})
-    evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
-    before, after = evaluations.get("before", {}), evaluations.get("after", {})
-    control = evaluations.get("control", {})
     activity = ActivityTotals(rows)
     rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
     return {
@@ -73,12 +70,7 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         "completions_dropped": _dropped(steps, activity, what="completions"),
         "activity": activity.counts(),
         "diagnosis": activity.diagnosis or None,
-        "eval_n": (after or before).get("eval/n"),
-        "eval_not_graded": (after or before).get("eval/not_graded"),
-        "accuracy_before": before.get("eval/accuracy"),
-        "accuracy_after": after.get("eval/accuracy"),
-        "accuracy_se_before": before.get("eval/accuracy_se"),
-        "accuracy_se_after": after.get("eval/accuracy_se"),
+        **_evaluated(rows),
         "reward_first10": _mean(rewards[:10]),
         "reward_last10": _mean(rewards[-10:]),
         "rollouts_spanning_versions": int(sum(_values(steps, "queue/rollouts_spanning_versions"))),
@@ -96,6 +88,21 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         "generator_restarts": int(sum(_values(rows, RESTARTS))),
         "wall_s": {phase: round(seconds, 1) for phase, seconds in facts.wall_s.items()},
         "hf_export": facts.hf_export,
+    }
+
+
+def _evaluated(rows: list[Row]) -> dict[str, Any]:
+    """What the evaluations say: before and after training, and of the control."""
+    evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
+    before, after = evaluations.get("before", {}), evaluations.get("after", {})
+    control = evaluations.get("control", {})
+    return {
+        "eval_n": (after or before).get("eval/n"),
+        "eval_not_graded": (after or before).get("eval/not_graded"),
+        "accuracy_before": before.get("eval/accuracy"),
+        "accuracy_after": after.get("eval/accuracy"),
+        "accuracy_se_before": before.get("eval/accuracy_se"),
+        "accuracy_se_after": after.get("eval/accuracy_se"),
         "control_accuracy": control.get("eval/accuracy"),
         "control_se": control.get("eval/accuracy_se"),
         "control": CONTROL_TEXT if control else None,
