@@ -281,6 +281,12 @@ NOT_GRADED = "not_graded"
 _REASON_CHARS = 2000
 
 
+def sendable(reason: str) -> str:
+    """A reason that can be sent: a completion may have a hand in it, and write a lone surrogate."""
+    text = reason[:_REASON_CHARS].encode(errors="backslashreplace").decode()
+    return text[:_REASON_CHARS]
+
+
 class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
     """No verdict, and never a reward of 0; the queue asks again."""
 
@@ -291,10 +297,7 @@ class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
     """UNGRADABLE or NOT_GRADED: what the completion is counted as once its tries are used up."""
 
     def __post_init__(self) -> None:
-        # A completion may have a hand in it: a lone surrogate, which cannot be sent, would end the
-        # verifier.
-        text = self.reason[:_REASON_CHARS].encode(errors="backslashreplace").decode()
-        msgspec.structs.force_setattr(self, "reason", text[:_REASON_CHARS])
+        msgspec.structs.force_setattr(self, "reason", sendable(self.reason))
 
 
 # --- batches endpoint: queue (ROUTER) <-> data-parallel leaders (DEALER) -------------------------

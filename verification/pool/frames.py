@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config.reward import StepKind
+from megatron_rl.protocol.types import sendable
 from verification.draft import Finding, Question
 
 MAX_FRAME_BYTES = 64 << 20
@@ -50,6 +51,10 @@ class GradeFailed(msgspec.Struct, frozen=True, tag="GradeFailed"):
     item_id: int
     reason: str
 
+    def __post_init__(self) -> None:
+        # What cannot be sent would end the process, which would look like the completion's fault.
+        msgspec.structs.force_setattr(self, "reason", sendable(self.reason))
+
 
 class Aborted(msgspec.Struct, frozen=True, tag="Aborted"):
     """Grading process -> verifier: grading exceeded a limit of mine, or the host's strength."""
@@ -59,6 +64,9 @@ class Aborted(msgspec.Struct, frozen=True, tag="Aborted"):
     """"grading_memory", "grading_depth", "host"."""
     detail: str = ""
     """What happened, for people."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "detail", sendable(self.detail))
 
 
 class Retiring(msgspec.Struct, frozen=True, tag="Retiring"):
