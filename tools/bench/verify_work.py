@@ -48,7 +48,7 @@ def make_bombs(count: int) -> list[Sample]:
 def make_heavy(count: int, seed: int = 0) -> list[Sample]:
     """Right answers that take a twentieth to a third of a second of CPU time."""
     draw = random.Random(seed)
-    pairs = [draw.choice((_logarithm, _exponential, _cubic))(draw) for _ in range(count)]
+    pairs = [draw.choice((_sine_moment, _quarter_disc, _half_circle))(draw) for _ in range(count)]
     return [Sample(text=boxed(answer), answer=reference) for answer, reference in pairs]
 
 
@@ -66,20 +66,27 @@ def make_right(count: int, seed: int = 0) -> list[Sample]:
     return samples
 
 
-def _logarithm(draw: random.Random) -> tuple[str, str]:
-    low = draw.randint(1, 40)
-    high = low + draw.randint(1, 40)
-    return f"\\int_{{{low}}}^{{{high}}} \\frac{{dx}}{{x}}", f"\\ln\\frac{{{high}}}{{{low}}}"
+def _sine_moment(draw: random.Random) -> tuple[str, str]:
+    """By parts, with c = cos(k pi): the integral of x^4 sin(kx) from 0 to pi."""
+    k = draw.randint(1, 30)
+    sign = 1 if k % 2 else -1
+    reference = (
+        f"{sign}\\cdot\\left(\\frac{{\\pi^4}}{{{k}}}-\\frac{{12\\pi^2}}{{{k**3}}}"
+        f"+\\frac{{24}}{{{k**5}}}\\right)+\\frac{{24}}{{{k**5}}}"
+    )
+    return f"\\int_0^{{\\pi}} x^4 \\sin({k}x) dx", reference
 
 
-def _exponential(draw: random.Random) -> tuple[str, str]:
-    high = draw.randint(1, 9)
-    return f"\\int_0^{{{high}}} e^{{x}} dx", f"e^{{{high}}}-1"
+def _quarter_disc(draw: random.Random) -> tuple[str, str]:
+    radius = draw.randint(2, 60)
+    integral = f"\\int_0^{{{radius}}} \\sqrt{{{radius**2}-x^2}} dx"
+    return integral, f"\\frac{{{radius**2}\\pi}}{{4}}"
 
 
-def _cubic(draw: random.Random) -> tuple[str, str]:
-    high = draw.randint(1, 30)
-    return f"\\int_0^{{{high}}} x^2 dx", f"\\frac{{{high**3}}}{{3}}"
+def _half_circle(draw: random.Random) -> tuple[str, str]:
+    radius = draw.randint(2, 60)
+    integral = f"\\int_0^{{{radius}}} \\frac{{dx}}{{\\sqrt{{{radius**2}-x^2}}}}"
+    return integral, "\\frac{\\pi}{2}"
 
 
 def _right_product(draw: random.Random) -> tuple[str, str]:
