@@ -272,7 +272,7 @@ def _is_other_form(first: str, second: str, problem: str) -> bool:
     form, other = _form_of(number), _form_of(wanted)
     form = "percent" if form and unit is not None and unit.dimension == "" else form
     other = "percent" if other and other_unit is not None and other_unit.dimension == "" else other
-    is_interval = second[0] in "([" and second[-1] in ")]" and "," in second
+    is_interval = second[:1] in tuple("([") and second[-1] in ")]" and "," in second
     if is_interval and _RELATION.search(first):
         return _asks(problem, "interval") and stands_in(first, problem)
     if other_unit is not None and other_unit.dimension == ANGLE and unit is None:
