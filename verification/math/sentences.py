@@ -17,6 +17,11 @@ _STATED = re.compile(
     r"(?P<rest>[^A-Za-z].*)",
     re.DOTALL,
 )
+_STATED_EQUATION = re.compile(
+    r"\\text\{ ?(?:the )?(?:equation(?: of the (?:line|circle|parabola|ellipse))?|solutions?|line)"
+    r"(?: is| are| ?:) ?\} ?(?P<rest>[^\\]*=.*)",
+    re.DOTALL | re.IGNORECASE,
+)
 _NO_LABEL = re.compile(
     r"(?<![A-Za-z])(?:(?:yes|true|false|option|choice|case|step|part|[A-J])$"
     r"|(?:negative|minus|plus|times|over|half|twice|double|inverse|reciprocal|opposite|than)"
@@ -54,6 +59,9 @@ def spell_sentences(text: str) -> str:
     if "\\text" not in text and "all real" not in text:
         return text
     text = _BOLD.sub("{", text)
+    stated = _STATED_EQUATION.fullmatch(text)
+    if stated and ":" not in stated["rest"]:
+        return stated["rest"]
     stated = _STATED.fullmatch(text)
     if stated and not _NO_LABEL.search(stated["words"]) and not _NO_VALUE.search(stated["rest"]):
         return f"\\text{{{stated['words']}}}={stated['rest']}"
