@@ -31,11 +31,12 @@ _PLAIN_FLOAT = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _POINT = re.compile(rf"\(?\s*{_PLAIN_FLOAT}\s*,\s*{_PLAIN_FLOAT}\s*\)?")
 _ROOTS = re.compile(rf"{_PLAIN_FLOAT}(?:\s*,\s*{_PLAIN_FLOAT})*")
 _NO_ROOTS = frozenset({"", '""', "''", "none", "no real solutions", "no solution", "no solutions"})
-_DAYS = re.compile(r"[+-]?[0-9]+(?: days?)?")
+_DAYS = re.compile(r"[+-]?[0-9]+(?: days?)?\.?", re.IGNORECASE)
 _DURATION = re.compile(r"(?:[0-9]+ days?,? ?)?[0-9]{1,3}:[0-9]{1,2}(?::[0-9]{1,2}(?:\.[0-9]+)?)?")
 _ARITHMETIC = re.compile(r"[0-9\s+\-*/()]*")
 _DIGITS = re.compile(r"[0-9]+")
 _BUTTONS = re.compile(r"[A-Ca-c](?:\W*[A-Ca-c])*\W*")
+_TEXT = re.compile(r"\\(?:text|texttt|mathrm|textbf) ?\{([^{}]*)\}")
 _MOVES = re.compile(r"[UDLR\s,]*")
 
 
@@ -131,6 +132,7 @@ def _countdown(answer: str, entry: dict[str, Any]) -> Verdict | None:
 
 def _arithmetic(answer: str, numbers: list[int], target: int) -> Verdict | None:
     """Whether an expression of the four operations uses each number once and gives the target."""
+    answer = answer.removesuffix(".")
     if len(answer) > MAX_ARITHMETIC_CHARS or not _ARITHMETIC.fullmatch(answer):
         return MALFORMED
     if sorted(map(int, _DIGITS.findall(answer))) != sorted(numbers):
@@ -163,7 +165,14 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
 
 def _only(pattern: re.Pattern[str]) -> Callable[[str, dict[str, Any]], Verdict | None]:
     """A screen for scorers that pick single letters out of any text."""
-    return lambda answer, entry: None if pattern.fullmatch(answer) else MALFORMED
+    return lambda answer, entry: None if pattern.fullmatch(_bare(answer)) else MALFORMED
+
+
+def _bare(answer: str) -> str:
+    """An answer without a final full stop, dollar signs or `\\text{}` around it."""
+    answer = answer.removesuffix(".").strip().strip("$").removesuffix("\\")
+    match = _TEXT.fullmatch(answer)
+    return match[1] if match else answer
 
 
 _SCREENS: dict[str, Callable[[str, dict[str, Any]], Verdict | None]] = {

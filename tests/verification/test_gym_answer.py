@@ -90,6 +90,28 @@ def test_expression_that_could_run_code_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "spelling", "is_right"),
+    [
+        ("countdown", "{}.", True),
+        ("countdown", "{}..", False),
+        ("puzzle24", "{}.5", False),
+        ("quantum_lock", "${}$", True),
+        ("quantum_lock", "\\text{{{}}}", True),
+        ("quantum_lock", "{} or C", False),
+        ("sokoban", "{}.", True),
+        ("sokoban", "\\text{{{}}}", True),
+        ("sokoban", "up or {}", False),
+    ],
+)
+def test_harmless_signs_around_an_answer_are_not_refused(
+    name: str, spelling: str, is_right: bool
+) -> None:
+    entry = json.loads(json.dumps(reasoning_gym.create_dataset(name, size=1, seed=7)[0]))
+    answer = spelling.format(entry["answer"])
+    assert compare(answer, json.dumps(entry)).is_correct == is_right
+
+
+@pytest.mark.parametrize(
     ("entry", "message"),
     [
         ("no json", "is no JSON"),

@@ -21,7 +21,7 @@ _CONDITION = re.compile(
     r"\(?(?:"
     rf"(?P<name>[{_LETTERS}]) ?\\in ?\\(?P<domain>integers|naturals|reals|rationals|complexes)"
     r" ?(?P<sign>\^\+|_\+|\^\{\+\})?"
-    rf"|(?P<noun>[{_LETTERS}]) ?\\text\{{is (?:an integer|any integer|integer)\}}"
+    rf"|(?P<noun>[{_LETTERS}]) ?\\text\{{(?:is )?(?:an integer|any integer|integer)\}}"
     rf"|\\text\{{ ?,?(?:for )?(?:any|all|every|some)? ?integers?\}} ?(?P<after>[{_LETTERS}])"
     r")\)?$"
 )
@@ -85,6 +85,8 @@ def same_but_for_constants(first: Tree, second: Tree) -> bool | None:
         constants = constants or _letter_constants(first, len(others))
     if _INDEXED_CONSTANT.fullmatch(min(constants, default="")) and len(constants) > 1:
         others = others or _letter_constants(second, len(constants))
+    constants = constants or _renamed_constant(second, first, others)
+    others = others or _renamed_constant(first, second, constants)
     if not constants or len(constants) != len(others) or len(constants) > MAX_CONSTANTS:
         return None
     if symbols_of(first) - constants != symbols_of(second) - others:
@@ -205,3 +207,11 @@ def _stands_outside(tree: Tree, symbol: Tree) -> bool:
 def _letter_constants(tree: Tree, count: int) -> frozenset[str]:
     names = symbols_of(tree) & _LETTER_CONSTANTS
     return frozenset(names) if len(names) == count else frozenset()
+
+
+def _renamed_constant(tree: Tree, other: Tree, constants: frozenset[str]) -> frozenset[str]:
+    """The A or K of the other tree that stands where this one has its one free constant."""
+    names = symbols_of(other) - symbols_of(tree)
+    is_one = len(constants) == len(names) == 1 and not _INDEXED_CONSTANT.fullmatch(min(constants))
+    is_free = is_one and names <= {"A", "K"} and _stands_outside(other, ("sym", *names))
+    return names if is_free else frozenset()

@@ -207,8 +207,8 @@ class _Parser:
         """The next factor of a product without sign; 3\\frac{1}{2} is a mixed number."""
         is_whole = previous[0] == "num" and previous[1].denominator == 1
         is_fraction = self._peek() == "frac"
-        if self._tokens[self._next][0] == "number":
-            # 2 3, or x^2 3: an omitted sign between digits means nothing sensible.
+        if self._tokens[self._next][0] == "number" and previous[:2] != ("call", "factorial"):
+            # 2 3, or x^2 3: an omitted sign between digits means nothing sensible, but 2!3! does.
             raise NotAnExpression("adjacent numbers")
         factor = self.power()
         is_quotient = factor[0] == "prod" and len(factor) == 3 and factor[2][0] == "pow"

@@ -23,7 +23,7 @@ _NAME = re.compile(
 )
 _FUNCTION = re.compile(r"[A-Za-z]'*(?:_[0-9A-Za-z])?(?:\^\{?-1\}?)?\([A-Za-z](?:,[A-Za-z])*\)")
 _LABEL = re.compile(r"\\text\{[^{}]*\}|[A-Za-z ]{4,}|\\frac\{d[a-z]?\}\{d[a-z]\}[a-z]?")
-_COORDINATES = re.compile(r"\([A-Za-z](?:,[A-Za-z]){1,3}\)")
+_COORDINATES = re.compile(r"\([A-Za-z](?:, ?[A-Za-z]){1,3}\)")
 _RELATION = re.compile(r"<|>|(?<![0-9)])!=|\\(?:le|ge|ne|in|equiv|subset)(?![a-z])")
 _ENVIRONMENT = re.compile(r"\\begin\{.*\\end\{[a-zA-Z]{1,12}\}", re.DOTALL)
 _NO_LABEL = re.compile(
@@ -46,6 +46,7 @@ _WORDS = re.compile(r"\\text\{[^{}]*[A-Za-z]{2}")
 _IDLE_WORDS = frozenset("the a an is of total answer value final".split())
 _CONSTANTS = ("e", "i", "\\pi", "\\infty", "\\emptyset", "\\reals")
 # An equation in these is a curve or a condition, not the value of its left side.
+_CARTESIAN = frozenset("xyz")
 _COORDINATE_NAMES = frozenset({"x", "y", "z", "r", "theta", "rho"})
 _DECIMAL = re.compile(
     r"-?(?P<whole>[0-9,]*)(?:\.(?P<places>[0-9]+))?"
@@ -174,12 +175,12 @@ def coordinates_named(text: str) -> str | None:
     pair = names[1:-1].split(","), split_at(inside, ",")
     if len(pair[0]) != len(pair[1]):
         return None
-    return ",".join(f"{name}={value.strip()}" for name, value in zip(*pair, strict=True))
+    return ",".join(f"{name.strip()}={value.strip()}" for name, value in zip(*pair, strict=True))
 
 
 def _is_single(text: str) -> bool:
     """Whether a text states one thing, not several after commas or words."""
-    if len(split_at(text, ";", ", ")) > 1:
+    if len(split_at(text, ";", ", ", "),")) > 1:
         return False
     return all(len(split_words(text, word, f"\\text{{{word}}}")) == 1 for word in ("or", "and"))
 
@@ -190,7 +191,7 @@ def _is_label(left: str, value: str) -> bool:
         return not _NO_LABEL.search(left)
     if _COORDINATES.fullmatch(left):
         return True
-    tree, value_tree = _left_tree(left), parse_expression(split_unit(value)[0])
+    tree, value_tree = _left_tree(left), _tree(split_unit(value)[0])
     if tree is None:
         is_list = len(split_at(left, ",", ";")) > 1
         parts = split_at(left, ":")
@@ -208,7 +209,9 @@ def _is_label(left: str, value: str) -> bool:
         )
     # 210-29b=7 is to be solved, 10m+n=7 is a value that was asked for.
     has_number = tree[0] == "sum" and not all(symbols_of(child) for child in tree[1:])
-    return not names & _COORDINATE_NAMES and not has_number
+    # p+q+r=12 is asked for; r=2\\cos\\theta is a curve.
+    is_curve = bool(names & _CARTESIAN) or (bool(names) and names <= _COORDINATE_NAMES)
+    return not is_curve and not has_number
 
 
 def _left_tree(left: str) -> Tree | None:
@@ -218,7 +221,9 @@ def _left_tree(left: str) -> Tree | None:
 
 def _free_names(tree: Tree) -> frozenset[str]:
     """Symbols that stand outside functions."""
-    if tree[0] == "apply" or (tree[0] == "call" and tree[1] in _TRIGONOMETRY):
+    # |z| is asked for where a complex number is.
+    is_modulus = tree == ("call", "abs", ("sym", "z"))
+    if is_modulus or tree[0] == "apply" or (tree[0] == "call" and tree[1] in _TRIGONOMETRY):
         return frozenset()
     if tree[0] == "sym":
         return frozenset({tree[1]})

@@ -35,6 +35,8 @@ _BASE = re.compile(
 _COLON = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{2}))? ?([ap]m)?")
 _HALF_DAY = re.compile(r" ?(?:\\text\{)?\b([ap])\.? ?m\b\.?\}?", re.IGNORECASE)
 
+_HOUR = re.compile(r"(?:\\text\{)?([0-9]{1,2}) ?(?:\\text\{)? ?([ap])\.? ?m\.?\}?", re.IGNORECASE)
+
 
 class ClockTime(NamedTuple):
     """A time of day or a duration, as written."""
@@ -86,6 +88,14 @@ def parse_colon(text: str) -> ClockTime | Ratio | None:
     if seconds or half or int(second) == 0:
         return None
     return Ratio(Fraction(int(first), int(second)), (int(first), int(second)))
+
+
+def parse_hour(text: str) -> ClockTime | None:
+    """The time of `5 PM`, `5\\text{ p.m.}`; None for anything else."""
+    match = _HOUR.fullmatch(text)
+    if match is None or not 1 <= int(match[1]) <= 12:
+        return None
+    return ClockTime(int(match[1]), 0, 0, match[2].lower())
 
 
 def same_time(first: ClockTime, second: ClockTime, *, accept_missing_unit: bool) -> bool:

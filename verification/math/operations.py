@@ -256,6 +256,8 @@ def _count_token(token: str, previous: str, count: Counter[str]) -> None:
     elif name in _CALLS and len(name) > 1:
         if name not in ("to", "begin") or token == "\\begin":
             count[CALL + name] += 1
+            # A factor before a matrix.
+            count["product"] += name == "begin" and is_ended and not is_command
     elif token == "(" and (previous[-1:].isdigit() or previous == ")"):
         count["product"] += 1
         count[BRACKETS] += 1

@@ -12,7 +12,14 @@ from typing import NamedTuple
 from verification.math.choices import Choice, Choices, read_choice
 from verification.math.hedges import hedges_in
 from verification.math.number_words import read_number_words
-from verification.math.numbers import ClockTime, Ratio, parse_colon, parse_number, same_time
+from verification.math.numbers import (
+    ClockTime,
+    Ratio,
+    parse_colon,
+    parse_hour,
+    parse_number,
+    same_time,
+)
 from verification.math.text import normalise
 from verification.math.unit_table import Unit, read_unit, singular
 from verification.math.units import is_unit_mismatch, same_quantity, settle_units, split_unit
@@ -28,6 +35,15 @@ _SHORT_WORDS = frozenset(
 )
 _CONNECTIVES = frozenset({"and", "or"})
 _OPENINGS = frozenset("a an the it it's this that they is are".split())
+_PROPERTIES = frozenset(
+    "odd even rational irrational prime composite isoscele equilateral scalene infinite".split()
+)
+_BEARERS = frozenset("number integer triangle solution".split())
+_SUBJECTS = frozenset("series sequence".split())
+_SYNONYMS = {
+    "convergent": "converge", "converges": "converge", "divergent": "diverge",
+    "diverges": "diverge",
+}  # fmt: skip
 MIN_BARE_WORD_CHARS = 5
 
 
@@ -76,7 +92,7 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
     if hedges_in(first) != hedges_in(second):
         return WRONG
     first, second = settle_units(first, second)
-    plain, other = read_plain(first), read_plain(second)
+    plain, other = _read_pair(first, second)
     if plain is None or other is None:
         is_choice = isinstance(plain or other, Choice | Choices)
         # A sentence about a letter that is not plainly the choice of it is no choice.
@@ -93,6 +109,17 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
         return CORRECT if _same_words(plain, other) else WRONG
     ratio, other_ratio = _as_ratio(plain, other), _as_ratio(other, plain)
     return CORRECT if ratio is not None and ratio == other_ratio else WRONG
+
+
+def _read_pair(first: str, second: str) -> tuple[Plain | None, Plain | None]:
+    """Plain readings of both; `5 PM` is a time beside another time, and 5 of something else."""
+    plain, other = read_plain(first), read_plain(second)
+    hour, other_hour = parse_hour(first), parse_hour(second)
+    if hour is not None and (other_hour is not None or isinstance(other, ClockTime)):
+        return hour, other_hour or other
+    if other_hour is not None and isinstance(plain, ClockTime):
+        return plain, other_hour
+    return plain, other
 
 
 def settle_choices(first: str, second: str) -> Verdict | tuple[str, str]:
@@ -116,7 +143,10 @@ def settle_choices(first: str, second: str) -> Verdict | tuple[str, str]:
 def _same_words(first: Words | Choices, second: Words | Choices) -> bool:
     """Equality without articles, `it is` before a property, and the plural of nouns."""
     if isinstance(first, Words) and isinstance(second, Words):
-        return _core_words(first.text) == _core_words(second.text)
+        one, two = sorted((_core_words(first.text), _core_words(second.text)), key=len)
+        # odd and an odd number
+        is_property = len(one) == 1 and one[0] in _PROPERTIES and two[:1] == one
+        return one == two or (is_property and len(two) == 2 and two[1] in _BEARERS)
     return first == second
 
 
@@ -124,6 +154,11 @@ def _core_words(text: str) -> list[str]:
     words = text.split()
     while len(words) > 1 and words[0] in _OPENINGS:
         words = words[1:]
+    if words[0] in _SUBJECTS and words[1:] and words[-1] in _SYNONYMS:
+        words = words[1:] if words[1] != "is" else words[2:]
+    if words[:2] == ["infinitely", "many"]:
+        words = ["infinite", *words[2:]]
+    words = [_SYNONYMS.get(word, word) for word in words]
     # A the end of a name, as in plane A, is no article.
     words = [word for word, _ in zip(words, words[1:], strict=False) if word != "the"] + words[-1:]
     return [singular(word) for word in words]

@@ -32,6 +32,7 @@ from verification.math.values import same_value
 _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
+_MATRIX_BRACKETS = (("(", ")"), ("[", "]"), ("|", "|"))
 _SIGN_CHOICE = re.compile(r"\\(pm|mp)(?![a-z]) ?")
 # What may stand before the condition of a piece.
 _CONDITION = re.compile(r"^(?:\\text\{ ?,?(?:if|for|when|where|as) ?\}|,|if|for|when)+ ?")
@@ -202,12 +203,28 @@ def _read_ratio(text: str) -> Ratio | None:
 
 
 def _read_matrix(text: str) -> Matrix | None:
-    match = _MATRIX.fullmatch(text)
-    if not match:
+    """A matrix in its own brackets or in written ones, multiplied by the factor before it."""
+    place = text.find("\\begin{")
+    if place < 0:
         return None
-    kind = "determinant" if match[1].lower() == "vmatrix" else "matrix"
+    factor, body = text[:place].rstrip(), text[place:]
+    bracket = (factor[-1:], body[-1:])
+    if bracket in _MATRIX_BRACKETS:
+        factor, body = factor[:-1], body[:-1].rstrip()
+    match = _MATRIX.fullmatch(body)
+    if not match or (bracket in _MATRIX_BRACKETS and match[1] not in ("array", "matrix")):
+        return None
+    is_determinant = match[1].lower() == "vmatrix" or bracket == ("|", "|")
     rows = match[2].strip().removesuffix("\\\\").split("\\\\")
-    return Matrix(kind, tuple(tuple(cell.strip() for cell in row.split("&")) for row in rows))
+    cells = tuple(tuple(cell.strip() for cell in row.split("&")) for row in rows)
+    factor = factor.strip().removesuffix("*").strip()
+    if not factor:
+        return Matrix("determinant" if is_determinant else "matrix", cells)
+    factor = "-1" if factor == "-" else factor
+    known = [parse_expression(part) for part in (factor, *sum(cells, ()))]
+    if is_determinant or None in known:
+        return None
+    return Matrix("matrix", tuple(tuple(f"({factor})*({c})" for c in row) for row in cells))
 
 
 def _column_as_tuple(matrix: Matrix) -> tuple[Collection, ...]:

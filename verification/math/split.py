@@ -5,8 +5,8 @@ Pure string code in time linear in the text.
 
 import re
 
-_BRACKETS = re.compile(r"\\[{}]|\\text\{[^{}]*\}|[()\[\]{}]")
-_OPENING = {"(", "[", "{", "\\{"}
+_BRACKETS = re.compile(r"\\[{}]|\\[lr]angle(?![a-z])|\\text\{[^{}]*\}|[()\[\]{}]")
+_OPENING = {"(", "[", "{", "\\{", "\\langle"}
 
 
 def enclosed(text: str, opening: str = "(", closing: str = ")") -> str | None:

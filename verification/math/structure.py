@@ -34,7 +34,7 @@ from verification.math.bound_names import (
     with_bound_names,
 )
 from verification.math.congruences import Congruence, same_congruence
-from verification.math.expression import Tree, parse_expression, renamed, symbols_of
+from verification.math.expression import Tree, has_constant, parse_expression, renamed, symbols_of
 from verification.math.inequalities import is_positive_multiple
 from verification.math.labels import Assignment, contradicts_itself, same_head, same_name
 from verification.math.notation import respell
@@ -198,7 +198,10 @@ class _Comparison:
             return self._same_matrix(a, b)
         if isinstance(a, Equation) and isinstance(b, Equation):
             pair = with_names_for_applications(a.difference, b.difference)
-            return None if pair is None else is_constant_ratio(*pair)
+            # No multiple of an equation with an infinite term can be told.
+            if pair is None or any(has_constant(side, "infty") for side in pair):
+                return None
+            return is_constant_ratio(*pair)
         return isinstance(a, Words) and a == b
 
     def _same_congruence(self, a: Congruence, b: Reading) -> bool | None:

@@ -9,6 +9,7 @@ import functools
 import re
 
 from verification.math.number_words import spell_bases, spell_factors
+from verification.math.sentences import spell_sentences
 from verification.math.styling import without_styling
 
 MAX_CHARS = 1000
@@ -127,6 +128,7 @@ _COMMANDS = (
         "\\bigcup": "\\cup",
     }  # fmt: skip
 )
+_SET_DIFFERENCE = re.compile(r"(?<=\\reals) *[-/] ?(?=\\\{)")
 _CHOOSE = re.compile(
     r"(?:\\left ?)?[{(]([^{}()\\]{1,40})\\choose ?([^{}()\\]{1,40})(?:\\right ?)?[})]"
 )
@@ -181,6 +183,11 @@ _ALIASES = (
          "all real values", "all real"],
         "\\reals",
     )
+    | dict.fromkeys(
+        ["all integers", "integers", "the integers", "the set of integers",
+         "the set of all integers"],
+        "\\integers",
+    )
     | dict.fromkeys(["infinity", "+\\infty", "inf", "positive infinity"], "\\infty")
     | dict.fromkeys(["negative infinity", "-infinity", "minus infinity"], "-\\infty")
     | dict.fromkeys(["dne", "does not exist", "d.n.e"], "\\text{does not exist}")
@@ -213,6 +220,7 @@ def normalise(text: str) -> str:
     if "$" in text:
         text = _without_math_delimiters(text)
     text = _DEGREE.sub(r"\\deg ", _COMMAND.sub(_spell_command, text))
+    text = _SET_DIFFERENCE.sub(r"\\setminus ", spell_sentences(text))
     text = _COMMA_GROUP.sub(_spell_comma, text.replace("{:}", ":"))
     text = _ANSWER_IS.sub(r"\1", text.strip())
     if "\\text" in text:

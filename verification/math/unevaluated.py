@@ -20,6 +20,7 @@ from fractions import Fraction
 from megatron_rl.config.reward import UnevaluatedRule
 from verification.math.copied import MAX_PROBLEM_CHARS, is_run, stands_in
 from verification.math.expression import Tree, parse_expression
+from verification.math.notation import respell
 from verification.math.numbers import parse_number
 from verification.math.operations import (
     BRACKETS,
@@ -73,6 +74,12 @@ _CALL_START = re.compile(
 _CYCLE = re.compile(r"\\(?:overline|bar|dot) ?\{?([0-9]{1,40})\}?")
 _PLAIN_NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 _FUNCTION_POWER = re.compile(r"^ ?\^(?:[2-9]|\{[0-9]{1,2}\})")
+_ANGLE = re.compile(
+    r"\\frac\{(?P<top>[0-9]{0,3}) ?\\pi ?\}\{(?P<below>[0-9]{1,3})\}"
+    r"|(?:\\frac\{(?P<above>[0-9]{1,3})\}\{(?P<bottom>[0-9]{1,3})\}\*?|(?P<times>[0-9]{0,3}))"
+    r" ?\\pi(?:/(?P<over>[0-9]{1,3}))?"
+)
+_DECIMAL = re.compile(r"(?<![0-9.])[0-9]{0,3}\.[0-9]{1,4}(?![0-9.])")
 _LONG_CALLS = ("\\sum", "\\prod", "\\int", "\\lim")
 MAX_CALLS = 8
 MAX_PARTS = 60
@@ -95,6 +102,8 @@ def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedR
         return False
     if _is_other_form(first, second, problem):
         return True
+    # C(5,2) is a binomial coefficient, here as in comparisons.
+    first, second = normalise(respell(first, second)), normalise(respell(second, first))
     (held, unit), (wanted, _) = split_unit(first), split_unit(second)
     if unit is not None and not _form_of(held.strip()) and unit.dimension in ("", ANGLE):
         held = first
@@ -173,6 +182,8 @@ def _has_number(tree: Tree) -> bool:
 def _is_copied(text: str, extra: Counter[str], allowed: Counter[str], problem: str) -> bool:
     if not problem:
         return False
+    if any(stands_in(same, problem) for same in _other_spellings(text)):
+        return True
     tree = parse_expression(text)
     trees = () if tree is None else tuple(_settled(tree, cancels=c) for c in (False, True))
     if stands_in(text, problem, *trees):
@@ -183,6 +194,25 @@ def _is_copied(text: str, extra: Counter[str], allowed: Counter[str], problem: s
     if not any(kind.startswith(CALL) for kind in extra):
         return False
     return any(stands_in(call, problem) for call in _calls(text))
+
+
+def _other_spellings(text: str) -> list[str]:
+    """The text with angles in degrees for parts of pi, and per cent for decimals."""
+    spellings = [_ANGLE.sub(_in_degrees, text), _DECIMAL.sub(_in_percent, text)]
+    return [spelling for spelling in spellings if spelling != text]
+
+
+def _in_degrees(match: re.Match[str]) -> str:
+    factor = int(match["top"] or match["above"] or match["times"] or 1)
+    degrees = Fraction(
+        180 * factor, int(match["below"] or match["bottom"] or match["over"] or 1) or 1
+    )
+    return f"{degrees}\\deg " if degrees.denominator == 1 else match[0]
+
+
+def _in_percent(match: re.Match[str]) -> str:
+    percent = Fraction(match[0]) * 100
+    return f"{percent}%" if percent.denominator == 1 else match[0]
 
 
 def _parts(tree: Tree) -> list[Tree]:
@@ -272,7 +302,7 @@ def _is_other_form(first: str, second: str, problem: str) -> bool:
     form, other = _form_of(number), _form_of(wanted)
     form = "percent" if form and unit is not None and unit.dimension == "" else form
     other = "percent" if other and other_unit is not None and other_unit.dimension == "" else other
-    is_interval = second[0] in "([" and second[-1] in ")]" and "," in second
+    is_interval = second[:1] in tuple("([") and second[-1] in ")]" and "," in second
     if is_interval and _RELATION.search(first):
         return _asks(problem, "interval") and stands_in(first, problem)
     if other_unit is not None and other_unit.dimension == ANGLE and unit is None:

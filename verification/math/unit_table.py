@@ -127,6 +127,7 @@ def read_unit(text: str) -> Unit | None:
     if len(text) > MAX_UNIT_CHARS:
         return None
     text = _FRACTION.sub(r"\1/\2", text).replace("pounds sterling", "gbp")
+    text = text.replace("years old", "years").replace("year old", "year")
     temperature = _TEMPERATURE.fullmatch(text)
     if temperature:
         scale = (temperature[1] or temperature[2] or "k")[0].upper()
