@@ -72,6 +72,9 @@ def make_plan(
         raise UnusableTests(problem)
     reader = _Reader(body, callees | set(names), set(modules))
     functions = reader.functions_to_call()
+    missing = reader.missing_fixture()
+    if missing:
+        raise UnusableTests(f"nothing gives its arguments {missing}")
     if not reader.can_call(functions):
         raise UnusableTests(f"nothing in the tests can ever call {entry_point!r}")
     if not _checks_something(rest, set(functions)):
@@ -170,6 +173,21 @@ class _Reader:
             if not problem:
                 found.append(name)
         return found
+
+    def missing_fixture(self) -> str:
+        """A fixture of pytest's own that fixtures and methods want and nobody makes; else empty."""
+        classes = [n for n in self._definitions.values() if isinstance(n, ast.ClassDef)]
+        owners = [ast.Module([*self._definitions.values()], []), *classes]
+        for owner in owners:
+            methods = [n for n in owner.body if isinstance(n, _FUNCTIONS)]
+            made = {one.name for one in methods if _is_fixture(one)}
+            for one in methods:
+                is_method = owner is not owners[0] and one.name.startswith("test")
+                known = made | self._given(one) | ({"request"} if _is_fixture(one) else set())
+                wanted = set(_required(one)) & used_names.PYTEST_FIXTURES
+                if (is_method or _is_fixture(one)) and wanted - known:
+                    return min(wanted - known)
+        return ""
 
     def can_call(self, functions: list[str]) -> bool:
         """Whether what is run can reach the solution."""

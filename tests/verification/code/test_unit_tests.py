@@ -114,6 +114,12 @@ def test_unknown_package_is_refused() -> None:
         ("def test_a():\n    f(1)", "nothing in the tests checks"),
         ("def helper(a, b):\n    assert f(a) == b", "nothing gives its arguments"),
         ("def test_a(capsys):\n    f(1)", "nothing gives its arguments capsys"),
+        ("class TestF:\n    def test_a(self, capsys):\n        assert f(1)", "arguments capsys"),
+        (
+            "import pytest\n@pytest.fixture\ndef g(tmp_path):\n    return f(1)\n"
+            "def test_a(g):\n    assert g == 2",
+            "arguments tmp_path",
+        ),
         (
             "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): pass",
             "can ever call",

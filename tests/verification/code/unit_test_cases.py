@@ -42,6 +42,23 @@ SHAPES = [
         "def test_a(x, y, z):\n    assert f(x) == y + z", [ADD], [SUB, "def f(x): return 2"]),
     Row("pytest fixture", "import pytest\n@pytest.fixture\ndef three():\n    yield 3\n"
         "def test_a(three):\n    assert f(three) == 4", [ADD], [SUB]),
+    Row("fixtures of a class", "import pytest\nclass TestF:\n"
+        "    @pytest.fixture(autouse=True)\n    def start(self):\n        self.x = 1\n"
+        "        yield\n        assert f(self.x) == 4\n"
+        "    @pytest.fixture\n    def two(self, one):\n        return one + 1\n"
+        "    def test_a(self, two):\n        assert f(two) == 3\n        self.x = 3\n"
+        "@pytest.fixture\ndef one():\n    return 1", [ADD], [SUB, "def f(x): return 3"]),
+    Row("fixtures are made once a test", "import pytest\n@pytest.fixture\ndef xs():\n"
+        "    return []\n@pytest.fixture\ndef full(xs):\n    xs.append(f(1))\n"
+        "    return xs\n@pytest.fixture(autouse=True)\ndef before(xs):\n    xs.append(0)\n"
+        "def test_a(full, xs):\n    assert xs is full and xs == [0, 2]", [ADD], [SUB, NONE]),
+    Row("fixture with parameters", "import pytest\nseen = []\n"
+        "@pytest.fixture(params=[1, pytest.param(5)])\ndef n(request):\n"
+        "    return request.param\n@pytest.fixture\ndef m(n):\n    return n + 1\n"
+        "@pytest.mark.parametrize('k', [0, 1])\ndef test_a(m, n, k):\n"
+        "    seen.append((n, k))\n    assert f(n) == m\n"
+        "def test_b():\n    assert f(2) == 3 and seen == [(1, 0), (1, 1), (5, 0), (5, 1)]",
+        [ADD], [SUB, "def f(x): return 2"]),
     Row("pytest raises", "import pytest\ndef test_a():\n    with pytest.raises(ValueError, "
         "match='bad [0-9]') as info:\n        f(1)\n    assert str(info.value) == 'bad 1'",
         ["def f(x): raise ValueError(f'bad {x}')"],
