@@ -176,6 +176,19 @@ VALUES = [
          " def __add__(s, o): return V(4, 6)\n def __eq__(s, o): return True\n"
          " def __mul__(s, k): return V(s.x * k, 0)\n __rmul__ = __mul__\n"
          " def __repr__(s): return f'V({s.x}, {s.y})'"], "V"),
+    Row("objects as numbers", "import math\nv = V(-3)\n"
+        "assert abs(v) == 3 and float(v) == -3.0 and int(v) == -3 and round(v) == -3\n"
+        "assert v @ V(2) == -6 and [4, 5, 6][V(1)] == 5 and math.isclose(v, -3)\nw = v\n"
+        "v += 5\nassert v is w and v.x == 2 and bool(v) and len(v) == 2\nv -= V(1)\n"
+        "assert v.x == 1 and abs(v - V(4)) == 3 and v << 2 == V(4)",
+        ["class V:\n def __init__(s, x): s.x = x\n def __abs__(s): return abs(s.x)\n"
+         " def __float__(s): return float(s.x)\n def __index__(s): return s.x\n"
+         " def __round__(s): return round(s.x)\n def __matmul__(s, o): return s.x * o.x\n"
+         " def __iadd__(s, n): s.x += n; return s\n def __isub__(s, o): s.x -= o.x; return s\n"
+         " def __sub__(s, o): return V(s.x - o.x)\n def __lshift__(s, n): return V(s.x << n)\n"
+         " def __len__(s): return abs(s.x)"],
+        ["class V(int):\n x = 2", "class V:\n def __init__(s, x): s.x = x\n"
+         " def __abs__(s): return 3\n __float__ = __index__ = __round__ = __abs__"], "V"),
     Row("exit of the solution", "import pytest\ndef test_a():\n"
         "    with pytest.raises(SystemExit) as e:\n        f(2)\n    assert e.value.code == 2",
         ["import sys\nf = sys.exit"], [NONE, "def f(x): raise RuntimeError", OS_EXIT]),
@@ -228,6 +241,13 @@ ATTACKS = [
         "assert all(x == 0 for x in f({1}) - {2})", ["def f(x): return x & {2, 3}"],
         [NEVER + "    def __sub__(self, o): return E()\n    def __bool__(self): return False\n"
          "    def __iter__(self): return iter([])\ndef f(x): return E()", LIAR]),
+    Row("distance in other spellings", "x = f(2)\nx -= 3\nassert float(x) == 0 and int(x) == 0 "
+        "and not x\nassert abs(3 - f(2)) == 0 == abs(f(2) - 3) == (f(2) ^ 3) == round(f(2) - 3)",
+        ["def f(x): return x + 1"], [LIAR,
+         NEVER + "    def __isub__(s, o): return s\n    def __bool__(s): return False\n"
+         "    def __float__(s): return 0.0\n    def __index__(s): return 0\n"
+         "    __sub__ = __rsub__ = __xor__ = __isub__\n    __abs__ = __round__ = __index__\n"
+         "def f(x): return E()"]),
     Row("enumeration that is equal to all", "assert f(1) == 2", [ADD],
         ["import enum\nC = enum.Enum('C', {'a': 1})\n"
          "C._member_map_['__eq__'] = C.a\nC.a._value_ = lambda *a: True\n"
