@@ -209,6 +209,23 @@ def test_cases_that_are_calls(source: str, reason: str, limits: CodeLimits) -> N
     assert grade(source, "python", _functional(), seed=0, limits=limits).reason == reason
 
 
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        ("{1: [2], 'x': None}", "correct"),
+        ("{'x': None, '1': (2,)}", "correct"),
+        ("{1: [2], '1': [2]}", "wrong_output"),
+        ("{1: [2]}", "wrong_output"),
+        ("{1: [2], 'x': 0}", "wrong_output"),
+    ],
+)
+def test_calls_that_return_dictionaries(result: str, reason: str, limits: CodeLimits) -> None:
+    cases = [{"stdin": "1", "stdout": '{"1": [2], "x": null}'}]
+    tests = parse_tests(json.dumps({"cases": cases, "entry_point": "f"}))
+    source = f"def f(n): return {result}"
+    assert grade(source, "python", tests, seed=0, limits=limits).reason == reason
+
+
 def test_cases_that_are_calls_need_json() -> None:
     cases = [{"stdin": "1 2", "stdout": "3"}]
     with pytest.raises(GradingError, match="a line of JSON for each argument"):
