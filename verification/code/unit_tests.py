@@ -64,6 +64,7 @@ def make_plan(
     rest = ast.Module(body, [])
     _drop_numbers(rest)
     modules = used_names.solution_modules(rest, root=root, packages=packages)
+    callees |= _aliases(rest, callees, modules)
     own = {name, "candidate", root, *names}
     problem = used_names.find_problem(
         source, rest, provided=own, solution_modules=modules, packages=packages
@@ -94,6 +95,17 @@ def make_plan(
     )
 
 
+def _aliases(tree: ast.Module, callees: set[str], modules: set[str]) -> set[str]:
+    """Other names under which tests import the solution."""
+    return {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module in modules)
+        for alias in node.names
+        if alias.asname and alias.name in callees
+    }
+
+
 def _entry_parts(entry_point: str) -> tuple[str, str]:
     """Name and method of an entry point."""
     root, dot, method = entry_point.partition(".")
@@ -119,7 +131,11 @@ def _parse(source: str) -> ast.Module:
 def _checks_something(tree: ast.Module, functions: set[str]) -> bool:
     """Whether tests hold anything that could fail for a wrong result."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assert | ast.Raise):
+        if isinstance(node, ast.Assert):
+            # `assert True` only marks a place.
+            if not isinstance(node.test, ast.Constant) or not node.test.value:
+                return True
+        if isinstance(node, ast.Raise):
             return True
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")

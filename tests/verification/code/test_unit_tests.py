@@ -112,6 +112,7 @@ def test_unknown_package_is_refused() -> None:
         ("assert callable(f)", "can ever call"),
         ("print(f(1) == 2)", "nothing in the tests checks"),
         ("def test_a():\n    f(1)", "nothing in the tests checks"),
+        ("assert True, 'starts'\nf(1)", "nothing in the tests checks"),
         ("def helper(a, b):\n    assert f(a) == b", "nothing gives its arguments"),
         ("def test_a(capsys):\n    f(1)", "nothing gives its arguments capsys"),
         ("class TestF:\n    def test_a(self, capsys):\n        assert f(1)", "arguments capsys"),

@@ -95,6 +95,8 @@ SHAPES = [
     Row("import of another name", "from your_module import f as g\nimport your_module as m\n"
         "assert g(1) == 2 and m.f(2) == 3 and m.K == 7", [ADD + "\nK = 7"],
         [ADD, SUB + "\nK = 7"]),
+    Row("import under another name", "from solution import f as g\nassert g(1) == 2", [ADD],
+        [SUB]),
     Row("import from a package", "from src.adder import f\nassert f(1) == 2", [ADD], [SUB]),
     Row("stub in the tests", "def f(x):\n    '''Add.'''\n    pass\nassert f(1) == 2", [ADD], [SUB]),
     Row("method of Solution", "def check(candidate):\n    assert candidate(x=1) == 2",
