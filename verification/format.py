@@ -17,8 +17,14 @@ THINK_END = "</think>"
 _BOX_START = re.compile(r"\\boxed[ \t]*+(?:\r?\n[ \t]*+)?\{")
 # An escaped character is consumed as a pair, so that \{ and \} are not counted as braces.
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# A line that can open or close a fenced block. Possessive: a failed line is not tried again.
-_FENCE_LINE = re.compile(r"^( {0,3})(`{3,}+|~{3,}+)([^\n]*+)$", re.MULTILINE)
+# A line that can open or close a fenced block, perhaps behind the marker of a list. Possessive: a
+# failed line is not tried again.
+_FENCE_LINE = re.compile(
+    r"^([ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]{1,4}+)?+)(`{3,}+|~{3,}+)([^\n]*+)$", re.MULTILINE
+)
+_LIST_ITEM = re.compile(r"^[ \t]*+(?:[-*+]|\d{1,9}[.)])[ \t]", re.MULTILINE)
+FREE_BLANKS = 3
+"""How far a fence may be indented outside lists, and a closing one deeper than its opening."""
 
 _QUOTATION = re.compile(r"""(["'`])([^"'`\n]*+)\1""")
 QUOTED_CHARS = 20
@@ -198,17 +204,19 @@ def last_box(text: str) -> str | None:
 def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     """The fenced code blocks of a text in order, by the rules of CommonMark.
 
-    A fence is 3 or more backticks or tildes after at most 3 spaces. The closing fence has the
-    same character, is at least as long, and has nothing behind it. The info string of a backtick
-    fence holds no backtick. The opening fence's indentation is taken off the content. Deeper
-    indentation, as in a list, and block quotes open no block. Offsets count the text after its
-    line ends have become \\n.
+    A fence is 3 or more backticks or tildes after at most 3 spaces, or as deep as one likes once a
+    list has begun. The closing fence has the same character, is at least as long, at most 3 spaces
+    deeper, and has nothing behind it. The info string of a backtick fence holds no backtick. The
+    opening fence's indentation is taken off the content. Other deep indentation and block quotes
+    open no block. Offsets count the text after its line ends have become \\n.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
+    item = _LIST_ITEM.search(text)
+    list_start = item.start() if item else len(text)
     opening: re.Match[str] | None = None
     for line in _FENCE_LINE.finditer(text):
         if opening is None:
-            opening = line if _opens(line) else None
+            opening = line if _opens(line, list_start) else None
         elif _closes(line, opening):
             yield _block(text, opening, line)
             opening = None
@@ -252,19 +260,30 @@ def _without_quoted_tags(quotation: re.Match[str]) -> str:
     return "" if len(bare) <= QUOTED_CHARS else quotation[0]
 
 
-def _opens(line: re.Match[str]) -> bool:
+def _opens(line: re.Match[str], list_start: int) -> bool:
+    if _width(line[1]) > FREE_BLANKS and line.start() < list_start:
+        return False
     return line[2][0] == "~" or "`" not in line[3]
 
 
 def _closes(line: re.Match[str], opening: re.Match[str]) -> bool:
     is_same_kind = line[2][0] == opening[2][0] and len(line[2]) >= len(opening[2])
-    return is_same_kind and not line[3].strip(" \t")
+    is_bare = not line[1].strip() and not line[3].strip(" \t")
+    # Deeper fences are in a text within the program.
+    return is_same_kind and is_bare and _width(line[1]) <= _width(opening[1]) + FREE_BLANKS
+
+
+def _width(indentation: str) -> int:
+    return len(indentation.expandtabs(4))
 
 
 def _block(text: str, opening: re.Match[str], closing: re.Match[str] | None) -> FencedBlock:
     source = text[opening.end() + 1 : closing.start() if closing else len(text)]
     if opening[1]:
-        source = re.sub(rf"^ {{1,{len(opening[1])}}}", "", source, flags=re.MULTILINE)
+        width = _width(opening[1])
+        # Where tabs indent the fence, they indent the content.
+        step = rf"\t{{1,{-(-width // 4)}}}" if "\t" in opening[1] else rf" {{1,{width}}}"
+        source = re.sub(rf"^{step}", "", source, flags=re.MULTILINE)
     tag, *_ = opening[3].split(maxsplit=1) or [""]
     end = closing.end() if closing else len(text)
     return FencedBlock(tag, source, closing is not None, opening.start(), end)

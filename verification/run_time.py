@@ -6,7 +6,6 @@ nothing. Linux counts for each thread the time that it was ready to run and was 
 (/proc/PID/task/TID/schedstat, the second number), throttling of a control group included.
 """
 
-import itertools
 import os
 import time
 from collections.abc import Collection
@@ -95,6 +94,7 @@ class Watch:
                 self._denied_s(pid, 0.0)
         self.cpu_s = 0.0
         """Most CPU time that one process has used."""
+        self._used_s: dict[int, float] = {}
         self.waited_s = 0.0
         """Time for which all were kept from a core, or not yet born."""
 
@@ -102,12 +102,18 @@ class Watch:
         """Take in what happened since the last look."""
         interval_s, self._last_s = now - self._last_s, now
         pids = self._pids()
-        self.cpu_s = max(itertools.chain([self.cpu_s], map(process_cpu_s, pids)))
+        self._used_s |= {pid: max(process_cpu_s(pid), self._used_s.get(pid, 0.0)) for pid in pids}
+        self.cpu_s = max(self._used_s.values(), default=0.0)
         # Processes that work in turns are denied their time in turns, hence the sum; the threads of
         # one compete with each other, hence the largest. Before the birth and after the end of a
         # program the host is at work.
         denied_s = sum(self._denied_s(pid, interval_s) for pid in pids) if pids else interval_s
         self.waited_s += min(interval_s, denied_s)
+
+    @property
+    def total_cpu_s(self) -> float:
+        """CPU time that all have used, those that ended included as far as they were seen."""
+        return sum(self._used_s.values())
 
     def _pids(self) -> list[int]:
         own = [self._root] if self._with_root else []

@@ -21,10 +21,11 @@ def is_same(given, expected):
         is_list = isinstance(given, (list, tuple)) and len(given) == len(expected)
         return is_list and all(map(is_same, given, expected))
     if isinstance(expected, dict):
-        is_dict = isinstance(given, dict) and len(given) == len(expected)
-        return is_dict and all(
-            str(key) in expected and is_same(item, expected[str(key)])
-            for key, item in given.items()
+        if not isinstance(given, dict) or len(given) != len(expected):
+            return False
+        named = {{str(key): item for key, item in given.items()}}
+        return named.keys() == expected.keys() and all(
+            is_same(item, expected[name]) for name, item in named.items()
         )
     if isinstance(expected, bool) or isinstance(given, bool) or expected is None:
         return given is expected

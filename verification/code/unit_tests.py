@@ -64,6 +64,7 @@ def make_plan(
     rest = ast.Module(body, [])
     _drop_numbers(rest)
     modules = used_names.solution_modules(rest, root=root, packages=packages)
+    callees |= _aliases(rest, callees, modules)
     own = {name, "candidate", root, *names}
     problem = used_names.find_problem(
         source, rest, provided=own, solution_modules=modules, packages=packages
@@ -72,6 +73,9 @@ def make_plan(
         raise UnusableTests(problem)
     reader = _Reader(body, callees | set(names), set(modules))
     functions = reader.functions_to_call()
+    missing = reader.missing_fixture()
+    if missing:
+        raise UnusableTests(f"nothing gives its arguments {missing}")
     if not reader.can_call(functions):
         raise UnusableTests(f"nothing in the tests can ever call {entry_point!r}")
     if not _checks_something(rest, set(functions)):
@@ -89,6 +93,17 @@ def make_plan(
         callees=sorted(callees),
         prelude=prelude,
     )
+
+
+def _aliases(tree: ast.Module, callees: set[str], modules: set[str]) -> set[str]:
+    """Other names under which tests import the solution."""
+    return {
+        alias.asname
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module in modules)
+        for alias in node.names
+        if alias.asname and alias.name in callees
+    }
 
 
 def _entry_parts(entry_point: str) -> tuple[str, str]:
@@ -116,7 +131,11 @@ def _parse(source: str) -> ast.Module:
 def _checks_something(tree: ast.Module, functions: set[str]) -> bool:
     """Whether tests hold anything that could fail for a wrong result."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assert | ast.Raise):
+        if isinstance(node, ast.Assert):
+            # `assert True` only marks a place.
+            if not isinstance(node.test, ast.Constant) or not node.test.value:
+                return True
+        if isinstance(node, ast.Raise):
             return True
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
@@ -170,6 +189,21 @@ class _Reader:
             if not problem:
                 found.append(name)
         return found
+
+    def missing_fixture(self) -> str:
+        """A fixture of pytest's own that fixtures and methods want and nobody makes; else empty."""
+        classes = [n for n in self._definitions.values() if isinstance(n, ast.ClassDef)]
+        owners = [ast.Module([*self._definitions.values()], []), *classes]
+        for owner in owners:
+            methods = [n for n in owner.body if isinstance(n, _FUNCTIONS)]
+            made = {one.name for one in methods if _is_fixture(one)}
+            for one in methods:
+                is_method = owner is not owners[0] and one.name.startswith("test")
+                known = made | self._given(one) | ({"request"} if _is_fixture(one) else set())
+                wanted = set(_required(one)) & used_names.PYTEST_FIXTURES
+                if (is_method or _is_fixture(one)) and wanted - known:
+                    return min(wanted - known)
+        return ""
 
     def can_call(self, functions: list[str]) -> bool:
         """Whether what is run can reach the solution."""

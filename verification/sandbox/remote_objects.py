@@ -15,6 +15,12 @@ from verification.sandbox.solution_process import SPECIAL, state_of
 UNIT_TESTS_FILE = "unit_tests.py"
 _SINGLE_ITEMS = 8
 _BATCH_ITEMS = 256
+# What turns an object into a value, and so would tell a test that two things are the same.
+_TELLING = frozenset(
+    "__bool__ __len__ __iter__ __next__ __int__ __float__ __index__ __round__".split()
+)
+# After these an object holds what it was given; after `__isub__` it would be a difference.
+_GATHERING = frozenset({"__iadd__", "__imul__", "__ior__"})
 _comparing: set[tuple[int, int]] = set()
 
 
@@ -97,7 +103,7 @@ class RemoteObject:
         record = self._remote
         if method not in record.specials:
             raise TypeError(f"{record.name!r} object has no {method}")
-        if record.has_met_value and method in ("__bool__", "__len__", "__iter__", "__next__"):
+        if record.has_met_value and method in _TELLING:
             raise TypeError(f"{method} of the difference from a value says what one likes to hear")
         return record.link.ask("method", record.handle, method, arguments)
 
@@ -143,6 +149,18 @@ class RemoteObject:
     def __contains__(self, wanted: Any) -> bool:
         # The solution is not told what is looked for.
         return any(item is wanted or item == wanted for item in self)
+
+    def __int__(self) -> int:
+        return self._ask("__int__" if "__int__" in self._remote.specials else "__index__")
+
+    def __float__(self) -> float:
+        return self._ask("__float__" if "__float__" in self._remote.specials else "__index__")
+
+    def __index__(self) -> int:
+        return self._ask("__index__")
+
+    def __round__(self, *digits: int) -> Any:
+        return self._ask("__round__", *digits)
 
     def __getitem__(self, key: Any) -> Any:
         return self._ask("__getitem__", key)
@@ -216,7 +234,7 @@ def _define_operators() -> None:
 
     With a value of the tests one may tell the solution what is expected (`abs(f(x) - 3) < 1e-9`),
     so it makes nothing but another object, which is neither compared by size nor asked if it is
-    nothing.
+    nothing. Between objects of the solution alone it may make a value, such as a length.
     """
 
     def comparison(method: str) -> Any:
@@ -234,12 +252,13 @@ def _define_operators() -> None:
             if method not in self._remote.specials:
                 return NotImplemented
             made = self._ask(method, *other)
-            if not issubclass(type(made), RemoteObject):
-                raise TypeError(f"{method} of {self._remote.name!r} makes no object of its own")
             records = [one._remote for one in other if issubclass(type(one), RemoteObject)]
-            has_met_value = len(records) < len(other)
+            has_met_value = len(records) < len(other) and method not in _GATHERING
             has_met_value |= any(one.has_met_value for one in [self._remote, *records])
-            made._remote.has_met_value |= has_met_value
+            if issubclass(type(made), RemoteObject):
+                made._remote.has_met_value |= has_met_value
+            elif has_met_value or len(records) < len(other):
+                raise TypeError(f"{method} of {self._remote.name!r} makes no object of its own")
             return made
 
         return operate

@@ -28,9 +28,12 @@ CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 BATCH_S = 0.0005
 SPECIAL = (
     "__bool__ __len__ __iter__ __next__ __getitem__ __setitem__ __delitem__ __call__ __enter__ "
-    "__exit__ __str__ __repr__ __format__ __eq__ __lt__ __le__ __gt__ __ge__ __add__ __sub__ "
-    "__mul__ __matmul__ __truediv__ __floordiv__ __mod__ __pow__ __and__ __or__ __xor__ __radd__ "
-    "__rsub__ __rmul__ __rtruediv__ __rfloordiv__ __rmod__ __neg__ __invert__"
+    "__exit__ __str__ __repr__ __format__ __int__ __float__ __index__ __round__ __eq__ __lt__ "
+    "__le__ __gt__ __ge__ __add__ __sub__ __mul__ __matmul__ __truediv__ __floordiv__ __mod__ "
+    "__pow__ __and__ __or__ __xor__ __lshift__ __rshift__ __radd__ __rsub__ __rmul__ __rmatmul__ "
+    "__rtruediv__ __rfloordiv__ __rmod__ __rpow__ __rand__ __ror__ __rxor__ __iadd__ __isub__ "
+    "__imul__ __itruediv__ __ifloordiv__ __imod__ __iand__ __ior__ __ixor__ __neg__ __pos__ "
+    "__abs__ __invert__"
 ).split()  # fmt: skip
 IN_PLACE = frozenset(
     "list dict set bytearray deque counter ordered defaultdict instance".split()

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 NAMES = frozenset("approx fail fixture main mark param raises skip".split())
@@ -133,7 +133,13 @@ class Parameters:
 def _fixture(*arguments: Any, **keywords: Any) -> Any:
     def decorate(function: Any) -> Any:
         function.is_fixture = True
+        function.is_autouse = bool(keywords.get("autouse"))
+        rows = keywords.get("params")
+        function.fixture_rows = None if rows is None else [_bare(row) for row in rows]
         return function
+
+    def _bare(row: Any) -> Any:
+        return row.values[0] if isinstance(row, Parameters) else row
 
     return decorate(arguments[0]) if arguments and callable(arguments[0]) else decorate
 
@@ -163,3 +169,38 @@ def parameter_sets(function: Any) -> Iterator[dict[str, Any]]:
         for row in rows:
             merged |= row
         yield merged
+
+
+def argument_names(function: Any) -> list[str]:
+    """Arguments of a function that somebody must give."""
+    code = getattr(function, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code else ()
+    is_bound = getattr(function, "__self__", None) is not None
+    return list(names[is_bound : len(names) - len(function.__defaults__ or ())])
+
+
+def find_fixtures(names_and_values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The fixtures among the names of a module or an instance."""
+    kinds = (types.FunctionType, types.MethodType)
+    return {
+        name: value
+        for name, value in names_and_values
+        if type(value) in kinds and hasattr(value, "is_fixture")
+    }
+
+
+def autouse_names(fixtures: dict[str, Any]) -> list[str]:
+    """Fixtures that every test uses."""
+    return [name for name, fixture in fixtures.items() if fixture.is_autouse]
+
+
+def fixture_sets(function: Any, fixtures: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Parameters of the fixtures that a test uses, by their names, for each run of it."""
+    needed = [*autouse_names(fixtures), *argument_names(function)]
+    for name in needed:
+        # The list grows meanwhile: fixtures use others.
+        found = argument_names(fixtures[name]) if name in fixtures else []
+        needed += [inner for inner in found if inner not in needed]
+    varied = [n for n in dict.fromkeys(needed) if n in fixtures and fixtures[n].fixture_rows]
+    for row in itertools.product(*(fixtures[name].fixture_rows for name in varied)):
+        yield dict(zip(varied, row, strict=True))

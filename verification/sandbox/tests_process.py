@@ -17,7 +17,15 @@ from verification.sandbox import package_values
 from verification.sandbox.call_proxy import SolutionGone, new_module
 from verification.sandbox.remote_objects import UNIT_TESTS_FILE
 from verification.sandbox.remote_values import Link, Result, SolutionModule
-from verification.sandbox.stand_ins import Skipped, make_pytest, parameter_sets
+from verification.sandbox.stand_ins import (
+    Skipped,
+    argument_names,
+    autouse_names,
+    find_fixtures,
+    fixture_sets,
+    make_pytest,
+    parameter_sets,
+)
 
 _end_process = os._exit
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -90,11 +98,7 @@ class TestRun:
         code = compile(self._tree, UNIT_TESTS_FILE, "exec")
         self._count(lambda: exec(code, self._namespace), self._job["has_module_tests"])
         self._namespace.update({name: self._candidate for name in self._job["replaced"]})
-        fixtures = {
-            name: value
-            for name, value in self._namespace.items()
-            if type(value) is types.FunctionType and hasattr(value, "is_fixture")
-        }
+        fixtures = find_fixtures(self._namespace.items())
         for name in self._job["functions"]:
             self._run_function(self._namespace[name], fixtures)
         for value in list(self._namespace.values()):
@@ -150,39 +154,10 @@ class TestRun:
         self.tests_run += is_test
 
     def _run_function(self, function: Any, fixtures: dict[str, Any]) -> None:
-        for given in parameter_sets(function):
-            self._count(lambda given=given: self._call(function, given, fixtures))
-
-    def _call(self, function: Any, given: dict[str, Any], fixtures: dict[str, Any]) -> Any:
-        """Result of a function of the tests, with fixtures and else the candidate as arguments."""
-        code = getattr(function, "__code__", None)
-        bound = getattr(function, "__self__", None)
-        names = code.co_varnames[: code.co_argcount] if code else ()
-        names = names[bound is not None : len(names) - len(function.__defaults__ or ())]
-        arguments = dict(given)
-        ends = []
-        for name in names:
-            if name in arguments:
-                continue
-            arguments[name] = self._candidate
-            if name in fixtures:
-                value = self._call(fixtures[name], {}, fixtures)
-                if isinstance(value, types.GeneratorType):
-                    ends.append(value)
-                    value = next(value)
-                arguments[name] = value
-        value = function(**arguments)
-        if isinstance(value, types.CoroutineType):
-            import asyncio
-
-            value = asyncio.run(value)
-        for end in ends:
-            for _ in end:
-                pass
-        if value is False and not hasattr(function, "is_fixture"):
-            # A check may say what it found instead of asserting it.
-            raise AssertionError(f"{getattr(function, '__name__', 'a test')} returned False")
-        return value
+        for rows in fixture_sets(function, fixtures):
+            for given in parameter_sets(function):
+                scene = Scene(self._candidate, fixtures, rows)
+                self._count(lambda given=given, scene=scene: scene.run(function, given))
 
     def _run_class(self, kind: type, fixtures: dict[str, Any]) -> None:
         unittest = sys.modules.get("unittest")
@@ -194,18 +169,22 @@ class TestRun:
                     self._run_method(kind, name, fixtures)
 
     def _run_method(self, kind: type, name: str, fixtures: dict[str, Any]) -> None:
-        for given in parameter_sets(getattr(kind, name)):
-            instance = kind()
-            for before in ("setup_class", "setup_method", "setup"):
-                self._call_if_there(instance, before, fixtures)
-            method = getattr(instance, name)
-            self._count(lambda method=method, given=given: self._call(method, given, fixtures))
-            self._call_if_there(instance, "teardown_method", fixtures)
+        own = find_fixtures((one, getattr(kind, one)) for one in dir(kind))
+        for rows in fixture_sets(getattr(kind(), name), fixtures | own):
+            for given in parameter_sets(getattr(kind, name)):
+                instance = kind()
+                bound = {one: getattr(instance, one) for one in own}
+                for before in ("setup_class", "setup_method", "setup"):
+                    self._call_if_there(instance, before)
+                scene = Scene(self._candidate, fixtures | bound, rows)
+                method = getattr(instance, name)
+                self._count(lambda given=given, m=method, scene=scene: scene.run(m, given))
+                self._call_if_there(instance, "teardown_method")
 
-    def _call_if_there(self, instance: Any, name: str, fixtures: dict[str, Any]) -> None:
+    def _call_if_there(self, instance: Any, name: str) -> None:
         method = getattr(instance, name, None)
         if method is not None:
-            self._call(method, {}, fixtures)
+            Scene(self._candidate, {}, {}).run(method, {})
 
     def _run_test_case(self, unittest: Any, kind: type) -> None:
         result = unittest.TestResult()
@@ -218,6 +197,56 @@ class TestRun:
         if result.errors:
             raise EarlyEnd(str(result.errors[0][1])[-400:])
         self.tests_run += result.testsRun - len(result.skipped)
+
+
+class Scene:
+    """One run of a test: its fixtures are made once, and ended when the test is over."""
+
+    def __init__(self, candidate: Any, fixtures: dict[str, Any], rows: dict[str, Any]) -> None:
+        self._candidate = candidate
+        self._fixtures = fixtures
+        self._rows = rows
+        """Parameters of fixtures, by their names."""
+        self._made: dict[str, Any] = {}
+        self._ends: list[types.GeneratorType] = []
+
+    def run(self, test: Any, given: dict[str, Any]) -> None:
+        """Run a test; AssertionError when it says that it failed."""
+        for name in autouse_names(self._fixtures):
+            self._value_of(name)
+        value = self._call(test, given)
+        for end in reversed(self._ends):
+            for _ in end:
+                pass
+        if value is False:
+            # A check may say what it found instead of asserting it.
+            raise AssertionError(f"{getattr(test, '__name__', 'a test')} returned False")
+
+    def _value_of(self, name: str) -> Any:
+        """What a fixture gives; else the candidate."""
+        if name not in self._fixtures:
+            return self._candidate
+        if name not in self._made:
+            request = types.SimpleNamespace(param=self._rows.get(name))
+            value = self._call(self._fixtures[name], {"request": request})
+            if isinstance(value, types.GeneratorType):
+                self._ends.append(value)
+                value = next(value)
+            self._made[name] = value
+        return self._made[name]
+
+    def _call(self, function: Any, given: dict[str, Any]) -> Any:
+        """Result of a function of the tests, with fixtures and else the candidate as arguments."""
+        names = argument_names(function)
+        arguments = {name: given[name] if name in given else self._value_of(name) for name in names}
+        if not hasattr(function, "is_fixture"):
+            arguments |= given
+        value = function(**arguments)
+        if isinstance(value, types.CoroutineType):
+            import asyncio
+
+            value = asyncio.run(value)
+        return value
 
 
 def _without_stubs(tree: ast.Module, replaced: list[str]) -> ast.Module:

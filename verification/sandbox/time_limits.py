@@ -16,6 +16,9 @@ from verification.run_time import Watch
 LOOK_S = 0.1
 """Time between two looks at a program."""
 CPU, WALL, HOST = "cpu", "wall", "host"
+BUSY_PROCESSES = 2
+"""All processes of a program together have the CPU time of so many: tests and solution, or the
+passes of a compiler. Beyond, they keep each other from a core, and not the host."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -37,9 +40,14 @@ class Limits(msgspec.Struct, frozen=True):
     """All temporary files of a test together."""
 
 
-def find_end(limits: Limits, *, elapsed_s: float, cpu_s: float, waited_s: float) -> str:
-    """Why a program must end now: its own CPU or WALL, or the HOST; empty when it may go on."""
-    if cpu_s >= limits.cpu_s:
+def find_end(
+    limits: Limits, *, elapsed_s: float, cpu_s: float, total_cpu_s: float, waited_s: float
+) -> str:
+    """Why a program must end now: its own CPU or WALL, or the HOST; empty when it may go on.
+
+    cpu_s: of the busiest process; total_cpu_s: of all.
+    """
+    if cpu_s >= limits.cpu_s or total_cpu_s >= BUSY_PROCESSES * limits.cpu_s:
         return CPU
     if elapsed_s - waited_s >= limits.wall_s:
         return WALL
@@ -64,6 +72,10 @@ def await_reply(
         now = time.monotonic()
         watch.look(now)
         end = find_end(
-            limits, elapsed_s=now - started_s, cpu_s=watch.cpu_s, waited_s=watch.waited_s
+            limits,
+            elapsed_s=now - started_s,
+            cpu_s=watch.cpu_s,
+            total_cpu_s=watch.total_cpu_s,
+            waited_s=watch.waited_s,
         )
     return end

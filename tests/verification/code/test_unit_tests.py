@@ -112,8 +112,15 @@ def test_unknown_package_is_refused() -> None:
         ("assert callable(f)", "can ever call"),
         ("print(f(1) == 2)", "nothing in the tests checks"),
         ("def test_a():\n    f(1)", "nothing in the tests checks"),
+        ("assert True, 'starts'\nf(1)", "nothing in the tests checks"),
         ("def helper(a, b):\n    assert f(a) == b", "nothing gives its arguments"),
         ("def test_a(capsys):\n    f(1)", "nothing gives its arguments capsys"),
+        ("class TestF:\n    def test_a(self, capsys):\n        assert f(1)", "arguments capsys"),
+        (
+            "import pytest\n@pytest.fixture\ndef g(tmp_path):\n    return f(1)\n"
+            "def test_a(g):\n    assert g == 2",
+            "arguments tmp_path",
+        ),
         (
             "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): pass",
             "can ever call",
@@ -201,6 +208,23 @@ def _functional(**more: object) -> CodeTests:
 )
 def test_cases_that_are_calls(source: str, reason: str, limits: CodeLimits) -> None:
     assert grade(source, "python", _functional(), seed=0, limits=limits).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        ("{1: [2], 'x': None}", "correct"),
+        ("{'x': None, '1': (2,)}", "correct"),
+        ("{1: [2], '1': [2]}", "wrong_output"),
+        ("{1: [2]}", "wrong_output"),
+        ("{1: [2], 'x': 0}", "wrong_output"),
+    ],
+)
+def test_calls_that_return_dictionaries(result: str, reason: str, limits: CodeLimits) -> None:
+    cases = [{"stdin": "1", "stdout": '{"1": [2], "x": null}'}]
+    tests = parse_tests(json.dumps({"cases": cases, "entry_point": "f"}))
+    source = f"def f(n): return {result}"
+    assert grade(source, "python", tests, seed=0, limits=limits).reason == reason
 
 
 def test_cases_that_are_calls_need_json() -> None:

@@ -42,6 +42,23 @@ SHAPES = [
         "def test_a(x, y, z):\n    assert f(x) == y + z", [ADD], [SUB, "def f(x): return 2"]),
     Row("pytest fixture", "import pytest\n@pytest.fixture\ndef three():\n    yield 3\n"
         "def test_a(three):\n    assert f(three) == 4", [ADD], [SUB]),
+    Row("fixtures of a class", "import pytest\nclass TestF:\n"
+        "    @pytest.fixture(autouse=True)\n    def start(self):\n        self.x = 1\n"
+        "        yield\n        assert f(self.x) == 4\n"
+        "    @pytest.fixture\n    def two(self, one):\n        return one + 1\n"
+        "    def test_a(self, two):\n        assert f(two) == 3\n        self.x = 3\n"
+        "@pytest.fixture\ndef one():\n    return 1", [ADD], [SUB, "def f(x): return 3"]),
+    Row("fixtures are made once a test", "import pytest\n@pytest.fixture\ndef xs():\n"
+        "    return []\n@pytest.fixture\ndef full(xs):\n    xs.append(f(1))\n"
+        "    return xs\n@pytest.fixture(autouse=True)\ndef before(xs):\n    xs.append(0)\n"
+        "def test_a(full, xs):\n    assert xs is full and xs == [0, 2]", [ADD], [SUB, NONE]),
+    Row("fixture with parameters", "import pytest\nseen = []\n"
+        "@pytest.fixture(params=[1, pytest.param(5)])\ndef n(request):\n"
+        "    return request.param\n@pytest.fixture\ndef m(n):\n    return n + 1\n"
+        "@pytest.mark.parametrize('k', [0, 1])\ndef test_a(m, n, k):\n"
+        "    seen.append((n, k))\n    assert f(n) == m\n"
+        "def test_b():\n    assert f(2) == 3 and seen == [(1, 0), (1, 1), (5, 0), (5, 1)]",
+        [ADD], [SUB, "def f(x): return 2"]),
     Row("pytest raises", "import pytest\ndef test_a():\n    with pytest.raises(ValueError, "
         "match='bad [0-9]') as info:\n        f(1)\n    assert str(info.value) == 'bad 1'",
         ["def f(x): raise ValueError(f'bad {x}')"],
@@ -78,6 +95,8 @@ SHAPES = [
     Row("import of another name", "from your_module import f as g\nimport your_module as m\n"
         "assert g(1) == 2 and m.f(2) == 3 and m.K == 7", [ADD + "\nK = 7"],
         [ADD, SUB + "\nK = 7"]),
+    Row("import under another name", "from solution import f as g\nassert g(1) == 2", [ADD],
+        [SUB]),
     Row("import from a package", "from src.adder import f\nassert f(1) == 2", [ADD], [SUB]),
     Row("stub in the tests", "def f(x):\n    '''Add.'''\n    pass\nassert f(1) == 2", [ADD], [SUB]),
     Row("method of Solution", "def check(candidate):\n    assert candidate(x=1) == 2",
@@ -159,6 +178,19 @@ VALUES = [
          " def __add__(s, o): return V(4, 6)\n def __eq__(s, o): return True\n"
          " def __mul__(s, k): return V(s.x * k, 0)\n __rmul__ = __mul__\n"
          " def __repr__(s): return f'V({s.x}, {s.y})'"], "V"),
+    Row("objects as numbers", "import math\nv = V(-3)\n"
+        "assert abs(v) == 3 and float(v) == -3.0 and int(v) == -3 and round(v) == -3\n"
+        "assert v @ V(2) == -6 and [4, 5, 6][V(1)] == 5 and math.isclose(v, -3)\nw = v\n"
+        "v += 5\nassert v is w and v.x == 2 and bool(v) and len(v) == 2\nv -= V(1)\n"
+        "assert v.x == 1 and abs(v - V(4)) == 3 and v << 2 == V(4)",
+        ["class V:\n def __init__(s, x): s.x = x\n def __abs__(s): return abs(s.x)\n"
+         " def __float__(s): return float(s.x)\n def __index__(s): return s.x\n"
+         " def __round__(s): return round(s.x)\n def __matmul__(s, o): return s.x * o.x\n"
+         " def __iadd__(s, n): s.x += n; return s\n def __isub__(s, o): s.x -= o.x; return s\n"
+         " def __sub__(s, o): return V(s.x - o.x)\n def __lshift__(s, n): return V(s.x << n)\n"
+         " def __len__(s): return abs(s.x)"],
+        ["class V(int):\n x = 2", "class V:\n def __init__(s, x): s.x = x\n"
+         " def __abs__(s): return 3\n __float__ = __index__ = __round__ = __abs__"], "V"),
     Row("exit of the solution", "import pytest\ndef test_a():\n"
         "    with pytest.raises(SystemExit) as e:\n        f(2)\n    assert e.value.code == 2",
         ["import sys\nf = sys.exit"], [NONE, "def f(x): raise RuntimeError", OS_EXIT]),
@@ -211,6 +243,13 @@ ATTACKS = [
         "assert all(x == 0 for x in f({1}) - {2})", ["def f(x): return x & {2, 3}"],
         [NEVER + "    def __sub__(self, o): return E()\n    def __bool__(self): return False\n"
          "    def __iter__(self): return iter([])\ndef f(x): return E()", LIAR]),
+    Row("distance in other spellings", "x = f(2)\nx -= 3\nassert float(x) == 0 and int(x) == 0 "
+        "and not x\nassert abs(3 - f(2)) == 0 == abs(f(2) - 3) == (f(2) ^ 3) == round(f(2) - 3)",
+        ["def f(x): return x + 1"], [LIAR,
+         NEVER + "    def __isub__(s, o): return s\n    def __bool__(s): return False\n"
+         "    def __float__(s): return 0.0\n    def __index__(s): return 0\n"
+         "    __sub__ = __rsub__ = __xor__ = __isub__\n    __abs__ = __round__ = __index__\n"
+         "def f(x): return E()"]),
     Row("enumeration that is equal to all", "assert f(1) == 2", [ADD],
         ["import enum\nC = enum.Enum('C', {'a': 1})\n"
          "C._member_map_['__eq__'] = C.a\nC.a._value_ = lambda *a: True\n"

@@ -99,24 +99,53 @@ def test_a_host_too_crowded_for_any_verdict_is_told_from_a_wrong_program() -> No
 
 
 @pytest.mark.parametrize(
-    ("elapsed_s", "cpu_s", "waited_s", "end"),
+    ("elapsed_s", "cpu_s", "total_cpu_s", "waited_s", "end"),
     [
-        (3.9, 3.9, 0.0, ""),
-        (4.0, 4.0, 0.0, CPU),
-        (7.9, 0.1, 0.0, ""),
-        (8.0, 0.1, 0.0, WALL),
-        (60.0, 2.5, 57.0, ""),
-        (60.0, 2.5, 52.0, WALL),
-        (80.0, 2.5, 77.0, HOST),
-        (80.0, 4.0, 76.0, CPU),
+        (3.9, 3.9, 7.8, 0.0, ""),
+        (4.0, 4.0, 4.0, 0.0, CPU),
+        (7.9, 0.1, 0.1, 0.0, ""),
+        (8.0, 0.1, 0.2, 0.0, WALL),
+        (60.0, 2.5, 5.0, 57.0, ""),
+        (60.0, 2.5, 2.5, 52.0, WALL),
+        (80.0, 2.5, 2.5, 77.0, HOST),
+        (80.0, 4.0, 4.0, 76.0, CPU),
+        # Sixty-four that share two cores keep each other waiting.
+        (5.0, 0.2, 8.0, 5.0, CPU),
+        (80.0, 0.2, 8.0, 80.0, CPU),
     ],
 )
-def test_ends_by_hand(elapsed_s: float, cpu_s: float, waited_s: float, end: str) -> None:
+def test_ends_by_hand(
+    elapsed_s: float, cpu_s: float, total_cpu_s: float, waited_s: float, end: str
+) -> None:
     limits = Limits(
         memory_bytes=0, cpu_s=4.0, wall_s=8.0, max_elapsed_s=80.0, file_bytes=0, processes=0,
         disk_bytes=0,
     )  # fmt: skip
-    assert find_end(limits, elapsed_s=elapsed_s, cpu_s=cpu_s, waited_s=waited_s) == end
+    found = find_end(
+        limits, elapsed_s=elapsed_s, cpu_s=cpu_s, total_cpu_s=total_cpu_s, waited_s=waited_s
+    )
+    assert found == end
+
+
+def test_a_watch_adds_up_what_many_processes_use() -> None:
+    # Eight that end with a tenth of a second each, and one that waits for them.
+    source = "import os, time\nprint(flush=True)\nfor _ in range(8):\n"
+    source += "    if os.fork() == 0:\n        while time.process_time() < 0.1: pass\n"
+    source += "        time.sleep(0.5)\n        os._exit(0)\nfor _ in range(8): os.wait()"
+    others = descendants(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        watch = Watch(os.getpid(), time.monotonic(), ignored=others)
+        while child.poll() is None:
+            time.sleep(0.02)
+            watch.look(time.monotonic())
+    finally:
+        child.kill()
+        child.wait()
+    assert 0.8 <= watch.total_cpu_s < 1.5
+    assert 0.1 <= watch.cpu_s < 0.5
 
 
 def test_a_watch_tells_waiting_for_a_core_from_sleep() -> None:
