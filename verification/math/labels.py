@@ -83,6 +83,8 @@ def read_assignment(text: str) -> Assignment | None:
         return None
     names = [side for side in sides if is_name(side)]
     values = [side for side in sides if not is_name(side)]
+    if names and len(sides) > 2 and is_name(sides[0].removeprefix("-")) and sides[0][0] == "-":
+        return None
     if names:
         # x=y names y with another letter; AB=BC=5 names one value twice.
         return Assignment("=".join(names if values else names[:1]), (values or sides)[-1])

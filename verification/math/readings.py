@@ -6,7 +6,7 @@ whether an equation between numbers is true.
 
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from verification.math.congruences import Congruence, read_congruence
@@ -37,7 +37,7 @@ _SIGN_CHOICE = re.compile(r"\\(pm|mp)(?![a-z]) ?")
 _CONDITION = re.compile(r"^(?:\\text\{ ?,?(?:if|for|when|where|as) ?\}|,|if|for|when)+ ?")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _TIGHT_COMMA = re.compile(r",(?! )")
-_MEMBERS = re.compile(r"[A-Za-z](?:_[0-9A-Za-z])?\\in(?![a-z]) ?(\\\{.*)", re.DOTALL)
+_MEMBERS = re.compile(r"([A-Za-z](?:_[0-9A-Za-z])?)\\in(?![a-z]) ?(\\\{.*)", re.DOTALL)
 _BRACKETS = (
     ("set", "\\{", "\\}"),
     ("tuple", "(", ")"),
@@ -153,7 +153,8 @@ def read(text: str) -> tuple[Reading, ...]:
     readings: tuple[Reading, ...] = () if region is None else (region,)
     members = _MEMBERS.fullmatch(text)
     if members:
-        return readings + tuple(r for r in read(members[1]) if isinstance(r, Collection))
+        found = (reading for reading in read(members[2]) if isinstance(reading, Collection))
+        return readings + tuple(replace(reading, names=(members[1],)) for reading in found)
     collections = _read_collections(text)
     if collections:
         return readings + collections
@@ -295,7 +296,13 @@ def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
     values = tuple(assignment.value for assignment in named)
     bases = {_SUBSCRIPT.sub("", name) for name in names}
     if len(bases) == 1:
-        return (Collection("list", values, tuple(bases)),)
+        return (
+            Collection(
+                "list",
+                values,
+                tuple(sorted(names if any("_" in name for name in names) else bases)),
+            ),
+        )
     if is_choice:
         return (Collection("alternatives", tuple(items)),)
     by_name = tuple(value for _, value in sorted(zip(names, values, strict=True)))

@@ -275,7 +275,7 @@ class _Comparison:
 
     def _same_collection(self, a: Collection, b: Collection) -> bool | None:
         kinds = {a.kind, b.kind}
-        if a.names and b.names and a.names != b.names:
+        if not _may_share_names(a.names, b.names):
             return False
         if kinds in _ORDERED:
             is_open_pair = kinds == {"tuple", "list"} and len(a.items) < 3
@@ -308,6 +308,16 @@ class _Comparison:
             else:
                 return False
         return None if is_open else True
+
+
+def _may_share_names(names: tuple[str, ...], others: tuple[str, ...]) -> bool:
+    """Whether two answers give values to the same names; x_1 and x_2 are both x."""
+    if not names or not others or names == others:
+        return True
+    are_numbered = [all("_" in name for name in side) for side in (names, others)]
+    if all(are_numbered) or not any(are_numbered):
+        return False
+    return {name.partition("_")[0] for name in names} == {name.partition("_")[0] for name in others}
 
 
 def _all(results: Iterable[bool | None]) -> bool | None:
