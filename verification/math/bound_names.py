@@ -47,6 +47,10 @@ def with_bound_names(first: str, second: str) -> tuple[str, str]:
         return first, second
     if not bare or not other:
         return first, second
+    if any(given and given not in _letters_of(text)
+           for text, given in ((bare, name), (other, other_name))):  # fmt: skip
+        # The condition is on something else.
+        return first, second
     known = domain or other_domain
     pair = [(bare, name or other_name), (other, other_name or name)]
     letters = [_bound_letter(text, given) for text, given in pair]
