@@ -209,6 +209,9 @@ def _is_label(left: str, value: str) -> bool:
             argument[0] == "sym" or not symbols_of(argument) for argument in tree[2:]
         )
     # 210-29b=7 is to be solved, 10m+n=7 is a value that was asked for.
+    if tree[0] == "prod" and len(names) == 1 and not all(map(symbols_of, tree[1:])):
+        # So is -n=5.
+        return any(child[0] != "sym" and symbols_of(child) for child in tree[1:])
     has_number = tree[0] == "sum" and not all(symbols_of(child) for child in tree[1:])
     return not names & _COORDINATE_NAMES and not has_number
 

@@ -49,6 +49,7 @@ _DIFFERENCE = re.compile(r"[a-z]{1,2}(?:-[a-z]{1,2})+")
 _INEQUALITY = re.compile(
     r"(?P<left>[^<>]{1,300}?)(?P<sign><=|>=|<|>|\\le(?![a-z])|\\ge(?![a-z]))(?P<right>[^<>]{1,300})"
 )
+_STATEMENT = re.compile(r"(?:(?:\\neg|\\lnot|-) ?)?[A-Za-z]")
 _SUBSCRIPT = re.compile(r"_.*|'*$", re.DOTALL)
 
 
@@ -238,7 +239,10 @@ def _read_collections(text: str) -> tuple[Reading, ...]:
     points = _read_points(text)
     if points is not None:
         return (points,)
-    return _read_list(items, is_choice=len(split_words(text, "or", "\\text{or}")) > 1)
+    has_or, has_and = (
+        len(split_words(text, word, f"\\text{{{word}}}")) > 1 for word in ("or", "and")
+    )
+    return _read_list(items, is_choice=has_or, has_and=has_and)
 
 
 def _read_points(text: str) -> Collection | None:
@@ -281,7 +285,7 @@ def _with_sign(text: str, sign: str) -> str:
     return re.sub(r"(?<![0-9A-Za-z)}\]])\+", "", signed)
 
 
-def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
+def _read_list(items: list[str], *, is_choice: bool, has_and: bool) -> tuple[Reading, ...]:
     """A list; values under different names are no list, but a row or tuple in the names' order.
 
     `x=1 or y=2` says neither, and conditions are not the same with "or" and with "and".
@@ -291,7 +295,10 @@ def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
     assignments = [read_assignment(item) for item in items]
     named = [assignment for assignment in assignments if assignment is not None]
     if len(named) < len(items):
-        return (Collection("list", tuple(items)),)
+        is_logic = all(_STATEMENT.fullmatch(item) for item in items)
+        # p and q is not p or q; as values of x they are only listed.
+        connective = ("or",) if is_choice else ("and",) if has_and else ()
+        return (Collection("list", tuple(items), connective if is_logic else ()),)
     names = [assignment.name for assignment in named]
     values = tuple(assignment.value for assignment in named)
     bases = {_SUBSCRIPT.sub("", name) for name in names}

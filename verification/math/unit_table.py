@@ -99,7 +99,7 @@ _PERCENT = re.compile(
 )
 _TEMPERATURE = re.compile(
     r"\\deg ?(?:\\text\{)?([CF])\}?|(?:\\text\{)? ?degrees? (c|f|celsius|centigrade|fahrenheit)\}?"
-    r"|(K|\\text\{kelvins?\})",
+    r"|((?-i:K)|\\text\{kelvins?\})",
     re.IGNORECASE,
 )
 _FRACTION = re.compile(r"\\frac\{((?:\\text\{[^{}]*\}|[^{}])*)\}\{((?:\\text\{[^{}]*\}|[^{}])*)\}")

@@ -16,6 +16,7 @@ from verification.math.numbers import parse_number
 from verification.math.unit_table import (
     GENERIC,
     MAX_UNIT_CHARS,
+    NOTHING,
     Unit,
     read_opaque_unit,
     read_unit,
@@ -78,7 +79,7 @@ def settle_units(first: str, second: str) -> tuple[str, str]:
         split.unit is not None and split.unit.dimension.startswith(f"{GENERIC}^")
         for split in splits
     ]
-    if are_generic[0] != are_generic[1]:
+    if are_generic[0] != are_generic[1] and f"{NOTHING}^1" not in dimensions:
         # Beside a known unit, or none, they say nothing.
         generic = 0 if are_generic[0] else 1
         rest = splits[generic].rest.strip()
