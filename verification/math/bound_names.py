@@ -72,10 +72,16 @@ def same_progression(first: Tree, second: Tree) -> bool | None:
     return _is_whole_ratio(shift, step)
 
 
+def may_be_progression(tree: Tree) -> bool:
+    """Whether the only symbol of a tree may be a whole number that counts."""
+    names = symbols_of(tree)
+    return len(names) == 1 and names <= {*_LETTERS, BOUND_INTEGER}
+
+
 def is_class(tree: Tree, residue: Fraction, modulus: int) -> bool:
     """Whether a tree is `11k+7` for a residue and a modulus, whatever its letter."""
     names = symbols_of(tree)
-    if len(names) != 1 or not names <= {*_LETTERS, BOUND_INTEGER}:
+    if not may_be_progression(tree):
         return False
     multiples = ("prod", ("num", Fraction(modulus)), ("sym", BOUND_INTEGER))
     bound = renamed(tree, dict.fromkeys(names, BOUND_INTEGER))
