@@ -273,7 +273,11 @@ def _differ(side: str, last: str, *, is_chain: bool) -> bool:
     elif unit is not None or other_unit is not None:
         known = unit or other_unit
         if known is not None and known.dimension in ("", "deg^1"):
-            return False
+            degree = ("prod", ("const", "pi"), ("num", Fraction(1, 180)))
+            scale = degree if known.dimension else ("num", Fraction(1))
+            scale = ("prod", scale, ("num", known.factor))
+            scaled = (("prod", tree, scale), other) if unit else (tree, ("prod", other, scale))
+            return same_value(*scaled) is not True and same_value(tree, other) is not True
     return same_value(tree, other) is not True
 
 
