@@ -126,14 +126,11 @@ class Evaluation:
 
     def _infinite(self, kind: str, first: Value, second: Value) -> Value:
         if kind == "prod":
-            sign = self.sign(first) * self.sign(second)
-            if sign == 0:
+            other = second if isinstance(first, float) else first
+            if other not in (fmpq(1), fmpq(-1)):
                 raise Undefined
-            return sign * math.inf
-        infinities = {value for value in (first, second) if isinstance(value, float)}
-        if len(infinities) > 1:
-            raise Undefined
-        return infinities.pop()
+            return math.copysign(math.inf, self.sign(first) * self.sign(second))
+        raise Undefined
 
     def _measured(self, value: Value) -> Value:
         """The value, its size and cost counted. Raises Unsure for a ball without bounds."""
@@ -345,6 +342,9 @@ class Evaluation:
         return fmpq(whole)
 
     def _extreme(self, name: str, arguments: list[Value]) -> Value:
+        if len(arguments) < 2:
+            # 150 min + 1 is a time with something added.
+            raise Undefined
         best = arguments[0]
         for argument in arguments[1:]:
             sign = self.sign(self.difference(argument, best))

@@ -47,6 +47,10 @@ def with_bound_names(first: str, second: str) -> tuple[str, str]:
         return first, second
     if not bare or not other:
         return first, second
+    if any(given and given not in _letters_of(text)
+           for text, given in ((bare, name), (other, other_name))):  # fmt: skip
+        # The condition is on something else.
+        return first, second
     known = domain or other_domain
     pair = [(bare, name or other_name), (other, other_name or name)]
     letters = [_bound_letter(text, given) for text, given in pair]
@@ -68,10 +72,16 @@ def same_progression(first: Tree, second: Tree) -> bool | None:
     return _is_whole_ratio(shift, step)
 
 
+def may_be_progression(tree: Tree) -> bool:
+    """Whether the only symbol of a tree may be a whole number that counts."""
+    names = symbols_of(tree)
+    return len(names) == 1 and names <= {*_LETTERS, BOUND_INTEGER}
+
+
 def is_class(tree: Tree, residue: Fraction, modulus: int) -> bool:
     """Whether a tree is `11k+7` for a residue and a modulus, whatever its letter."""
     names = symbols_of(tree)
-    if len(names) != 1 or not names <= {*_LETTERS, BOUND_INTEGER}:
+    if not may_be_progression(tree):
         return False
     multiples = ("prod", ("num", Fraction(modulus)), ("sym", BOUND_INTEGER))
     bound = renamed(tree, dict.fromkeys(names, BOUND_INTEGER))

@@ -84,6 +84,8 @@ def read_assignment(text: str) -> Assignment | None:
         return None
     names = [side for side in sides if is_name(side)]
     values = [side for side in sides if not is_name(side)]
+    if names and len(sides) > 2 and is_name(sides[0].removeprefix("-")) and sides[0][0] == "-":
+        return None
     if names:
         # x=y names y with another letter; AB=BC=5 names one value twice.
         return Assignment("=".join(names if values else names[:1]), (values or sides)[-1])
@@ -208,6 +210,9 @@ def _is_label(left: str, value: str) -> bool:
             argument[0] == "sym" or not symbols_of(argument) for argument in tree[2:]
         )
     # 210-29b=7 is to be solved, 10m+n=7 is a value that was asked for.
+    if tree[0] == "prod" and len(names) == 1 and not all(map(symbols_of, tree[1:])):
+        # So is -n=5.
+        return any(child[0] != "sym" and symbols_of(child) for child in tree[1:])
     has_number = tree[0] == "sum" and not all(symbols_of(child) for child in tree[1:])
     # p+q+r=12 is asked for; r=2\\cos\\theta is a curve.
     is_curve = bool(names & _CARTESIAN) or (bool(names) and names <= _COORDINATE_NAMES)
@@ -273,7 +278,11 @@ def _differ(side: str, last: str, *, is_chain: bool) -> bool:
     elif unit is not None or other_unit is not None:
         known = unit or other_unit
         if known is not None and known.dimension in ("", "deg^1"):
-            return False
+            degree = ("prod", ("const", "pi"), ("num", Fraction(1, 180)))
+            scale = degree if known.dimension else ("num", Fraction(1))
+            scale = ("prod", scale, ("num", known.factor))
+            scaled = (("prod", tree, scale), other) if unit else (tree, ("prod", other, scale))
+            return same_value(*scaled) is not True and same_value(tree, other) is not True
     return same_value(tree, other) is not True
 
 

@@ -29,6 +29,7 @@ WRONG_UNIT = Verdict(False, "wrong_unit")
 EMPTY_SET = "\\emptyset"
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _PROSE = re.compile(r"\\text\{[^{}]*[A-Za-z]{2}|(?<![A-Za-z\\])[A-Za-z']{2,} ?[(A-Za-z]")
+_CAPITALS = re.compile(r"[A-Z]{3,}")
 _SHORT_WORDS = frozenset(
     "yes no true false even odd east west up down left both red blue mon tue wed thu fri sat sun "
     "one two six ten zero four five nine prime dog cat".split()
@@ -91,6 +92,9 @@ def compare_plain(first: str, second: str, *, accept_missing_unit: bool) -> Verd
             return CORRECT
     if hedges_in(first) != hedges_in(second):
         return WRONG
+    if _CAPITALS.fullmatch(first) and _CAPITALS.fullmatch(second):
+        # An order of letters, a triangle or a plane; not a product.
+        return CORRECT if first == second else WRONG
     first, second = settle_units(first, second)
     plain, other = _read_pair(first, second)
     if plain is None or other is None:

@@ -6,19 +6,22 @@ gets the same ones: in any process, whichever of the two is the reference.
 """
 
 import hashlib
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from verification.math.expression import Tree
 
 Point = dict[str, Fraction]
 
+ENOUGH_POINTS = 3
 SMOOTH_POINTS = 6
 BRANCHED_POINTS = 40
 STEPPED_POINTS = 80
 SPARE_POINTS = 400
 MAX_LITERALS = 12
+MAX_TIED_NAMES = 6
 # Names that mathematics gives to whole numbers; (-1)^n has no real value between them.
 _WHOLE_NAMES = frozenset("nmk")
 _STEPS = frozenset({"floor", "ceil", "mod", "sign", "max", "min", "gcd", "lcm", "factorial"})
@@ -49,6 +52,23 @@ def points_of(first: Tree, second: Tree, names: list[str]) -> tuple[int, Iterato
         for index in range(count + SPARE_POINTS)
     )
     return count, points
+
+
+def is_enough(points: list[Point]) -> bool:
+    """Whether points show that two functions agree, and not only where names are tied.
+
+    n!/(k!(k-n)!) and n!/(k!(n-k)!) have both a value only where n is k, and agree there.
+    """
+    if len(points) < ENOUGH_POINTS:
+        return False
+    names = sorted(points[0])
+    kinds: list[Callable[[Point], Fraction]] = [
+        lambda point, name=name: point[name] for name in names
+    ]
+    for one, other in itertools.combinations(names[:MAX_TIED_NAMES], 2):
+        kinds.append(lambda point, a=one, b=other: point[a] - point[b])
+        kinds.append(lambda point, a=one, b=other: point[a] + point[b])
+    return all(len({kind(point) for point in points}) >= ENOUGH_POINTS for kind in kinds)
 
 
 def _literals(first: Tree, second: Tree) -> list[Fraction]:

@@ -6,7 +6,7 @@ whether an equation between numbers is true.
 
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from verification.math.congruences import Congruence, read_congruence
@@ -38,7 +38,7 @@ _SIGN_CHOICE = re.compile(r"\\(pm|mp)(?![a-z]) ?")
 _CONDITION = re.compile(r"^(?:\\text\{ ?,?(?:if|for|when|where|as) ?\}|,|if|for|when)+ ?")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _TIGHT_COMMA = re.compile(r",(?! )")
-_MEMBERS = re.compile(r"[A-Za-z](?:_[0-9A-Za-z])?\\in(?![a-z]) ?(\\\{.*)", re.DOTALL)
+_MEMBERS = re.compile(r"([A-Za-z](?:_[0-9A-Za-z])?)\\in(?![a-z]) ?(\\\{.*)", re.DOTALL)
 _BRACKETS = (
     ("set", "\\{", "\\}"),
     ("tuple", "(", ")"),
@@ -50,6 +50,7 @@ _DIFFERENCE = re.compile(r"[a-z]{1,2}(?:-[a-z]{1,2})+")
 _INEQUALITY = re.compile(
     r"(?P<left>[^<>]{1,300}?)(?P<sign><=|>=|<|>|\\le(?![a-z])|\\ge(?![a-z]))(?P<right>[^<>]{1,300})"
 )
+_STATEMENT = re.compile(r"(?:(?:\\neg|\\lnot|-) ?)?[A-Za-z]")
 _SUBSCRIPT = re.compile(r"_.*|'*$", re.DOTALL)
 
 
@@ -154,7 +155,8 @@ def read(text: str) -> tuple[Reading, ...]:
     readings: tuple[Reading, ...] = () if region is None else (region,)
     members = _MEMBERS.fullmatch(text)
     if members:
-        return readings + tuple(r for r in read(members[1]) if isinstance(r, Collection))
+        found = (reading for reading in read(members[2]) if isinstance(reading, Collection))
+        return readings + tuple(replace(reading, names=(members[1],)) for reading in found)
     collections = _read_collections(text)
     if collections:
         return readings + collections
@@ -254,7 +256,10 @@ def _read_collections(text: str) -> tuple[Reading, ...]:
     points = _read_points(text)
     if points is not None:
         return (points,)
-    return _read_list(items, is_choice=len(split_words(text, "or", "\\text{or}")) > 1)
+    has_or, has_and = (
+        len(split_words(text, word, f"\\text{{{word}}}")) > 1 for word in ("or", "and")
+    )
+    return _read_list(items, is_choice=has_or, has_and=has_and)
 
 
 def _read_points(text: str) -> Collection | None:
@@ -297,7 +302,7 @@ def _with_sign(text: str, sign: str) -> str:
     return re.sub(r"(?<![0-9A-Za-z)}\]])\+", "", signed)
 
 
-def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
+def _read_list(items: list[str], *, is_choice: bool, has_and: bool) -> tuple[Reading, ...]:
     """A list; values under different names are no list, but a row or tuple in the names' order.
 
     `x=1 or y=2` says neither, and conditions are not the same with "or" and with "and".
@@ -307,12 +312,21 @@ def _read_list(items: list[str], *, is_choice: bool) -> tuple[Reading, ...]:
     assignments = [read_assignment(item) for item in items]
     named = [assignment for assignment in assignments if assignment is not None]
     if len(named) < len(items):
-        return (Collection("list", tuple(items)),)
+        is_logic = all(_STATEMENT.fullmatch(item) for item in items)
+        # p and q is not p or q; as values of x they are only listed.
+        connective = ("or",) if is_choice else ("and",) if has_and else ()
+        return (Collection("list", tuple(items), connective if is_logic else ()),)
     names = [assignment.name for assignment in named]
     values = tuple(assignment.value for assignment in named)
     bases = {_SUBSCRIPT.sub("", name) for name in names}
     if len(bases) == 1:
-        return (Collection("list", values, tuple(bases)),)
+        return (
+            Collection(
+                "list",
+                values,
+                tuple(sorted(names if any("_" in name for name in names) else bases)),
+            ),
+        )
     if is_choice:
         return (Collection("alternatives", tuple(items)),)
     by_name = tuple(value for _, value in sorted(zip(names, values, strict=True)))

@@ -263,7 +263,7 @@ def _interval(text: str) -> Region | None:
 def _points(text: str) -> Region | None:
     """`\\{1,2\\}` as single points."""
     inner = enclosed(text, "\\{", "\\}")
-    if inner is None:
+    if inner is None or "\\{" in inner:
         return None
     ends = [_endpoint(piece) for piece in split_at(inner, ",", ";")]
     points = [_point(end) for end in ends if end is not None]

@@ -29,6 +29,7 @@ from fractions import Fraction
 from verification.math.applications import settled_pairs, with_names_for_applications
 from verification.math.bound_names import (
     is_class,
+    may_be_progression,
     same_but_for_constants,
     same_progression,
     with_bound_names,
@@ -172,6 +173,13 @@ class _Comparison:
             level=self._level + 1,
         )
 
+    def _same_tied(self, first: str, second: str) -> bool | None:
+        """As `_same_text` for one of two ends: the whole number in both has one value at a time."""
+        trees = [parse_expression(normalise(text)) for text in (first, second)]
+        if trees[0] is None or trees[1] is None or not any(map(may_be_progression, trees)):
+            return self._same_text(first, second)
+        return same_value(*trees)
+
     def _same_reading(self, a: Reading, b: Reading) -> bool | None:
         if isinstance(a, Assignment) and isinstance(b, Assignment):
             return self._same_assignment(a, b)
@@ -267,7 +275,7 @@ class _Comparison:
         result = same_region(a, b)
         if result is None and a.shape() == b.shape():
             ends = zip(a.endpoints(), b.endpoints(), strict=True)
-            return _all(self._same_text(end.text, other.text) for end, other in ends)
+            return _all(self._same_tied(end.text, other.text) for end, other in ends)
         return result
 
     def _same_matrix(self, a: Matrix, b: Matrix) -> bool | None:
@@ -278,13 +286,13 @@ class _Comparison:
 
     def _same_collection(self, a: Collection, b: Collection) -> bool | None:
         kinds = {a.kind, b.kind}
-        if a.names and b.names and a.names != b.names:
+        if not _may_share_names(a.names, b.names):
             return False
         if kinds in _ORDERED:
             is_open_pair = kinds == {"tuple", "list"} and len(a.items) < 3
             if len(a.items) != len(b.items) or is_open_pair:
                 return False
-            return _all(self._same_text(x, y) for x, y in zip(a.items, b.items, strict=True))
+            return _all(self._same_tied(x, y) for x, y in zip(a.items, b.items, strict=True))
         if kinds not in _UNORDERED:
             return False
         if max(len(a.items), len(b.items)) > MAX_ITEMS:
@@ -302,7 +310,11 @@ class _Comparison:
         free = list(others)
         is_open = False
         for item in items:
-            results = [self._same_text(item, other) for other in free]
+            results = [
+                # {1} is 1 as a whole answer, but no member.
+                item.startswith("\\{") == other.startswith("\\{") and self._same_text(item, other)
+                for other in free
+            ]
             if True in results:
                 if not is_set:
                     del free[results.index(True)]
@@ -311,6 +323,16 @@ class _Comparison:
             else:
                 return False
         return None if is_open else True
+
+
+def _may_share_names(names: tuple[str, ...], others: tuple[str, ...]) -> bool:
+    """Whether two answers give values to the same names; x_1 and x_2 are both x."""
+    if not names or not others or names == others:
+        return True
+    are_numbered = [all("_" in name for name in side) for side in (names, others)]
+    if all(are_numbered) or not any(are_numbered):
+        return False
+    return {name.partition("_")[0] for name in names} == {name.partition("_")[0] for name in others}
 
 
 def _all(results: Iterable[bool | None]) -> bool | None:

@@ -149,6 +149,9 @@ _BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb|mathds) ?(?:\{ ?([RZNQC]) ?\}|([RZNQC
 _EMPTY_DELIMITER = re.compile(r"\\(?:left|right) ?\.")
 _SUPERSCRIPT = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _SUBSCRIPT = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
+# In the product of two vectors the order counts, and it is not the scalar one.
+_VECTOR = r"\\(?:vec|overrightarrow) ?(?:\{([^{}]{1,9})\}|([A-Za-z]))"
+_CROSS_PRODUCT = re.compile(rf"{_VECTOR} ?\\times ?(?:{_VECTOR})?")
 _ROOT_SIGN = re.compile(r"√ ?([0-9.]+|[A-Za-zπ])")
 _DEGREE = re.compile(r"\^ ?(?:\{ ?(?:\\circ|o|\\deg) ?\}|(?:\\circ|\\deg)(?![A-Za-z])) ?")
 _TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
@@ -204,6 +207,11 @@ def refusal(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
+def _spell_cross(match: re.Match[str]) -> str:
+    first, second = match[1] or match[2], match[3] or match[4] or ""
+    return f"\\cross{{{first}}}{{{second}}}"
+
+
 def normalise(text: str) -> str:
     """The text in one spelling: ASCII and LaTeX, single spaces only where they part tokens.
 
@@ -216,6 +224,8 @@ def normalise(text: str) -> str:
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{''.join(map(_SUPERSCRIPTS.get, m[0]))}}}", text)
     text = _SUBSCRIPT.sub(lambda m: f"_{{{''.join(map(_SUBSCRIPTS.get, m[0]))}}}", text)
     text = unwrap(text.translate(_CHARS).strip())
+    if "\\times" in text:
+        text = _CROSS_PRODUCT.sub(_spell_cross, text)
     text = _EMPTY_DELIMITER.sub("", _BLACKBOARD.sub(_name_of_set, text))
     if "$" in text:
         text = _without_math_delimiters(text)

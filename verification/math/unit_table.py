@@ -13,6 +13,9 @@ from verification.math.number_words import NUMBER_WORDS
 
 MAX_UNIT_CHARS = 60
 PERCENT = "%"
+NOTHING = "nothing"
+GENERIC = "unit"
+"""Of whatever length: 5 units are 5, but 5 square units are not 5 cubic units."""
 
 
 class Unit(NamedTuple):
@@ -74,6 +77,8 @@ _COMPOUND = {
 }  # fmt: skip
 # A bare letter in the other case is a variable.
 _LETTERS = {letter: letter.lower() for letter in "mgshlLNJWV"}
+# In this case a prefix or letter means something else: a megagram is no milligram.
+_OTHER_CASE = frozenset("Mg Ms Mm Ml ML mJ mHz Nm NM".split())
 _NO_UNIT = frozenset({"unit", "number", "point"})
 # Words that make a text behind a number something else than a unit.
 _NOT_UNITS = (
@@ -94,7 +99,7 @@ _PERCENT = re.compile(
 )
 _TEMPERATURE = re.compile(
     r"\\deg ?(?:\\text\{)?([CF])\}?|(?:\\text\{)? ?degrees? (c|f|celsius|centigrade|fahrenheit)\}?"
-    r"|(K|\\text\{kelvins?\})",
+    r"|((?-i:K)|\\text\{kelvins?\})",
     re.IGNORECASE,
 )
 _FRACTION = re.compile(r"\\frac\{((?:\\text\{[^{}]*\}|[^{}])*)\}\{((?:\\text\{[^{}]*\}|[^{}])*)\}")
@@ -135,9 +140,11 @@ def read_unit(text: str) -> Unit | None:
     parsed = _read_product(text)
     if parsed is not None:
         powers, factor = parsed
+        generic = powers.pop(GENERIC, 0)
         parts = (f"{base}^{power}" for base, power in sorted(powers.items()) if power)
         # A mile per metre is a number, but not the number 1.
-        return Unit("*".join(parts) or ("unit" if factor == 1 else "~ratio"), factor)
+        other = f"{GENERIC}^{generic}" if generic and not powers else "unit"
+        return Unit("*".join(parts) or (other if factor == 1 else "~ratio"), factor)
     return read_opaque_unit(text)
 
 
@@ -151,6 +158,8 @@ def _read_product(text: str) -> tuple[dict[str, int], Fraction] | None:
         if token.start() != position:
             return None
         position = token.end()
+        if token.group() in _OTHER_CASE:
+            return None
         word = token.group().lower()
         if word in (" ", "*", "\\text{", "}", "{", "(", ")", "-", "."):
             continue
@@ -160,6 +169,9 @@ def _read_product(text: str) -> tuple[dict[str, int], Fraction] | None:
             power = _POWER_WORDS.get(word) or int(word.strip("^ {}"))
             if not last or abs(power) > 9:
                 return None
+            if not power:
+                # No length in cm^0 is left to be compared with cm^2.
+                powers[NOTHING] = 1
             _add_unit(powers, last, sign * (power - 1))
             factor *= known_units()[last][1] ** (sign * (power - 1)) if last in known_units() else 1
         elif word in _POWER_WORDS:
@@ -179,6 +191,8 @@ def _is_letter(word: str) -> bool:
 
 
 def _add_unit(powers: dict[str, int], name: str, power: int) -> None:
+    if name == GENERIC:
+        powers[GENERIC] = powers.get(GENERIC, 0) + power
     for base, base_power in known_units().get(name, ({}, 0))[0].items():
         powers[base] = powers.get(base, 0) + base_power * power
 

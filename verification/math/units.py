@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from verification.math.compound import read_compound
 from verification.math.numbers import parse_number
-from verification.math.unit_table import MAX_UNIT_CHARS, Unit, read_opaque_unit, read_unit
+from verification.math.unit_table import (
+    GENERIC,
+    MAX_UNIT_CHARS,
+    NOTHING,
+    Unit,
+    read_opaque_unit,
+    read_unit,
+)  # fmt: skip
 
 ANGLE = "deg^1"
 _STERLING = "gbp^1"
@@ -68,6 +75,16 @@ def settle_units(first: str, second: str) -> tuple[str, str]:
     if dimensions == {_STERLING, "g^1"}:
         # Beside £5 a pound is money.
         settled = _POUNDS.sub("\\\\text{gbp}", settled[0]), _POUNDS.sub("\\\\text{gbp}", settled[1])
+    are_generic = [
+        split.unit is not None and split.unit.dimension.startswith(f"{GENERIC}^")
+        for split in splits
+    ]
+    if are_generic[0] != are_generic[1] and f"{NOTHING}^1" not in dimensions:
+        # Beside a known unit, or none, they say nothing.
+        generic = 0 if are_generic[0] else 1
+        rest = splits[generic].rest.strip()
+        settled = (rest, settled[1]) if generic == 0 else (settled[0], rest)
+        return settled
     if (splits[0].unit is None) == (splits[1].unit is None):
         return settled
     bare = 0 if splits[0].unit is None else 1

@@ -7,8 +7,8 @@ in the text, however small beside the rest, can hide below the last digit; a pai
 more than MAX_BITS is undecided.
 
 Expressions with symbols are compared at points that depend on both: they are equal when they agree
-wherever every part of both is real, at ENOUGH_POINTS or more. So x/x is 1, and the logarithm of x^2
-is twice that of x; but the root of x^2 is not x, which differs where x is negative.
+wherever every part of both is real, at points enough to tell. So x/x is 1, and the logarithm of
+x^2 is twice that of x; but the root of x^2 is not x, which differs where x is negative.
 """
 
 import functools
@@ -23,9 +23,8 @@ from mpmath import mp
 from verification.math.balls import Evaluation
 from verification.math.effort import Exhausted, Unbounded, Undefined, Unsure, Work
 from verification.math.expression import Tree, has_constant, symbols_of
-from verification.math.points import Point, points_of
+from verification.math.points import Point, is_enough, points_of
 
-ENOUGH_POINTS = 3
 FIRST_BITS = 128
 SURE_BITS = 256
 MAX_BITS = 200_000
@@ -62,11 +61,11 @@ def is_constant_ratio(first: Tree, second: Tree) -> bool | None:
         return None
     work = Work()
     ratio = None
-    agreed = 0
+    agreed: list[Point] = []
     try:
         count, points = points_of(first, second, names)
         for index, point in enumerate(points):
-            if index >= count and agreed >= ENOUGH_POINTS:
+            if index >= count and is_enough(agreed):
                 break
             divisor = ("pow", _substituted(second, point), ("num", Fraction(-1)))
             value = ("prod", _substituted(first, point), divisor)
@@ -76,10 +75,10 @@ def is_constant_ratio(first: Tree, second: Tree) -> bool | None:
             ratio = ratio or value
             if is_zero or _agrees_or_none({}, value, ratio, is_real=True, work=work) is False:
                 return False
-            agreed += 1
+            agreed.append(point)
     except (Exhausted, RecursionError):
         return None
-    return agreed >= ENOUGH_POINTS or None
+    return is_enough(agreed) or None
 
 
 def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None:
@@ -87,18 +86,19 @@ def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None
     modes = (False,) if has_constant(first, "i") or has_constant(second, "i") else (True, False)
     work = Work()
     for is_real in modes:
-        agreed = 0
+        agreed: list[Point] = []
         count, points = points_of(first, second, names)
         for index, point in enumerate(points):
-            if index >= count and agreed >= ENOUGH_POINTS:
+            if index >= count and is_enough(agreed):
                 break
             agrees = _agrees_or_none(point, first, second, is_real=is_real, work=work)
             if agrees is False:
                 return False
-            agreed += agrees is True
+            if agrees:
+                agreed.append(point)
         # Functions that are real nowhere are compared as complex ones.
         if agreed:
-            return agreed >= ENOUGH_POINTS or None
+            return is_enough(agreed) or None
     return None
 
 
