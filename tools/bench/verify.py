@@ -7,7 +7,7 @@
 | p99_ms, p99_ratio | ordinary answers, 5 % of the stream are bombs | the same without bombs |
 | worker_rss_mb_max | largest grading process of the stream | |
 | behind_bombs_p99_ms, behind_bombs_ratio | heavy answers, bombs beside | the same without bombs |
-| slow_host, slow_host_not_graded | wrong verdicts on slow_host_items right ones | 8 busy processes |
+| slow_host, slow_host_not_graded | wrong of slow_host_items right answers | 8 busy processes |
 
 --soak N instead: N mixed items through one pool; memory at start and end, what is left behind.
 The last line is one JSON object.
