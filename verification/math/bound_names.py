@@ -26,7 +26,6 @@ _CONDITION = re.compile(
     r")\)?$"
 )
 _TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
-_BETWEEN_TERMS = ("+", "-", ",", ";", "\\pm", "\\mp", "\\text{or}", "\\text{and}")
 _PERIOD = re.compile(r"\\pi|\\deg")
 _FREE_CONSTANT = re.compile(r"[Cc](?:_[0-9])?")
 _INDEXED_CONSTANT = re.compile(r"[Cc]_[0-9]")

@@ -99,7 +99,7 @@ def same_structure(
     pairs = settled_pairs(first, second)
     results = [comparison.same(read(one), read(other)) for one, other in pairs]
     if len(results) == 1:
-        # The library takes what stands behind the last sign of equality, whatever is before it.
+        # An equation that nobody can read is not the value of a text without one.
         is_equation = [len(split_at(text, "=")) > 1 for text in (first, second)]
         return False if results[0] is None and is_equation[0] != is_equation[1] else results[0]
     # The texts leave open whether P(2) is a product: both meanings must agree, and no other

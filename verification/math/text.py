@@ -206,12 +206,12 @@ def refusal(text: str) -> str:
     return "answer_too_deep" if _depth(text) > MAX_DEPTH else ""
 
 
-@functools.lru_cache(maxsize=1024)
 def _spell_cross(match: re.Match[str]) -> str:
     first, second = match[1] or match[2], match[3] or match[4] or ""
     return f"\\cross{{{first}}}{{{second}}}"
 
 
+@functools.lru_cache(maxsize=1024)
 def normalise(text: str) -> str:
     """The text in one spelling: ASCII and LaTeX, single spaces only where they part tokens.
 
