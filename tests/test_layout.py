@@ -17,7 +17,7 @@ MAX_LINES = 400
 # Folder -> folders that its files may import, beside itself. A folder speaks for the folders in it
 # that are not named here. The order matters to people alone: what is imported comes first.
 CONFIG, PROTOCOL, ALGORITHMS = (f"megatron_rl/{n}" for n in ("config", "protocol", "algorithms"))
-BACKEND, QUEUE = "megatron_rl/backend", "megatron_rl/rollout_queue"
+KERNELS, BACKEND, QUEUE = (f"megatron_rl/{n}" for n in ("kernels", "backend", "rollout_queue"))
 LAYOUT, EXCHANGE, FOLDERS, PUBLISH = (
     f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "publish")
 )
@@ -26,17 +26,18 @@ ALLOWED: dict[str, set[str]] = {
     CONFIG: set(),
     PROTOCOL: {CONFIG},
     ALGORITHMS: {CONFIG},
-    BACKEND: {CONFIG, PROTOCOL},
+    KERNELS: set(),
+    BACKEND: {CONFIG, PROTOCOL, KERNELS},
     LAYOUT: {CONFIG},
     EXCHANGE: {PROTOCOL, LAYOUT},
     FOLDERS: {CONFIG, PROTOCOL, BACKEND, LAYOUT},
     PUBLISH: {CONFIG, PROTOCOL, LAYOUT, EXCHANGE},
     QUEUE: {CONFIG, PROTOCOL, ALGORITHMS},
-    MODEL: {CONFIG, PROTOCOL, BACKEND, LAYOUT, FOLDERS},
+    MODEL: {CONFIG, PROTOCOL, KERNELS, BACKEND, LAYOUT, FOLDERS},
     TRAINER: {
-        CONFIG, PROTOCOL, ALGORITHMS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, PUBLISH, MODEL,
+        CONFIG, PROTOCOL, ALGORITHMS, KERNELS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, PUBLISH, MODEL,
     },
-    "generation": {CONFIG, PROTOCOL, LAYOUT, EXCHANGE},
+    "generation": {CONFIG, PROTOCOL, KERNELS, LAYOUT, EXCHANGE},
     "verification": {CONFIG, PROTOCOL},
 }  # fmt: skip
 ALLOWED["megatron_rl/launcher"] = set(ALLOWED)
