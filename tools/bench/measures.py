@@ -26,6 +26,8 @@ class StepMark:
     """Rollouts that entered its loss."""
     accuracy: float
     """Share of the generated rollouts with the right answer."""
+    tokens: int = 0
+    """Of the completions that entered its loss."""
 
 
 def marks_from_metrics(rows: Sequence[dict[str, Any]], group_size: int) -> list[StepMark]:
@@ -50,13 +52,21 @@ def _mark(row: dict[str, Any], start_s: float, group_size: int) -> StepMark:
         generated=trained + group_size * int(row["queue/groups_dropped_flat"]),
         trained=trained,
         accuracy=row["rollout/correct"],
+        tokens=round(trained * row.get("rollout/length_tokens", 0)),
     )
 
 
 def marks_from_peer(rows: Sequence[dict[str, Any]]) -> list[StepMark]:
     """Steps of a TRL run from the rows of its worker; it trains on all that it generates."""
     return [
-        StepMark(row["seconds"], row["rollouts"], row["rollouts"], row["accuracy"]) for row in rows
+        StepMark(
+            row["seconds"],
+            row["rollouts"],
+            row["rollouts"],
+            row["accuracy"],
+            sum(row.get("lengths", [])),
+        )
+        for row in rows
     ]
 
 
@@ -71,6 +81,12 @@ def rollouts_per_s(
         raise ValueError(f"{len(marks)} steps are too few to leave out the first {skip}")
     counted = sum(mark.trained if only_trained else mark.generated for mark in marks[skip:])
     return counted / (marks[-1].seconds - marks[skip - 1].seconds)
+
+
+def tokens_per_s(marks: Sequence[StepMark], skip: int) -> float:
+    """Completion tokens trained in the steps after the first `skip`, over their seconds."""
+    seconds = marks[-1].seconds - marks[skip - 1].seconds
+    return sum(mark.tokens for mark in marks[skip:]) / seconds
 
 
 def seconds_to_accuracy(

@@ -2,9 +2,10 @@
 
 Run in the benchmark's own virtual environment by tools.bench.variants:
 `python -m tools.bench.trl_worker JOB.json`, from the repository root. It reads the job and its
-prompts, and appends {"step", "seconds", "rollouts", "accuracy"} rows to the job's `rows` file.
-`seconds` is wall clock since training began. Of this project it imports the format gate alone, so
-that both sides grade alike.
+prompts, and appends {"step", "seconds", "rollouts", "accuracy", "lengths"} rows to the job's `rows`
+file.
+`seconds` is wall clock since training began. Of this project it imports the format gate and the
+reward of texts alone, so that both sides grade alike.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from tools.bench.text_reward import vowel_share
 from verification.format import check_format
 
 
@@ -51,10 +53,20 @@ class Job:
     correct_reward: float
     format_reward: float
     seed: int
+    reward: str
+    """As our task "exact" ("exact"), or tools.bench.text_reward alone ("text")."""
+    microbatch: int
+    """Rollouts of one forward and backward pass; gradients are summed over all of a step."""
+    dtype: str
+    """Of the products (float32, or bfloat16 by autocast); weights stay float32."""
+    is_paged: bool
+    """Whether TRL generates by transformers' continuous batching."""
+    is_shuffled: bool
+    """Whether TRL draws the prompts itself, or takes them in the file's order."""
 
 
 class Grader:
-    """TRL's reward function: the same gate and exact comparison as our verifier's task "exact"."""
+    """TRL's reward function: graded as our verifier does."""
 
     def __init__(self, tokenizer: Any, job: Job) -> None:
         self.__name__ = "format_and_exact_answer"  # TRL names its metrics after the function
@@ -62,12 +74,18 @@ class Grader:
         self._job = job
         self.accuracy = 0.0
         """Of the last call."""
+        self.lengths: list[int] = []
+        """Tokens of the last call's completions."""
 
     def __call__(
         self, completion_ids: list[list[int]], answer: list[str], **_: object
     ) -> list[float]:
         """Rewards of the completions."""
+        self.lengths = [len(ids) for ids in completion_ids]
         eos = self._tokenizer.eos_token_id
+        if self._job.reward == "text":
+            kept = [ids[:-1] if ids and ids[-1] == eos else ids for ids in completion_ids]
+            return [vowel_share(self._decode(ids)) for ids in kept]
         rewards = []
         right = 0
         for ids, reference in zip(completion_ids, answer, strict=True):
@@ -106,6 +124,7 @@ class StepRows(TrainerCallback):
             "seconds": round(time.monotonic() - self._started_at, 4),
             "rollouts": self._rollouts,
             "accuracy": self._grader.accuracy,
+            "lengths": self._grader.lengths,
         }
         self._file.write(json.dumps(row) + "\n")
 
@@ -118,7 +137,10 @@ def grpo_config(job: Job) -> GRPOConfig:
     """
     return GRPOConfig(
         output_dir=job.work_dir,
-        per_device_train_batch_size=job.prompts_per_step * job.group_size,
+        per_device_train_batch_size=job.microbatch,
+        gradient_accumulation_steps=job.prompts_per_step * job.group_size // job.microbatch,
+        use_transformers_paged=job.is_paged,
+        shuffle_dataset=job.is_shuffled,
         num_generations=job.group_size,
         max_completion_length=job.max_new_tokens,
         max_steps=job.steps,
@@ -139,7 +161,7 @@ def grpo_config(job: Job) -> GRPOConfig:
         scale_rewards="batch",
         loss_type="dapo",
         use_cpu=True,
-        bf16=False,
+        bf16=job.dtype == "bfloat16",
         gradient_checkpointing=False,
         logging_strategy="no",
         save_strategy="no",

@@ -14,7 +14,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.prompts import PromptStream, load_prompts
 from tools.bench.children import run_child
 from tools.bench.measures import StepMark, marks_from_metrics, marks_from_peer
 
@@ -57,6 +57,21 @@ TIMED_OVERRIDES = (
 
 
 @dataclass(frozen=True)
+class PeerSetting:
+    """How TRL does the work; the algorithm is not in here."""
+
+    dtype: str = "float32"
+    microbatch: int | None = None
+    """Rollouts of one pass; None: all of a step."""
+    is_paged: bool = False
+    is_shuffled: bool = True
+    reward: str = "exact"
+
+
+PLAIN = PeerSetting()
+
+
+@dataclass(frozen=True)
 class Workload:
     """What every variant trains on."""
 
@@ -81,6 +96,12 @@ def run_ours(workload: Workload, *, max_staleness: int, run_dir: Path) -> list[S
     return marks_from_metrics(rows, workload.config.train.group_size)
 
 
+def completion_lengths(run_dir: Path) -> list[int]:
+    """Tokens of every completion that one of our runs trained on."""
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    return [row["tokens"] for file in files for row in read_jsonl(file)]
+
+
 def run_cli(config_path: Path, overrides: list[str], *, run_dir: Path) -> None:
     """`megatron-rl run`. Raises ChildFailed."""
     command = [sys.executable, "-m", "megatron_rl.launcher.cli", "run", "--config", config_path]
@@ -95,10 +116,19 @@ def run_cli(config_path: Path, overrides: list[str], *, run_dir: Path) -> None:
     )
 
 
-def run_peer(workload: Workload, python: Path, *, threads: int, run_dir: Path) -> list[StepMark]:
+def run_peer(
+    workload: Workload,
+    python: Path,
+    *,
+    threads: int,
+    run_dir: Path,
+    setting: PeerSetting = PLAIN,
+) -> list[StepMark]:
     """Train with TRL's GRPOTrainer in its own environment. Raises ChildFailed."""
     run_dir.mkdir(parents=True)
-    job = peer_job(workload.config, workload.peer_prompts, threads=threads, run_dir=run_dir)
+    job = peer_job(
+        workload.config, workload.peer_prompts, threads=threads, run_dir=run_dir, setting=setting
+    )
     job_path = run_dir / "job.json"
     job_path.write_text(json.dumps(job, indent=1))
     run_child(
@@ -122,7 +152,9 @@ def environment(*, threads: int) -> dict[str, str]:
     }
 
 
-def peer_job(config: Config, prompts: Path, *, threads: int, run_dir: Path) -> dict[str, object]:
+def peer_job(
+    config: Config, prompts: Path, *, threads: int, run_dir: Path, setting: PeerSetting = PLAIN
+) -> dict[str, object]:
     """The job of tools.bench.trl_worker that trains as `config` says."""
     return {
         "model": str(config.model.path.resolve()),
@@ -147,14 +179,19 @@ def peer_job(config: Config, prompts: Path, *, threads: int, run_dir: Path) -> d
         "correct_reward": config.reward.correct,
         "format_reward": config.reward.format,
         "seed": config.run.seed,
+        "reward": setting.reward,
+        "microbatch": setting.microbatch or config.train.groups_per_batch * config.train.group_size,
+        "dtype": setting.dtype,
+        "is_paged": setting.is_paged,
+        "is_shuffled": setting.is_shuffled,
     }
 
 
-def write_peer_prompts(config: Config, path: Path) -> int:
+def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> int:
     """Write the train prompts as text and token ids, rendered as for our generators; their count.
 
-    Raises InputError when the prompts or the tokenizer cannot be read, ValueError for a task that
-    the peer's exact comparison does not grade.
+    They stand in the order in which our queue takes them first. Raises InputError when the prompts
+    or the tokenizer cannot be read, ValueError for another task than the peer grades.
     """
     renderer = Renderer(
         config.render,
@@ -162,10 +199,12 @@ def write_peer_prompts(config: Config, path: Path) -> int:
         config.generator.context_tokens,
         gates=config.reward.gates,
     )
-    prompts = [p for part in load_prompts(config.prompts, config.run.seed).train for p in part]
+    sets = load_prompts(config.prompts, config.run.seed)
+    stream = PromptStream(sets, config.run.seed)
+    prompts = [stream.next() for part in sets.train for _ in part]
     tasks = {prompt.task for prompt in prompts}
-    if tasks != {"exact"}:
-        raise ValueError(f"the peer grades the task 'exact' only; the prompts have {sorted(tasks)}")
+    if tasks != {task}:
+        raise ValueError(f"the peer grades the task {task!r} only; there are {sorted(tasks)}")
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             limit = config.sampling.max_new_tokens
