@@ -21,7 +21,9 @@ from tools.bench.variants import Workload, peer_job, write_peer_prompts
 from verification.rules import RewardRules
 from verification.score import score
 
-SCALE = real.Scale(steps=4, skip=2, repeats=1, peer_steps=3, peer_skip=1, peer_repeats=1)
+SCALE = real.Scale(
+    groups=8, max_new_tokens=192, steps=4, skip=2, peer_steps=3, peer_skip=1, repeats=1
+)
 
 
 def marks(*steps: tuple[float, int]) -> list[StepMark]:

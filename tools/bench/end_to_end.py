@@ -21,13 +21,14 @@ others in their place.
 real: SmolLM2-135M-Instruct, open prompts whose answers differ in length (completion_tokens: p10,
 p50, p90 of what was measured), 8 groups of 8 rollouts a step, at most 192 new tokens, a smooth
 reward. Prompts come in the same order as the same token ids, one optimizer step each. TRL's setting
-is the quickest in a probe of two steps of 32 tokens (trl_probe_step_s): float32, bfloat16 by
-autocast, and float32 with its paged generation; --quick probes the first two. Weights that are
+is the quickest in a probe of two steps of 16 tokens (trl_probe_step_s): float32, bfloat16 by
+autocast, and float32 with its paged generation. --quick probes the first two, and halves groups and
+tokens: its ratios are smaller. Weights that are
 bfloat16 themselves are not among them: they lose the updates of a low learning rate. Rates count
 completion tokens that were trained on, so that nobody gains by short ones; over_trl_rollouts counts
 rollouts. Both sides keep float32 master weights; our products are bfloat16, as TRL's with bfloat16.
 What stays unfair: TRL generates a step's rollouts from one policy, ours from one up to
-max_staleness versions older; TRL's few steps are not repeated, for the sake of time.
+max_staleness versions older; runs of TRL and of ours_sync are not repeated, for the sake of time.
 
 tiny: rollouts_per_s counts generated rollouts, those of dropped flat groups included, from the end
 of step 3 to the end of the last step. rollouts_trained_per_s leaves the dropped ones out.
@@ -161,21 +162,20 @@ def run_real(bench: Bench, peer: Path) -> dict[str, Any]:
     scale = real.QUICK if bench.is_quick else real.FULL
     work_dir = bench.work_dir / "real"
     work_dir.mkdir()
-    workload = real.make_real(work_dir, scale.steps)
+    workload = real.make_real(work_dir, scale)
     names = [name for name in real.SETTINGS if not (bench.is_quick and "paged" in name)]
     probed = real.probe(workload, peer, work_dir, names)
     setting = real.quickest(probed)
     _say(f"real: TRL's settings, seconds of a short step: {probed}")
     runs = Runs()
     by_name = real.variants(workload, peer, real.SETTINGS[setting], scale)
-    times = {"trl": scale.peer_repeats}
     run_all(
         by_name,
         runs,
         repeats=scale.repeats,
         work_dir=work_dir,
         before_each=bench.before_each,
-        at_most=times,
+        at_most={"trl": 1, "ours_sync": 1},
     )
     lengths = real.spread(real.lengths_of(work_dir, scale.repeats))
     _say(f"real: tokens of completions: {lengths}")

@@ -34,34 +34,43 @@ SETTINGS = {
     "float32_paged": dataclasses.replace(_TRL, is_paged=True),
 }
 """By which TRL may do the same work; the quickest in a probe is measured."""
-PROBE_STEPS, PROBE_TOKENS = 2, 32
+PROBE_STEPS, PROBE_TOKENS = 2, 16
+GROUP_SIZE = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How long the runs are: optimizer steps, and how many of them come before the clock starts."""
+    """How much the runs do; TRL (the peer) takes minutes a step."""
 
+    groups: int
+    """Of 8 rollouts, a step."""
+    max_new_tokens: int
     steps: int
+    """Of the optimizer."""
     skip: int
-    repeats: int
+    """How many of them come before the clock starts."""
     peer_steps: int
     peer_skip: int
-    peer_repeats: int
+    repeats: int
+    """Of ours; the others run once."""
 
 
-FULL = Scale(steps=6, skip=2, repeats=3, peer_steps=4, peer_skip=1, peer_repeats=1)
-QUICK = Scale(steps=4, skip=2, repeats=1, peer_steps=2, peer_skip=1, peer_repeats=1)
+FULL = Scale(groups=8, max_new_tokens=192, steps=6, skip=2, peer_steps=3, peer_skip=1, repeats=3)
+QUICK = Scale(groups=4, max_new_tokens=96, steps=4, skip=2, peer_steps=2, peer_skip=1, repeats=1)
 
 
-def make_real(work_dir: Path, steps: int) -> Workload:
+def make_real(work_dir: Path, scale: Scale) -> Workload:
     """Model, prompts and the peer's prompts. Raises ChildFailed."""
     prompts = work_dir / "prompts.jsonl"
     prompts.write_text("\n".join(lines()) + "\n")
     overrides = (
         f"model.path={json.dumps(str(smollm2().resolve()))}",
         f"prompts.0.path={json.dumps(str(prompts.resolve()))}",
+        f"train.groups_per_batch={scale.groups}",
+        f"train.group_size={GROUP_SIZE}",
+        f"sampling.max_new_tokens={scale.max_new_tokens}",
     )
-    workload = with_steps(Workload(CONFIG, overrides, work_dir / "peer_prompts.jsonl"), steps)
+    workload = with_steps(Workload(CONFIG, overrides, work_dir / "peer_prompts.jsonl"), scale.steps)
     write_peer_prompts(workload.config, workload.peer_prompts, task="open")
     return workload
 
@@ -137,7 +146,9 @@ def compare(
             ]
             for name, runs in loops.items()
         },
-        "step_s": {name: round(64 / value, 2) for name, value in rollouts.items()},
+        "step_s": {
+            name: round(scale.groups * GROUP_SIZE / value, 2) for name, value in rollouts.items()
+        },
         "over_trl": round(tokens["ours"] / tokens["trl"], 2),
         "over_sync": round(tokens["ours"] / tokens["ours_sync"], 2),
         "over_trl_rollouts": round(rollouts["ours"] / rollouts["trl"], 2),
