@@ -139,7 +139,7 @@ def grpo_config(job: Job) -> GRPOConfig:
         output_dir=job.work_dir,
         per_device_train_batch_size=job.microbatch,
         gradient_accumulation_steps=job.prompts_per_step * job.group_size // job.microbatch,
-        use_transformers_paged=job.is_paged,
+        use_transformers_continuous_batching=job.is_paged,
         shuffle_dataset=job.is_shuffled,
         num_generations=job.group_size,
         max_completion_length=job.max_new_tokens,
