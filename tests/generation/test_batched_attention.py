@@ -1,12 +1,11 @@
 """The batched attention against one sequence at a time, in plain matrix products."""
 
-import importlib.util
 from types import ModuleType
 
 import pytest
 import torch
 
-from generation import sglang_cpu
+from tests.generation.site_modules import import_shim
 
 HEADS, KV_HEADS, SIZE, SLOTS, REQUESTS, CONTEXT = 6, 2, 16, 3000, 20, 400
 
@@ -14,11 +13,7 @@ HEADS, KV_HEADS, SIZE, SLOTS, REQUESTS, CONTEXT = 6, 2, 16, 3000, 20, 400
 @pytest.fixture(scope="module")
 def attention() -> ModuleType:
     """Loaded as SGLang's processes load it: from a folder that is no package of ours."""
-    path = sglang_cpu.SITE_DIR / "batched_attention.py"
-    spec = importlib.util.spec_from_file_location("batched_attention", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_shim("batched_attention")
 
 
 def one_by_one(

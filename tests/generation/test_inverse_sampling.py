@@ -1,21 +1,16 @@
 """Sampling by the cumulative distribution, against the probabilities themselves."""
 
-import importlib.util
 from types import ModuleType
 
 import pytest
 import torch
 
-from generation import sglang_cpu
+from tests.generation.site_modules import import_shim
 
 
 @pytest.fixture(scope="module")
 def sampling() -> ModuleType:
-    path = sglang_cpu.SITE_DIR / "inverse_sampling.py"
-    spec = importlib.util.spec_from_file_location("inverse_sampling", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_shim("inverse_sampling")
 
 
 def test_frequencies_are_the_probabilities(sampling: ModuleType) -> None:

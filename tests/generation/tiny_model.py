@@ -1,6 +1,7 @@
 """A random float32 Llama with a character tokenizer, and what transformers computes with it."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -12,22 +13,23 @@ EOS_ID = 1
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}=>{% endfor %}"
 
 
-def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
+def make_model(folder: Path, seed: int, **changes: Any) -> LlamaForCausalLM:
     """Write a model folder; weights are drawn from the seed, wide enough to be far from uniform."""
-    config = LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        vocab_size=len(SPECIAL) + len(CHARACTERS),
-        max_position_embeddings=1024,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=EOS_ID,
-        pad_token_id=2,
-    )
+    values: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": len(SPECIAL) + len(CHARACTERS),
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": 2,
+    }
+    config = LlamaConfig(**(values | changes))
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)

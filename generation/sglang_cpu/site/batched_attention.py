@@ -1,17 +1,20 @@
 """Attention over all running sequences at once, for SGLang's torch_native backend.
 
 Imported by SGLang's scheduler processes on the CPU. SGLang 0.5.23 loops over sequences in Python,
-once a layer; here sequences of similar length share one padded gather from the KV cache and one
-scaled_dot_product_attention. The padding and masks are planned once a forward pass.
+once a layer; here one loop in C++ reads keys and values where they lie. Without a compiler, and for
+head sizes that the loop does not know, sequences of similar length share one padded gather from the
+KV cache and one scaled_dot_product_attention. Either is planned once a forward pass.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import compiled_loops
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_rl.kernels import engine_loops
 
 SHORT_TOKENS = 128
 """Sequences up to this length share a padded batch whatever their lengths."""
@@ -149,6 +152,33 @@ def _gather(cache: torch.Tensor, batch: PaddedBatch, dtype: torch.dtype) -> torc
     return picked.view(batch.sequences, -1, heads, size).transpose(1, 2).to(dtype)
 
 
+def can_loop(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether the loop in C++ takes these heads."""
+    return (
+        query.shape[2] == k_cache.shape[2] == v_cache.shape[2]
+        and query.stride(1) == query.shape[2]
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and engine_loops.can_run(query, k_cache, v_cache)
+        and compiled_loops.are_available()
+    )
+
+
+def locate(
+    req_to_token: torch.Tensor,
+    request_rows: torch.Tensor,
+    query_lens: torch.Tensor | None,
+    key_lens: torch.Tensor,
+) -> engine_loops.Requests:
+    """Where the requests of a forward pass lie, as the loop in C++ reads it."""
+    return engine_loops.Requests(
+        req_to_token if req_to_token.dtype == torch.int32 else req_to_token.to(torch.int32),
+        request_rows.to(torch.int64).contiguous(),
+        None if query_lens is None else query_lens.to(torch.int64).contiguous(),
+        key_lens.to(torch.int64).contiguous(),
+    )
+
+
 def install(module: ModuleType) -> None:
     """Replace the loops of `sglang.srt.layers.attention.torch_native_backend`.
 
@@ -162,16 +192,25 @@ def install(module: ModuleType) -> None:
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
         init_forward(self, forward_batch)
         # SGLang calls this once a forward pass; the first layer then plans for all layers.
-        self._attention_plan = None
+        self._attention_plan = self._attention_requests = None
 
     def run(
-        self: Any, tensors: tuple[torch.Tensor, ...], lens: Callable[[], tuple], scaling: Any
+        self: Any, tensors: tuple[torch.Tensor, ...], lens: tuple[Any, Any], scaling: Any
     ) -> torch.Tensor:
         query, output, k_cache, v_cache, req_to_token, request_rows = tensors
+        if can_loop(query, k_cache, v_cache):
+            if self._attention_requests is None:
+                self._attention_requests = locate(req_to_token, request_rows, *lens)
+            engine_loops.attend(query, output, k_cache, v_cache, self._attention_requests, scaling)
+            return output
         if self._attention_plan is None:
-            query_lens, key_lens = lens()
+            query_lens, key_lens = lens
             self._attention_plan = plan_attention(
-                req_to_token, request_rows, query_lens, key_lens, query.dtype
+                req_to_token,
+                request_rows,
+                [1] * len(key_lens) if query_lens is None else query_lens.tolist(),
+                key_lens.tolist(),
+                query.dtype,
             )
         for batch in self._attention_plan:
             attend(batch, query, output, k_cache, v_cache, scaling)
@@ -181,7 +220,7 @@ def install(module: ModuleType) -> None:
         *tensors, seq_lens, encoder_lens = args
         if encoder_lens is not None or options.get("sliding_window_size") is not None:
             return loop_decode(self, *args, scaling=scaling, **options)
-        return run(self, tensors, lambda: ([1] * len(seq_lens), seq_lens.tolist()), scaling)
+        return run(self, tensors, (None, seq_lens), scaling)
 
     def extend(self: Any, *args: Any, scaling: Any = None, **options: Any) -> torch.Tensor:
         *tensors, seq_lens, _, extend_lens, encoder_lens = args
@@ -191,7 +230,7 @@ def install(module: ModuleType) -> None:
             or not options.get("causal")
         ):
             return loop_extend(self, *args, scaling=scaling, **options)
-        return run(self, tensors, lambda: (extend_lens.tolist(), seq_lens.tolist()), scaling)
+        return run(self, tensors, (extend_lens, seq_lens), scaling)
 
     backend.init_forward_metadata = init_forward_metadata
     backend._run_sdpa_forward_decode = decode

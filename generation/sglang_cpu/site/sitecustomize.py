@@ -17,10 +17,18 @@ from types import ModuleType
 
 PATCHES = {
     "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
+    "sglang.srt.layers.activation": "fused_layers:install_activation",
+    "sglang.srt.layers.layernorm": "fused_layers:install_norm",
+    "sglang.srt.layers.rotary_embedding.base": "fused_layers:install_rotary",
+    "sglang.srt.layers.quantization.unquant": "packed_linear",
+    "sglang.srt.layers.logits_processor": "packed_linear:install_head",
+    "sglang.srt.model_executor.model_runner_components.weight_updater": (
+        "packed_linear:install_updates"
+    ),
     "sglang.srt.layers.sampler": "inverse_sampling",
     "sglang.srt.state_capturer.base": "unpinned_memory",
 }
-"""SGLang's module -> ours, whose `install` is called with it."""
+"""SGLang's module -> ours and the function called with it; `install` if none is named."""
 
 
 def define_torchvision_operators() -> None:
@@ -46,7 +54,8 @@ class _PatchingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
-        importlib.import_module(self._patch).install(module)
+        ours, _, function = self._patch.partition(":")
+        getattr(importlib.import_module(ours), function or "install")(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -1,0 +1,137 @@
+"""Products with weights that were reordered once, as oneDNN's kernels read them.
+
+Imported by SGLang's scheduler processes on the CPU. torch's own linear layer reorders the weights
+at every call, which at the few rows of a decode step costs as much as the product.
+
+Reordered copies are made when a layer runs first, and are void after every update of weights:
+parameters change in place, some of them unseen by torch's version counters (`param.data`, gloo), so
+whatever may write them is wrapped.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+SMALLEST_ELEMENTS = 1 << 17
+"""Below, the call itself costs more than reordering does."""
+FEWEST_ROWS_FLOAT32 = 4
+PLANNED_ROWS = 64
+"""For how many rows oneDNN chooses the order; it fits others too."""
+WRITERS = (
+    "update_weights_from_disk",
+    "begin_weight_update",
+    "end_weight_update",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+"""Methods of SGLang's WeightUpdater; everything that writes weights goes through one of them."""
+
+
+class Copies:
+    """Counts updates of weights: a copy holds only as long as the count that it was made under."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        # Until the writers are wrapped nobody would count, so nothing is kept.
+        self.is_watched = False
+
+    @contextlib.contextmanager
+    def voided(self) -> Iterator[None]:
+        """Void all copies before and after weights are written, also if that fails midway."""
+        self.updates += 1
+        try:
+            yield
+        finally:
+            self.updates += 1
+
+
+COPIES = Copies()
+
+
+def is_worthwhile(weight: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether a product of `rows` with `weight` shall use a reordered copy."""
+    if rows.dim() != 2 or weight.numel() < SMALLEST_ELEMENTS or weight.dtype != rows.dtype:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return has_bfloat16()
+    return weight.dtype == torch.float32 and rows.shape[0] >= FEWEST_ROWS_FLOAT32
+
+
+def has_bfloat16() -> bool:
+    """Whether oneDNN has kernels for bfloat16 on this processor."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def multiply(
+    layer: torch.nn.Module, rows: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """rows @ layer.weight.T + bias; rows: [rows, inputs]."""
+    weight = layer.weight
+    if not COPIES.is_watched or not is_worthwhile(weight, rows):
+        return linear(rows, weight, bias)
+    updates, address, copy = layer.__dict__.get("_reordered", (-1, 0, None))
+    if updates != COPIES.updates or address != weight.data_ptr():
+        # The older copy goes first: two at once would cost memory.
+        layer.__dict__["_reordered"] = copy = None
+        copy = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PLANNED_ROWS)
+        layer.__dict__["_reordered"] = (COPIES.updates, weight.data_ptr(), copy)
+    return torch.ops.mkldnn._linear_pointwise(rows, copy, bias, "none", [], "")
+
+
+def install(module: ModuleType) -> None:
+    """Let the linear layers of `sglang.srt.layers.quantization.unquant` use copies."""
+
+    def apply(
+        self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return multiply(layer, x, bias)
+
+    if torch.backends.mkldnn.is_available():
+        module.UnquantizedLinearMethod.apply = apply
+
+
+def install_head(module: ModuleType) -> None:
+    """Let the output layer of `sglang.srt.layers.logits_processor` use a copy."""
+    compute = module.LogitsProcessor._compute_lm_head
+
+    def compute_head(
+        self: Any,
+        hidden_states: torch.Tensor,
+        lm_head: torch.nn.Module,
+        embedding_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        is_plain = (
+            type(getattr(lm_head, "quant_method", None)).__name__ == "UnquantizedEmbeddingMethod"
+            and not hasattr(lm_head, "set_lora")
+            and not self.use_fp32_lm_head
+            and self.rl_on_policy_target is None
+            and options.get("out") is None
+        )
+        if not is_plain or not is_worthwhile(lm_head.weight, hidden_states):
+            return compute(self, hidden_states, lm_head, embedding_bias, **options)
+        return multiply(lm_head, hidden_states)
+
+    if torch.backends.mkldnn.is_available():
+        module.LogitsProcessor._compute_lm_head = compute_head
+
+
+def install_updates(module: ModuleType) -> None:
+    """Watch everything in SGLang's weight updater that writes weights."""
+    updater = module.WeightUpdater
+    for name in WRITERS:
+        setattr(updater, name, _voiding(getattr(updater, name)))
+    COPIES.is_watched = True
+
+
+def _voiding(write: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **options: Any) -> Any:
+        with COPIES.voided():
+            return write(*args, **options)
+
+    return wrapped
