@@ -19,8 +19,9 @@ PATCHES = {
     "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
     "sglang.srt.layers.sampler": "inverse_sampling",
     "sglang.srt.state_capturer.base": "unpinned_memory",
+    "torch": "uncompiled",
 }
-"""SGLang's module -> ours, whose `install` is called with it."""
+"""Module that SGLang imports -> ours, whose `install` is called with it."""
 
 
 def define_torchvision_operators() -> None:
