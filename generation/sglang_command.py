@@ -6,6 +6,7 @@ Used by `sglang_engine.py`. SGLang is not imported here.
 import importlib.metadata
 import re
 import sys
+from pathlib import Path
 
 from generation import sglang_cpu
 from generation.engine import EngineSetup
@@ -50,7 +51,10 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
 
 def server_environment(setup: EngineSetup) -> dict[str, str]:
     """Variables added to the server's environment."""
-    shims = sglang_cpu.server_environment(setup.tensor_parallel) if sglang_cpu.is_needed() else {}
+    shims: dict[str, str] = {}
+    if sglang_cpu.is_needed():
+        shims = sglang_cpu.server_environment(setup.tensor_parallel)
+        shims |= sglang_cpu.family_environment(Path(setup.model))
     return shims | {
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(orders_path(setup.log_path)),

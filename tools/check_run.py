@@ -3,8 +3,8 @@
 `python -m tools.check_run RUN_DIR`. Loads RUN_DIR/hf/final in transformers and
 - compares its logits with those of the trainer's model code on one rank, in the training dtype;
   the measure of rounding is how far each of them is from transformers in float32;
-- answers the held-out prompts greedily and compares the accuracy with the reported one, where the
-  run evaluated greedily.
+- answers the held-out prompts as the run did, greedily or by sampling, and compares the accuracy
+  with the reported one.
 The last line is one JSON object; the exit status is 1 when a check fails.
 """
 
@@ -31,6 +31,8 @@ from megatron_rl.rollout_queue.prompts import load_prompts
 PROBE_PROMPTS = 32
 BATCH = 64
 ROUNDING_FACTOR = 2.0
+STANDARD_ERRORS = 3.0
+SAMPLING_SEED = 0
 _ANSWER = re.compile(r"<think>((?!</?think>).)*</think>((?!</?think>).)*\\boxed\{([^{}]*)\}", re.S)
 
 
@@ -45,10 +47,8 @@ def main() -> int:
     renderer = Renderer(cfg.render, folder, cfg.generator.context_tokens, gates=cfg.reward.gates)
     sets = load_prompts(cfg.prompts, cfg.run.seed, read_dropped(run_dir))
     prompts = select_held_out(sets.held_out, cfg.eval)
-    findings: dict[str, object] = {}
-    if cfg.eval.temperature == 0:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        findings |= compare_accuracy(cfg, renderer, prompts, summary)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    findings = compare_accuracy(cfg, renderer, prompts, summary)
     # Last: the trainer's backend patches torch, and transformers then loads models wrongly.
     findings |= compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])
     findings["ok"] = all(value for key, value in findings.items() if key.startswith("is_"))
@@ -106,15 +106,25 @@ def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
 def compare_accuracy(
     cfg: Config, renderer: Renderer, prompts: list[Prompt], summary: dict
 ) -> dict[str, object]:
-    """transformers' greedy accuracy beside the reported one."""
+    """transformers' accuracy beside the reported one."""
     accuracy = hf_accuracy(cfg, renderer, prompts)
     reported = summary["accuracy_after"]
-    error = math.sqrt(max(accuracy * (1 - accuracy), 1e-4) / len(prompts))
     return {
         "accuracy_transformers": accuracy,
         "accuracy_reported": reported,
-        "is_accuracy_confirmed": abs(accuracy - reported) <= 2 * error,
+        "is_accuracy_confirmed": abs(accuracy - reported)
+        <= tolerance(accuracy, len(prompts), is_sampled=cfg.eval.temperature > 0),
     }
+
+
+def tolerance(accuracy: float, prompts: int, *, is_sampled: bool) -> float:
+    """How far two measurements of one model on the same prompts may be apart.
+
+    Greedy ones differ only where rounding turns an answer: less than chance. Of sampled ones both
+    have an error.
+    """
+    error = math.sqrt(max(accuracy * (1 - accuracy), 1e-4) / prompts)
+    return STANDARD_ERRORS * math.sqrt(2) * error if is_sampled else 2 * error
 
 
 @torch.no_grad()
@@ -123,6 +133,10 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
     model = AutoModelForCausalLM.from_pretrained(
         cfg.model.path, dtype=getattr(torch, cfg.model.dtype)
     ).eval()
+    how: dict[str, object] = {"do_sample": False}
+    if cfg.eval.temperature > 0:
+        torch.manual_seed(SAMPLING_SEED)
+        how = {"do_sample": True, "temperature": cfg.eval.temperature, "top_k": 0, "top_p": 1.0}
     correct = 0
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
@@ -136,7 +150,7 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
             tokens,
             attention_mask=mask,
             max_new_tokens=cfg.sampling.max_new_tokens,
-            do_sample=False,
+            **how,
             pad_token_id=pad,
             eos_token_id=list(renderer.stop_ids),
         )

@@ -22,6 +22,30 @@ VOCABULARY = [*SPECIAL_TOKENS, *TAGS, *CHARACTERS, *FILLERS][:VOCAB_SIZE]
 # The system message, if any, goes before the question; the model answers right after it.
 CHAT_TEMPLATE = "<bos>{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CONTEXT_TOKENS = 256
+# Written without transformers, which takes longer to load than all the rest.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "float32",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "attention_bias": False,
+    "mlp_bias": False,
+    "max_position_embeddings": CONTEXT_TOKENS,
+    "tie_word_embeddings": True,
+    "pad_token_id": VOCABULARY.index("<pad>"),
+    "bos_token_id": VOCABULARY.index("<bos>"),
+    "eos_token_id": VOCABULARY.index("<eos>"),
+}
+INITIAL_STD = 0.02
 
 
 def write_tokenizer(out: Path) -> None:
@@ -52,32 +76,45 @@ def write_tokenizer(out: Path) -> None:
 
 def write_model(out: Path, seed: int) -> int:
     """Write config and random float32 weights into `out`; returns the parameter count."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    import numpy as np
+    from safetensors.numpy import save_file
 
-    disable_progress_bar()
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT_TOKENS,
-        tie_word_embeddings=True,
-        pad_token_id=VOCABULARY.index("<pad>"),
-        bos_token_id=VOCABULARY.index("<bos>"),
-        eos_token_id=VOCABULARY.index("<eos>"),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(out)
+    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    ids = {key: CONFIG[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, size in tensor_sizes().items():
+        normal = INITIAL_STD * rng.standard_normal(size, dtype=np.float32)
+        weights[name] = np.ones(size, dtype=np.float32) if len(size) == 1 else normal
+    # Without this mark transformers refuses the file.
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     # safetensors 0.8.0 leaves the file readable by its owner alone.
     (out / "model.safetensors").chmod(0o644)
-    return model.num_parameters()
+    return sum(tensor.size for tensor in weights.values())
+
+
+def tensor_sizes() -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model; vectors are the weights of norms."""
+    width, units = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    queries, keys = (
+        CONFIG["head_dim"] * CONFIG[f"num_{kind}_heads"] for kind in ("attention", "key_value")
+    )
+    layer = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (units, width),
+        "mlp.up_proj": (units, width),
+        "mlp.down_proj": (width, units),
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+    }
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, width)}
+    for i in range(CONFIG["num_hidden_layers"]):
+        sizes |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
+    return sizes | {"model.norm.weight": (width,)}
 
 
 def make_folder(out: Path, seed: int) -> int:

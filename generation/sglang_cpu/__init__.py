@@ -5,6 +5,7 @@ processes through PYTHONPATH, never by ours.
 """
 
 import ctypes
+import json
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,16 @@ SITE_DIR = Path(__file__).parent / "site"
 TORCHVISION_DIR = "sglang-only"
 FFN_MULTIPLE = 32
 """SGLang 0.5.23 pads the MLP units of each tensor rank to a multiple of it, only on the CPU."""
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""Architecture of a model's config.json -> SGLang's module of it; SGLang looks for others itself.
+"""
 
 
 def is_needed() -> bool:
@@ -54,3 +65,12 @@ def server_flags() -> list[str]:
     Without --sleep-on-idle an idle scheduler takes most of a core.
     """
     return ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
+
+
+def family_environment(model: Path) -> dict[str, str]:
+    """Variables that keep SGLang from importing all model families, if it is one that we know."""
+    architectures = json.loads((model / "config.json").read_text()).get("architectures") or [""]
+    family = FAMILIES.get(architectures[0])
+    if family is None:
+        return {}
+    return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "run_models", "MEGATRON_RL_MODEL_FAMILY": family}

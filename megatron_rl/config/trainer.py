@@ -145,6 +145,8 @@ class SftConfig(Section):
 
     traces: Path | None = None
     """JSONL of {"messages", "response"}; no cold start without it."""
+    remark: str = ""
+    """What a reader of the results must know about the traces; shown with the accuracies."""
     steps: int = Field(default=0, ge=0)
     """Optimizer steps."""
     batch_size: PositiveInt = 32

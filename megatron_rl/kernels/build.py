@@ -1,7 +1,8 @@
 """Compiles a C++ source of this folder into a shared library, once a machine, and loads it.
 
 Used by whoever calls such loops: trainer ranks and engine ranks. Sources use no header of torch: a
-second or two compile one, and it fits any release.
+second or two compile one, and it fits any release. `python -m megatron_rl.kernels.build` compiles
+all of them, so that no run waits for it.
 """
 
 import ctypes
@@ -114,3 +115,17 @@ def _compile(source: Path, made: Path) -> None:
         raise CompilerFailed(f"{' '.join(command)}: not done after {TIMEOUT_S:.0f} s") from error
     if done.returncode:
         raise CompilerFailed(f"{' '.join(command)}: {done.stderr.strip()[-2000:]}")
+
+
+def main() -> None:
+    """Compile every source and print its name."""
+    try:
+        for name in names():
+            load(name)
+            sys.stdout.write(f"{name}: ready in {_folder()}\n")
+    except CompilerFailed as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

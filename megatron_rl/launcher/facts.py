@@ -24,6 +24,7 @@ def run_facts(
         max_staleness=config.queue.max_staleness,
         strict_staleness=config.queue.strict_staleness,
         eval_temperature=config.eval.temperature,
+        traces_remark=config.sft.remark if config.sft.steps else "",
         run_dir=str(run_dir),
         files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
     )

@@ -41,6 +41,8 @@ class RunFacts:
     """`queue.strict_staleness`."""
     eval_temperature: float = 0.0
     """`eval.temperature`; 0 is greedy."""
+    traces_remark: str = ""
+    """`sft.remark`, where there was a cold start."""
     run_dir: str = ""
     files: tuple[str, ...] = ()
     """What the run folder holds beside the exported model, for the text."""
@@ -54,6 +56,7 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
     start = next((row for row in trainer if "model/parameters" in row), {})
     activity = ActivityTotals(rows)
     rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
+    sampled = sampled_accuracy(rows)
     return {
         "engine": start.get("engine"),
         "engine_version": start.get("engine_version"),
@@ -73,6 +76,8 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         **_evaluated(rows),
         "reward_first10": _mean(rewards[:10]),
         "reward_last10": _mean(rewards[-10:]),
+        "sampled_accuracy_first_fifth": sampled[0],
+        "sampled_accuracy_last_fifth": sampled[1],
         "rollouts_spanning_versions": int(sum(_values(steps, "queue/rollouts_spanning_versions"))),
         "staleness_mean": _weighted_mean(
             steps, "queue/staleness_versions_mean", weight="queue/rollouts_trained"
@@ -96,6 +101,7 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
     evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     control = evaluations.get("control", {})
+    gain, sigmas = _difference(_measured(control), _measured(after))
     return {
         "eval_n": (after or before).get("eval/n"),
         "eval_not_graded": (after or before).get("eval/not_graded"),
@@ -106,7 +112,38 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
         "control_accuracy": control.get("eval/accuracy"),
         "control_se": control.get("eval/accuracy_se"),
         "control": CONTROL_TEXT if control else None,
+        "rl_minus_control": gain,
+        "rl_minus_control_standard_errors": sigmas,
     }
+
+
+def _measured(evaluation: Row) -> tuple[Any, Any]:
+    return evaluation.get("eval/accuracy"), evaluation.get("eval/accuracy_se")
+
+
+def sampled_accuracy(rows: list[Row]) -> tuple[float | None, float | None]:
+    """Share that was correct of the first and of the last fifth of the training's rollouts.
+
+    Of all that were scored, flat groups too; rows that also count an evaluation are left out.
+    """
+    counted = [
+        (row["activity/rollouts_scored"], row.get("activity/reason/correct", 0))
+        for row in rows
+        if row.get("activity/rollouts_scored") and not row.get("activity/rollouts_for_evaluation")
+    ]
+    fifth = sum(scored for scored, _ in counted) / 5
+    return _share_of_first(counted, fifth), _share_of_first(counted[::-1], fifth)
+
+
+def _share_of_first(counted: list[tuple[float, float]], count: float) -> float | None:
+    """Correct ones of the first rows that hold `count` rollouts."""
+    scored = correct = 0.0
+    for row_scored, row_correct in counted:
+        if scored >= count:
+            break
+        scored += row_scored
+        correct += row_correct
+    return correct / scored if scored else None
 
 
 def _dropped(steps: list[Row], activity: ActivityTotals, *, what: str) -> dict[str, int]:
@@ -193,6 +230,8 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         lines.append(f"    (control: {summary['control']})")
         if after[0] is not None:
             lines.append(f"  RL beside control {_change(control, after, 'control').strip()}")
+    if facts.traces_remark:
+        lines.append(f"  cold start        {facts.traces_remark}")
     return lines
 
 
@@ -205,6 +244,9 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"groups dropped: {_dropped_text(summary)}{_ungraded_text(summary)}",
         f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
         f"last 10 steps {_number(summary['reward_last10'])}",
+        f"Sampled accuracy    of the training's rollouts, flat groups too: first fifth "
+        f"{_number(summary.get('sampled_accuracy_first_fifth'))}, last fifth "
+        f"{_number(summary.get('sampled_accuracy_last_fifth'))}",
         f"Staleness           mean {_number(summary['staleness_mean'], 2)}, "
         f"max {_number(summary['staleness_max'], 0)} (bound {summary['max_staleness']}{bound}); "
         f"{summary['rollouts_spanning_versions']} rollouts span two or more versions",
@@ -250,15 +292,22 @@ def _ungraded_text(summary: dict[str, Any]) -> str:
 
 def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:
     """The difference in combined standard errors; below 3 it is called undecided."""
-    if start[0] is None or end[0] is None:
+    difference, sigmas = _difference(start, end)
+    if difference is None:
         return ""
-    difference = end[0] - start[0]
-    error = math.hypot(start[1] or 0.0, end[1] or 0.0)
-    if error == 0.0:
+    if sigmas is None:
         return f"   {difference:+.3f} to {name}"
-    sigmas = difference / error
     verdict = "" if abs(sigmas) >= 3 else ": too little to tell from chance"
     return f"   {difference:+.3f} to {name}, {sigmas:+.1f} combined standard errors{verdict}"
+
+
+def _difference(start: tuple[Any, Any], end: tuple[Any, Any]) -> tuple[float | None, float | None]:
+    """What two accuracies with their standard errors differ by, and that in combined errors."""
+    if start[0] is None or end[0] is None:
+        return None, None
+    difference = end[0] - start[0]
+    error = math.hypot(start[1] or 0.0, end[1] or 0.0)
+    return difference, difference / error if error else None
 
 
 def _with_error(value: float | None, error: float | None) -> str:

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
+
+# isort: split
 from megatron.core import parallel_state
 
 from megatron_rl.algorithms.loss import supervised_loss

@@ -15,6 +15,9 @@ from functools import partial
 from importlib.metadata import version as package_version
 from pathlib import Path
 
+import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
+
+# isort: split
 from megatron.core import parallel_state
 
 from megatron_rl.algorithms.loss import LOSSES

@@ -64,3 +64,16 @@ def test_a_host_without_a_compiler_is_told_what_to_install(
 def test_every_source_of_the_product_compiles() -> None:
     for name in build.names():
         build.load(name)
+
+
+def test_all_sources_are_compiled_at_once_and_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        (folder / f"{name}.cpp").write_text(SOURCE)
+    build.main()
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
+    assert len(list((folder / "cache").glob("*.so"))) == 2
+    (folder / "three.cpp").write_text("no program")
+    with pytest.raises(SystemExit, match=r"^error: g\+\+ .*three\.cpp"):
+        build.main()

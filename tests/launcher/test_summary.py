@@ -1,5 +1,6 @@
 """Summary numbers from rows written by hand."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from megatron_rl.launcher.summary import (
     RunFacts,
     generator_idle_fraction,
     render_text,
+    sampled_accuracy,
     summarize,
     trainer_idle_fraction,
 )
@@ -23,6 +25,8 @@ KEYS_OF_THE_ISSUE = {
 ADDED_KEYS = {
     "control", "control_accuracy", "control_se", "max_staleness", "generator_restarts",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
+    "rl_minus_control", "rl_minus_control_standard_errors", "sampled_accuracy_first_fifth",
+    "sampled_accuracy_last_fifth",
 }  # fmt: skip
 
 START = {
@@ -123,6 +127,36 @@ def test_values_are_those_worked_out_by_hand() -> None:
     assert (summary["control_accuracy"], summary["control_se"]) == (0.31, 0.03)
     assert summary["eval_n"] == 256
     assert summary["wall_s"] == {"rl": 20.0, "total": 31.0}
+
+
+def test_the_verdict_beside_the_control_is_in_combined_standard_errors() -> None:
+    summary = summarize(run_rows(), FACTS)
+    assert summary["rl_minus_control"] == pytest.approx(0.19)
+    assert summary["rl_minus_control_standard_errors"] == pytest.approx(0.19 / (0.03 * 2**0.5))
+    without = [row for row in run_rows() if row.get("label") != "control"]
+    assert summarize(without, FACTS)["rl_minus_control"] is None
+    assert summarize(without, FACTS)["rl_minus_control_standard_errors"] is None
+
+
+def test_sampled_accuracy_is_of_the_first_and_last_fifth_of_the_trainings_rollouts() -> None:
+    def row(scored: int, correct: int, evaluated: int = 0) -> dict[str, Any]:
+        values = {"activity/rollouts_scored": scored, "activity/reason/correct": correct}
+        return {
+            "source": "queue",
+            "step": 1,
+            "activity/rollouts_for_evaluation": evaluated,
+        } | values
+
+    # 100 rollouts for training; a row of 60 that counts an evaluation too is left out.
+    rows = [row(60, 60, 50), row(12, 2), row(10, 3), row(58, 20), row(20, 14), row(0, 0)]
+    assert sampled_accuracy(rows) == (pytest.approx(5 / 22), pytest.approx(14 / 20))
+    assert sampled_accuracy([]) == (None, None)
+
+
+def test_what_must_be_known_of_the_traces_stands_with_the_accuracies() -> None:
+    facts = dataclasses.replace(FACTS, traces_remark="half of them are wrong")
+    text = render_text(summarize(run_rows(), facts), facts)
+    assert "  cold start        half of them are wrong" in text
 
 
 def test_rewards_are_of_the_first_and_last_ten_steps() -> None:

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from tools.make_tiny_model import VOCABULARY, make_folder
 
@@ -64,6 +70,21 @@ def test_the_model_has_the_promised_size_and_dtype(folder: Path) -> None:
     layer = 2 * 192 * 192 + 2 * 64 * 192 + 3 * 384 * 192 + 2 * 192
     assert model.num_parameters() == 64 * 192 + 4 * layer + 192
     assert model.dtype == torch.float32
+
+
+def test_weights_are_those_of_a_fresh_llama(folder: Path) -> None:
+    fresh = LlamaForCausalLM(AutoConfig.from_pretrained(folder)).state_dict()
+    made = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert {name: tuple(w.shape) for name, w in made.items()} == {
+        name: tuple(w.shape) for name, w in fresh.items()
+    }
+    for name, weight in made.items():
+        if "norm" in name:
+            assert torch.equal(weight, fresh[name])
+        else:
+            # Normal with mean 0 and deviation 0.02: 12,288 values or more of each.
+            assert abs(float(weight.mean())) < 5 * 0.02 / weight.numel() ** 0.5
+            assert float(weight.std()) == pytest.approx(0.02, rel=0.03)
 
 
 def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ PATCHES = {
     ),
     "sglang.srt.layers.sampler": "inverse_sampling",
     "sglang.srt.state_capturer.base": "unpinned_memory",
+    "torch": "uncompiled",
 }
 """SGLang's module -> ours and the function called with it; `install` if none is named."""
 
