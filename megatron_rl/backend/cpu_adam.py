@@ -1,4 +1,5 @@
-"""AdamW with the interface of TransformerEngine's FusedAdam, in torch's foreach kernels.
+"""AdamW with the interface of TransformerEngine's FusedAdam: one loop on the CPU, or in torch's
+foreach kernels.
 
 Used by trainer ranks where neither TransformerEngine nor NVIDIA apex is installed. megatron-core
 0.16.1 then falls back on torch.optim.AdamW, and resuming the distributed optimizer with that is
@@ -6,12 +7,15 @@ wrong: distrib_optimizer.py:823 shares one `step` tensor among all parameters, s
 grows by the count of parameters each step.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.optimizer import distrib_optimizer
+
+from megatron_rl.backend.loops import library
 
 
 class ForeachAdam(torch.optim.Optimizer):
@@ -59,6 +63,9 @@ class ForeachAdam(torch.optim.Optimizer):
         second = [self.state[param]["exp_avg_sq"] for param in params]
         grads = [param.grad for param in params]
         beta1, beta2 = group["betas"]
+        if _can_loop(params, grads, first, second):
+            _loop(params, grads, first, second, group)
+            return
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_lerp_(first, grads, 1 - beta1)
@@ -69,6 +76,41 @@ class ForeachAdam(torch.optim.Optimizer):
         torch._foreach_add_(denominators, group["eps"])
         step_size = group["lr"] / (1 - beta1 ** group["step"])
         torch._foreach_addcdiv_(params, first, denominators, -step_size)
+
+
+def _can_loop(*arrays: list[torch.Tensor]) -> bool:
+    tensors = [tensor for array in arrays for tensor in array]
+    return (
+        all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors)
+        and all(tensor.device.type == "cpu" for tensor in tensors)
+        and library("adamw") is not None
+    )
+
+
+def _loop(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    first: list[torch.Tensor],
+    second: list[torch.Tensor],
+    group: dict[str, Any],
+) -> None:
+    beta1, beta2 = group["betas"]
+    count = len(params)
+    addresses = ctypes.c_void_p * count
+    scalars = (
+        1 - group["lr"] * group["weight_decay"],
+        group["lr"] / (1 - beta1 ** group["step"]),
+        beta1,
+        beta2,
+        (1 - beta2 ** group["step"]) ** 0.5,
+        group["eps"],
+    )
+    library("adamw").adamw(
+        ctypes.c_long(count),
+        *(addresses(*(t.data_ptr() for t in array)) for array in (params, grads, first, second)),
+        (ctypes.c_long * count)(*(param.numel() for param in params)),
+        *map(ctypes.c_float, scalars),
+    )
 
 
 def replace_torch_fallback() -> None:

@@ -1,7 +1,8 @@
-"""RMSNorm and attention for hosts without TransformerEngine, and the spec that uses them.
+"""Attention for hosts without TransformerEngine, and the spec of layers that uses it.
 
 Used by trainer ranks. Megatron's own local layers refuse packed sequences (attention) and sequence
-parallelism (RMSNorm); these are written in plain torch and run on any device.
+parallelism (RMSNorm); these run on any device, in plain torch except for `packed_attention.py` and
+`pointwise.py`, whose loops are for the CPU.
 """
 
 import math
@@ -22,15 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.backend.context import own_chunks, shard_positions
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the constructor and the marks that Megatron expects."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # finalize_model_grads sums the gradients of marked parameters over the tensor group.
-        self.weight.sequence_parallel = config.sequence_parallel
+from megatron_rl.backend.packed_attention import (
+    Attention,
+    PackedSelfAttention,
+    attend,
+    can_attend,
+)
+from megatron_rl.backend.pointwise import GatedMLP, RMSNorm
 
 
 class CausalAttention(MegatronModule):
@@ -54,8 +53,9 @@ class CausalAttention(MegatronModule):
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"attention mask {attn_mask_type} is not implemented: only causal")
-        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self._window = config.window_size[0] if config.window_size else None
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        # Positions before its own that a query sees.
+        self.window = config.window_size[0] if config.window_size else None
         self._context = pg_collection.cp if pg_collection is not None else None
 
     def forward(
@@ -86,8 +86,10 @@ class CausalAttention(MegatronModule):
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
         """`bounds` is [sequences + 1] int32: where each sequence starts, and the end."""
-        # One call per sequence: padding them to one batch took 6 times as long on one CPU core
-        # where lengths differ (800 beside 100), and saved little where they are alike.
+        if can_attend(query):
+            _, heads, dim = query.shape
+            sizes = Attention(heads, key.shape[1], dim, self.scale, bounds, self.window)
+            return attend(sizes, query, key, value)
         lengths = (bounds[1:] - bounds[:-1]).tolist()
         sequences = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
         attended = [self._attend(q[None], k[None], v[None]) for q, k, v in sequences]
@@ -127,18 +129,18 @@ class CausalAttention(MegatronModule):
             query, key, value = query.float(), key.float(), value.float()
         mask = None
         length = key.shape[1]
-        is_cut = self._window is not None and self._window + 1 < length
+        is_cut = self.window is not None and self.window + 1 < length
         if is_cut or query.shape[1] != length:
             positions = torch.arange(length, device=query.device)
             distance = positions[length - query.shape[1] :, None] - positions
             mask = distance >= 0
             if is_cut:
-                mask &= distance <= self._window
+                mask &= distance <= self.window
         attended = F.scaled_dot_product_attention(
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             attn_mask=mask,
             is_causal=mask is None,
-            scale=self._scale,
+            scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return attended.transpose(1, 2).to(dtype)
@@ -159,6 +161,9 @@ def block_spec(config: TransformerConfig, chunk: int) -> TransformerBlockSubmodu
         # A norm before experts is fused with nothing, so that TransformerEngine's layers write it
         # to checkpoints under its own name; the local ones of megatron-core 0.16.1 do not.
         layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+    layer.self_attention.module = PackedSelfAttention
+    if not config.num_moe_experts:
+        layer.mlp = GatedMLP
     attention = layer.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:

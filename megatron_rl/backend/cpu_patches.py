@@ -8,14 +8,18 @@ that it serves fail.
 import functools
 import inspect
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers as linear_layers
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.utils._device import _device_constructors
+
+from megatron_rl.backend.products import add_product
 
 _CPU = torch.device("cpu")
 _installed: set[str] = set()
@@ -178,6 +182,14 @@ def _scatter_parts(of_equal: Callable[..., torch.Tensor]) -> Callable[..., torch
     return scatter
 
 
+def _gradient_products() -> None:
+    """Gradients of weights are added to Megatron's buffers by an extension of NVIDIA apex."""
+    linear_layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=lambda inputs, grad, total: add_product(total, grad, inputs)
+    )
+    linear_layers._grad_accum_fusion_available = True
+
+
 PATCHES: dict[str, Callable[[], None]] = {
     "current_device": _current_device,
     "device_literals": _device_literals,
@@ -189,4 +201,5 @@ PATCHES: dict[str, Callable[[], None]] = {
     "router_product": define_router_product,
     "token_dispatch": _token_dispatch,
     "uneven_parts": _uneven_parts,
+    "gradient_products": _gradient_products,
 }

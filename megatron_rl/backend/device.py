@@ -165,7 +165,8 @@ class Backend:
             "masked_softmax_fusion": False,
             "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
-            "gradient_accumulation_fusion": False,
+            # On CUDA an extension of NVIDIA apex would be needed.
+            "gradient_accumulation_fusion": self.device.type == "cpu",
             "persist_layer_norm": False,
         }
 

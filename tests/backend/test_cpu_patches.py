@@ -24,6 +24,7 @@ FAILURES = {
     "router_product": (ALONE, "'te_general_gemm' is not defined"),
     "token_dispatch": (ALONE, "torch.cuda.Stream"),
     "uneven_parts": (SHARED_EXPERTS, "mappings.py"),
+    "gradient_products": (ALONE, "fused_weight_gradient_mlp_cuda module is not found"),
 }
 """Patch -> how the train step that needs it is divided, what its traceback says."""
 OF_EXPERTS = ("router_product", "token_dispatch", "uneven_parts")

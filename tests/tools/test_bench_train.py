@@ -19,6 +19,7 @@ from tools.bench.train_figures import (
     check_losses,
     compare,
     mfu,
+    over_gemm,
     scaling,
     step_flops,
 )
@@ -46,6 +47,12 @@ def test_ratios_are_medians_of_steps_beside_each_other() -> None:
     assert found["tokens_per_s_ours"] == 50.0
     assert found["loss_difference"] == 0.25
     assert found["logprob_peak_bytes_over_bound"] == 0.7
+
+
+def test_reached_share_is_of_the_median_step() -> None:
+    samples = make_samples({"ours": [1.0, 2.0, 9.0]})
+    # 60 FLOP in 2 s, where products alone do 100 a second.
+    assert over_gemm(Measured(samples, "cpu", 60.0, gemm_rate=100.0)) == pytest.approx(0.3)
 
 
 def test_scaling_compares_two_ranks_to_one() -> None:

@@ -18,7 +18,12 @@ over 64, and a smaller model). Loops take turns, and all count the tokens of the
 | scaling_tp2, scaling_dp2 | tokens/s of two ranks over one |
 | logprob_peak_bytes_over_bound | memory of logprobs, forward and backward, beyond the gradients |
 | loss_difference | between the loops before any step; above 1e-5 of the loss there are no figures |
+| achieved_over_gemm_* | model FLOP/s of our step over gemm_rate, one thread |
+| gemm_rate_gflops* | of F.linear on the layers' shapes, in the same process |
 | mfu_bf16, mfu_fp8 | on GPU: model FLOP/s over the device's peak, on a larger model |
+
+The last but one are of SmolLM2-135M's sizes, in float32 and bfloat16, and of the 1.3M model of
+tools.make_tiny_model with many short sequences.
 
 busy_share is what other processes took of the cores before the steps: where it is not near 0, wall
 clocks say little. The last line is one JSON object.
@@ -43,7 +48,7 @@ from megatron_rl.launcher.ports import find_free
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.lengths import LONGEST
-from tools.bench.train_figures import Measured, Workload, compare, mfu, scaling
+from tools.bench.train_figures import Measured, Workload, compare, mfu, over_gemm, scaling
 from tools.bench.variants import ROOT
 from tools.bench.weights import child_environment, write_model
 
@@ -98,6 +103,32 @@ QUICK = Scale(
     rounds=1,
     logprob_chunk_tokens=512,
 )
+SMOLLM2 = LLAMA | {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+TINY = LLAMA | {
+    "vocab_size": 64,
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+LIMITS = {
+    "135m": (SMOLLM2, "float32", Workload(8, 1, 2, has_peers=False, tokens=(60, 420)), 2048),
+    "1_3m": (TINY, "float32", Workload(256, 1, 20, has_peers=False, tokens=(18, 26)), 8192),
+    # As the quickstart's batches are.
+    "135m_bf16": (SMOLLM2, "bfloat16", Workload(64, 1, 4, has_peers=False, tokens=(36, 54)), 2048),
+}
+"""Name -> model, dtype, work and microbatch of what is compared to the rate of products."""
+QUICK_REPEATS = 1
+
 GPU = Scale(
     model=LLAMA
     | {
@@ -130,7 +161,8 @@ def main() -> int:
         share = busy_share(cores, PAUSE_S)
         found = compare(run(folder / "peers", folder / "model", scale))
         rounds = [run_round(folder / f"round-{n}", folder, scale) for n in range(scale.rounds)]
-        found |= scaling(rounds) | on_gpu(folder / "gpu")
+        found |= scaling(rounds) | against_gemm(folder / "limits", is_quick=options.quick)
+        found |= on_gpu(folder / "gpu")
     except (ChildFailed, OSError) as error:
         print(f"{error}\nall logs: {folder}", file=sys.stderr)
         return 1
@@ -153,6 +185,23 @@ def run_round(run_dir: Path, folder: Path, scale: Scale) -> dict[str, Measured]:
         name: run(run_dir / name, folder / "model", scale, parallel)
         for name, parallel in SCALING.items()
     }
+
+
+def against_gemm(folder: Path, *, is_quick: bool) -> dict[str, float]:
+    """How near our loop comes to the rate of its products, by model and dtype."""
+    found: dict[str, float] = {}
+    for name, (model, dtype, work, budget) in LIMITS.items():
+        write_model(folder / name / "model", model)
+        if is_quick:
+            work = msgspec.structs.replace(work, repeats=QUICK_REPEATS)
+        scale = Scale(model, work, microbatch_tokens=budget, rounds=0, logprob_chunk_tokens=2048)
+        measured = run(
+            folder / name / "run", folder / name / "model", scale, model={"dtype": dtype}
+        )
+        suffix = "" if name == "135m" else f"_{name}"
+        found[f"gemm_rate_gflops{suffix}"] = measured.gemm_rate / 1e9
+        found[f"achieved_over_gemm_{name}"] = over_gemm(measured)
+    return found
 
 
 def on_gpu(folder: Path) -> dict[str, float | None]:

@@ -32,6 +32,8 @@ class Workload(msgspec.Struct, frozen=True):
     repeats: int
     """Steps of each loop that count; one more comes before."""
     has_peers: bool
+    tokens: tuple[int, int] | None = None
+    """Instead of those lengths: uniform from the first to the second, half of them prompt."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -56,6 +58,8 @@ class Measured(msgspec.Struct, frozen=True):
     first_losses: dict[str, float] = {}
     """Of each loop before any step, on the same tokens."""
     logprob_peak_bytes_over_bound: float = 0.0
+    gemm_rate: float = 0.0
+    """FLOP/s of F.linear alone: the layers' shapes and dtype at the rows of a microbatch."""
 
 
 def tokens_per_s(samples: Sequence[Sample], loop: str) -> float:
@@ -121,6 +125,12 @@ def step_flops(shape: ModelShape, sequences: Sequence[Lengths], parameters: int)
     width = shape.layers * shape.heads * shape.head_dim
     attention = sum(2 * width * s.total**2 for s in sequences)
     return 3.0 * (products + attention)
+
+
+def over_gemm(measured: Measured) -> float:
+    """Model FLOP/s over what the same process's products reach alone; of the median step."""
+    seconds = statistics.median(s.seconds for s in measured.samples)
+    return measured.step_flops / seconds / measured.gemm_rate
 
 
 def mfu(measured: Measured, precision: str) -> float | None:

@@ -41,21 +41,23 @@ from tools.bench.train_figures import (
 )
 from tools.bench.train_peers import PlainLoop
 
+GEMM_S = 0.5
 CHUNKS = 4
 """The logprobs' memory is measured on so many times the tokens of a chunk."""
 
 
 def main(cfg: Config, work: Workload) -> None:
     """Set up this rank, take steps, write what was measured."""
-    lengths = magistral_like(work.sequences, seed=1, scale=work.scale)
+    lengths = lengths_of(work)
     with open_policy(cfg) as policy:
         sequences = make_sequences(lengths, policy.shape.vocab)
         objective = Objective(LOSSES["supervised"], cfg.loss)
         trainer = Trainer(policy, objective, cfg.optimizer, 1000, train=cfg.train)
         share = share_of(sequences, cfg.train.microbatch_tokens)
         loops: dict[str, Callable[[], object]] = {OURS: partial(trainer.update, share, version=0)}
-        losses = {OURS: trainer.accumulate(share, version=0).sums["loss"]}
+        losses: dict[str, float] = {}
         if work.has_peers:
+            losses[OURS] = trainer.accumulate(share, version=0).sums["loss"]
             peer = PlainLoop(
                 cfg.model.path, policy.device, cfg.optimizer, cfg.train.microbatch_tokens
             )
@@ -70,9 +72,42 @@ def main(cfg: Config, work: Workload) -> None:
             step_flops=step_flops(policy.shape, lengths, policy.parameters),
             first_losses=losses,
             logprob_peak_bytes_over_bound=logprob_peak(policy, cfg) if work.has_peers else 0.0,
+            gemm_rate=gemm_rate(policy, tokens // len(share.microbatches)),
         )
         if dist.get_rank() == 0:
             (cfg.run.dir / "measured.json").write_bytes(msgspec.json.encode(measured))
+
+
+def lengths_of(work: Workload) -> list[Lengths]:
+    """Of the workload's sequences."""
+    if work.tokens is None:
+        return magistral_like(work.sequences, seed=1, scale=work.scale)
+    totals = np.random.default_rng(1).integers(*work.tokens, work.sequences, endpoint=True)
+    return [Lengths(int(total) // 2, int(total) - int(total) // 2) for total in totals]
+
+
+def gemm_rate(policy: Policy, rows: int) -> float:
+    """FLOP/s of a layer's products one after the other, each repeated for a while."""
+    shape = policy.shape
+    dtype = next(policy.chunks[0].parameters()).dtype
+    width = shape.heads * shape.head_dim
+    heads = width + 2 * shape.kv_heads * shape.head_dim
+    sizes = [(shape.hidden, heads), (width, shape.hidden)]
+    sizes += [(shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden)]
+    seconds = 0.0
+    for inputs, outputs in sizes:
+        x, weight = (
+            torch.randn(n, inputs, dtype=dtype, device=policy.device) for n in (rows, outputs)
+        )
+        torch.nn.functional.linear(x, weight)
+        wait(policy.device)
+        started, count = time.perf_counter(), 0
+        while time.perf_counter() - started < GEMM_S:
+            torch.nn.functional.linear(x, weight)
+            wait(policy.device)
+            count += 1
+        seconds += (time.perf_counter() - started) / count
+    return sum(2 * rows * inputs * outputs for inputs, outputs in sizes) / seconds
 
 
 def make_sequences(lengths: list[Lengths], vocab: int) -> list[TrainSequence]:

@@ -1,0 +1,34 @@
+"""Products that are added to float32 gradients."""
+
+import pytest
+import torch
+
+from megatron_rl.backend import products
+from megatron_rl.backend.products import add_product
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_native", [False, None])
+def test_a_product_is_added_to_what_was_there(
+    dtype: torch.dtype, has_native: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None: as this CPU has it.
+    if has_native is not None:
+        monkeypatch.setattr(products, "_has_native_bfloat16", lambda: has_native)
+    torch.manual_seed(0)
+    left, right = torch.randn(33, 70).to(dtype), torch.randn(33, 24).to(dtype)
+    start = torch.randn(70, 24)
+    total = start.clone()
+    add_product(total, left, right)
+    exact = start.double() + left.double().t() @ right.double()
+    limit = 1e-5 if dtype is torch.float32 else 2**-8
+    assert (total - exact).abs().max() <= limit * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_reaches_its_row_alone(dtype: torch.dtype) -> None:
+    left, right = torch.ones(8, 5).to(dtype), torch.ones(8, 3).to(dtype)
+    left[2, 4] = torch.nan
+    total = torch.zeros(5, 3)
+    add_product(total, left, right)
+    assert total[4].isnan().all() and torch.equal(total[:4], torch.full((4, 3), 8.0))
