@@ -18,6 +18,7 @@ from types import ModuleType
 PATCHES = {
     "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
     "sglang.srt.layers.sampler": "inverse_sampling",
+    "sglang.srt.managers.scheduler": "direct_requests",
     "sglang.srt.state_capturer.base": "unpinned_memory",
 }
 """SGLang's module -> ours, whose `install` is called with it."""
