@@ -5,6 +5,7 @@ from base64 import b64decode
 from typing import Any
 
 from generation.engine import Completion, EngineError
+from generation.sglang_messages import Ended
 from generation.weight_versions import spans_from_arrivals, spans_from_report
 
 
@@ -40,6 +41,21 @@ def read_complete_mark(
     # Present if asked for: [prompt + completion - 1, layers, experts of a token] int32 in base64.
     choices = b64decode(meta.get("routed_experts", ""))
     return Completion(index, token_ids, logprobs, spans, finish["type"], choices)
+
+
+def read_ended(ended: Ended, index: int) -> Completion:
+    """Completion of what the scheduler says. Raises EngineError as above."""
+    if ended.finish not in ("stop", "length"):
+        raise EngineError(f"SGLang ended a completion by {ended.finish}: {ended.message}")
+    token_ids, logprobs = ended.token_ids, ended.logprobs
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens")
+    report = [{"version": v, "start": start, "end": end} for v, start, end in ended.spans]
+    try:
+        spans = spans_from_report(report, len(token_ids))
+    except ValueError as error:
+        raise EngineError(f"SGLang's weight versions: {error}") from error
+    return Completion(index, token_ids, logprobs, spans, ended.finish, ended.expert_choices)
 
 
 def check_answer(path: str, status: int, text: str) -> None:

@@ -1,4 +1,5 @@
-"""SGLang as an engine: one server child on this host, spoken to over HTTP.
+"""SGLang as an engine: one server child on this host, spoken to over HTTP; on the CPU, requests go
+to its scheduler directly (`sglang_direct.py`).
 
 Used by the generator process; the only file that knows SGLang. SGLang is not imported here.
 
@@ -26,8 +27,11 @@ import aiohttp
 from generation import sglang_cpu
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_answers import check_answer, read_complete_mark, read_event
+from generation.sglang_answers import check_answer, read_complete_mark, read_ended
 from generation.sglang_command import parse_release, server_command, server_environment
+from generation.sglang_direct import DirectRequests
+from generation.sglang_http import request_body, stream_events
+from generation.sglang_messages import SOCKET_VARIABLE, Generate
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
 
@@ -50,6 +54,8 @@ class SGLangEngine:
     name = "sglang"
     loader = LOADER
     """By which the server's ranks take slices, as package.module.function."""
+    may_ask_directly = True
+    """Whether requests go to the scheduler directly where that is possible: without CUDA."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -59,6 +65,7 @@ class SGLangEngine:
         self.version = setup.version
         self._child = ServerChild(setup.log_path)
         self._http: aiohttp.ClientSession | None = None
+        self._direct: DirectRequests | None = None
         self._is_serving = asyncio.Event()
         self._is_serving.set()
         self._group_name = ""
@@ -75,8 +82,13 @@ class SGLangEngine:
             f"http://{setup.host}:{setup.port}",
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
         )
+        environment = server_environment(setup)
+        if self.may_ask_directly and sglang_cpu.is_needed():
+            self._direct = DirectRequests()
+            await self._direct.open()
+            environment[SOCKET_VARIABLE] = str(self._direct.path)
         command = server_command(setup, self.loader)
-        await self._child.start(command, server_environment(setup), nice=setup.nice)
+        await self._child.start(command, environment, nice=setup.nice)
         deadline = time.monotonic() + setup.start_timeout_s
         while not await self._answers():
             if self._child.has_exited:
@@ -109,7 +121,7 @@ class SGLangEngine:
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
     ) -> AsyncIterator[Completion]:
-        """Yield completions as they finish; one HTTP request for the group.
+        """Yield completions as they finish; one request for the group.
 
         SGLang's scheduler draws from one stream of random numbers, so `sampling.seed` has no
         effect: completions of a group differ, and a group asked for again differs too.
@@ -119,8 +131,8 @@ class SGLangEngine:
         for _ in range(REGENERATE_LIMIT):
             stale: list[int] = []
             await self._wait_until_serving(deadline)
-            body = self._request_body(prompt_ids, sampling, len(waiting))
-            async with aclosing(self._generate_once(body, waiting, deadline)) as answers:
+            once = self._generate_once(prompt_ids, sampling, waiting, deadline)
+            async with aclosing(once) as answers:
                 async for index, completion in answers:
                     if completion is None:
                         stale.append(index)
@@ -143,8 +155,8 @@ class SGLangEngine:
                 f"{self._setup.request_timeout_s:.0f}"
             ) from error
 
-    async def _generate_once(
-        self, body: dict[str, Any], indices: list[int], deadline: float
+    def _generate_once(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int], deadline: float
     ) -> AsyncIterator[tuple[int, Completion | None]]:
         """Yield (index, completion), or None for one to generate again.
 
@@ -152,12 +164,53 @@ class SGLangEngine:
         the server through a publish: its keys and values are not those of its first token's
         weights.
         """
+        if self._direct is not None:
+            return self._generate_directly(self._direct, prompt_ids, sampling, indices, deadline)
+        return self._generate_by_http(prompt_ids, sampling, indices, deadline)
+
+    async def _generate_directly(
+        self,
+        direct: DirectRequests,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        indices: list[int],
+        deadline: float,
+    ) -> AsyncIterator[tuple[int, Completion | None]]:
         version = self.version
+        request = self._direct_request(prompt_ids, sampling)
+        try:
+            async with aclosing(direct.generate(request, indices, deadline)) as answers:
+                async for index, ended in answers:
+                    completion = read_ended(ended, index)
+                    is_stale = self._is_stale(completion, version, ended.cached_tokens)
+                    yield index, None if is_stale else completion
+        except TimeoutError as error:
+            raise self._too_late() from error
+
+    def _direct_request(self, prompt_ids: list[int], sampling: Sampling) -> Generate:
+        return Generate(
+            names=[],
+            prompt_ids=prompt_ids,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_ids=list(self._setup.stop_ids),
+            extra_key=self._prefix_key,
+            returns_expert_choices=self._setup.returns_expert_choices,
+        )
+
+    async def _generate_by_http(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int], deadline: float
+    ) -> AsyncIterator[tuple[int, Completion | None]]:
+        version = self.version
+        body = request_body(
+            self._setup, prompt_ids, sampling, n=len(indices), prefix_key=self._prefix_key
+        )
         arrivals: dict[int, list[tuple[int, int]]] = {}
         # The server's name of each unfinished completion, which it tells with the first token.
         running = dict.fromkeys(indices, "")
         try:
-            async with aclosing(self._stream(body, deadline)) as events:
+            async with aclosing(stream_events(self._session, body, deadline)) as events:
                 async for event in events:
                     index = indices[event.get("index", 0)]
                     meta = event["meta_info"]
@@ -168,15 +221,34 @@ class SGLangEngine:
                         continue
                     del running[index]
                     completion = read_complete_mark(event, index, arrived)
-                    is_stale = completion.spans[0].version != version and self._keeps_prefixes
-                    if is_stale and meta.get("cached_tokens", 0) > 0:
-                        yield index, None
-                    else:
-                        yield index, completion
+                    is_stale = self._is_stale(completion, version, meta.get("cached_tokens", 0))
+                    yield index, None if is_stale else completion
+        except TimeoutError as error:
+            raise self._too_late() from error
+        else:
             if running:
                 raise EngineError(f"SGLang ended its answer before completions {sorted(running)}")
         finally:
             await self._abort([name for name in running.values() if name])
+
+    def _is_stale(self, completion: Completion, version: int, cached_tokens: int) -> bool:
+        """Whether its prompt's keys and values may be those of older weights than its first token.
+
+        version: that of the engine when it was asked for.
+        """
+        is_newer = completion.spans[0].version != version
+        return is_newer and self._keeps_prefixes and cached_tokens > 0
+
+    @property
+    def _prefix_key(self) -> str:
+        """The prefix cache of a version (of a publisher: epochs count these) is its own."""
+        return f"{self._epoch}.{self.version}"
+
+    def _too_late(self) -> EngineError:
+        return EngineError(
+            "a completion took longer than generator.request_timeout_s="
+            f"{self._setup.request_timeout_s:.0f}"
+        )
 
     async def _abort(self, names: list[str]) -> None:
         """Have the server stop what nobody reads any more.
@@ -189,49 +261,6 @@ class SGLangEngine:
                 await self._post("/abort_request", {"rid": name}, ABORT_S)
         except EngineError as error:
             log.warning("SGLang may go on with what was given up: %s", error)
-
-    def _request_body(self, prompt_ids: list[int], sampling: Sampling, n: int) -> dict[str, Any]:
-        params: dict[str, Any] = {
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "n": n,
-        }
-        if self._setup.stop_ids:
-            params["stop_token_ids"] = list(self._setup.stop_ids)
-        return {
-            "input_ids": prompt_ids,
-            "sampling_params": params,
-            "return_logprob": True,
-            "return_routed_experts": self._setup.returns_expert_choices,
-            "stream": True,
-            # The prefix cache of a version (of a publisher: epochs count these) is its own.
-            "extra_key": f"{self._epoch}.{self.version}",
-        }
-
-    async def _stream(self, body: dict[str, Any], deadline: float) -> AsyncIterator[dict[str, Any]]:
-        """Server-sent events of one /generate, parsed."""
-        # Not 0, which means no limit.
-        timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
-        try:
-            async with self._session.post("/generate", json=body, timeout=timeout) as response:
-                if response.status != 200:
-                    raise EngineError(f"/generate: {response.status} {await response.text()}")
-                buffer = b""
-                # Not by line: aiohttp refuses lines longer than 64 KiB.
-                async for chunk in response.content.iter_any():
-                    buffer += chunk
-                    *events, buffer = buffer.split(b"\n\n")
-                    for event in events:
-                        if event != b"data: [DONE]":
-                            yield read_event(event)
-        except TimeoutError as error:
-            raise EngineError(
-                f"/generate took longer than generator.request_timeout_s="
-                f"{self._setup.request_timeout_s:.0f}"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
 
     async def pause(self) -> None:
         """Stop between two tokens; requests stay, and so does their KV cache unless recomputed."""
@@ -356,3 +385,5 @@ class SGLangEngine:
         if self._http is not None:
             await self._http.close()
         await self._child.close()
+        if self._direct is not None:
+            await self._direct.close()

@@ -26,6 +26,7 @@ PATCHES = {
         "packed_linear:install_updates"
     ),
     "sglang.srt.layers.sampler": "inverse_sampling",
+    "sglang.srt.managers.scheduler": "direct_requests",
     "sglang.srt.state_capturer.base": "unpinned_memory",
     "torch": "uncompiled",
 }

@@ -1,0 +1,133 @@
+"""Requests to SGLang's scheduler over a socket of our own, past its HTTP server.
+
+Used by `sglang_engine.py` on the CPU, where HTTP costs more than a small model's tokens;
+`sglang_cpu/site/direct_requests.py` is the other end.
+
+Concurrency, all on the caller's event loop: the loop calls `data_received` when the scheduler has
+answered, which wakes each `generate` whose completions have ended. `close` ends all.
+"""
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from generation.engine import EngineError
+from generation.sglang_messages import (
+    Abort,
+    Ended,
+    Generate,
+    ended_decoder,
+    names_of,
+    pack,
+    unpack,
+)
+
+
+class _Waiting:
+    """The completions of one request that have ended and are not fetched yet."""
+
+    def __init__(self) -> None:
+        self.ended: deque[Ended] = deque()
+        self.has_ended = asyncio.Event()
+
+
+class DirectRequests(asyncio.Protocol):
+    """The generator's end: it listens, one scheduler connects."""
+
+    def __init__(self) -> None:
+        self._folder = Path()
+        self._server: asyncio.Server | None = None
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._waiting: dict[str, _Waiting] = {}
+        """By name of each completion that has not ended."""
+        self._numbers = itertools.count()
+        self._lost = ""
+        """Why nothing more will come."""
+
+    @property
+    def path(self) -> Path:
+        """The socket."""
+        return self._folder / "requests"
+
+    async def open(self) -> None:
+        """Listen, where only this user can connect."""
+        # Not in the run's folder: a path of a socket has at most 107 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: self, str(self.path))
+
+    async def generate(
+        self, request: Generate, indices: list[int], deadline: float
+    ) -> AsyncIterator[tuple[int, Ended]]:
+        """Yield (index, completion) as each ends; closing it early stops the others.
+
+        request: its names are chosen here. deadline: in the event loop's time. Raises EngineError.
+        """
+        names = names_of(next(self._numbers), len(indices))
+        running = dict(zip(names, indices, strict=True))
+        waiting = _Waiting()
+        self._waiting |= dict.fromkeys(running, waiting)
+        try:
+            self._send(msgspec.structs.replace(request, names=list(running)))
+            while running:
+                async with asyncio.timeout_at(deadline):
+                    await waiting.has_ended.wait()
+                waiting.has_ended.clear()
+                if self._lost:
+                    raise EngineError(self._lost)
+                while waiting.ended:
+                    ended = waiting.ended.popleft()
+                    yield running.pop(ended.name), ended
+        finally:
+            for name in running:
+                self._waiting.pop(name, None)
+            if running and not self._lost:
+                self._send(Abort(list(running)))
+
+    def _send(self, message: Generate | Abort) -> None:
+        if self._transport is None:
+            raise EngineError(self._lost or "SGLang's scheduler has not connected")
+        self._transport.write(pack(message))
+
+    # --- called by the event loop ---------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The scheduler is there."""
+        assert isinstance(transport, asyncio.Transport)
+        if self._transport is not None:
+            transport.abort()
+            return
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Hand out what has ended."""
+        self._received += data
+        for batch in unpack(self._received, ended_decoder):
+            for ended in batch:
+                # None: it was given up.
+                waiting = self._waiting.pop(ended.name, None)
+                if waiting is not None:
+                    waiting.ended.append(ended)
+                    waiting.has_ended.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Wake all who wait: nothing more will come."""
+        self._lost = f"SGLang's scheduler hung up: {error or 'it closed its socket'}"
+        self._transport = None
+        for waiting in self._waiting.values():
+            waiting.has_ended.set()
+
+    async def close(self) -> None:
+        """Hang up and remove the socket."""
+        if self._transport is not None:
+            self._transport.abort()
+        if self._server is not None:
+            self._server.close()
+            shutil.rmtree(self._folder, ignore_errors=True)

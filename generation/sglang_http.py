@@ -1,0 +1,64 @@
+"""Completions of SGLang's HTTP server: the request, and the events of its answer.
+
+Used by `sglang_engine.py` where requests do not go to the scheduler directly.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from generation.engine import EngineError, EngineSetup
+from generation.sglang_answers import read_event
+from megatron_rl.protocol.types import Sampling
+
+
+def request_body(
+    setup: EngineSetup, prompt_ids: list[int], sampling: Sampling, *, n: int, prefix_key: str
+) -> dict[str, Any]:
+    """Body of one /generate for n completions."""
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "n": n,
+    }
+    if setup.stop_ids:
+        params["stop_token_ids"] = list(setup.stop_ids)
+    return {
+        "input_ids": prompt_ids,
+        "sampling_params": params,
+        "return_logprob": True,
+        "return_routed_experts": setup.returns_expert_choices,
+        "stream": True,
+        "extra_key": prefix_key,
+    }
+
+
+async def stream_events(
+    session: aiohttp.ClientSession, body: dict[str, Any], deadline: float
+) -> AsyncIterator[dict[str, Any]]:
+    """Server-sent events of one /generate, parsed. Raises EngineError, and TimeoutError.
+
+    deadline: monotonic seconds.
+    """
+    # Not 0, which means no limit.
+    timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
+    try:
+        async with session.post("/generate", json=body, timeout=timeout) as response:
+            if response.status != 200:
+                raise EngineError(f"/generate: {response.status} {await response.text()}")
+            buffer = b""
+            # Not by line: aiohttp refuses lines longer than 64 KiB.
+            async for chunk in response.content.iter_any():
+                buffer += chunk
+                *events, buffer = buffer.split(b"\n\n")
+                for event in events:
+                    if event != b"data: [DONE]":
+                        yield read_event(event)
+    except aiohttp.ClientError as error:
+        # Its timeouts are TimeoutErrors too, and more than that.
+        if isinstance(error, TimeoutError):
+            raise
+        raise EngineError(f"/generate: {type(error).__name__}: {error}") from error

@@ -1,0 +1,99 @@
+"""SGLang's two ways to be asked, each on a real server: by HTTP, as with CUDA, and directly."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from generation import sglang_cpu
+from generation.engine import Completion, EngineError
+from generation.sglang_engine import SGLangEngine
+from megatron_rl.protocol.types import Sampling, VersionSpan
+from tests.generation.test_engine_contract import PROMPT, TOLERANCE, make_setup
+from tests.generation.tiny_model import logprobs
+
+pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(150)]
+
+
+class HttpEngine(SGLangEngine):
+    """Asked by HTTP wherever it runs."""
+
+    may_ask_directly = False
+
+
+Engines = tuple[asyncio.AbstractEventLoop, SGLangEngine, HttpEngine]
+
+
+@pytest.fixture(scope="module")
+def engines(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    logs = tmp_path_factory.mktemp("logs")
+    loop = asyncio.new_event_loop()
+    direct = SGLangEngine(make_setup(models_dir, logs / "direct.log"))
+    by_http = HttpEngine(make_setup(models_dir, logs / "http.log"))
+
+    async def start() -> None:
+        await asyncio.gather(direct.start(), by_http.start())
+
+    try:
+        loop.run_until_complete(start())
+        yield loop, direct, by_http
+    finally:
+        loop.run_until_complete(direct.close())
+        loop.run_until_complete(by_http.close())
+        loop.close()
+
+
+async def collect(engine: SGLangEngine, sampling: Sampling, count: int) -> list[Completion]:
+    async with aclosing(engine.generate(PROMPT, sampling, list(range(count)))) as answers:
+        return [completion async for completion in answers]
+
+
+def test_http_returns_what_the_model_says(engines: Engines, old_model: LlamaForCausalLM) -> None:
+    loop, _, by_http = engines
+    found = loop.run_until_complete(collect(by_http, Sampling(24, 1.0), 12))
+    assert sorted(completion.index for completion in found) == list(range(12))
+    for completion in found:
+        expected = logprobs(old_model, PROMPT, completion.token_ids)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
+        )
+        assert completion.spans == [VersionSpan(0, 0, len(completion.token_ids))]
+
+
+def test_both_ways_return_the_same_greedy_tokens(engines: Engines) -> None:
+    loop, direct, by_http = engines
+    (one,) = loop.run_until_complete(collect(direct, Sampling(20, 0.0), 1))
+    (other,) = loop.run_until_complete(collect(by_http, Sampling(20, 0.0), 1))
+    assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+
+
+def test_both_refuse_an_impossible_prompt_and_go_on(engines: Engines) -> None:
+    loop, *both = engines
+    too_long = [3 + i % 70 for i in range(600)]
+
+    async def ask(engine: SGLangEngine) -> None:
+        async with aclosing(engine.generate(too_long, Sampling(4, 1.0), [0, 1])) as answers:
+            await anext(answers)
+
+    for engine in both:
+        with pytest.raises(EngineError):
+            loop.run_until_complete(ask(engine))
+        assert len(loop.run_until_complete(collect(engine, Sampling(4, 1.0), 3))) == 3
+
+
+@pytest.mark.skipif(not sglang_cpu.is_needed(), reason="with CUDA SGLang is asked by HTTP")
+def test_completions_of_a_prompt_share_its_keys_and_values(engines: Engines) -> None:
+    loop, direct, _ = engines
+    prompt = [70 - i for i in range(40)]
+
+    async def cached_tokens() -> list[int]:
+        request = direct._direct_request(prompt, Sampling(8, 1.0))
+        answers = direct._direct.generate(request, list(range(6)), loop.time() + 60)
+        return [ended.cached_tokens async for _, ended in answers]
+
+    # The last token of a prompt is always computed: its logits are wanted.
+    assert sorted(loop.run_until_complete(cached_tokens())) == [0] + [len(prompt) - 1] * 5
