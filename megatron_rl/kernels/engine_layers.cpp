@@ -42,6 +42,13 @@ void silu_multiply(const T* x, T* out, int64_t rows, int64_t width) {
     }
 }
 
+template <typename T>
+void turn(T* first, T* second, const T* cosines, const T* sines) {
+  Floats a = load(first), b = load(second), c = load(cosines), s = load(sines);
+  store(first, a * c - b * s);
+  store(second, b * c + a * s);
+}
+
 // Turns the first half of each head against the second, in place.
 template <typename T>
 void rotate(T* x, int64_t stride, int64_t heads, int64_t size, const T* table,
@@ -54,12 +61,18 @@ void rotate(T* x, int64_t stride, int64_t heads, int64_t size, const T* table,
       T* first = x + row * stride + head * size;
       T* second = first + half;
       int64_t i = 0;
-      for (; i + LANES <= half; i += LANES) {
-        Floats a = load(first + i), b = load(second + i);
-        Floats c = load(cosines + i), s = load(sines + i);
-        store(first + i, a * c - b * s);
-        store(second + i, b * c + a * s);
-      }
+      for (; i + LANES <= half; i += LANES)
+        turn(first + i, second + i, cosines + i, sines + i);
+      if (i == half) continue;
+      T rest[4][LANES] = {};
+      int64_t bytes = (half - i) * sizeof(T);
+      std::memcpy(rest[0], first + i, bytes);
+      std::memcpy(rest[1], second + i, bytes);
+      std::memcpy(rest[2], cosines + i, bytes);
+      std::memcpy(rest[3], sines + i, bytes);
+      turn(rest[0], rest[1], rest[2], rest[3]);
+      std::memcpy(first + i, rest[0], bytes);
+      std::memcpy(second + i, rest[1], bytes);
     }
   }
 }
@@ -94,7 +107,7 @@ int engine_silu_multiply(int dtype, const void* x, void* out, int64_t rows, int6
 // then sines, in the type of x.
 int engine_rotate(int dtype, void* x, int64_t stride, int64_t heads, int64_t size,
                   const void* table, const int64_t* positions, int64_t rows) {
-  if (size % (2 * LANES)) return 1;
+  if (size % 2) return 1;
   if (dtype)
     rotate((Bfloat16*)x, stride, heads, size, (const Bfloat16*)table, positions, rows);
   else

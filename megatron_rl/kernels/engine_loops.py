@@ -123,7 +123,7 @@ def rotate(x: torch.Tensor, size: int, table: torch.Tensor, positions: torch.Ten
     """Rotary embedding in place; the first half of a head turns against the second.
 
     x: [rows, heads * size], rows may lie apart; table: [positions, size], cosines and then sines;
-    positions: [rows] int64. size is a multiple of 32.
+    positions: [rows] int64. size is even.
     """
     compiled().rotate(
         DTYPES[x.dtype],

@@ -26,7 +26,7 @@ def install_norm(module: ModuleType) -> None:
     ) -> Any:
         if (
             post_residual_addition is not None
-            or not _is_plain(self)
+            or not is_plain_norm(self)
             or not _can_norm(x, residual, self.weight)
         ):
             return native(self, x, residual, post_residual_addition, quant_linear)
@@ -38,7 +38,8 @@ def install_norm(module: ModuleType) -> None:
         module.RMSNorm.forward_native = forward_native
 
 
-def _is_plain(norm: Any) -> bool:
+def is_plain_norm(norm: Any) -> bool:
+    """Whether it is x * rsqrt(mean of squares) * weight, in float32, of the whole row."""
     return (
         norm.variance_size_override is None
         and norm.override_orig_dtype is None
@@ -105,7 +106,7 @@ def can_rotate(rotary: Any, positions: torch.Tensor, *tensors: torch.Tensor) -> 
     return (
         rotary.is_neox_style
         and rotary.rotary_dim == rotary.head_size == table.shape[1]
-        and rotary.head_size % (2 * engine_loops.WIDTH_MULTIPLE) == 0
+        and rotary.head_size % engine_loops.WIDTH_MULTIPLE == 0
         and not hasattr(rotary, "sin_cos_cache")
         and positions.dim() == 1
         and positions.dtype == torch.int64

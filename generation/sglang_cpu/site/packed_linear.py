@@ -9,6 +9,7 @@ whatever may write them is wrapped.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -62,6 +63,7 @@ def is_worthwhile(weight: torch.Tensor, rows: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 and rows.shape[0] >= FEWEST_ROWS_FLOAT32
 
 
+@functools.cache
 def has_bfloat16() -> bool:
     """Whether oneDNN has kernels for bfloat16 on this processor."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()

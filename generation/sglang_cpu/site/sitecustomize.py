@@ -17,6 +17,8 @@ from types import ModuleType
 
 PATCHES = {
     "sglang.srt.layers.attention.torch_native_backend": "batched_attention",
+    "sglang.srt.models.llama": "lean_decoder:install_llama",
+    "sglang.srt.models.qwen2": "lean_decoder:install_qwen2",
     "sglang.srt.layers.activation": "fused_layers:install_activation",
     "sglang.srt.layers.layernorm": "fused_layers:install_norm",
     "sglang.srt.layers.rotary_embedding.base": "fused_layers:install_rotary",
