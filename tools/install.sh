@@ -16,8 +16,11 @@ STAMP=$VENV/.installed    # fingerprint, then the version table; written last
 BROKEN=$VENV/.installing  # present while packages are being changed
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 NEEDED_KB=$((5 * 1024 * 1024))
+UV_PIN=uv==0.13.9 # installs the components in a third of pip's time
 STEP_TIMEOUT_S=1800
-CHILD=
+# Steps under way: leaders of their process groups, what they do, their own logs.
+CHILDREN=() LABELS=() PARTS=()
+FAILED=
 # Bytecode is left to the first import: compiling every file of every package takes a minute.
 PIP_INSTALL=("$VENV/bin/python" -m pip --disable-pip-version-check --no-input install
     --no-compile --progress-bar off --retries 2 --timeout 30)
@@ -31,32 +34,78 @@ fail() {
     exit 1
 }
 
-# A step leads a process group of its own, so that what it started ends with it.
+# A step is a process group of its own, so that what it started ends with it.
+end_children() {
+    local child
+    for child in ${CHILDREN[@]+"${CHILDREN[@]}"}; do
+        kill -TERM -- "-$child" 2>/dev/null || true
+    done
+}
+
 on_signal() {
-    [ -z "$CHILD" ] || kill -TERM -- "-$CHILD" 2>/dev/null || true
+    end_children
     fail "interrupted; run the same command again"
+}
+
+limited() {
+    timeout --foreground "$STEP_TIMEOUT_S" "$@"
+}
+
+# begin LABEL COMMAND...: starts a step, beside those that have begun; `join` waits for them all.
+begin() {
+    LABELS+=("$1")
+    PARTS+=("$VENV/.part-${#PARTS[@]}.log")
+    printf '=== %s: %s\n' "$1" "${*:2}" >"${PARTS[-1]}"
+    # The child inherits the lock (descriptor 9): killing only this script frees nothing too early.
+    set -m # a process group each
+    { "${@:2}" || { touch "${PARTS[-1]}.failed" && exit 1; }; } \
+        >>"${PARTS[-1]}" 2>&1 </dev/null &
+    set +m
+    CHILDREN+=("$!")
+}
+
+# Waits for the steps that have begun and moves their logs into the log. When one fails, the others
+# are ended and FAILED is its label.
+join() {
+    local i failed=
+    while [ -n "$(jobs -rp)" ] && ! find_failed >/dev/null; do
+        sleep 0.1
+    done
+    if failed=$(find_failed); then
+        FAILED=${LABELS[failed]}
+        end_children
+    fi
+    wait
+    for i in "${!PARTS[@]}"; do
+        [ "$i" = "$failed" ] || cat "${PARTS[i]}" >>"$LOG"
+    done
+    # Last, as the end of the log is what is shown.
+    [ -z "$failed" ] || cat "${PARTS[failed]}" >>"$LOG"
+    rm -f "${PARTS[@]}" "${PARTS[@]/%/.failed}"
+    CHILDREN=() LABELS=() PARTS=()
+    [ -z "$failed" ]
+}
+
+# The number of a step that failed.
+find_failed() {
+    local i
+    for i in "${!PARTS[@]}"; do
+        [ ! -e "${PARTS[i]}.failed" ] || { echo "$i" && return 0; }
+    done
+    return 1
 }
 
 # step LABEL COMMAND...: one line of output; the command's own output goes to the log.
 step() {
-    local label=$1 started=$SECONDS
-    shift
-    printf '=== %s: %s\n' "$label" "$*" >>"$LOG"
-    if ! attempt "$@"; then
-        show_log
-        fail "$label failed after $((SECONDS - started)) s; the whole log: $LOG"
-    fi
-    say "$label: $((SECONDS - started)) s"
+    local started=$SECONDS
+    begin "$1" limited "${@:2}"
+    join || step_failed "$started"
+    say "$1: $((SECONDS - started)) s"
 }
 
-attempt() {
-    # The child inherits the lock (descriptor 9): killing only this script frees nothing too early.
-    setsid timeout "$STEP_TIMEOUT_S" "$@" >>"$LOG" 2>&1 </dev/null &
-    CHILD=$!
-    local status=0
-    wait "$CHILD" || status=$?
-    CHILD=
-    return "$status"
+step_failed() {
+    show_log
+    fail "$FAILED failed after $((SECONDS - $1)) s; the whole log: $LOG"
 }
 
 show_log() {
@@ -161,36 +210,51 @@ pip_step() {
     step "$label" "${PIP_INSTALL[@]}" "$@"
 }
 
-install_torch_cpu() {
-    local pin started=$SECONDS
-    pin=$(grep '^torch==' "$ROOT/requirements/cpu.txt")
-    printf '=== %s\n' "$pin" >>"$LOG"
-    if attempt "${PIP_INSTALL[@]}" --no-deps "$pin" ||
-        attempt "${PIP_INSTALL[@]}" --no-deps --index-url "$TORCH_CPU_INDEX" "$pin"; then
-        say "torch (CPU build): $((SECONDS - started)) s"
-        return 0
-    fi
-    show_log
-    fail "no source has the CPU build $pin for $("$VENV/bin/python" -V)" \
-        "tried pip's configured indexes and $TORCH_CPU_INDEX" \
-        "with the wheel in a folder: PIP_FIND_LINKS=/that/folder bash tools/install.sh cpu"
+torch_pin() {
+    grep '^torch==' "$ROOT/requirements/cpu.txt"
 }
 
-install_cpu() {
-    install_torch_cpu
-    # One call and --no-deps throughout: the files pin the whole closure, so nothing is resolved.
-    pip_step "components (about 200 packages)" --no-deps -r "$ROOT/requirements/cpu.txt" \
-        -r "$ROOT/requirements/cpu-nodeps.txt" -r "$ROOT/requirements/dev.txt"
-    install_sglang_only
+install_torch_cpu() {
+    limited "${PIP_INSTALL[@]}" --no-deps "$(torch_pin)" ||
+        limited "${PIP_INSTALL[@]}" --no-deps --index-url "$TORCH_CPU_INDEX" "$(torch_pin)"
+}
+
+# --no-deps throughout: the files pin the whole closure, so nothing is resolved.
+install_components() {
+    local pins=$VENV/.components.txt
+    cat "$ROOT/requirements/"{cpu,cpu-nodeps,dev}.txt | grep -v '^torch==' >"$pins"
+    install_by_uv "$pins" || limited "${PIP_INSTALL[@]}" --no-deps -r "$pins" || return
+    rm "$pins"
+}
+
+# Fails where uv cannot be had, or does not find what pip's configuration tells pip to find.
+install_by_uv() {
+    [ -x "$VENV/bin/uv" ] || limited "${PIP_INSTALL[@]}" "$UV_PIN" || return
+    limited "$VENV/bin/uv" pip install --quiet --no-cache --no-deps --python "$VENV/bin/python" \
+        -r "$1"
 }
 
 install_sglang_only() {
     local pins=$ROOT/requirements/cpu-sglang-only.txt folder=$VENV/sglang-only
     ! cmp -s "$pins" "$folder/pins.txt" || return 0
     rm -rf "$folder" "$folder.new"
-    pip_step "torchvision, for SGLang alone" --no-deps --target "$folder.new" -r "$pins"
-    cp "$pins" "$folder.new/pins.txt"
-    mv "$folder.new" "$folder"
+    limited "${PIP_INSTALL[@]}" --no-deps --target "$folder.new" -r "$pins" || return
+    cp "$pins" "$folder.new/pins.txt" && mv "$folder.new" "$folder"
+}
+
+install_cpu() {
+    local started=$SECONDS
+    begin "torch (CPU build)" install_torch_cpu
+    begin "components (about 200 packages)" install_components
+    begin "torchvision, for SGLang alone" install_sglang_only
+    if ! join; then
+        [ "$FAILED" = "torch (CPU build)" ] || step_failed "$started"
+        show_log
+        fail "no source has the CPU build $(torch_pin) for $("$VENV/bin/python" -V)" \
+            "tried pip's configured indexes and $TORCH_CPU_INDEX" \
+            "with the wheel in a folder: PIP_FIND_LINKS=/that/folder bash tools/install.sh cpu"
+    fi
+    say "torch, components (about 200 packages), torchvision: $((SECONDS - started)) s"
 }
 
 install_gpu() {
@@ -203,9 +267,13 @@ install_gpu() {
 }
 
 finish() {
-    local table=$VENV/.versions
-    step "import of every component" \
+    local table=$VENV/.versions started=$SECONDS
+    begin "import of every component" limited \
         env -C "$ROOT" "$VENV/bin/python" -m tools.versions "$MODE" --out "$table"
+    begin "loops in C++" limited \
+        env -C "$ROOT" "$VENV/bin/python" -m megatron_rl.kernels.build
+    join || step_failed "$started"
+    say "import of every component, loops in C++: $((SECONDS - started)) s"
     { echo "$1"; cat "$table"; } >"$STAMP.new"
     mv "$STAMP.new" "$STAMP"
     rm -f "$BROKEN" "$table"

@@ -3,6 +3,8 @@
 Used by the launcher, for a run that it ends and for the folder of an earlier one.
 """
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
@@ -10,6 +12,8 @@ from megatron_rl.launcher.summary import RunFacts
 
 COLD_START, CONTROL, FINAL = "cold_start", "control", "final"
 """Models that a run exports: names of the folders in RUN/hf."""
+SAMPLED_STEPS = 10
+"""At most so many steps are read at each end of a run: a large one wrote gigabytes."""
 
 
 def run_facts(
@@ -24,6 +28,7 @@ def run_facts(
         max_staleness=config.queue.max_staleness,
         strict_staleness=config.queue.strict_staleness,
         eval_temperature=config.eval.temperature,
+        sampled_accuracy=sampled_accuracy(run_dir / "rollouts"),
         traces_remark=config.sft.remark if config.sft.steps else "",
         run_dir=str(run_dir),
         files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
@@ -34,3 +39,25 @@ def find_export(run_dir: Path) -> str | None:
     """The model that a run exported last, if any."""
     paths = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
     return next((str(path) for path in paths if path.exists()), None)
+
+
+def sampled_accuracy(rollouts: Path) -> tuple[float | None, float | None]:
+    """Share of correct ones among all graded rollouts of the first and of the last fifth of steps.
+
+    Of both, those trained on and those dropped: flat groups are all right or all wrong.
+    """
+    steps = sorted(rollouts.glob("step_*.jsonl"))
+    count = min(SAMPLED_STEPS, max(1, len(steps) // 5))
+    return _share_correct(steps[:count]), _share_correct(steps[-count:])
+
+
+def _share_correct(steps: Sequence[Path]) -> float | None:
+    """steps: files of rollouts that were trained on; beside each lie those that were dropped."""
+    graded = correct = 0
+    for step in steps:
+        for path in (step, step.with_name(step.name.replace("step", "dropped"))):
+            lines = path.read_text().splitlines() if path.exists() else []
+            for rollout in map(json.loads, lines):
+                graded += rollout["reward"] is not None
+                correct += rollout["reason"] == "correct"
+    return correct / graded if graded else None

@@ -43,6 +43,8 @@ class RunFacts:
     """`eval.temperature`; 0 is greedy."""
     traces_remark: str = ""
     """`sft.remark`, where there was a cold start."""
+    sampled_accuracy: tuple[float | None, float | None] = (None, None)
+    """Share of correct rollouts, flat groups too, of the first and the last fifth of the steps."""
     run_dir: str = ""
     files: tuple[str, ...] = ()
     """What the run folder holds beside the exported model, for the text."""
@@ -56,7 +58,6 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
     start = next((row for row in trainer if "model/parameters" in row), {})
     activity = ActivityTotals(rows)
     rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
-    sampled = sampled_accuracy(rows)
     return {
         "engine": start.get("engine"),
         "engine_version": start.get("engine_version"),
@@ -76,8 +77,8 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         **_evaluated(rows),
         "reward_first10": _mean(rewards[:10]),
         "reward_last10": _mean(rewards[-10:]),
-        "sampled_accuracy_first_fifth": sampled[0],
-        "sampled_accuracy_last_fifth": sampled[1],
+        "sampled_accuracy_first": facts.sampled_accuracy[0],
+        "sampled_accuracy_last": facts.sampled_accuracy[1],
         "rollouts_spanning_versions": int(sum(_values(steps, "queue/rollouts_spanning_versions"))),
         "staleness_mean": _weighted_mean(
             steps, "queue/staleness_versions_mean", weight="queue/rollouts_trained"
@@ -119,31 +120,6 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
 
 def _measured(evaluation: Row) -> tuple[Any, Any]:
     return evaluation.get("eval/accuracy"), evaluation.get("eval/accuracy_se")
-
-
-def sampled_accuracy(rows: list[Row]) -> tuple[float | None, float | None]:
-    """Share that was correct of the first and of the last fifth of the training's rollouts.
-
-    Of all that were scored, flat groups too; rows that also count an evaluation are left out.
-    """
-    counted = [
-        (row["activity/rollouts_scored"], row.get("activity/reason/correct", 0))
-        for row in rows
-        if row.get("activity/rollouts_scored") and not row.get("activity/rollouts_for_evaluation")
-    ]
-    fifth = sum(scored for scored, _ in counted) / 5
-    return _share_of_first(counted, fifth), _share_of_first(counted[::-1], fifth)
-
-
-def _share_of_first(counted: list[tuple[float, float]], count: float) -> float | None:
-    """Correct ones of the first rows that hold `count` rollouts."""
-    scored = correct = 0.0
-    for row_scored, row_correct in counted:
-        if scored >= count:
-            break
-        scored += row_scored
-        correct += row_correct
-    return correct / scored if scored else None
 
 
 def _dropped(steps: list[Row], activity: ActivityTotals, *, what: str) -> dict[str, int]:
@@ -244,9 +220,9 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"groups dropped: {_dropped_text(summary)}{_ungraded_text(summary)}",
         f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
         f"last 10 steps {_number(summary['reward_last10'])}",
-        f"Sampled accuracy    of the training's rollouts, flat groups too: first fifth "
-        f"{_number(summary.get('sampled_accuracy_first_fifth'))}, last fifth "
-        f"{_number(summary.get('sampled_accuracy_last_fifth'))}",
+        "Sampled accuracy    of all rollouts, flat groups too: first fifth of the steps "
+        f"{_number(summary.get('sampled_accuracy_first'))}, last fifth "
+        f"{_number(summary.get('sampled_accuracy_last'))}",
         f"Staleness           mean {_number(summary['staleness_mean'], 2)}, "
         f"max {_number(summary['staleness_max'], 0)} (bound {summary['max_staleness']}{bound}); "
         f"{summary['rollouts_spanning_versions']} rollouts span two or more versions",

@@ -1,15 +1,17 @@
 """Summary numbers from rows written by hand."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_rl.launcher.facts import sampled_accuracy
 from megatron_rl.launcher.summary import (
     RunFacts,
     generator_idle_fraction,
     render_text,
-    sampled_accuracy,
     summarize,
     trainer_idle_fraction,
 )
@@ -25,8 +27,8 @@ KEYS_OF_THE_ISSUE = {
 ADDED_KEYS = {
     "control", "control_accuracy", "control_se", "max_staleness", "generator_restarts",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
-    "rl_minus_control", "rl_minus_control_standard_errors", "sampled_accuracy_first_fifth",
-    "sampled_accuracy_last_fifth",
+    "rl_minus_control", "rl_minus_control_standard_errors", "sampled_accuracy_first",
+    "sampled_accuracy_last",
 }  # fmt: skip
 
 START = {
@@ -138,19 +140,19 @@ def test_the_verdict_beside_the_control_is_in_combined_standard_errors() -> None
     assert summarize(without, FACTS)["rl_minus_control_standard_errors"] is None
 
 
-def test_sampled_accuracy_is_of_the_first_and_last_fifth_of_the_trainings_rollouts() -> None:
-    def row(scored: int, correct: int, evaluated: int = 0) -> dict[str, Any]:
-        values = {"activity/rollouts_scored": scored, "activity/reason/correct": correct}
-        return {
-            "source": "queue",
-            "step": 1,
-            "activity/rollouts_for_evaluation": evaluated,
-        } | values
+def test_sampled_accuracy_is_of_all_rollouts_of_the_first_and_last_fifth_of_the_steps(
+    tmp_path: Path,
+) -> None:
+    def write(name: str, *reasons: str | None) -> None:
+        lines = [{"reward": reason and 0.1, "reason": reason or "lost"} for reason in reasons]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    # 100 rollouts for training; a row of 60 that counts an evaluation too is left out.
-    rows = [row(60, 60, 50), row(12, 2), row(10, 3), row(58, 20), row(20, 14), row(0, 0)]
-    assert sampled_accuracy(rows) == (pytest.approx(5 / 22), pytest.approx(14 / 20))
-    assert sampled_accuracy([]) == (None, None)
+    assert sampled_accuracy(tmp_path) == (None, None)
+    for step in range(1, 11):  # a fifth: 2 steps
+        write(f"step_{step:06d}.jsonl", "correct", "wrong_answer")
+    write("step_000010.jsonl", "correct", "correct")
+    write("dropped_000002.jsonl", "wrong_answer", "wrong_answer", None)
+    assert sampled_accuracy(tmp_path) == (2 / 6, 3 / 4)
 
 
 def test_what_must_be_known_of_the_traces_stands_with_the_accuracies() -> None:

@@ -22,6 +22,12 @@ pathlib.Path(sys.argv[3]).write_text(f"  components of mode {sys.argv[1]}\\n")
 """
 
 
+STUB_LOOPS = """
+import pathlib, sys
+(pathlib.Path(sys.prefix) / "loops-compiled").touch()
+"""
+
+
 def write_wheel(folder: Path, name: str, version: str) -> Path:
     """A wheel with one empty module."""
     info = f"{name}-{version}.dist-info"
@@ -54,6 +60,9 @@ class Project:
         shutil.copy(ROOT / "tools" / "install.sh", self.root / "tools")
         self.write("tools/versions.py", STUB_VERSIONS)
         self.write("setup.py", "")
+        (self.root / "megatron_rl" / "kernels").mkdir(parents=True)
+        self.write("megatron_rl/__init__.py", "")
+        self.write("megatron_rl/kernels/build.py", STUB_LOOPS)
         self.write("stub_backend.py", STUB_BACKEND.format(tests=Path(__file__).parent))
         backend = 'requires = []\nbuild-backend = "stub_backend"\nbackend-path = ["."]\n'
         self.write("pyproject.toml", f"[build-system]\n{backend}")
@@ -67,7 +76,10 @@ class Project:
     def write(self, path: str, text: str) -> None:
         (self.root / path).write_text(text)
 
-    def install(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def command(self) -> list[str]:
+        return [shutil.which("bash"), str(self.root / "tools" / "install.sh")]
+
+    def environment(self) -> dict[str, str]:
         # PYTHONPATH would bring this repository's tools before the project's own.
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHONPATH"))}
         pip = {
@@ -75,10 +87,12 @@ class Project:
             "PIP_FIND_LINKS": str(self.wheels),
             "PIP_CONFIG_FILE": os.devnull,
         }
-        ours = {"MEGATRON_RL_PYTHON": sys.executable, "MEGATRON_RL_APT": "0"}
+        return kept | pip | {"MEGATRON_RL_PYTHON": sys.executable, "MEGATRON_RL_APT": "0"}
+
+    def install(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [shutil.which("bash"), str(self.root / "tools" / "install.sh"), *arguments],
-            env=kept | pip | ours | environment,
+            [*self.command(), *arguments],
+            env=self.environment() | environment,
             capture_output=True,
             text=True,
             timeout=100,

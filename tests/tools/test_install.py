@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def test_each_component_lands_where_it_belongs(installed: Project) -> None:
     assert installed.modules() == {"torch", "stub_other", "stub_dev"}
     assert installed.modules("sglang-only") == {"stub_vision"}
+    assert (installed.root / ".venv" / "loops-compiled").exists()
 
 
 def test_a_repeated_call_does_nothing_and_takes_less_than_5_seconds(installed: Project) -> None:
@@ -70,6 +73,39 @@ def test_a_failed_installation_shows_the_log_and_leaves_no_stamp(tmp_path: Path)
     assert "No matching distribution found for torch==2.13.0+cpu" in done.stderr
     assert "https://download.pytorch.org/whl/cpu" in done.stderr
     assert not (project.root / ".venv" / ".installed").exists()
+
+
+def test_a_failed_step_ends_those_beside_it_and_shows_its_own_log(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.write("tools/versions.py", "import time; time.sleep(300)\n")
+    project.write("megatron_rl/kernels/build.py", "raise SystemExit('error: no such loop')\n")
+    done = project.install()  # has 100 s
+    assert done.returncode == 1
+    assert "loops in C++ failed" in done.stderr and "error: no such loop" in done.stderr
+    assert not (project.root / ".venv" / ".installed").exists()
+
+
+def test_an_interrupted_installation_ends_its_steps(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    mark = tmp_path / "sleeper"
+    sleeper = f"import os, pathlib, time; pathlib.Path('{mark}').write_text(str(os.getpid()))\n"
+    project.write("tools/versions.py", sleeper + "time.sleep(300)\n")
+    run = subprocess.Popen(project.command(), env=project.environment(), stderr=subprocess.PIPE)
+    try:
+        wait_until(lambda: mark.exists() and mark.read_text() != "", 150)
+        run.send_signal(signal.SIGTERM)
+        assert b"interrupted; run the same command again" in run.communicate(timeout=10)[1]
+    finally:
+        run.kill()
+    wait_until(lambda: not Path(f"/proc/{mark.read_text()}").exists(), 10)
+    assert not (project.root / ".venv" / ".installed").exists()
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_missing_compiler_is_named_before_anything_is_installed(tmp_path: Path) -> None:
