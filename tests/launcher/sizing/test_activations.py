@@ -41,17 +41,23 @@ def kept_bytes(folder: Path, parallel: ParallelConfig) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def cpu_extras(shape: ModelShape, division: Division) -> float:
-    """Elements for each token that the layers without TransformerEngine keep beside.
+def cpu_difference(shape: ModelShape, division: Division) -> float:
+    """Elements for each token that layers without TransformerEngine keep beside, or spare.
 
-    torch's RMSNorm on a CPU its normalised input; unfused rotations their angles, of queries and
-    keys; the packed attention of `cpu_layers.py` its results before it joins them, and their sums.
+    On a CPU a norm keeps one sum a row; attention its sums, and without norms of its own no rotated
+    queries and keys; a gated MLP without experts only what stands before and behind its gate.
     """
-    heads = shape.heads * (shape.head_dim + 1) / division.tensor
-    norms = 2 * (shape.hidden + 1) / division.sequence_shards
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norms = 2 / division.sequence_shards
+    own = float(shape.heads)
     if shape.has_qk_norm:
-        norms += (shape.heads + shape.kv_heads) * (shape.head_dim + 1) / division.tensor
-    return norms + 4 * shape.head_dim + heads
+        # Keys do not lie next to each other either; the angles of the unfused rotation.
+        own += shape.heads + shape.kv_heads + keys + 4 * shape.head_dim * division.tensor
+    else:
+        own -= queries + keys
+    if not shape.experts:
+        own -= 2 * shape.ffn
+    return norms + own / division.tensor
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,7 @@ def test_a_layer_keeps_what_is_predicted(
         kept.append(run_ranks(kept_bytes, sizes.world_size, folder, sizes)[0])
     layer = (kept[1] - kept[0]) / (4 * TOKENS)
     shape, division = read_shape(folder), division_of(sizes)
-    assert layer_elements(shape, division) + cpu_extras(shape, division) == pytest.approx(
+    assert layer_elements(shape, division) + cpu_difference(shape, division) == pytest.approx(
         layer, rel=0.02
     )
 
