@@ -261,12 +261,18 @@ class Trainer:
             batch.loss_positions,
             is_sequence_parallel=self.policy.has_sequence_parallelism,
         )
+        model = unwrap(self.policy.chunks[-1])
+        weight = output_weight(model)
+        adds_itself = model.config.gradient_accumulation_fusion
+        is_embedding = model.pre_process and model.share_embeddings_and_output_weights
         layer = OutputLayer(
-            output_weight(unwrap(self.policy.chunks[-1])),
+            weight,
             vocab_size=self.policy.shape.vocab,
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=self._objective.temperature,
             chunk_tokens=self._chunk_tokens,
+            gradient=weight.main_grad if adds_itself else None,
+            is_sole_user=not is_embedding,
         )
         return token_logprobs(selected, batch.targets, layer)
 

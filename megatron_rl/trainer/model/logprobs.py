@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.backend.products import add_product
+
 COPIES = 3
 """Float32 copies of a pass's logits that memory is kept for: the logits, their exponentials, and
 the rounded copies and products that bfloat16 needs."""
@@ -37,6 +39,10 @@ class OutputLayer:
     group: dist.ProcessGroup
     temperature: float  # logits are divided by it
     chunk_tokens: int  # extra memory is below chunk_tokens * padded vocabulary / ranks * 4 bytes
+    gradient: Tensor | None = None
+    """Where the backward pass adds the weight's gradient, float32; None: autograd hands it on."""
+    is_sole_user: bool = False
+    """Whether nothing else hands on a gradient of the weight, for Megatron's hooks to wait for."""
 
     @property
     def first_id(self) -> int:
@@ -119,25 +125,22 @@ class _Logprobs(torch.autograd.Function):
         slope = grad / layer.temperature
         grad_hidden = torch.zeros_like(hidden)
         # Parts of a sum: in float32, as Megatron's gradient buffers are.
-        grad_weight = torch.zeros_like(layer.weight, dtype=torch.float32)
+        grad_weight = layer.gradient
+        if grad_weight is None:
+            grad_weight = torch.zeros_like(layer.weight, dtype=torch.float32)
         for span in layer.spans(len(hidden)) if len(weight) else ():
             rows = layer.logits(hidden[span])
             rows.sub_(log_z[span, None]).exp_().mul_(-slope[span, None])
             rows.scatter_add_(1, local[span, None], (slope * is_local)[span, None])
             rows = rows.to(weight.dtype)
             torch.mm(rows, weight, out=grad_hidden[span])
-            _add_product(grad_weight[: len(weight)], rows, hidden[span])
+            add_product(grad_weight[: len(weight)], rows, hidden[span])
             del rows
-        return grad_hidden, grad_weight, None, None
-
-
-def _add_product(total: Tensor, rows: Tensor, hidden: Tensor) -> None:
-    """total += rows^T @ hidden, summed in the dtype of `total`."""
-    if total.dtype == hidden.dtype:
-        total.addmm_(rows.t(), hidden)
-        return
-    # In slabs whose product is no larger than `rows`.
-    width = max(1, rows.numel() // hidden.shape[1])
-    for start in range(0, len(total), width):
-        slab = slice(start, start + width)
-        total[slab] += rows[:, slab].t() @ hidden
+        handed_on = None
+        if layer.gradient is None:
+            handed_on = grad_weight
+        elif layer.is_sole_user:
+            # As Megatron's own layers do: the hook is called, and leaves this one out.
+            layer.weight.grad_added_to_main_grad = True
+            handed_on = torch.empty_like(layer.weight)
+        return grad_hidden, handed_on, None, None

@@ -128,3 +128,19 @@ def test_peak_memory_stays_below_the_chunk_whatever_the_count_of_tokens(
             # A pass holds logits of a third of the chunk, and their exponentials: else nothing
             # was measured.
             assert 0.6 < over_bound <= 1.0
+
+
+def gradients_kept_and_handed_on() -> list[torch.Tensor]:
+    dist.init_process_group("gloo")
+    hidden, weight, targets = make_inputs(torch.float32)
+    weight.requires_grad_()
+    kept = torch.ones(PADDED, HIDDEN)
+    for gradient in (None, kept):
+        layer = OutputLayer(weight, VOCAB, dist.group.WORLD, 1.0, 24, gradient)
+        (token_logprobs(hidden, targets, layer).logprobs * SLOPES).sum().backward()
+    return [kept, weight.grad]
+
+
+def test_the_weight_gradient_is_added_where_it_is_kept() -> None:
+    ((kept, handed_on),) = run_ranks(gradients_kept_and_handed_on, 1)
+    torch.testing.assert_close(kept - 1, handed_on, rtol=1e-5, atol=1e-6)
