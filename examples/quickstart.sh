@@ -3,7 +3,7 @@
 #
 #   bash examples/quickstart.sh [--tiny] [--run-dir DIR] [section.key=value ...]
 #
-# Without --tiny: SmolLM2-135M-Instruct on sums, about 12 minutes. With it: a model of 1.3M
+# Without --tiny: SmolLM2-135M-Instruct on sums, 10 to 15 minutes. With it: a model of 1.3M
 # parameters on sorting digits, about 90 seconds. Overrides go to the run, for example run.seed=1 or
 # train.steps=10. The same command with the same --run-dir goes on with a run that was interrupted.
 # Exit status: that of the run; 2 when it has ended.

