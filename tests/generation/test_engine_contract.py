@@ -69,6 +69,20 @@ class Driver:
         async with aclosing(self.engine.generate(prompt, sampling, indices)) as answers:
             return [completion async for completion in answers]
 
+    async def collect_amid(
+        self, event: Coroutine[Any, Any, Any], prompt: list[int], sampling: Sampling, count: int
+    ) -> list[Completion]:
+        """The same of `count` completions, with `event` from the end of the first of them on."""
+        found: list[Completion] = []
+        happening = None
+        async with aclosing(self.engine.generate(prompt, sampling, list(range(count)))) as answers:
+            async for completion in answers:
+                found.append(completion)
+                happening = happening or asyncio.create_task(event)
+        assert happening is not None
+        await happening
+        return found
+
 
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[TrainerProcess]:
@@ -206,14 +220,8 @@ def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
     new_model: LlamaForCausalLM,
 ) -> None:
     version = driver.engine.version
-
-    async def publish_amid() -> list[Completion]:
-        running = asyncio.create_task(driver.collect(PROMPT, Sampling(400, 1.0), list(range(24))))
-        await asyncio.sleep(0.15)
-        await old_weights.publish(new_model, version + 1)
-        return await running
-
-    found = driver.run(publish_amid())
+    publish = old_weights.publish(new_model, version + 1)
+    found = driver.run(driver.collect_amid(publish, PROMPT, Sampling(400, 1.0), 24))
     spanning = [completion for completion in found if len(completion.spans) == 2]
     assert spanning, "no completion was in flight during the publish"
     for completion in spanning:
@@ -347,15 +355,9 @@ def test_recomputing_leaves_nothing_of_the_older_weights_but_tokens(
     monkeypatch.setattr(driver.engine, "_setup", setup)
     version = driver.engine.version
     prompt = [3 + i % 50 for i in range(40)]
-
-    async def publish_amid() -> list[Completion]:
-        # More than run at once, so that some wait in the server.
-        running = asyncio.create_task(driver.collect(prompt, Sampling(150, 1.0), list(range(60))))
-        await asyncio.sleep(0.3)
-        await old_weights.publish(new_model, version + 1)
-        return await running
-
-    found = driver.run(publish_amid())
+    publish = old_weights.publish(new_model, version + 1)
+    # More than run at once, so that some wait in the server.
+    found = driver.run(driver.collect_amid(publish, prompt, Sampling(150, 1.0), 60))
     spanning = [completion for completion in found if len(completion.spans) == 2]
     assert spanning, "no completion was in flight during the publish"
     for completion in found:
