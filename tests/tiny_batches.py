@@ -10,12 +10,14 @@ VOCAB = 200
 
 
 def make_sequences(seed: int = 11) -> list[TrainSequence]:
+    """Nine of different lengths; prompts of the same length are the same."""
     rng = np.random.default_rng(seed)
     lengths = [(5, 9), (3, 4), (7, 1), (4, 20), (6, 2), (2, 13), (5, 5), (3, 8), (1, 3)]
     total = sum(completion for _, completion in lengths)
+    prompts = {prompt: rng.integers(0, VOCAB, prompt) for prompt, _ in lengths}
     return [
         TrainSequence(
-            token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
+            token_ids=np.r_[prompts[prompt], rng.integers(0, VOCAB, completion)].astype(np.int32),
             prompt_length=prompt,
             generator_logprobs=rng.normal(-5, 0.3, completion).astype(np.float32),
             token_versions=np.zeros(completion, np.int32),

@@ -16,6 +16,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
+from megatron_rl.backend.folding import folding_of
 from megatron_rl.backend.loops import is_bfloat16, library, library_for, pointer
 
 SOURCE = "causal_attention"
@@ -158,15 +159,17 @@ class PackedSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As Megatron's: [positions, 1, hidden] and the bias that is left to add."""
+        folding = folding_of(packed_seq_params)
         if args or packed_seq_params is None or not self._is_plain(hidden_states, rotary_pos_emb):
-            return super().forward(
-                hidden_states,
+            result, bias = super().forward(
+                folding.unfold(hidden_states) if folding else hidden_states,
                 attention_mask,
                 *args,
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packed_seq_params,
                 **kwargs,
             )
+            return (folding.fold(result) if folding else result), bias
         mixed, _ = self.linear_qkv(hidden_states)
         attention = Attention(
             self.num_attention_heads_per_partition,
@@ -177,7 +180,9 @@ class PackedSelfAttention(SelfAttention):
             self.core_attention.window,
             angles(rotary_pos_emb),
         )
-        return self.linear_proj(attend(attention, mixed[:, 0])[:, None])
+        rows = folding.unfold(mixed[:, 0]) if folding else mixed[:, 0]
+        attended = attend(attention, rows)
+        return self.linear_proj((folding.fold(attended) if folding else attended)[:, None])
 
     def _is_plain(self, hidden_states: Tensor, frequencies: Tensor | None) -> bool:
         """Whether nothing stands between the product, the rotation and the attention."""

@@ -1,9 +1,12 @@
-// RMSNorm and the gated unit of an MLP, forward and backward, each in one pass over a row.
+// RMSNorm and the gated unit of an MLP, forward and backward, and sums of rows, each in one pass
+// over a row.
 //
-// Called by megatron_rl/backend/pointwise.py. Inputs and results are float32 or bfloat16, all else
+// Called by megatron_rl/backend/{pointwise,folding}.py. Inputs and results are float32 or bfloat16, all else
 // is float32.
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "trainer_math.h"
@@ -76,6 +79,29 @@ void gate_backward(const T* x, const T* grad, T* grad_x, long rows, int width) {
     }
 }
 
+// Of each position the sum of its rows: order[bounds[p]] up to order[bounds[p + 1]].
+template <typename T>
+void row_sums(const T* rows, const long* order, const long* bounds, T* out, long positions,
+              int width) {
+    std::vector<float> sum(width);
+    for (long p = 0; p < positions; p++) {
+        T* to = out + p * width;
+        if (bounds[p + 1] - bounds[p] == 1) {
+            memcpy(to, rows + order[bounds[p]] * width, width * sizeof(T));
+            continue;
+        }
+        float* total = sum.data();
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        for (long k = bounds[p]; k < bounds[p + 1]; k++) {
+            const T* row = rows + order[k] * width;
+#pragma omp simd
+            for (int i = 0; i < width; i++) total[i] += widen(row[i]);
+        }
+#pragma omp simd
+        for (int i = 0; i < width; i++) to[i] = narrow<T>(total[i]);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -114,5 +140,14 @@ void swiglu_backward(const void* x, const void* grad, void* grad_x, long rows, i
         gate_backward((const bfloat16*)x, (const bfloat16*)grad, (bfloat16*)grad_x, rows, width);
     else
         gate_backward((const float*)x, (const float*)grad, (float*)grad_x, rows, width);
+}
+
+// order [rows], bounds [positions + 1]; out [positions, width]
+void sum_rows(const void* rows, const long* order, const long* bounds, void* out, long positions,
+              int width, int is_bfloat16) {
+    if (is_bfloat16)
+        row_sums((const bfloat16*)rows, order, bounds, (bfloat16*)out, positions, width);
+    else
+        row_sums((const float*)rows, order, bounds, (float*)out, positions, width);
 }
 }

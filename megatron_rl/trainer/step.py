@@ -200,6 +200,7 @@ class Trainer:
             multiple=policy.position_multiple,
             sequence_multiple=policy.sequence_multiple,
             choice_width=self._choice_width,
+            shares_prompts=policy.shares_prompts,
         )
         ranks = policy.parallel.context
         if ranks == 1:
@@ -244,7 +245,7 @@ class Trainer:
         return self._hidden(batch, model), partial(self._loss, batch, version, old)
 
     def _hidden(self, batch: MicroBatch, model: torch.nn.Module) -> Tensor:
-        packed = packed_params(batch.sequence_starts, batch.longest)
+        packed = packed_params(batch.sequence_starts, batch.longest, batch.folding)
         replay = replayed(
             model,
             batch.expert_choices,
@@ -300,7 +301,7 @@ class Trainer:
                     result.clipped_tokens,
                     values.entropy[is_real].sum(),
                     is_real.sum(),
-                    result.loss.new_tensor(batch.tokens.shape[1]),
+                    result.loss.new_tensor(batch.rows),
                 ]
             ).double()
             mismatch = mismatch_sums(own[is_current], batch.generator_logprobs[is_current], cfg)

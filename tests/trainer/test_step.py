@@ -104,6 +104,24 @@ def test_gradient_is_equal_for_every_split(
     assert_gradient_equal(model_folder, [*sizes, *extra], budget_tokens)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sizes", [[], ["parallel.tensor=2"]], ids=str)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Qwen2", {}),
+        # Norms between the product and the rotation: attention in its general form.
+        ("Qwen3", {"head_dim": 32}),
+        ("Mistral", {"sliding_window": 6}),
+    ],
+)
+def test_gradient_of_shared_prompts_is_that_of_whole_sequences(
+    family: str, options: dict[str, int], sizes: list[str], tmp_path: Path
+) -> None:
+    write_model(tmp_path, family=family, vocab_size=VOCAB, num_hidden_layers=2, **options)
+    assert_gradient_equal(tmp_path, sizes, budget_tokens=1000)
+
+
 EXPERT_SPLITS = [
     {},
     {"data": 2},

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.config.tree import Config
@@ -46,8 +47,10 @@ def export_twice(cfg: Config, names: list[str]) -> None:
             with torch.no_grad():
                 for parameter in policy.chunks[0].parameters():
                     parameter.mul_(2.0)
-            # What a kill in the midst of the second export of an earlier attempt leaves.
-            (cfg.run.dir / "hf" / f"{name}.partial").mkdir(exist_ok=True)
+            # What a kill in the midst of the second export of an earlier attempt leaves. By the
+            # rank that writes: the other is done while the first export is still being renamed.
+            if dist.get_rank() == 0:
+                (cfg.run.dir / "hf" / f"{name}.partial").mkdir()
             policy.export(cfg, name)
 
 

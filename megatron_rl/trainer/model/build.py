@@ -42,6 +42,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.backend import fp8
 from megatron_rl.backend.device import Backend
+from megatron_rl.backend.folding import FoldedSeqParams, Folding
 from megatron_rl.config.tree import Config
 from megatron_rl.weights.layout.rotary import inverse_frequencies
 from megatron_rl.weights.layout.shape import ModelShape
@@ -249,9 +250,14 @@ def packed(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packed
     return packed_params(bounds.to(device), max(lengths))
 
 
-def packed_params(bounds: torch.Tensor, longest: int) -> PackedSeqParams:
-    """The same from cumulative lengths: bounds [sequences + 1] int32, from 0."""
-    return PackedSeqParams(
+def packed_params(
+    bounds: torch.Tensor, longest: int, folding: Folding | None = None
+) -> PackedSeqParams:
+    """The same from cumulative lengths: bounds [sequences + 1] int32, from 0.
+
+    folding: how the input leaves out what the sequences have in common.
+    """
+    return FoldedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
@@ -259,4 +265,5 @@ def packed_params(bounds: torch.Tensor, longest: int) -> PackedSeqParams:
         # sequences, positions would not restart (rope_utils.py:_apply_rotary_pos_emb_thd).
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        folding=folding,
     )

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.backend.folding import Folding
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import TrainSequence
+from megatron_rl.trainer.model.shared_prompts import share_prompts
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class MicroBatch:
 
     tokens: Tensor  # [1, positions] int64
     position_ids: Tensor  # [1, positions] int64, from 0 in each sequence
-    sequence_starts: Tensor  # [sequences + 1] int32, cumulative lengths
+    sequence_starts: Tensor  # [sequences + 1] int32, cumulative lengths, of rows if folded
     longest: int  # positions of the longest sequence
     loss_positions: Tensor  # [completion tokens] int64, index into positions
     targets: Tensor  # [completion tokens] int64, token id
@@ -29,6 +31,12 @@ class MicroBatch:
     weights: Tensor  # [completion tokens] float32
     versions: Tensor  # [completion tokens] int64, policy version that sampled the token
     expert_choices: Tensor | None = None  # [positions, layers x experts of a token] int64, or -1
+    folding: Folding | None = None  # None: positions are the sequences laid end to end
+
+    @property
+    def rows(self) -> int:
+        """Positions of the sequences laid end to end, shared ones counted in each."""
+        return self.tokens.shape[1] if self.folding is None else len(self.folding.positions)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device."""
@@ -51,6 +59,7 @@ def collate(
     multiple: int = 1,
     sequence_multiple: int = 1,
     choice_width: int = 0,
+    shares_prompts: bool = False,
 ) -> MicroBatch:
     """Pack sequences into one microbatch.
 
@@ -59,9 +68,14 @@ def collate(
     sequence_multiple: every sequence is padded at its end to a multiple of it, which `multiple` is
     one of (context parallelism cuts each into equal chunks).
     choice_width: layers x experts of a token, to take the generator's choices along; else 0.
-    Raises InputError for a sequence without them.
+    shares_prompts: compute what sequences have in common once (`backend/folding.py`); without the
+    two options before this one.
+    Raises InputError for a sequence without expert choices.
     """
     sequences = list(sequences) or [placeholder()]
+    if shares_prompts:
+        assert sequence_multiple == 1 and not choice_width
+        return _collate_shared(sequences, multiple)
     padded = [_pad(s.token_ids, sequence_multiple) for s in sequences]
     missing = -sum(map(len, padded)) % multiple
     lengths = [len(ids) for ids in padded] + ([missing] if missing else [])
@@ -71,24 +85,44 @@ def collate(
         np.arange(start + s.prompt_length - 1, start + len(s.token_ids) - 1)
         for s, start in zip(sequences, starts, strict=False)
     ]
-    counts = [len(s.token_ids) - s.prompt_length for s in sequences]
     return MicroBatch(
         tokens=_tensor(tokens, torch.int64)[None],
         position_ids=_tensor(np.concatenate([np.arange(n) for n in lengths]), torch.int64)[None],
         sequence_starts=_tensor(starts, torch.int32),
         longest=max(lengths),
         loss_positions=_tensor(np.concatenate(loss_positions), torch.int64),
-        targets=_tensor(
-            np.concatenate([s.token_ids[s.prompt_length :] for s in sequences]), torch.int64
-        ),
-        generator_logprobs=_tensor(
-            np.concatenate([s.generator_logprobs for s in sequences]), torch.float32
-        ),
-        advantages=_tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
-        weights=_tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
-        versions=_tensor(np.concatenate([s.token_versions for s in sequences]), torch.int64),
+        **_per_target(sequences),
         expert_choices=_choices(sequences, lengths, choice_width) if choice_width else None,
     )
+
+
+def _collate_shared(sequences: list[TrainSequence], multiple: int) -> MicroBatch:
+    shared = share_prompts(sequences, multiple=multiple)
+    starts = np.concatenate([[0], np.cumsum(shared.lengths)])
+    position_ids = np.concatenate([np.arange(n) for n in shared.lengths])
+    return MicroBatch(
+        tokens=_tensor(shared.tokens[shared.rows], torch.int64)[None],
+        position_ids=_tensor(position_ids[shared.rows], torch.int64)[None],
+        sequence_starts=_tensor(starts, torch.int32),
+        longest=max(shared.lengths),
+        loss_positions=_tensor(shared.loss_positions, torch.int64),
+        **_per_target(sequences),
+        folding=Folding(_tensor(shared.positions, torch.int64), _tensor(shared.rows, torch.int64)),
+    )
+
+
+def _per_target(sequences: list[TrainSequence]) -> dict[str, Tensor]:
+    counts = [len(s.token_ids) - s.prompt_length for s in sequences]
+    ids = np.concatenate([s.token_ids[s.prompt_length :] for s in sequences])
+    logprobs = np.concatenate([s.generator_logprobs for s in sequences])
+    versions = np.concatenate([s.token_versions for s in sequences])
+    return {
+        "targets": _tensor(ids, torch.int64),
+        "generator_logprobs": _tensor(logprobs, torch.float32),
+        "advantages": _tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
+        "weights": _tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
+        "versions": _tensor(versions, torch.int64),
+    }
 
 
 def context_shard(batch: MicroBatch, positions: Tensor) -> MicroBatch:

@@ -13,7 +13,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_rl.backend.device import Backend, select_backend
+from megatron_rl.backend.folding import SOURCE as FOLDING
 from megatron_rl.backend.fp8 import POSITION_MULTIPLE
+from megatron_rl.backend.loops import library
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.protocol.process import failures_noted
 from megatron_rl.trainer.model.build import build_model
@@ -61,6 +63,25 @@ class Policy:
     def has_sequence_parallelism(self) -> bool:
         """Whether tensor ranks divide the positions among them between their layers."""
         return self.parallel.sequence and self.parallel.tensor > 1
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a microbatch holds what its sequences have in common only once.
+
+        On the CPU, whose attention takes such positions apart again. Context ranks divide whole
+        sequences, experts' choices are recorded for them, and tensor ranks that divide the
+        positions come together only around attention in its plain form.
+        """
+        attention_is_plain = (
+            not self.shape.has_qk_norm and self.shape.kv_heads >= self.parallel.tensor
+        )
+        return (
+            self.device.type == "cpu"
+            and library(FOLDING) is not None
+            and self.parallel.context == 1
+            and not self.shape.experts
+            and (attention_is_plain or not self.has_sequence_parallelism)
+        )
 
     @property
     def microbatch_multiple(self) -> int:
