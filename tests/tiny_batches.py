@@ -9,15 +9,14 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 VOCAB = 200
 
 
-def make_sequences(seed: int = 11) -> list[TrainSequence]:
-    """Nine of different lengths; prompts of the same length are the same."""
+def make_sequences(seed: int = 11, *, has_groups: bool = False) -> list[TrainSequence]:
+    """Nine of different lengths. has_groups: prompts of the same length are the same."""
     rng = np.random.default_rng(seed)
     lengths = [(5, 9), (3, 4), (7, 1), (4, 20), (6, 2), (2, 13), (5, 5), (3, 8), (1, 3)]
     total = sum(completion for _, completion in lengths)
-    prompts = {prompt: rng.integers(0, VOCAB, prompt) for prompt, _ in lengths}
-    return [
+    sequences = [
         TrainSequence(
-            token_ids=np.r_[prompts[prompt], rng.integers(0, VOCAB, completion)].astype(np.int32),
+            token_ids=rng.integers(0, VOCAB, prompt + completion).astype(np.int32),
             prompt_length=prompt,
             generator_logprobs=rng.normal(-5, 0.3, completion).astype(np.float32),
             token_versions=np.zeros(completion, np.int32),
@@ -26,11 +25,16 @@ def make_sequences(seed: int = 11) -> list[TrainSequence]:
         )
         for prompt, completion in lengths
     ]
+    if has_groups:
+        prompts = {s.prompt_length: s.token_ids[: s.prompt_length].copy() for s in sequences}
+        for sequence in sequences:
+            sequence.token_ids[: sequence.prompt_length] = prompts[sequence.prompt_length]
+    return sequences
 
 
-def my_share(budget_tokens: int, seed: int = 11) -> MinibatchShare:
+def my_share(budget_tokens: int, seed: int = 11, *, has_groups: bool = False) -> MinibatchShare:
     """This data-parallel rank's part of the same minibatch."""
-    sequences = make_sequences(seed)
+    sequences = make_sequences(seed, has_groups=has_groups)
     dp_size = parallel_state.get_data_parallel_world_size()
     lengths = [len(sequence.token_ids) for sequence in sequences]
     dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)

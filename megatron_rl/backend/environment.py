@@ -39,21 +39,6 @@ def role_environment(device: DeviceKind) -> dict[str, str]:
     }
 
 
-def rank_environment(device: DeviceKind) -> dict[str, str]:
-    """Variables of a trainer rank that computes on `device`."""
-    if device == "cuda":
-        return {}
-    # On the CPU each microbatch's tensors are memory of the C library, which by itself gives large
-    # blocks back at once: the system then clears every page anew, a quarter of the time of a step
-    # of a 135M model. In one arena all threads of the backward pass find what others left.
-    keeping = {
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    }
-    return role_environment(device) | keeping
-
-
 def collective_environment(host: str, given: Mapping[str, str] | None = None) -> dict[str, str]:
     """Keep gloo's sockets on loopback if those of the run are there.
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
-    rank_environment,
     role_environment,
 )
 from megatron_rl.config.errors import InputError
@@ -108,8 +107,7 @@ def _start(
     common = ["--config", str(config.run.dir / "config.toml")]
     python = [sys.executable, "-m"]
     without_device = role_environment("cpu")
-    device = device_of_host(gpus)
-    with_device = role_environment(device)
+    with_device = role_environment(device_of_host(gpus))
     if host == 0:
         queue = [*python, "megatron_rl.rollout_queue.server", *common]
         supervisor.start(QUEUE, queue, environment=without_device)
@@ -132,7 +130,7 @@ def _start(
         ranks = torchrun_arguments(config, roles, host)
         name = TRAINER if host == 0 else f"{TRAINER}-host-{host}"
         command = [*python, "torch.distributed.run", *ranks, *common]
-        supervisor.start(name, command, environment=rank_environment(device))
+        supervisor.start(name, command, environment=with_device)
 
 
 def torchrun_arguments(config: Config, roles: HostRoles, host: int) -> list[str]:

@@ -17,7 +17,6 @@ from rich.console import Console
 from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
-    rank_environment,
     role_environment,
 )
 from megatron_rl.config.tree import Config
@@ -107,7 +106,7 @@ class Session:
         command += ["--master-addr", self.config.ports.host]
         command += ["--master-port", str(self.config.ports.torchrun)]
         command += ["-m", module, "--config", str(self.config_path), *arguments]
-        self._supervisor.start(name, command, environment=rank_environment(self._device))
+        self._supervisor.start(name, command, environment=role_environment(self._device))
 
     def wait_for(self, name: str, what: str = "", limit_s: float | None = None) -> None:
         """Wait until the role has ended in good order.

@@ -1,15 +1,10 @@
 """Which variables a process of a run gets, by the device that it computes on."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
-    rank_environment,
     role_environment,
 )
 from megatron_rl.launcher.supervisor import child_environment
@@ -22,34 +17,6 @@ def test_compiled_graphs_and_threads_are_withheld_on_the_cpu_alone() -> None:
     assert role_environment("cuda") == {}
     # What every process gets does not bring them back.
     assert not CPU_ONLY & child_environment().keys()
-
-
-STEPS = """
-import resource, torch
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def step():
-    # As a pass leaves its tensors: made in one thread and in autograd's, none of them kept.
-    x = torch.ones(1 << 24, requires_grad=True)
-    (x.exp() * x.cos()).sum().backward()
-for _ in range(5): step()
-before = faults()
-for _ in range(10): step()
-print((faults() - before) / 10)
-"""
-
-
-def test_a_rank_on_the_cpu_keeps_the_memory_that_its_steps_take_in_turn() -> None:
-    assert rank_environment("cuda") == {}
-    mine = rank_environment("cpu")
-    assert mine.items() >= role_environment("cpu").items()
-    pages = (1 << 26) / os.sysconf("SC_PAGE_SIZE")  # of one of a step's tensors
-    faults = {}
-    for name, values in (("plain", role_environment("cpu")), ("mine", mine)):
-        command = [sys.executable, "-c", STEPS]
-        given = os.environ | values
-        faults[name] = float(subprocess.check_output(command, env=given, text=True, timeout=120))
-    # By itself the C library has the system clear several of them anew in each step.
-    assert faults["plain"] > 2 * pages and faults["mine"] < faults["plain"] / 10
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     """Gradient in HF layout (rank 0) after forward and backward of the same minibatch."""
     with open_policy(cfg) as policy:
         trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
-        sums = trainer.accumulate(my_share(budget_tokens), version=0).sums
+        share = my_share(budget_tokens, has_groups=True)
+        sums = trainer.accumulate(share, version=0).sums
         with torch.no_grad():
             for parameter in named_parameters(policy.chunks).values():
                 parameter.copy_(parameter.main_grad)
@@ -55,7 +56,7 @@ def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
 def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     total = torch.zeros(())
-    for s in make_sequences():
+    for s in make_sequences(has_groups=True):
         ids = torch.tensor(s.token_ids, dtype=torch.int64)
         rows = torch.log_softmax(model(ids[None]).logits[0].float(), -1)
         logprobs = torch.stack([rows[i - 1, ids[i]] for i in range(s.prompt_length, len(ids))])

@@ -42,10 +42,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.backend.environment import device_of_host, rank_environment
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import find_free
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
@@ -255,7 +253,7 @@ def run(
         command,
         log=run_dir / "ranks.log",
         timeout_s=TIMEOUT_S,
-        environment=child_environment() | rank_environment(device_of_host(listed_gpus())),
+        environment=child_environment(),
         cwd=ROOT,
     )
     return msgspec.json.decode((run_dir / "measured.json").read_bytes(), type=Measured)

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.backend.products import add_product
+from megatron_rl.backend.softmax import softmax_gradient, softmax_sums
 
 COPIES = 3
-"""Float32 copies of a pass's logits that memory is kept for: the logits, their exponentials, and
-the rounded copies and products that bfloat16 needs."""
+"""Float32 copies of a pass's logits that memory is kept for: the logits, and without loops their
+exponentials, and the rounded copies and products that bfloat16 needs."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -59,10 +60,15 @@ class OutputLayer:
         size = max(1, self.chunk_tokens // COPIES)
         return (slice(start, start + size) for start in range(0, n_tokens, size))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, this rank's ids] float32, of a product in the dtype of the weight."""
-        rows = torch.mm(hidden, self.true_weight.t()).float()
-        return rows if self.temperature == 1.0 else rows.div_(self.temperature)
+    def logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Of one pass after the other: its rows, and [rows, this rank's ids] in the same memory."""
+        weight = self.true_weight.t()
+        memory = None
+        for span in self.spans(len(hidden)) if weight.numel() else ():
+            if memory is None:
+                memory = hidden.new_empty(len(hidden[span]), weight.shape[1])
+            part = hidden[span]
+            yield span, torch.mm(part, weight, out=memory[: len(part)])
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> TokenLogprobs:
@@ -83,6 +89,7 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layer: OutputLayer
     ) -> tuple[Tensor, Tensor]:
         n_ids = len(layer.true_weight)
+        hidden = hidden.contiguous()
         local = targets - layer.first_id
         is_local = (local >= 0) & (local < n_ids)
         local = local.clamp(0, max(n_ids - 1, 0))
@@ -93,15 +100,9 @@ class _Logprobs(torch.autograd.Function):
         lowest = torch.finfo(torch.float32).min
         maxima = torch.full((n_tokens,), lowest, dtype=torch.float32, device=hidden.device)
         sums = torch.zeros(3, n_tokens, dtype=torch.float32, device=hidden.device)
-        for span in layer.spans(n_tokens) if n_ids else ():
-            rows = layer.logits(hidden[span])
-            maxima[span] = rows.amax(-1)
-            rows -= maxima[span, None]
-            sums[2, span] = rows.gather(1, local[span, None])[:, 0]
-            exps = rows.exp()
-            sums[0, span] = exps.sum(-1)
-            sums[1, span] = exps.mul_(rows).sum(-1)
-            del rows, exps
+        for span, logits in layer.logits(hidden):
+            maxima[span], *parts = softmax_sums(logits, local[span], layer.temperature)
+            sums[:, span] = torch.stack(parts)
         own = maxima.clone()
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=layer.group)
         shift = own - maxima
@@ -128,14 +129,17 @@ class _Logprobs(torch.autograd.Function):
         grad_weight = layer.gradient
         if grad_weight is None:
             grad_weight = torch.zeros_like(layer.weight, dtype=torch.float32)
-        for span in layer.spans(len(hidden)) if len(weight) else ():
-            rows = layer.logits(hidden[span])
-            rows.sub_(log_z[span, None]).exp_().mul_(-slope[span, None])
-            rows.scatter_add_(1, local[span, None], (slope * is_local)[span, None])
-            rows = rows.to(weight.dtype)
+        for span, logits in layer.logits(hidden):
+            rows = softmax_gradient(
+                logits,
+                local[span],
+                layer.temperature,
+                log_z=log_z[span],
+                slopes=slope[span],
+                target_slopes=(slope * is_local)[span],
+            )
             torch.mm(rows, weight, out=grad_hidden[span])
             add_product(grad_weight[: len(weight)], rows, hidden[span])
-            del rows
         handed_on = None
         if layer.gradient is None:
             handed_on = grad_weight

@@ -1,0 +1,77 @@
+"""Softmax over rows of logits that never leave their dtype: its sums, and its gradient in place.
+
+Used by trainer ranks of the last pipeline stage. On the CPU the loops are `kernels/softmax.cpp`;
+elsewhere plain torch, in float32.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.backend.loops import is_bfloat16, library_for, pointer
+
+SOURCE = "softmax"
+
+
+class Sums(NamedTuple):
+    """Of each row, [rows] float32 each. All but the first are relative to the first."""
+
+    maxima: Tensor
+    """The largest logit, divided by the temperature as all of them."""
+    exps: Tensor
+    """Sum of exp(logit)."""
+    weighted: Tensor
+    """Sum of exp(logit) * logit."""
+    chosen: Tensor
+    """The target's logit."""
+
+
+def softmax_sums(logits: Tensor, targets: Tensor, temperature: float) -> Sums:
+    """What logprobs and entropy are made of. logits: [rows, ids]; targets: [rows] int64."""
+    loops = library_for(SOURCE, logits)
+    if loops is None:
+        rows = logits.float() / temperature
+        maxima = rows.amax(-1)
+        rows -= maxima[:, None]
+        chosen = rows.gather(1, targets[:, None])[:, 0]
+        exps = rows.exp()
+        return Sums(maxima, exps.sum(-1), exps.mul_(rows).sum(-1), chosen)
+    found = Sums(*torch.empty(4, len(logits)))
+    loops.softmax_sums(
+        *map(pointer, (logits, targets.contiguous(), *found)),
+        *map(ctypes.c_long, logits.shape),
+        ctypes.c_float(1 / temperature),
+        is_bfloat16(logits),
+    )
+    return found
+
+
+def softmax_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    log_z: Tensor,
+    slopes: Tensor,
+    target_slopes: Tensor,
+) -> Tensor:
+    """-slope * softmax(logits / temperature), plus the target's slope at the target.
+
+    log_z, slopes, target_slopes: [rows] float32. In the dtype of the logits, which are lost.
+    """
+    loops = library_for(SOURCE, logits)
+    if loops is None:
+        rows = logits.float() / temperature
+        rows.sub_(log_z[:, None]).exp_().mul_(-slopes[:, None])
+        rows.scatter_add_(1, targets[:, None], target_slopes[:, None])
+        return rows.to(logits.dtype)
+    values = (tensor.contiguous() for tensor in (targets, log_z, slopes, target_slopes))
+    loops.softmax_gradient(
+        *map(pointer, (logits, *values)),
+        *map(ctypes.c_long, logits.shape),
+        ctypes.c_float(1 / temperature),
+        is_bfloat16(logits),
+    )
+    return logits
