@@ -29,10 +29,13 @@ class Sums(NamedTuple):
 
 
 def softmax_sums(logits: Tensor, targets: Tensor, temperature: float) -> Sums:
-    """What logprobs and entropy are made of. logits: [rows, ids]; targets: [rows] int64."""
+    """What logprobs and entropy are made of.
+
+    logits: [rows, ids], which may be lost; targets: [rows] int64.
+    """
     loops = library_for(SOURCE, logits)
     if loops is None:
-        rows = logits.float() / temperature
+        rows = _divided(logits, temperature)
         maxima = rows.amax(-1)
         rows -= maxima[:, None]
         chosen = rows.gather(1, targets[:, None])[:, 0]
@@ -63,7 +66,7 @@ def softmax_gradient(
     """
     loops = library_for(SOURCE, logits)
     if loops is None:
-        rows = logits.float() / temperature
+        rows = _divided(logits, temperature)
         rows.sub_(log_z[:, None]).exp_().mul_(-slopes[:, None])
         rows.scatter_add_(1, targets[:, None], target_slopes[:, None])
         return rows.to(logits.dtype)
@@ -75,3 +78,9 @@ def softmax_gradient(
         is_bfloat16(logits),
     )
     return logits
+
+
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    """In float32, in the same memory if they are."""
+    rows = logits.float()
+    return rows if temperature == 1.0 else rows.div_(temperature)
