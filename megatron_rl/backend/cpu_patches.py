@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 needs to run without CUDA: one small function per patch.
+"""What megatron-core 0.16.1 needs to run well without CUDA: one small function per patch.
 
 Used by trainer ranks on CPU (`define_router_product` wherever TransformerEngine is missing).
 `install` applies the table once; tests/backend leaves each patch out in turn and sees the operation
@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.utils._device import _device_constructors
 
+from megatron_rl.backend.embedding import embed
 from megatron_rl.backend.products import add_product
 
 _CPU = torch.device("cpu")
@@ -190,6 +191,11 @@ def _gradient_products() -> None:
     linear_layers._grad_accum_fusion_available = True
 
 
+def _embedding_gradient() -> None:
+    """Each microbatch makes a tensor of the whole vocabulary, most of it zeros, and adds it."""
+    linear_layers.F = SimpleNamespace(embedding=embed)
+
+
 PATCHES: dict[str, Callable[[], None]] = {
     "current_device": _current_device,
     "device_literals": _device_literals,
@@ -202,4 +208,5 @@ PATCHES: dict[str, Callable[[], None]] = {
     "token_dispatch": _token_dispatch,
     "uneven_parts": _uneven_parts,
     "gradient_products": _gradient_products,
+    "embedding_gradient": _embedding_gradient,
 }

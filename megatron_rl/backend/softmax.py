@@ -28,10 +28,15 @@ class Sums(NamedTuple):
     """The target's logit."""
 
 
+def is_read_only(logits: Tensor) -> bool:
+    """Whether `softmax_sums` leaves tensors of this device and dtype as they are."""
+    return library_for(SOURCE, logits) is not None
+
+
 def softmax_sums(logits: Tensor, targets: Tensor, temperature: float) -> Sums:
     """What logprobs and entropy are made of.
 
-    logits: [rows, ids], which may be lost; targets: [rows] int64.
+    logits: [rows, ids], which are lost unless `is_read_only`; targets: [rows] int64.
     """
     loops = library_for(SOURCE, logits)
     if loops is None:

@@ -41,8 +41,13 @@ static inline Floats load(const Bfloat16* from) {
 
 static inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
-// Rounds to the nearest, ties to even, as torch does; NaN stays NaN.
+// Rounds to the nearest, ties to even, as torch does; NaN stays NaN. The processor's instruction
+// takes numbers below 1.2e-38 for 0.
 static inline void store(Bfloat16* to, Floats values) {
+#ifdef __AVX512BF16__
+  __m256bh rounded = _mm512_cvtneps_pbh((__m512)values);
+  std::memcpy(to, &rounded, sizeof rounded);
+#else
   Words bits = (Words)values;
   Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   Ints is_nan = values != values;
@@ -53,6 +58,7 @@ static inline void store(Bfloat16* to, Floats values) {
   Halves halves = __builtin_convertvector(rounded, Halves);
 #endif
   std::memcpy(to, &halves, sizeof halves);
+#endif
 }
 
 static inline Floats broadcast(float value) { return value - Floats{}; }

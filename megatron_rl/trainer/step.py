@@ -31,7 +31,12 @@ from megatron_rl.trainer.model.last_stage import (
     select_positions,
     without_output_layer,
 )
-from megatron_rl.trainer.model.logprobs import OutputLayer, TokenLogprobs, token_logprobs
+from megatron_rl.trainer.model.logprobs import (
+    LogitMemory,
+    OutputLayer,
+    TokenLogprobs,
+    token_logprobs,
+)
 from megatron_rl.trainer.model.policy import Policy
 from megatron_rl.trainer.model.router_replay import forget_choices, replayed
 from megatron_rl.trainer.optimizer import (
@@ -93,6 +98,7 @@ class Trainer:
         self._choice_width = objective.replays_experts * shape.layers * shape.experts_per_token
         train = train or TrainConfig()
         self._chunk_tokens = train.logprob_chunk_tokens
+        self._logit_memory = LogitMemory()
         self._guard = StepGuard(train, run_dir / "skipped")
         # Copies float32 masters: the weights must be loaded by now.
         self._optimizer = build_optimizer(optimizer, policy.chunks)
@@ -214,7 +220,7 @@ class Trainer:
         """Each microbatch through the pipeline; what `step` reports of it, on last stages."""
         # Megatron keeps replayed choices in lists until they are recomputed from, if they ever are.
         forget_choices(self.policy.chunks)
-        return self._forward_backward(
+        reports = self._forward_backward(
             forward_step_func=step,
             # Each chunk of the model takes every microbatch once, so each needs its own iterator.
             data_iterator=[iter(inputs) for _ in self.policy.chunks],
@@ -226,6 +232,8 @@ class Trainer:
             # Makes a last stage return what `step` computes, instead of a loss to go backward from.
             collect_non_loss_data=not is_training,
         )
+        self._logit_memory.free()
+        return reports
 
     def _logprob_step(
         self, inputs: Iterator[PassInput], model: torch.nn.Module
@@ -274,6 +282,7 @@ class Trainer:
             chunk_tokens=self._chunk_tokens,
             gradient=weight.main_grad if adds_itself else None,
             is_sole_user=not is_embedding,
+            memory=self._logit_memory,
         )
         return token_logprobs(selected, batch.targets, layer)
 

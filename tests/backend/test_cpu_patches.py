@@ -9,6 +9,7 @@ import torch
 from megatron_rl.backend import cpu_patches
 from megatron_rl.config.tree import OptimizerConfig, ParallelConfig
 from megatron_rl.trainer.optimizer import build_optimizer, step_if_finite
+from megatron_rl.weights.folders.load import unwrap
 from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_models import QWEN3_MOE, VOCAB, accumulate_gradients, load_on_rank, write_model
 
@@ -65,6 +66,15 @@ def random_state_is_set(leave_out: Sequence[str]) -> bool:
     return torch.equal(torch.get_rng_state(), state)
 
 
+def embedding_backward(folder: Path, leave_out: Sequence[str]) -> str:
+    """What computes the gradient of a model's embedding."""
+    cpu_patches._installed.update(leave_out)
+    loaded = load_on_rank(folder, ALONE)
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    reduced = unwrap(loaded.model[0]).embedding.word_embeddings(ids).grad_fn
+    return reduced.next_functions[0][0].name()
+
+
 def devices_in_context() -> list[str]:
     """Where factories without a device of their own put tensors under `with torch.device`."""
     cpu_patches.install()
@@ -80,7 +90,7 @@ def devices_in_context() -> list[str]:
 
 
 def test_every_patch_is_tested() -> None:
-    assert set(cpu_patches.PATCHES) == {*FAILURES, "set_generator"}
+    assert set(cpu_patches.PATCHES) == {*FAILURES, "set_generator", "embedding_gradient"}
 
 
 @pytest.mark.parametrize("patch", FAILURES)
@@ -95,6 +105,12 @@ def test_train_step_fails_without(patch: str, folder: Path, mixture_folder: Path
 def test_random_state_is_silently_kept_without_its_patch() -> None:
     assert run_ranks(random_state_is_set, 1, ["set_generator"]) == [False]
     assert run_ranks(random_state_is_set, 1, []) == [True]
+
+
+def test_the_gradient_of_an_embedding_takes_the_vocabulary_without_its_patch(folder: Path) -> None:
+    assert run_ranks(embedding_backward, 1, folder, []) == ["_EmbedBackward"]
+    (name,) = run_ranks(embedding_backward, 1, folder, ["embedding_gradient"])
+    assert name == "EmbeddingBackward0"
 
 
 def test_a_device_context_works_beside_the_patches() -> None:

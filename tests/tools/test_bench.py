@@ -22,6 +22,7 @@ from tools.bench.measures import (
     marks_from_metrics,
     marks_from_peer,
     median_seconds,
+    overlap_bound,
     rollouts_per_s,
     seconds_to_accuracy,
 )
@@ -88,6 +89,17 @@ def test_rate_of_too_few_steps_is_refused() -> None:
         rollouts_per_s(_marks((1, 1, 0), (2, 1, 0), (3, 1, 0)))
 
 
+def test_overlap_saves_the_shorter_part_of_each_step() -> None:
+    # Steps of 10, 8 and 6 s, of which 4, 6 and 3 s waiting: side by side 6, 6 and 3 s.
+    marks = [
+        StepMark(seconds, 1, 1, 0.0, waited_s=waited)
+        for seconds, waited in ((5.0, 5.0), (15.0, 4.0), (23.0, 6.0), (29.0, 3.0))
+    ]
+    assert overlap_bound(marks, skip=1) == 24 / 15
+    # A loop that never waits has nothing to overlap.
+    assert overlap_bound(_marks((1, 1, 0), (3, 1, 0)), skip=1) == 1.0
+
+
 def test_goal_is_reached_when_the_rollouts_of_three_steps_reach_it() -> None:
     # Means of three: 0.5, 0.6, 0.7.
     marks = _marks((1, 10, 0.4), (2, 10, 0.5), (3, 10, 0.6), (4, 10, 0.7), (5, 10, 0.8))
@@ -134,6 +146,7 @@ def test_comparison_takes_medians_and_the_faster_peer() -> None:
     assert result["rollouts_per_s_repeats"]["ours"] == [900.0, 600.0, 630.0]
     assert result["rollouts_trained_per_s"]["ours"] == 504.0  # 80 of 100
     assert (result["over_sync"], result["over_trl"], result["over_trl_1thread"]) == (1.5, 3.0, 3.15)
+    assert result["over_sync_bound"] == 1.0
 
 
 def test_learning_reports_when_the_goal_was_reached_and_where_accuracy_ended() -> None:

@@ -51,7 +51,7 @@ def setup(job: Job) -> EngineSetup:
 
 
 def measure_ours(job: Job) -> None:
-    """Through the engine's contract: what a generator calls, HTTP and logprobs included."""
+    """Through the engine's contract: what a generator calls, its socket and logprobs included."""
     loop = asyncio.new_event_loop()
     engine = load_engine(job.engine)(setup(job))
 

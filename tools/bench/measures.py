@@ -28,6 +28,8 @@ class StepMark:
     """Share of the generated rollouts with the right answer."""
     tokens: int = 0
     """Of the completions that entered its loss."""
+    waited_s: float = 0.0
+    """For the batch, of the time since the step before."""
 
 
 def marks_from_metrics(rows: Sequence[dict[str, Any]], group_size: int) -> list[StepMark]:
@@ -53,6 +55,7 @@ def _mark(row: dict[str, Any], start_s: float, group_size: int) -> StepMark:
         trained=trained,
         accuracy=row["rollout/correct"],
         tokens=round(trained * row.get("rollout/length_tokens", 0)),
+        waited_s=row.get("wait/batch_s", 0.0),
     )
 
 
@@ -87,6 +90,20 @@ def tokens_per_s(marks: Sequence[StepMark], skip: int) -> float:
     """Completion tokens trained in the steps after the first `skip`, over their seconds."""
     seconds = marks[-1].seconds - marks[skip - 1].seconds
     return sum(mark.tokens for mark in marks[skip:]) / seconds
+
+
+def overlap_bound(marks: Sequence[StepMark], skip: int) -> float:
+    """How many times faster a synchronous loop would be if it trained while it waits.
+
+    Each step then takes the longer of its two parts: what is gained by nothing but overlap, with
+    neither part quicker or slower for the other's company.
+    """
+    taken = [b.seconds - a.seconds for a, b in zip(marks[skip - 1 :], marks[skip:], strict=False)]
+    longer = [
+        max(mark.waited_s, seconds - mark.waited_s)
+        for mark, seconds in zip(marks[skip:], taken, strict=True)
+    ]
+    return sum(taken) / sum(longer)
 
 
 def seconds_to_accuracy(
@@ -129,9 +146,15 @@ def compare(loops: dict[str, list[list[StepMark]]]) -> dict[str, Any]:
         },
         "rollouts_trained_per_s": _rounded(trained),
         "over_sync": round(median["ours"] / median["ours_sync"], 2),
+        "over_sync_bound": median_bound(loops["ours_sync"], WARMUP_STEPS),
         "over_trl": round(median["ours"] / faster_trl, 2),
         "over_trl_1thread": round(median["ours"] / median["trl_1thread"], 2),
     }
+
+
+def median_bound(runs: list[list[StepMark]], skip: int) -> float:
+    """Of the synchronous runs; see `overlap_bound`."""
+    return round(statistics.median(overlap_bound(marks, skip) for marks in runs), 2)
 
 
 def learning(loops: dict[str, list[list[StepMark]]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.children import ChildFailed
-from tools.bench.measures import StepMark, rollouts_per_s, tokens_per_s
+from tools.bench.measures import StepMark, median_bound, rollouts_per_s, tokens_per_s
 from tools.bench.open_prompts import lines
 from tools.bench.real_model import smollm2
 from tools.bench.variants import (
@@ -151,6 +151,7 @@ def compare(
         },
         "over_trl": round(tokens["ours"] / tokens["trl"], 2),
         "over_sync": round(tokens["ours"] / tokens["ours_sync"], 2),
+        "over_sync_bound": median_bound(loops["ours_sync"], scale.skip),
         "over_trl_rollouts": round(rollouts["ours"] / rollouts["trl"], 2),
         "over_sync_rollouts": round(rollouts["ours"] / rollouts["ours_sync"], 2),
         "peak_memory_bytes": peaks,

@@ -66,7 +66,6 @@ class Scale:
     work: Workload
     microbatch_tokens: int
     rounds: int
-    logprob_chunk_tokens: int
 
 
 LLAMA = {
@@ -86,7 +85,6 @@ FULL = Scale(
     work=Workload(sequences=12, scale=1 / 32, repeats=5, has_peers=True),
     microbatch_tokens=2048,
     rounds=2,
-    logprob_chunk_tokens=512,
 )
 QUICK = Scale(
     model=LLAMA
@@ -101,7 +99,6 @@ QUICK = Scale(
     work=Workload(sequences=24, scale=1 / 64, repeats=3, has_peers=True),
     microbatch_tokens=1024,
     rounds=1,
-    logprob_chunk_tokens=512,
 )
 SMOLLM2 = LLAMA | {
     "vocab_size": 49_152,
@@ -121,7 +118,7 @@ TINY = LLAMA | {
     "head_dim": 32,
 }
 LIMITS = {
-    "135m": (SMOLLM2, "float32", Workload(8, 1, 2, has_peers=False, tokens=(60, 420)), 2048),
+    "135m": (SMOLLM2, "float32", Workload(8, 1, 3, has_peers=False, tokens=(60, 420)), 2048),
     "1_3m": (TINY, "float32", Workload(256, 1, 20, has_peers=False, tokens=(18, 26)), 8192),
     # As the quickstart's batches are.
     "135m_bf16": (SMOLLM2, "bfloat16", Workload(64, 1, 4, has_peers=False, tokens=(36, 54)), 2048),
@@ -142,7 +139,6 @@ GPU = Scale(
     work=Workload(sequences=32, scale=1 / 4, repeats=5, has_peers=False),
     microbatch_tokens=16_384,
     rounds=0,
-    logprob_chunk_tokens=2048,
 )
 
 
@@ -194,7 +190,7 @@ def against_gemm(folder: Path, *, is_quick: bool) -> dict[str, float]:
         write_model(folder / name / "model", model)
         if is_quick:
             work = msgspec.structs.replace(work, repeats=QUICK_REPEATS)
-        scale = Scale(model, work, microbatch_tokens=budget, rounds=0, logprob_chunk_tokens=2048)
+        scale = Scale(model, work, microbatch_tokens=budget, rounds=0)
         measured = run(
             folder / name / "run", folder / name / "model", scale, model={"dtype": dtype}
         )
@@ -236,7 +232,6 @@ def run(
             "optimizer": {"lr": 1e-5, "warmup_steps": 0},
             "train": {
                 "microbatch_tokens": scale.microbatch_tokens,
-                "logprob_chunk_tokens": scale.logprob_chunk_tokens,
                 "collective_timeout_s": TIMEOUT_S,
             },
         }

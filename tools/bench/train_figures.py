@@ -30,7 +30,7 @@ class Workload(msgspec.Struct, frozen=True):
     scale: float
     """Of the lengths."""
     repeats: int
-    """Steps of each loop that count; one more comes before."""
+    """Steps of each loop that count, after those that warm up."""
     has_peers: bool
     tokens: tuple[int, int] | None = None
     """Instead of those lengths: uniform from the first to the second, half of them prompt."""

@@ -42,6 +42,9 @@ from tools.bench.train_figures import (
 from tools.bench.train_peers import PlainLoop
 
 GEMM_S = 0.5
+WARM_UP = 2
+"""Steps before those that count: until the C library knows how much memory it will need again, and
+stops to give it back, which cost a third of a step's time."""
 CHUNKS = 4
 """The logprobs' memory is measured on so many times the tokens of a chunk."""
 
@@ -130,10 +133,10 @@ def make_sequences(lengths: list[Lengths], vocab: int) -> list[TrainSequence]:
 def take_turns(
     loops: dict[str, Callable[[], object]], repeats: int, tokens: int, device: torch.device
 ) -> list[Sample]:
-    """Steps of all loops in an order that rotates; the first of each does not count."""
+    """Steps of all loops in an order that rotates; the first of each do not count."""
     names = list(loops)
     samples = []
-    for repeat in range(repeats + 1):
+    for repeat in range(-WARM_UP, repeats):
         turn = repeat % len(names)
         for name in names[turn:] + names[:turn]:
             wait(device)
@@ -141,7 +144,7 @@ def take_turns(
             loops[name]()
             wait(device)
             seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
-            if repeat:
+            if repeat >= 0:
                 samples.append(Sample(name, seconds, cpu_s, tokens))
     return samples
 

@@ -76,6 +76,8 @@ def _install_draw(sampler: ModuleType) -> None:
             or not is_shaped_by_temperature(sampling_info)
             or not compiled_loops.are_available()
         ):
+            # The output layer may have left them in the dtype of its product.
+            logits_output.next_token_logits = logits_output.next_token_logits.float()
             return forward(
                 self, logits_output, sampling_info, return_logprob, top_logprobs_nums,
                 token_ids_logprobs, positions, **options,

@@ -97,32 +97,6 @@ def install(module: ModuleType) -> None:
         module.UnquantizedLinearMethod.apply = apply
 
 
-def install_head(module: ModuleType) -> None:
-    """Let the output layer of `sglang.srt.layers.logits_processor` use a copy."""
-    compute = module.LogitsProcessor._compute_lm_head
-
-    def compute_head(
-        self: Any,
-        hidden_states: torch.Tensor,
-        lm_head: torch.nn.Module,
-        embedding_bias: torch.Tensor | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        is_plain = (
-            type(getattr(lm_head, "quant_method", None)).__name__ == "UnquantizedEmbeddingMethod"
-            and not hasattr(lm_head, "set_lora")
-            and not self.use_fp32_lm_head
-            and self.rl_on_policy_target is None
-            and options.get("out") is None
-        )
-        if not is_plain or not is_worthwhile(lm_head.weight, hidden_states):
-            return compute(self, hidden_states, lm_head, embedding_bias, **options)
-        return multiply(lm_head, hidden_states)
-
-    if torch.backends.mkldnn.is_available():
-        module.LogitsProcessor._compute_lm_head = compute_head
-
-
 def install_updates(module: ModuleType) -> None:
     """Watch everything in SGLang's weight updater that writes weights."""
     updater = module.WeightUpdater

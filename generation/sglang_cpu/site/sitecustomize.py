@@ -23,11 +23,12 @@ PATCHES = {
     "sglang.srt.layers.layernorm": "fused_layers:install_norm",
     "sglang.srt.layers.rotary_embedding.base": "fused_layers:install_rotary",
     "sglang.srt.layers.quantization.unquant": "packed_linear",
-    "sglang.srt.layers.logits_processor": "packed_linear:install_head",
+    "sglang.srt.layers.logits_processor": "output_layer",
     "sglang.srt.model_executor.model_runner_components.weight_updater": (
         "packed_linear:install_updates"
     ),
     "sglang.srt.layers.sampler": "inverse_sampling",
+    "sglang.srt.mem_cache.allocator.token": "sorted_slots",
     "sglang.srt.managers.scheduler": "direct_requests",
     "sglang.srt.state_capturer.base": "unpinned_memory",
     "torch": "uncompiled",

@@ -1,13 +1,13 @@
 """Logprobs of given tokens from hidden states: output layer and softmax, some rows at a time.
 
-Runs in trainer ranks of the last pipeline stage. No [tokens, vocabulary] tensor ever exists: a pass
-computes the logits of a few rows, reduces them and drops them, and the backward pass computes them
-again. The only place that turns "predicts next" rows into "is this token" values is `collate.py`;
-here row i of the hidden states is already the one that predicts target i.
+Runs in trainer ranks of the last pipeline stage. A pass computes the logits of some rows, and
+reduces them; the next one writes over them. The backward pass computes them again, all but those of
+the last pass, which are still there. The only place that turns "predicts next" rows into "is this
+token" values is `collate.py`; here row i of the hidden states is already the one that predicts
+target i.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.backend.products import add_product
-from megatron_rl.backend.softmax import softmax_gradient, softmax_sums
+from megatron_rl.backend.softmax import is_read_only, softmax_gradient, softmax_sums
 
-COPIES = 3
-"""Float32 copies of a pass's logits that memory is kept for: the logits, and without loops their
-exponentials, and the rounded copies and products that bfloat16 needs."""
+BYTES = 12
+"""That a pass needs for a logit, in plain torch: as float32 the logit, its exponential, and what
+bfloat16 is rounded to and multiplied from."""
+BYTES_WITH_LOOPS = {torch.float32: 5, torch.bfloat16: 4}
+"""The same where only the logit itself is stored: it, the product with the hidden states where
+that has to be rounded, and some more for values of whole rows."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -29,6 +32,34 @@ class TokenLogprobs(NamedTuple):
     """[tokens] float32, differentiable."""
     entropy: Tensor
     """[tokens] float32 in nats, not differentiable."""
+
+
+class LogitMemory:
+    """Room for the logits of one pass at a time, kept for the next microbatch.
+
+    New memory would cost the CPU a tenth of the product's time, as the system clears it first.
+    """
+
+    def __init__(self) -> None:
+        self.uses = 0
+        """What an earlier user left is gone once this has grown."""
+        self._memory: Tensor | None = None
+
+    def take(self, like: Tensor, rows: int, ids: int) -> Tensor:
+        """[rows, ids] in the dtype and on the device of `like`, which hold anything."""
+        self.uses += 1
+        size = rows * ids
+        kept = self._memory
+        if kept is None or kept.numel() < size or kept.dtype is not like.dtype:
+            # The smaller one goes first: two at once would cost memory.
+            self._memory = kept = None
+            self._memory = kept = like.new_empty(size)
+        return kept[:size].view(rows, ids)
+
+    def free(self) -> None:
+        """Give the memory back, between passes."""
+        self.uses += 1
+        self._memory = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +75,8 @@ class OutputLayer:
     """Where the backward pass adds the weight's gradient, float32; None: autograd hands it on."""
     is_sole_user: bool = False
     """Whether nothing else hands on a gradient of the weight, for Megatron's hooks to wait for."""
+    memory: LogitMemory = field(default_factory=LogitMemory)
+    """Shared by the microbatches of a step."""
 
     @property
     def first_id(self) -> int:
@@ -55,20 +88,28 @@ class OutputLayer:
         """This rank's rows without the padding; there may be none."""
         return self.weight.detach()[: max(0, self.vocab_size - self.first_id)]
 
-    def spans(self, n_tokens: int) -> Iterator[slice]:
-        """Rows of one pass after the other."""
-        size = max(1, self.chunk_tokens // COPIES)
-        return (slice(start, start + size) for start in range(0, n_tokens, size))
+    def spans(self, hidden: Tensor) -> list[slice]:
+        """Rows of one pass after the other; none for a rank that holds padding alone.
 
-    def logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Of one pass after the other: its rows, and [rows, this rank's ids] in the same memory."""
-        weight = self.true_weight.t()
-        memory = None
-        for span in self.spans(len(hidden)) if weight.numel() else ():
-            if memory is None:
-                memory = hidden.new_empty(len(hidden[span]), weight.shape[1])
-            part = hidden[span]
-            yield span, torch.mm(part, weight, out=memory[: len(part)])
+        The first is the short one: the logits of the last need not be computed again.
+        """
+        size = self.pass_rows(hidden)
+        n_tokens = len(hidden) if self.true_weight.numel() else 0
+        ends = range(n_tokens, 0, -size)
+        return [slice(max(0, end - size), end) for end in reversed(ends)]
+
+    def pass_rows(self, hidden: Tensor) -> int:
+        """Of a long pass."""
+        n_bytes = BYTES_WITH_LOOPS[hidden.dtype] if is_read_only(hidden) else BYTES
+        return max(1, self.chunk_tokens * 4 // n_bytes)
+
+    def take_memory(self, hidden: Tensor) -> Tensor:
+        """For the logits of any one pass."""
+        return self.memory.take(hidden, self.pass_rows(hidden), len(self.true_weight))
+
+    def logits(self, hidden: Tensor, memory: Tensor) -> Tensor:
+        """[rows, this rank's ids] of a pass, in that memory."""
+        return torch.mm(hidden, self.true_weight.t(), out=memory[: len(hidden)])
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> TokenLogprobs:
@@ -100,7 +141,9 @@ class _Logprobs(torch.autograd.Function):
         lowest = torch.finfo(torch.float32).min
         maxima = torch.full((n_tokens,), lowest, dtype=torch.float32, device=hidden.device)
         sums = torch.zeros(3, n_tokens, dtype=torch.float32, device=hidden.device)
-        for span, logits in layer.logits(hidden):
+        memory = layer.take_memory(hidden)
+        for span in layer.spans(hidden):
+            logits = layer.logits(hidden[span], memory)
             maxima[span], *parts = softmax_sums(logits, local[span], layer.temperature)
             sums[:, span] = torch.stack(parts)
         own = maxima.clone()
@@ -114,6 +157,8 @@ class _Logprobs(torch.autograd.Function):
         log_z = sums[0].log()
         ctx.save_for_backward(hidden, local, is_local, maxima + log_z)
         ctx.layer = layer
+        # The logits of the last pass stay there, unless the sums have spoilt them.
+        ctx.uses = layer.memory.uses if is_read_only(hidden) else None
         entropy = log_z - sums[1] / sums[0]
         ctx.mark_non_differentiable(entropy)
         return sums[2] - log_z, entropy
@@ -129,7 +174,13 @@ class _Logprobs(torch.autograd.Function):
         grad_weight = layer.gradient
         if grad_weight is None:
             grad_weight = torch.zeros_like(layer.weight, dtype=torch.float32)
-        for span, logits in layer.logits(hidden):
+        # Of the last pass first, as its logits may be there. They are written over.
+        is_there = ctx.uses == layer.memory.uses
+        memory = layer.take_memory(hidden)
+        for span in reversed(layer.spans(hidden)):
+            part = hidden[span]
+            logits = memory[: len(part)] if is_there else layer.logits(part, memory)
+            is_there = False
             rows = softmax_gradient(
                 logits,
                 local[span],
@@ -139,7 +190,7 @@ class _Logprobs(torch.autograd.Function):
                 target_slopes=(slope * is_local)[span],
             )
             torch.mm(rows, weight, out=grad_hidden[span])
-            add_product(grad_weight[: len(weight)], rows, hidden[span])
+            add_product(grad_weight[: len(weight)], rows, part)
         handed_on = None
         if layer.gradient is None:
             handed_on = grad_weight
