@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl.backend.products import note_added
+
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
     """F.embedding(ids, weight); the backward pass adds to weight.main_grad if there is one.
@@ -31,8 +33,4 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         weight = ctx.weight
         weight.main_grad.index_add_(0, ctx.ids.flatten(), grad.flatten(0, -2).float())
-        # As Megatron's own layers do: its hook is called, and leaves this gradient out. It would
-        # not if the weight were marked as that of a second layer, which relies on zeros.
-        weight.grad_added_to_main_grad = True
-        weight.zero_out_wgrad = False
-        return None, torch.empty_like(weight)
+        return None, note_added(weight)

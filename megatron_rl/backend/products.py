@@ -33,6 +33,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
             total[slab] += left[:, slab].t() @ right
 
 
+def note_added(weight: Tensor) -> Tensor:
+    """What autograd hands on for a weight whose gradient was added to main_grad already.
+
+    As Megatron's own layers do: its hook is called, and leaves this gradient out. It would not if
+    the weight were marked as that of a second layer, which relies on zeros.
+    """
+    weight.grad_added_to_main_grad = True
+    weight.zero_out_wgrad = False
+    return torch.empty_like(weight)
+
+
 def _add_native(total: Tensor, left: Tensor, right: Tensor) -> None:
     rows, outputs = left.shape
     inputs = right.shape[1]

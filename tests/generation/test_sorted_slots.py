@@ -23,7 +23,7 @@ print(slots.available_size(), slots.alloc(5), slots.alloc(3).tolist(), slots.all
 def test_freed_slots_come_back_in_ascending_order() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(sglang_cpu.SITE_DIR)],
-        capture_output=True, text=True, timeout=120, env=None,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "4 None [1, 2, 5] [7]"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.backend.products import add_product
+from megatron_rl.backend.products import add_product, note_added
 from megatron_rl.backend.softmax import is_read_only, softmax_gradient, softmax_sums
 
 BYTES = 12
@@ -195,7 +195,5 @@ class _Logprobs(torch.autograd.Function):
         if layer.gradient is None:
             handed_on = grad_weight
         elif layer.is_sole_user:
-            # As Megatron's own layers do: the hook is called, and leaves this one out.
-            layer.weight.grad_added_to_main_grad = True
-            handed_on = torch.empty_like(layer.weight)
+            handed_on = note_added(layer.weight)
         return grad_hidden, handed_on, None, None

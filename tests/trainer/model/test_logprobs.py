@@ -131,8 +131,9 @@ def test_peak_memory_stays_below_the_chunk_whatever_the_count_of_tokens(
 ) -> None:
     for n_tokens in (300, 3000):
         for of_logits, of_all in run_ranks(overhead_of_rank, ranks, dtype, n_tokens, 128):
-            # A pass holds logits: else nothing was measured.
-            assert 0.1 < of_logits <= of_all * 1.05 <= 1.05
+            # A pass holds logits of a third of the chunk or more: else nothing was measured.
+            assert 0.95 * dtype.itemsize / 12 < of_logits
+            assert 0.95 * of_logits < of_all <= 1.0
 
 
 def gradients_kept_and_handed_on() -> list[torch.Tensor]:
