@@ -43,7 +43,8 @@ class EngineSetup:
     """Deadline of each step of a publish."""
     host: str
     port: int
-    """Where an engine that is a server of its own listens; loopback only."""
+    """Where an engine that is a server of its own listens; loopback only. Its ranks meet at the
+    port after it."""
     seed: int
     version: int
     """Policy version of the folder's own weights; -1 when they are to be replaced first."""
@@ -134,7 +135,7 @@ class Engine(Protocol):
 
 
 def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> EngineSetup:
-    """Setup of generator `index` of a run. Neighbouring engines keep a port free between them."""
+    """Setup of generator `index` of a run. An engine has two ports: its own and the next."""
     generator = config.generator
     return EngineSetup(
         model=config.model.path,

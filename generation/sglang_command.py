@@ -24,6 +24,8 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         "--dtype": setup.dtype,
         "--host": setup.host,
         "--port": setup.port,
+        # SGLang's own choice would be any that is free now, another role's among them.
+        "--nccl-port": setup.port + 1,
         "--tp-size": setup.tensor_parallel,
         "--context-length": setup.context_tokens,
         "--max-running-requests": setup.max_running,

@@ -185,7 +185,8 @@ class PortsConfig(Section):
     torchrun: int = Field(default=0, ge=0, le=65535)
     """Rendezvous of the trainer ranks."""
     engine: int = Field(default=0, ge=0, le=65535)
-    """HTTP of the first engine; further replicas take the next even ports."""
+    """HTTP of the first engine, whose ranks meet at the next port; further replicas take the next
+    two each."""
 
 
 class Config(Section):

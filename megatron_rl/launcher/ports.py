@@ -38,8 +38,7 @@ def listed_ports(config: Config) -> list[tuple[str, int]]:
     for name in _NAMES:
         base = getattr(config.ports, name)
         if base:
-            step = 2 if name == "engine" else 1
-            found.extend((f"ports.{name}", base + i) for i in range(0, _width(name, config), step))
+            found.extend((f"ports.{name}", base + i) for i in range(_width(name, config)))
     return found
 
 

@@ -58,6 +58,9 @@ class Driver:
 
     engine: Engine
     loop: asyncio.AbstractEventLoop
+    port: int
+    processes: list[psutil.Process]
+    """What the engine started."""
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 60))
@@ -102,15 +105,20 @@ def driver(
     log_path = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
     loop = asyncio.new_event_loop()
     before = set(psutil.Process().children(recursive=True))
-    engine = load_engine(request.param)(make_setup(models_dir, log_path))
+    setup = make_setup(models_dir, log_path)
+    engine = load_engine(request.param)(setup)
+
+    def started() -> list[psutil.Process]:
+        return list(set(psutil.Process().children(recursive=True)) - before)
+
     try:
         loop.run_until_complete(engine.start())
-        yield Driver(engine, loop)
+        yield Driver(engine, loop, setup.port, started())
     finally:
-        started = set(psutil.Process().children(recursive=True)) - before
+        processes = started()
         loop.run_until_complete(engine.close())
         loop.close()
-    assert not still_running(list(started), 5), "closing the engine left processes"
+    assert not still_running(processes, 5), "closing the engine left processes"
 
 
 @pytest.fixture
@@ -133,6 +141,16 @@ def test_logprobs_equal_transformers(driver: Driver, old_model: LlamaForCausalLM
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
         )
+
+
+def test_no_port_is_taken_that_another_role_was_given(driver: Driver) -> None:
+    # Roles' ports are below what the kernel hands out to those who ask for any.
+    kernels_own = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    sockets = [c for process in driver.processes for c in process.net_connections("tcp")]
+    listening = {c.laddr.port for c in sockets if c.status == psutil.CONN_LISTEN}
+    chosen = {port for port in listening if port < kernels_own}
+    is_server = driver.engine.name == "sglang"
+    assert chosen == ({driver.port, driver.port + 1} if is_server else set())
 
 
 def test_server_does_not_close_an_idle_connection_first(driver: Driver) -> None:
