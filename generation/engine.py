@@ -72,6 +72,8 @@ class Completion:
     """"stop" or "length"."""
     expert_choices: bytes = b""
     """[prompt + completion tokens - 1, layers, experts of a token] int32, if asked for."""
+    first_token_at: float = -1.0
+    """When the first token was sampled, by this host's time.monotonic(); -1: not known."""
 
 
 class Engine(Protocol):

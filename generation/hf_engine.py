@@ -200,6 +200,7 @@ class HFEngine:
             request_id=request_id,
             max_new_tokens=sampling.max_new_tokens,
             temperature=float(sampling.temperature or GREEDY_TEMPERATURE),
+            record_timestamps=True,
         )
         if accepted is None:
             raise EngineError("transformers' generation thread has stopped")
@@ -224,6 +225,7 @@ class HFEngine:
                     logprobs=output.logprobs,
                     spans=spans_from_cuts(request.cuts, self.version, len(token_ids)),
                     finish_reason="stop" if ended else "length",
+                    first_token_at=_first_token_at(output.timestamps, len(token_ids)),
                 )
             )
 
@@ -362,3 +364,14 @@ class HFEngine:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError as error:
             raise EngineError(f"the hf engine was busy for more than {timeout_s:.0f} s") from error
+
+
+def _first_token_at(timestamps: list[float] | None, tokens: int) -> float:
+    """Time of the first token by time.monotonic(); -1 when transformers forgot it.
+
+    timestamps: of the tokens by time.perf_counter(). A request that is evicted and begun anew has
+    those of its later tokens alone.
+    """
+    if timestamps is None or len(timestamps) != tokens:
+        return -1.0
+    return time.monotonic() - (time.perf_counter() - timestamps[0])

@@ -2,7 +2,7 @@
 
 import json
 from base64 import b64decode
-from typing import Any
+from typing import Any, NamedTuple
 
 from generation.engine import Completion, EngineError
 from generation.sglang_messages import Ended
@@ -17,12 +17,22 @@ def read_event(event: bytes) -> dict[str, Any]:
     return body
 
 
-def read_complete_mark(
-    event: dict[str, Any], index: int, arrivals: list[tuple[int, int]]
-) -> Completion:
+class Arrival(NamedTuple):
+    """An event of a completion."""
+
+    tokens: int
+    """Sampled so far."""
+    version: int
+    """Held by the engine then."""
+    at: float
+    """By time.monotonic()."""
+
+
+def read_complete_mark(event: dict[str, Any], index: int, arrivals: list[Arrival]) -> Completion:
     """Completion of a last event. Raises EngineError when it was aborted or contradicts itself.
 
-    arrivals: (tokens so far, version held then) at each event, for servers that report no spans.
+    arrivals: of all its events. Where the server reports no spans they tell the versions; the first
+    tells when the first token came, unless more tokens came with it.
     """
     meta, token_ids = event["meta_info"], event["output_ids"]
     finish = meta["finish_reason"]
@@ -35,12 +45,14 @@ def read_complete_mark(
         if "weight_versions" in meta:
             spans = spans_from_report(meta["weight_versions"], len(token_ids))
         else:
-            spans = spans_from_arrivals(arrivals, len(token_ids))
+            told = [(arrival.tokens, arrival.version) for arrival in arrivals]
+            spans = spans_from_arrivals(told, len(token_ids))
     except ValueError as error:
         raise EngineError(f"SGLang's weight versions: {error}") from error
     # Present if asked for: [prompt + completion - 1, layers, experts of a token] int32 in base64.
     choices = b64decode(meta.get("routed_experts", ""))
-    return Completion(index, token_ids, logprobs, spans, finish["type"], choices)
+    first_at = arrivals[0].at if arrivals[0].tokens == 1 else -1.0
+    return Completion(index, token_ids, logprobs, spans, finish["type"], choices, first_at)
 
 
 def read_ended(ended: Ended, index: int) -> Completion:
@@ -55,7 +67,15 @@ def read_ended(ended: Ended, index: int) -> Completion:
         spans = spans_from_report(report, len(token_ids))
     except ValueError as error:
         raise EngineError(f"SGLang's weight versions: {error}") from error
-    return Completion(index, token_ids, logprobs, spans, ended.finish, ended.expert_choices)
+    return Completion(
+        index,
+        token_ids,
+        logprobs,
+        spans,
+        ended.finish,
+        expert_choices=ended.expert_choices,
+        first_token_at=ended.first_token_at,
+    )
 
 
 def check_answer(path: str, status: int, text: str) -> None:

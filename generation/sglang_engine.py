@@ -27,7 +27,7 @@ import aiohttp
 from generation import sglang_cpu
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_answers import check_answer, read_complete_mark, read_ended
+from generation.sglang_answers import Arrival, check_answer, read_complete_mark, read_ended
 from generation.sglang_command import parse_release, server_command, server_environment
 from generation.sglang_direct import DirectRequests
 from generation.sglang_http import request_body, stream_events
@@ -206,7 +206,7 @@ class SGLangEngine:
         body = request_body(
             self._setup, prompt_ids, sampling, n=len(indices), prefix_key=self._prefix_key
         )
-        arrivals: dict[int, list[tuple[int, int]]] = {}
+        arrivals: dict[int, list[Arrival]] = {}
         # The server's name of each unfinished completion, which it tells with the first token.
         running = dict.fromkeys(indices, "")
         try:
@@ -215,7 +215,8 @@ class SGLangEngine:
                     index = indices[event.get("index", 0)]
                     meta = event["meta_info"]
                     arrived = arrivals.setdefault(index, [])
-                    arrived.append((meta["completion_tokens"], self.version))
+                    now = time.monotonic()
+                    arrived.append(Arrival(meta["completion_tokens"], self.version, now))
                     if meta["finish_reason"] is None:
                         running[index] = meta["id"]
                         continue

@@ -56,6 +56,8 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the prompt whose keys and values were there before."""
     expert_choices: bytes = b""
     """As in Completion."""
+    first_token_at: float = -1.0
+    """As in Completion: both processes run on one host."""
 
 
 _encoder = msgspec.msgpack.Encoder()

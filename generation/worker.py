@@ -125,7 +125,8 @@ class GeneratorWorker:
     async def _serve(self, lease: Lease) -> None:
         """Generate the completions of a lease; each failure goes back with its reason."""
         waiting = set(lease.indices)
-        self._activity.change(time.monotonic(), len(waiting))
+        began_at = time.monotonic()
+        self._activity.change(began_at, len(waiting))
         try:
             if self._engine.version < 0:
                 # Meant for a dead generator of this name, or sent before the fence was known.
@@ -138,7 +139,8 @@ class GeneratorWorker:
                 async for completion in answers:
                     waiting.discard(completion.index)
                     self._activity.change(time.monotonic(), -1, len(completion.token_ids))
-                    self._queue.send(RolloutDone(self._rollout(lease, prompt_ids, completion)))
+                    rollout = self._rollout(lease, prompt_ids, completion, began_at=began_at)
+                    self._queue.send(RolloutDone(rollout))
         except EngineError as error:
             self._fail(lease, waiting, str(error))
         except RenderError as error:
@@ -151,7 +153,10 @@ class GeneratorWorker:
         for index in sorted(waiting):
             self._queue.send(RolloutFailed(lease.lease_id, index, reason, drop_as))
 
-    def _rollout(self, lease: Lease, prompt_ids: list[int], completion: Completion) -> Rollout:
+    def _rollout(
+        self, lease: Lease, prompt_ids: list[int], completion: Completion, *, began_at: float
+    ) -> Rollout:
+        first_at = completion.first_token_at
         return Rollout(
             lease_id=lease.lease_id,
             index=completion.index,
@@ -163,6 +168,7 @@ class GeneratorWorker:
             text=self._renderer.decode(completion.token_ids),
             expert_choices=np.frombuffer(completion.expert_choices, dtype=np.int32),
             prompt_tail=self._renderer.tail(prompt_ids),
+            first_token_s=first_at - began_at if first_at >= 0 else -1.0,
         )
 
     async def _report(self, metrics: JsonlWriter) -> None:

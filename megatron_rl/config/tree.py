@@ -83,6 +83,9 @@ class QueueConfig(Section):
     breaker_min_prompts: PositiveInt = 16
     """Different prompts, of which completions must have failed, before the run may end by that: a
     handful of prompts never ends it."""
+    record_tokens: bool = True
+    """Write token ids and logprobs of every rollout beside its line in rollouts/: 8 bytes a token,
+    which a replay needs."""
 
     @model_validator(mode="after")
     def _check_breaker(self) -> Self:

@@ -105,6 +105,9 @@ class Rollout(msgspec.Struct, frozen=True):
     """[(all tokens - 1) x layers x experts of a token] int32; empty without train.router_replay."""
     prompt_tail: str = ""
     """The end of the rendered prompt, where some chat templates open <think> for the model."""
+    first_token_s: float = -1.0
+    """Seconds from when the generator got the lease to the first token; -1: the engine does not
+    know."""
 
     @property
     def oldest_version(self) -> int:

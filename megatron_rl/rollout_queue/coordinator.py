@@ -31,7 +31,7 @@ from megatron_rl.rollout_queue.batches import find_advantage, form_batch
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
-from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
+from megatron_rl.rollout_queue.groups import FLAT, NOT_NEEDED, Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.openings import Openings
 from megatron_rl.rollout_queue.patience import Patience
@@ -184,7 +184,7 @@ class Coordinator:
         # A score that was asked for before its group was dropped.
         if group.is_abandoned:
             return
-        group.add(scored)
+        group.add(scored, now)
         self._activity.add_score(group, scored)
         if group.is_complete:
             self._close(group)
@@ -237,6 +237,7 @@ class Coordinator:
         if groups:
             for group in groups:
                 self._withdraw(group)
+                self._recorder.write_dropped(group, NOT_NEEDED)
             completions = sum(group.size for group in groups)
             log.warning("%d groups (%d completions) were not needed", len(groups), completions)
             self._metrics.write(self._published, {"queue/groups_abandoned": len(groups)})
@@ -261,7 +262,7 @@ class Coordinator:
         log.error("prompt %r dropped as %s: %r", group.prompt.id, failure.reason, failure.detail)
         self._withdraw(group)
         if group.evaluation:
-            self._evaluations.lose(group)
+            self._evaluations.lose(group, failure.reason)
         else:
             self._drop(group, failure.reason)
 
@@ -314,7 +315,7 @@ class Coordinator:
             yield Outgoing(BATCHES, peer, answer)
         # After the answers have left: nobody waits for the disk.
         if formed is not None:
-            self._recorder.write_step(*formed)
+            self._recorder.write_step(*formed, now)
 
     def _form_batch(self, now: float) -> tuple[int, list[Group]] | None:
         """Form the batch that is asked for, if it is due: (step, groups)."""

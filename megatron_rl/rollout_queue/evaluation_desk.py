@@ -147,9 +147,10 @@ class EvaluationDesk:
         assert self._running is not None and self._running.label == group.evaluation
         self._running.close(group)
 
-    def lose(self, group: Group) -> None:
+    def lose(self, group: Group, reason: str) -> None:
         """Note that a group failed: the results are over the others, and say how many are lost."""
         assert self._running is not None and self._running.label == group.evaluation
+        self._recorder.write_dropped(group, reason)
         self._running.lose(group)
 
     def count_ungraded(self, group: Group) -> None:

@@ -21,6 +21,19 @@ _ROUNDING_NATS = 1e-3
 _FINISH_REASONS = ("stop", "length")
 
 
+NOT_NEEDED = "not_needed"
+"""Why the groups are dropped that are left when training is over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a completion came from, and when, in monotonic seconds."""
+
+    generator: str
+    leased_at: float
+    done_at: float
+
+
 @dataclasses.dataclass
 class Group:
     """The completions of one prompt, as far as they are scored."""
@@ -37,16 +50,21 @@ class Group:
     ignored."""
     scored: dict[int, ScoredRollout] = dataclasses.field(default_factory=dict)
     """By index inside the group."""
+    origins: dict[int, Origin] = dataclasses.field(default_factory=dict)
+    """By index: of the completion that came last."""
+    scored_at: dict[int, float] = dataclasses.field(default_factory=dict)
+    """By index of a scored rollout: when its score came, in monotonic seconds."""
     lost: dict[int, str] = dataclasses.field(default_factory=dict)
     """By index: why no completion of that place could be graded. The group goes on without."""
     replacements: Counter[int] = dataclasses.field(default_factory=Counter)
     """By index: completions that were generated in the place of one that could not be graded."""
 
-    def add(self, scored: ScoredRollout) -> None:
-        """Take in one scored rollout; each index comes once."""
+    def add(self, scored: ScoredRollout, now: float) -> None:
+        """Take in one rollout that is scored now; each index comes once."""
         index = scored.rollout.index
         assert index not in self.scored and 0 <= index < self.size
         self.scored[index] = scored
+        self.scored_at[index] = now
 
     @property
     def is_complete(self) -> bool:

@@ -22,7 +22,7 @@ from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Cancel, GeneratorReady, Lease, Rollout, RolloutFailed
 from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED, GroupFailure
-from megatron_rl.rollout_queue.groups import Group, find_fault
+from megatron_rl.rollout_queue.groups import Group, Origin, find_fault
 from megatron_rl.rollout_queue.peers import Peer, Peers
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class _OpenLease:
     holder: _LeasedGroup
     missing: set[int]
     generator: str
+    leased_at: float
     active_at: float
 
 
@@ -145,7 +146,7 @@ class Leases:
         prompt = msgspec.structs.replace(group.prompt, entry="")
         lease = Lease(self._next_id, prompt, indices, group.sampling)
         self._next_id += 1
-        self._open[lease.lease_id] = _OpenLease(held, set(indices), generator.name, now)
+        self._open[lease.lease_id] = _OpenLease(held, set(indices), generator.name, now, now)
         self._generators.hand_out(generator.name, lease.lease_id, count)
         return generator.name, lease
 
@@ -160,10 +161,12 @@ class Leases:
         if fault:
             self.take_failure(name, RolloutFailed(rollout.lease_id, rollout.index, fault), now)
             return None
-        held = self._return(name, rollout.lease_id, rollout.index, now)
-        if held is None:
+        lease = self._return(name, rollout.lease_id, rollout.index, now)
+        if lease is None:
             self.late_rollouts += 1
             return None
+        held = lease.holder
+        held.group.origins[rollout.index] = Origin(name, lease.leased_at, now)
         held.unreturned -= 1
         if not held.unreturned:
             del self._groups[held.group.number]
@@ -171,9 +174,10 @@ class Leases:
 
     def take_failure(self, name: str, failure: RolloutFailed, now: float) -> None:
         """Queue a failed completion to be leased again, unless its group is to be dropped."""
-        held = self._return(name, failure.lease_id, failure.index, now)
-        if held is None:
+        lease = self._return(name, failure.lease_id, failure.index, now)
+        if lease is None:
             return
+        held = lease.holder
         if failure.drop_as:
             self._fail(held, failure.drop_as, failure.reason)
             return
@@ -202,7 +206,7 @@ class Leases:
         """Forget a generator that cannot be reached."""
         self._lose(self._generators.drop(name), f"generator {name} is gone")
 
-    def _return(self, name: str, lease_id: int, index: int, now: float) -> _LeasedGroup | None:
+    def _return(self, name: str, lease_id: int, index: int, now: float) -> _OpenLease | None:
         self._generators.hear(name, now)
         lease = self._open.get(lease_id)
         if lease is None or lease.generator != name or index not in lease.missing:
@@ -212,7 +216,7 @@ class Leases:
         self._generators.give_back(name, lease_id)
         if not lease.missing:
             del self._open[lease_id]
-        return lease.holder
+        return lease
 
     def _lose(self, lease_ids: list[int], why: str) -> None:
         for lease_id in lease_ids:

@@ -1,133 +1,190 @@
-"""Writes the rollouts of a run: rollouts/*.jsonl, one JSON object a rollout.
+"""Writes the rollouts of a run: rollouts/*.jsonl, one JSON object a rollout, and arrays beside.
 
 | file                     | holds                                            | written        |
 |--------------------------|--------------------------------------------------|----------------|
 | step_NNNNNN.jsonl        | groups that the batch of that step consists of   | with the batch |
-| dropped_NNNNNN.jsonl     | groups dropped since the batch before, and       | as they go     |
-|                          | completions that cannot be graded; none: no file |                |
+| dropped_NNNNNN.jsonl     | groups dropped since the batch before, those not | as they go     |
+|                          | needed at the end, and completions that cannot   |                |
+|                          | be graded; none: no file                         |                |
 | eval_LABEL.jsonl         | groups of an evaluation                          | at its end     |
-| dropped_eval_LABEL.jsonl | its completions that cannot be graded            | as they go     |
+| dropped_eval_LABEL.jsonl | what it lost: groups that failed, and            | as they go     |
+|                          | completions that cannot be graded; none: no file |                |
+| the same with .int32     | prompt ids, token ids and logprobs of the lines; | before the     |
+|                          | none without queue.record_tokens                 | lines          |
+| superseded_N/            | what was written of steps that a resumed run     | when it        |
+|                          | takes again                                      | resumes        |
 
-Used by the rollout queue.
+Used by the rollout queue. `protocol/rollout_files.py` has the format, and reads it back. Not
+recorded: expert choices (train.router_replay), which are many times as large as everything else;
+completions whose group was dropped before they had a score.
 """
 
+import itertools
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from megatron_rl.protocol.rollout_files import (
+    FOLDER,
+    LINES,
+    WORD_BYTES,
+    WORDS,
+    RecordedSpan,
+    RolloutRecord,
+    RolloutTimes,
+    WordBuffer,
+    rollout_files,
+)
 from megatron_rl.protocol.types import Rollout, Score
 from megatron_rl.rollout_queue.failures import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
 
 
-class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a rollouts file."""
+class _Entry(NamedTuple):
+    """A rollout to be written."""
 
-    prompt_id: str
-    group: int
-    index: int
-    task: str
-    problem: str
-    """The question."""
-    language: str
-    text: str
-    answer: str
-    reward: float | None
-    """None: it could not be graded."""
-    parts: dict[str, float]
-    reason: str
-    """Of the score; why there is none."""
-    tokens: int
-    """Completion tokens."""
-    versions: list[int]
-    """Policy versions of the tokens, in order."""
-    finish_reason: str
-    seed: int
-    """The group's, by which tests were drawn."""
-    prompt_tail: str
-    """The end of the rendered prompt, which may open <think>."""
+    group: Group
+    rollout: Rollout
+    score: Score | None = None
+    """None: it cannot be graded."""
     dropped: str = ""
-    """Why its group was not trained on, "flat" for equal rewards; or why it alone was dropped.
-    Left out of other records."""
     detail: str = ""
-    """What verifiers said last of a completion that they could not grade."""
+    trained_at: float | None = None
 
 
 class Recorder:
-    """Writes into the `rollouts` folder of a run."""
+    """Writes into the `rollouts` folder of a run. Times are the coordinator's: monotonic."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._dir = run_dir / "rollouts"
+    def __init__(
+        self, run_dir: Path, *, keeps_tokens: bool = True, unix_offset_s: float = 0.0
+    ) -> None:
+        """keeps_tokens: write arrays too. unix_offset_s: unix seconds less monotonic ones."""
+        self._run_dir = run_dir
+        self._dir = run_dir / FOLDER
         self._dir.mkdir(parents=True, exist_ok=True)
+        self._keeps_tokens = keeps_tokens
+        self._unix_offset_s = unix_offset_s
         self._next_step = 0
         self.dropped_file: Path | None = None
         """Rollouts dropped since the last batch."""
         self._evaluations: set[str] = set()
-        """Those of which completions were dropped."""
+        """Those of which rollouts were dropped."""
 
     def resume_at(self, step: int) -> None:
-        """The next batch is that of `step`; call before any write."""
-        self._next_step = step
+        """The next batch is that of `step`; call before any write.
 
-    def write_step(self, step: int, groups: list[Group]) -> None:
-        """Write the groups that the batch of `step` consists of."""
-        self._write(f"step_{step:06d}.jsonl", groups)
-        if self.dropped_file is None:
-            # What an interrupted run, which took this step before, may have dropped.
-            self._dropped_path(step).unlink(missing_ok=True)
+        What an interrupted run wrote of this step and later ones goes aside, lines and arrays
+        together: these steps are taken again, and a group is in one file alone.
+        """
+        self._next_step = step
+        stale = [
+            file.path
+            for file in rollout_files(self._run_dir)
+            if file.step is not None and file.step >= step
+        ]
+        if not stale:
+            return
+        folders = (self._dir / f"superseded_{number}" for number in itertools.count(1))
+        aside = next(folder for folder in folders if not folder.exists())
+        aside.mkdir()
+        # Lines first: killed in between, this leaves words alone, which nobody reads.
+        for path in [*stale, *(path.with_suffix(WORDS) for path in stale)]:
+            if path.exists():
+                path.rename(aside / path.name)
+
+    def write_step(self, step: int, groups: list[Group], now: float) -> None:
+        """Write the groups that the batch of `step`, formed now, consists of."""
+        entries = [entry for group in groups for entry in _entries(group, trained_at=now)]
+        self._write(f"step_{step:06d}", entries, is_first=True)
         self._next_step, self.dropped_file = step + 1, None
 
     def write_dropped(self, group: Group, reason: str) -> None:
-        """Write the scored rollouts, if any, of a group that is dropped before the next batch."""
-        if not group.scored:
-            return
-        self._append_dropped(_records(group, reason))
+        """Write the scored rollouts, if any, of a group that is dropped."""
+        if group.scored:
+            self._write_dropped(group.evaluation, _entries(group, dropped=reason))
 
-    def _append_dropped(self, records: list[RolloutRecord]) -> None:
-        path = self._dropped_path(self._next_step)
-        _append(path, records, is_first=self.dropped_file is None)
-        self.dropped_file = path
-
-    def _dropped_path(self, step: int) -> Path:
-        return self._dir / f"dropped_{step:06d}.jsonl"
+    def _write_dropped(self, label: str, entries: list[_Entry]) -> Path:
+        """label: of their evaluation; empty: they were dropped before the next batch."""
+        if label:
+            is_first = label not in self._evaluations
+            self._evaluations.add(label)
+            return self._write(_dropped_stem(label), entries, is_first=is_first)
+        is_first = self.dropped_file is None
+        stem = f"dropped_{self._next_step:06d}"
+        self.dropped_file = self._write(stem, entries, is_first=is_first)
+        return self.dropped_file
 
     def write_ungraded(self, failure: ScoreFailure) -> Path:
-        """Write a completion that cannot be graded; returns the file."""
-        record = _record(failure.group, failure.rollout, None, failure.reason)
-        record = msgspec.structs.replace(record, reason=failure.reason, detail=failure.detail)
-        label = failure.group.evaluation
-        if not label:
-            self._append_dropped([record])
-            return self._dropped_path(self._next_step)
-        path = self._ungraded_path(label)
-        _append(path, [record], is_first=label not in self._evaluations)
-        self._evaluations.add(label)
-        return path
-
-    def _ungraded_path(self, label: str) -> Path:
-        return self._dir / f"dropped_eval_{label}.jsonl"
+        """Write a completion that cannot be graded; returns the file of lines."""
+        entry = _Entry(
+            failure.group, failure.rollout, dropped=failure.reason, detail=failure.detail
+        )
+        return self._write_dropped(failure.group.evaluation, [entry])
 
     def write_evaluation(self, label: str, groups: list[Group]) -> None:
         """Write the groups of an evaluation."""
         if label not in self._evaluations:
-            self._ungraded_path(label).unlink(missing_ok=True)
-        self._write(f"eval_{label}.jsonl", groups)
+            self._remove(_dropped_stem(label))
+        entries = [entry for group in groups for entry in _entries(group)]
+        self._write(f"eval_{label}", entries, is_first=True)
 
-    def _write(self, name: str, groups: list[Group]) -> None:
-        records = [record for group in groups for record in _records(group)]
-        (self._dir / name).write_bytes(msgspec.json.Encoder().encode_lines(records))
+    def _remove(self, stem: str) -> None:
+        """Remove what an interrupted run left; lines first, as words alone are read by nobody."""
+        for suffix in (LINES, WORDS):
+            (self._dir / (stem + suffix)).unlink(missing_ok=True)
+
+    def _write(self, stem: str, entries: list[_Entry], *, is_first: bool) -> Path:
+        """Append to the two files of a name, anew if is_first; returns that of lines."""
+        if is_first:
+            self._remove(stem)
+        places = self._append_words(self._dir / (stem + WORDS), entries)
+        records = [
+            _record(entry, words, self._times(entry))
+            for entry, words in zip(entries, places, strict=True)
+        ]
+        path = self._dir / (stem + LINES)
+        with path.open("ab") as file:
+            file.write(msgspec.json.Encoder().encode_lines(records))
+        return path
+
+    def _append_words(self, path: Path, entries: list[_Entry]) -> list[tuple[int, int] | None]:
+        if not self._keeps_tokens:
+            return [None] * len(entries)
+        with path.open("ab") as file:
+            words = WordBuffer(begins_at=file.tell() // WORD_BYTES)
+            places = [words.add(entry.rollout) for entry in entries]
+            file.write(words.tobytes())
+        return places
+
+    def _times(self, entry: _Entry) -> RolloutTimes:
+        origin = entry.group.origins[entry.rollout.index]
+        scored_at = entry.group.scored_at.get(entry.rollout.index) if entry.score else None
+        return RolloutTimes(
+            leased=self._unix_s(origin.leased_at),
+            done=self._unix_s(origin.done_at),
+            scored=None if scored_at is None else self._unix_s(scored_at),
+            trained=None if entry.trained_at is None else self._unix_s(entry.trained_at),
+            first_token_s=round(entry.rollout.first_token_s, 4),
+        )
+
+    def _unix_s(self, at: float) -> float:
+        return round(at + self._unix_offset_s, 3)
 
 
-def _append(path: Path, records: list[RolloutRecord], *, is_first: bool) -> None:
-    with path.open("wb" if is_first else "ab") as file:
-        file.write(msgspec.json.Encoder().encode_lines(records))
+def _dropped_stem(label: str) -> str:
+    return f"dropped_eval_{label}"
 
 
-def _records(group: Group, dropped: str = "") -> list[RolloutRecord]:
-    return [_record(group, scored.rollout, scored.score, dropped) for scored in group.ordered]
+def _entries(group: Group, *, dropped: str = "", trained_at: float | None = None) -> list[_Entry]:
+    return [
+        _Entry(group, scored.rollout, scored.score, dropped, trained_at=trained_at)
+        for scored in group.ordered
+    ]
 
 
-def _record(group: Group, rollout: Rollout, score: Score | None, dropped: str) -> RolloutRecord:
+def _record(entry: _Entry, words: tuple[int, int] | None, times: RolloutTimes) -> RolloutRecord:
+    group, rollout, score = entry.group, entry.rollout, entry.score
     return RolloutRecord(
         prompt_id=group.prompt.id,
         group=group.number,
@@ -139,11 +196,18 @@ def _record(group: Group, rollout: Rollout, score: Score | None, dropped: str) -
         answer=group.prompt.answer,
         reward=score.reward if score else None,
         parts=score.parts if score else {},
-        reason=score.reason if score else "",
+        # Of what cannot be graded, the reason why stands for the one of a score.
+        reason=score.reason if score else entry.dropped,
         tokens=len(rollout.token_ids),
         versions=[span.version for span in rollout.spans],
         finish_reason=rollout.finish_reason,
         seed=group.sampling.seed,
-        dropped=dropped,
         prompt_tail=rollout.prompt_tail,
+        dropped=entry.dropped,
+        detail=entry.detail,
+        generator=group.origins[rollout.index].generator,
+        prompt_tokens=len(rollout.prompt_ids),
+        spans=[RecordedSpan(span.version, span.start, span.end) for span in rollout.spans],
+        times=times,
+        words=words,
     )

@@ -88,7 +88,11 @@ def main(config: Config, *, evaluate_only: str, cold_start: Path | None) -> None
         coordinator = Coordinator(
             config,
             prompts,
-            recorder=Recorder(config.run.dir),
+            recorder=Recorder(
+                config.run.dir,
+                keeps_tokens=config.queue.record_tokens,
+                unix_offset_s=time.time() - time.monotonic(),
+            ),
             metrics=metrics,
             evaluate_only=evaluate_only,
             now=time.monotonic(),

@@ -16,11 +16,7 @@ from transformers import LlamaForCausalLM
 from generation.engine import Completion, Engine, EngineError, EngineSetup, load_engine
 from megatron_rl.protocol.types import Bucket, Sampling, VersionSpan
 from megatron_rl.weights.layout.shape import read_shape
-from tests.generation.publisher import (
-    BroadcastPublisher,
-    SlicePublisher,
-    TrainerProcess,
-)
+from tests.generation.publisher import BroadcastPublisher, SlicePublisher, TrainerProcess
 from tests.generation.test_worker import still_running
 from tests.generation.tiny_model import EOS_ID, logprobs, mixed_logprobs
 from tests.ports import free_port
@@ -182,7 +178,9 @@ def test_prompts_of_all_lengths_at_once_keep_their_logprobs(
 
 
 def test_each_index_comes_once_and_spans_cover_the_tokens(driver: Driver) -> None:
+    asked_at = time.monotonic()
     found = driver.run(driver.collect(PROMPT, Sampling(16, 1.0), [7, 2, 5]))
+    ended_at = time.monotonic()
     version = driver.engine.version
     assert sorted(completion.index for completion in found) == [2, 5, 7]
     for completion in found:
@@ -191,6 +189,7 @@ def test_each_index_comes_once_and_spans_cover_the_tokens(driver: Driver) -> Non
         ended = completion.token_ids[-1] == EOS_ID
         assert completion.finish_reason == ("stop" if ended else "length")
         assert EOS_ID not in completion.token_ids[:-1]
+        assert asked_at < completion.first_token_at < ended_at
 
 
 def test_completions_of_a_group_differ(driver: Driver) -> None:

@@ -4,10 +4,12 @@ import asyncio
 import importlib.util
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from types import ModuleType, SimpleNamespace
 
+import msgspec
 import pytest
 
 from generation import sglang_cpu
@@ -135,11 +137,13 @@ def test_a_scheduler_that_hangs_up_fails_all_requests() -> None:
 
 
 def test_an_answer_is_read_or_refused() -> None:
-    good = Ended("n", [7, 1], [-0.5, -1.0], [("4", 0, 1), ("5", 1, 2)], "length", "", 3, b"\1")
+    spans = [("4", 0, 1), ("5", 1, 2)]
+    good = Ended("n", [7, 1], [-0.5, -1.0], spans, "length", "", 3, b"\1", 20.5)
     completion = read_ended(good, 6)
     assert (completion.index, completion.token_ids, completion.logprobs) == (6, [7, 1], [-0.5, -1])
     assert completion.spans == [VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)]
     assert completion.finish_reason == "length" and completion.expert_choices == b"\1"
+    assert completion.first_token_at == 20.5
     for words, bad in {
         "abort: too long": Ended("n", [], [], [], "abort", "too long", 0),
         "1 logprobs for 2": Ended("n", [7, 1], [-0.5], [("4", 0, 2)], "stop", "", 0),
@@ -236,10 +240,27 @@ def test_completions_of_a_prompt_follow_the_first_after_its_step(requests: objec
 def test_each_end_is_told_once(requests: object) -> None:
     (name,) = names_of(1, 1)
     done = step_of(name, "stop")
+    before = time.monotonic()
     for _ in range(2):
         requests.note_step([done], None, "3")
-    told = Ended(name, [7, 1], [-0.5, -1.0], [("3", 0, 2)], "stop", "", 1)
-    assert requests._connection.sent == [told]
+    (told,) = requests._connection.sent
+    assert before <= told.first_token_at <= time.monotonic()
+    expected = Ended(name, [7, 1], [-0.5, -1.0], [("3", 0, 2)], "stop", "", 1)
+    assert msgspec.structs.replace(told, first_token_at=-1.0) == expected
+
+
+def test_first_token_is_timed_when_it_comes(requests: object) -> None:
+    (name,) = names_of(1, 1)
+    step = step_of(name)
+    requests.note_step([step], step, "3")  # Its prompt is not whole yet.
+    begun = time.monotonic()
+    requests.note_step([step], None, "3")
+    later = time.monotonic()
+    time.sleep(0.01)
+    requests.note_step([step_of(name, "stop")], None, "3")
+    (told,) = requests._connection.sent
+    assert begun <= told.first_token_at <= later
+    assert requests._first_token_at == {}
 
 
 def test_followers_do_not_wait_for_a_first_that_is_stopped(requests: object) -> None:

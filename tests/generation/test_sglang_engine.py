@@ -9,7 +9,7 @@ import pytest
 
 from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup
-from generation.sglang_answers import check_answer, read_complete_mark, read_event
+from generation.sglang_answers import Arrival, check_answer, read_complete_mark, read_event
 from generation.sglang_command import parse_release, server_command
 from generation.sglang_orders import LOADER
 from megatron_rl.protocol.types import VersionSpan
@@ -23,21 +23,30 @@ META = {
 def test_a_completion_is_read_with_its_versions() -> None:
     report = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
     event = {"output_ids": [7, 1], "meta_info": {**META, "weight_versions": report}}
-    completion = read_complete_mark(event, 3, [])
+    arrivals = [Arrival(1, 4, at=20.5), Arrival(2, 5, at=21.0)]
+    completion = read_complete_mark(event, 3, arrivals)
     assert completion.index == 3
     assert completion.logprobs == [-0.5, -1.5]
     assert completion.spans == [VersionSpan(4, 0, 1), VersionSpan(5, 1, 2)]
     assert completion.finish_reason == "stop" and completion.expert_choices == b""
+    assert completion.first_token_at == 20.5
     event["meta_info"]["routed_experts"] = "AwAAAAEAAAA="  # 3 and 1 as int32
-    assert read_complete_mark(event, 3, []).expert_choices == b"\3\0\0\0\1\0\0\0"
+    assert read_complete_mark(event, 3, arrivals).expert_choices == b"\3\0\0\0\1\0\0\0"
 
 
 def test_a_server_that_reports_no_versions_is_read_by_arrival() -> None:
     event = {"output_ids": [7, 1], "meta_info": META}
-    assert read_complete_mark(event, 0, [(1, 8), (2, 9)]).spans == [
+    arrivals = [Arrival(1, 8, at=20.5), Arrival(2, 9, at=21.0)]
+    assert read_complete_mark(event, 0, arrivals).spans == [
         VersionSpan(8, 0, 1),
         VersionSpan(9, 1, 2),
     ]
+
+
+def test_first_token_that_came_with_others_has_no_time() -> None:
+    report = [{"version": "4", "start": 0, "end": 2}]
+    event = {"output_ids": [7, 1], "meta_info": {**META, "weight_versions": report}}
+    assert read_complete_mark(event, 0, [Arrival(2, 4, at=20.5)]).first_token_at == -1.0
 
 
 @pytest.mark.parametrize(

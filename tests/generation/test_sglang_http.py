@@ -1,6 +1,7 @@
 """SGLang's two ways to be asked, each on a real server: by HTTP, as with CUDA, and directly."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -69,6 +70,25 @@ def test_both_ways_return_the_same_greedy_tokens(engines: Engines) -> None:
     (one,) = loop.run_until_complete(collect(direct, Sampling(20, 0.0), 1))
     (other,) = loop.run_until_complete(collect(by_http, Sampling(20, 0.0), 1))
     assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+
+
+def test_first_tokens_are_timed_when_they_come(engines: Engines) -> None:
+    loop, *both = engines
+
+    async def ends(engine: SGLangEngine) -> list[tuple[Completion, float]]:
+        answers = engine.generate(PROMPT, Sampling(96, 1.0), list(range(16)))
+        async with aclosing(answers):
+            return [(completion, time.monotonic()) async for completion in answers]
+
+    for engine in both:
+        asked_at = time.monotonic()
+        found = [
+            (completion.first_token_at - asked_at, ended_at - asked_at)
+            for completion, ended_at in loop.run_until_complete(ends(engine))
+            if len(completion.token_ids) >= 48
+        ]
+        # One step of many.
+        assert found and all(0 < first_s < end_s / 2 for first_s, end_s in found)
 
 
 def test_both_refuse_an_impossible_prompt_and_go_on(engines: Engines) -> None:

@@ -198,6 +198,7 @@ def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
                 assert rollout.lease_id == 7
                 assert {span.version for span in rollout.spans} == {versions[-1]}
                 check_logprobs(model, rollout)
+                assert 0 < rollout.first_token_s < ANSWER_S
         processes = descendants(process)
         assert len(processes) >= 2
         process.kill()
@@ -223,6 +224,7 @@ def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(
         queue.send("generator-0", lease(2, 3))
         for rollout in await_rollouts(queue, 3):
             check_logprobs(old_model, rollout)
+            assert 0 < rollout.first_token_s < ANSWER_S
             assert rollout.finish_reason in ("stop", "length")
             assert "<eos>" not in rollout.text
             assert rollout.prompt_tail == "user:12+7=>"

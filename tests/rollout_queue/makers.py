@@ -11,7 +11,7 @@ from megatron_rl.protocol.types import (
     ScoredRollout,
     VersionSpan,
 )  # fmt: skip
-from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.groups import Group, Origin
 
 
 def make_prompt(
@@ -64,5 +64,6 @@ def make_group(
     for index, reward in enumerate(rewards):
         length = tokens[index] if tokens else 3
         rollout = make_rollout(index, tokens=length, prompt_tokens=prompt_tokens, versions=versions)
-        group.add(ScoredRollout(rollout, make_score(reward)))
+        group.origins[index] = Origin("generator-0", leased_at=1.0, done_at=2.0)
+        group.add(ScoredRollout(rollout, make_score(reward)), now=3.0)
     return group

@@ -63,8 +63,9 @@ class PlayedQueue:
         held = [make_prompt(f"h{n}", split="held_out") for n in range(held_out)]
         prompts = PromptSets([train], [1.0], held, 0)
         metrics = JsonlWriter(folder / "metrics.jsonl", "queue")
+        recorder = Recorder(folder, keeps_tokens=self.config.queue.record_tokens)
         self.coordinator = Coordinator(
-            self.config, prompts, recorder=Recorder(folder), metrics=metrics, now=self.now
+            self.config, prompts, recorder=recorder, metrics=metrics, now=self.now
         )
 
     @property

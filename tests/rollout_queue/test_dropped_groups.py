@@ -85,12 +85,12 @@ def test_resumed_recorder_replaces_what_was_dropped_for_the_steps_that_are_taken
     for step in (0, 1, 2):
         first.write_dropped(make_group(10 * step, [0.1, 0.1]), FLAT)
         first.write_dropped(make_group(10 * step + 1, [0.1]), "attempts_exhausted")
-        first.write_step(step, [make_group(10 * step + 2, [0.1, 1.0])])
+        first.write_step(step, [make_group(10 * step + 2, [0.1, 1.0])], now=4.0)
     again = Recorder(tmp_path)
     again.resume_at(1)
     again.write_dropped(make_group(55, [0.1, 0.1]), FLAT)
-    again.write_step(1, [make_group(56, [0.1, 1.0])])
-    again.write_step(2, [make_group(57, [0.1, 1.0])])
+    again.write_step(1, [make_group(56, [0.1, 1.0])], now=4.0)
+    again.write_step(2, [make_group(57, [0.1, 1.0])], now=4.0)
     folder = tmp_path / "rollouts"
     assert [line["group"] for line in read_jsonl(folder / "dropped_000000.jsonl")] == [0, 0, 1]
     assert [line["group"] for line in read_jsonl(folder / "dropped_000001.jsonl")] == [55, 55]

@@ -90,6 +90,7 @@ def check_files(folder: Path, peers: ScriptedPeers) -> None:
         assert set(records[0]) == {
             "prompt_id", "group", "index", "text", "answer", "reward", "parts", "reason", "tokens",
             "versions", "finish_reason", "task", "problem", "language", "seed", "prompt_tail",
+            "generator", "prompt_tokens", "spans", "times", "words",
         }  # fmt: skip
     assert max(trained.values()) == 1 and len(trained) == 96
     # Nothing was generated in vain: each training group is trained on or flat.

@@ -20,6 +20,7 @@ requests do. One thread, SGLang's loop:
 import copy
 import os
 import socket
+import time
 from array import array
 from types import ModuleType
 from typing import Any
@@ -115,6 +116,8 @@ class Requests:
         self._followers: dict[str, list[Any]] = {}
         """By the name of the first of a prompt: the others, until its prompt is cached."""
         self._due: list[Any] = []
+        self._first_token_at: dict[str, float] = {}
+        """By name of each completion that has begun and not ended; time.monotonic()."""
 
     def take(self) -> list[Any]:
         """Requests in SGLang's own form, to be taken in now."""
@@ -187,12 +190,16 @@ class Requests:
         skipped: the one whose prompt is not whole yet, if any. version: that of the weights.
         """
         others, ended = [], []
+        now = time.monotonic()
         for req in reqs:
             if not req.rid.startswith(NAME_PREFIX):
                 others.append(req)
                 continue
-            if self._followers and req is not skipped:
-                self._release(req.rid)
+            if req is not skipped:
+                if self._followers:
+                    self._release(req.rid)
+                if req.output_ids and not req.finished_output:
+                    self._first_token_at.setdefault(req.rid, now)
             if req.finished_reason is not None and not req.finished_output:
                 req.finished_output = True
                 if req.finished_len is None:
@@ -218,11 +225,14 @@ class Requests:
             str(reason.get("message", "")),
             req.cached_tokens,
             b"" if choices is None else choices.numpy().tobytes(),
+            self._first_token_at.pop(req.rid, -1.0),
         )
 
     def note_abort(self, name: str, reason: Any) -> None:
-        """A request was ended before it had begun."""
+        """A request was ended while it waited."""
         self._release(name)
+        # One that had begun waits again after it was retracted.
+        self._first_token_at.pop(name, None)
         message = str((reason or {}).get("message", "aborted while it waited"))
         self._connection.send([Ended(name, [], [], [], "abort", message, 0)])
 

@@ -1,0 +1,273 @@
+"""The files of recorded rollouts, RUN/rollouts: their format, and how they are read back.
+
+Written by the rollout queue (`rollout_queue/record.py` says what and when); read by whoever
+replays, shows or analyses rollouts, in any process. Two files lie beside each other:
+
+- NAME.jsonl, for people: one `RolloutRecord` a line;
+- NAME.int32, for machines: little-endian words of four bytes and nothing else. A group's prompt ids
+  (int32) stand there once; each rollout's token ids (int32) are followed by its logprobs (float32).
+  `RolloutRecord.words` says where. `numpy.fromfile(path, "<i4")` reads it.
+
+A line is written after its words, so one that is whole has them.
+"""
+
+import itertools
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.types import Rollout
+
+log = logging.getLogger(__name__)
+
+FOLDER = "rollouts"
+LINES, WORDS = ".jsonl", ".int32"
+WORD_BYTES = 4
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+_ROUNDING_NATS = 1e-3
+"""A logprob of a certain token may be above 0 by this much: engines round."""
+_NAME = re.compile(
+    r"(?:(?P<kind>step|dropped)_(?P<step>\d{6,})|(?P<lost>dropped_)?eval_(?P<label>.+))\.jsonl"
+)
+
+
+class RecordedSpan(NamedTuple):
+    """Completion tokens [start, end) were sampled from policy `version`; an array in JSON."""
+
+    version: int
+    start: int
+    end: int
+
+
+class RolloutTimes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When what happened to a rollout: unix seconds, all by the queue's clock but for one."""
+
+    leased: float
+    """Its lease was issued."""
+    done: float
+    """It arrived at the queue."""
+    scored: float | None = None
+    """Its score arrived. None: it could not be graded."""
+    trained: float | None = None
+    """The batch that holds it was formed. None: it is in none."""
+    first_token_s: float = -1.0
+    """Seconds from when its generator got the lease to its first token, by the generator's clock;
+    -1: the engine does not know."""
+
+
+class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of a rollouts file. Fields with defaults were not written before they existed."""
+
+    prompt_id: str
+    group: int
+    index: int
+    task: str
+    problem: str
+    """The question."""
+    language: str
+    text: str
+    answer: str
+    reward: float | None
+    """None: it could not be graded."""
+    parts: dict[str, float]
+    reason: str
+    """Of the score; why there is none."""
+    tokens: int
+    """Completion tokens."""
+    versions: list[int]
+    """Policy versions of the tokens, in order."""
+    finish_reason: str
+    seed: int
+    """The group's, by which tests were drawn."""
+    prompt_tail: str
+    """The end of the rendered prompt, which may open <think>."""
+    dropped: str = ""
+    """Why its group was not trained on, "flat" for equal rewards; or why it alone was dropped.
+    Left out of other records."""
+    detail: str = ""
+    """What verifiers said last of a completion that they could not grade."""
+    generator: str = ""
+    prompt_tokens: int = 0
+    spans: list[RecordedSpan] = []
+    times: RolloutTimes | None = None
+    words: tuple[int, int] | None = None
+    """Words of the file beside before its prompt ids, and before its token ids; None without
+    queue.record_tokens."""
+
+
+class RolloutFile(NamedTuple):
+    """One file of lines, and what it holds."""
+
+    path: Path
+    step: int | None
+    """Of the batch, or of the next one after a drop; None: of an evaluation."""
+    label: str = ""
+    """Of the evaluation."""
+    is_dropped: bool = False
+    """Of groups that were not trained on, and completions that could not be graded."""
+
+
+class RecordedRollout(RolloutRecord, frozen=True, kw_only=True, eq=False):
+    """A record with its arrays: views of what was read of a file, to be copied if kept long."""
+
+    source: RolloutFile
+    line: int
+    """In the source, from 1."""
+    prompt_ids: np.ndarray
+    """[prompt tokens] int32."""
+    token_ids: np.ndarray
+    """[completion tokens] int32, as in Rollout."""
+    logprobs: np.ndarray
+    """[completion tokens] float32, as in Rollout."""
+
+
+class WordBuffer:
+    """Arrays of rollouts, to be written at once."""
+
+    def __init__(self, begins_at: int) -> None:
+        """begins_at: words that the file holds already."""
+        self._parts: list[np.ndarray] = []
+        self._end = begins_at
+        self._prompt_ids: np.ndarray | None = None
+        self._prompt_at = 0
+
+    def add(self, rollout: Rollout) -> tuple[int, int]:
+        """Append a rollout's arrays; `RolloutRecord.words` of it.
+
+        A prompt that equals the one before is not stored again: those of a group come in a row.
+        """
+        if self._prompt_ids is None or not np.array_equal(self._prompt_ids, rollout.prompt_ids):
+            self._prompt_ids = rollout.prompt_ids
+            self._prompt_at = self._append(rollout.prompt_ids, _INT)
+        tokens_at = self._append(rollout.token_ids, _INT)
+        self._append(rollout.logprobs, _FLOAT)
+        return self._prompt_at, tokens_at
+
+    def _append(self, array: np.ndarray, dtype: np.dtype) -> int:
+        begin = self._end
+        self._parts.append(np.ascontiguousarray(array, dtype=dtype))
+        self._end += len(array)
+        return begin
+
+    def tobytes(self) -> bytes:
+        """What to append to the file."""
+        return b"".join(part.data for part in self._parts)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def rollout_files(run_dir: Path) -> list[RolloutFile]:
+    """Files of a run by step, what was dropped before a batch ahead of it; then evaluations.
+
+    Raises InputError where there is no folder of rollouts.
+    """
+    folder = run_dir / FOLDER
+    if not folder.is_dir():
+        raise InputError(f"{run_dir} holds no rollouts: expected the folder {folder}")
+    found = []
+    for path in sorted(folder.glob(f"*{LINES}")):
+        if (match := _NAME.fullmatch(path.name)) is None:
+            continue
+        is_dropped = match["kind"] == "dropped" or match["lost"] is not None
+        step = None if match["step"] is None else int(match["step"])
+        found.append(RolloutFile(path, step, match["label"] or "", is_dropped))
+    training = [file for file in found if file.step is not None]
+    training.sort(key=lambda file: (file.step, not file.is_dropped))
+    return training + [file for file in found if file.step is None]
+
+
+def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[RolloutRecord]:
+    """Lines of one file, without arrays. Raises InputError for one that is no record.
+
+    A last line that a crash cut short is left out, and counted in `torn` under the file's path.
+    """
+    *lines, rest = path.read_bytes().split(b"\n")
+    if rest:
+        log.warning("%s: line %d was cut short, and is left out", path, len(lines) + 1)
+        if torn is not None:
+            torn[str(path)] += 1
+    decoder = msgspec.json.Decoder(RolloutRecord)
+    for number, line in enumerate(lines, 1):
+        try:
+            yield decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise InputError(f"{path}:{number}: {error}") from error
+
+
+def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
+    """All recorded rollouts of a run with their arrays, in the order of `rollout_files`.
+
+    Raises InputError, naming file and line, where arrays are missing or contradict the line.
+    torn: see `read_records`.
+    """
+    files = rollout_files(run_dir)
+    return itertools.chain.from_iterable(read_file(file, torn) for file in files)
+
+
+def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:
+    """The rollouts of one file with their arrays; as `read_rollouts`."""
+    # Whole, before the words: a run may be writing, and puts the words of a line first.
+    records = list(read_records(file.path, torn))
+    words_path = file.path.with_suffix(WORDS)
+    # Not mapped into memory: to read a map of a file that is cut kills the process.
+    words = np.fromfile(words_path, _INT) if words_path.exists() else None
+    for line, record in enumerate(records, 1):
+        place = f"{file.path}:{line}"
+        if record.words is None:
+            raise InputError(f"{place} has no token ids: it was recorded without them "
+                             "(queue.record_tokens = false, or an older release)")  # fmt: skip
+        if words is None:
+            raise InputError(f"{place} has its token ids in {words_path}, which does not exist")
+        prompt_ids, token_ids, logprobs = _slice(record, words, place)
+        yield RecordedRollout(
+            **msgspec.structs.asdict(record),
+            source=file,
+            line=line,
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+        )
+
+
+def _slice(
+    record: RolloutRecord, words: np.ndarray, place: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(prompt ids, token ids, logprobs) of a record. Raises InputError."""
+    assert record.words is not None
+    prompt_at, tokens_at = record.words
+    prompt_end, logprobs_at = prompt_at + record.prompt_tokens, tokens_at + record.tokens
+    end = logprobs_at + record.tokens
+    if min(prompt_at, tokens_at) < 0 or max(prompt_end, end) > len(words):
+        raise InputError(
+            f"{place} needs words {prompt_at} to {prompt_end} and {tokens_at} to {end} of the file "
+            f"{WORDS} beside, which has {len(words)}: one of the two files was cut or replaced"
+        )
+    prompt_ids, token_ids = words[prompt_at:prompt_end], words[tokens_at:logprobs_at]
+    logprobs = words[logprobs_at:end].view(_FLOAT)
+    if fault := _find_fault(record, prompt_ids, token_ids, logprobs):
+        raise InputError(f"{place}: {fault}")
+    return prompt_ids, token_ids, logprobs
+
+
+def _find_fault(
+    record: RolloutRecord, prompt_ids: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray
+) -> str:
+    """What contradicts the line, or shows that the words are another's; empty: nothing."""
+    edges = [0, *(span.end for span in record.spans)]
+    if [span.start for span in record.spans] != edges[:-1] or edges[-1] != record.tokens:
+        return f"version spans {record.spans} do not cover its {record.tokens} tokens"
+    if not len(prompt_ids) or not len(token_ids):
+        return f"{len(prompt_ids)} prompt tokens and {len(token_ids)} completion tokens"
+    # Logprobs that are taken for token ids are negative, as their sign bit is set.
+    is_sound = np.isfinite(logprobs).all() and logprobs.max() <= _ROUNDING_NATS
+    if min(prompt_ids.min(), token_ids.min()) < 0 or not is_sound:
+        return f"the words in the file {WORDS} beside are not its token ids and logprobs"
+    return ""
