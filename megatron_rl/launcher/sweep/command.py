@@ -17,7 +17,7 @@ from megatron_rl.launcher.sweep.plan import Plan, PlannedRun, make_plan
 from megatron_rl.launcher.sweep.results import Results, collect
 from megatron_rl.launcher.sweep.runner import CommandOf, run_all, run_command
 from megatron_rl.launcher.sweep.sweep_file import load_sweep
-from megatron_rl.launcher.sweep.table import print_table, write_files
+from megatron_rl.launcher.sweep.table import print_table, say, write_files
 from megatron_rl.protocol.process import Interrupted
 
 
@@ -40,13 +40,13 @@ def sweep(options: argparse.Namespace, console: Console) -> int:
     plan = make_plan(file, folder, options.overrides)
     check_folders(plan.runs)
     _say_what_is_odd(plan, console)
-    if options.slurm:
-        slurm.check_launch(plan)
     if options.report:
         if not plan.sweep_dir.is_dir():
             raise InputError(f"{plan.sweep_dir} holds no sweep: name its folder with --sweep-dir")
         _report(plan, console)
         return 0
+    if options.slurm:
+        slurm.check_launch(plan)
     if options.dry_run:
         _print_commands(plan, console, by_slurm=options.slurm)
         return 0
@@ -67,7 +67,7 @@ def run_here(plan: Plan, console: Console, command_of: CommandOf = run_command) 
                 plan, console, lock=lock, command_of=command_of, after_each=lambda: _write(plan)
             )
         except Interrupted:
-            _say(console, "Interrupted. The same command goes on; complete runs are not repeated.")
+            say(console, "Interrupted. The same command goes on; complete runs are not repeated.")
             _write(plan)
             raise
         _report(plan, console)
@@ -113,12 +113,12 @@ def _sweep_locked(folder: Path) -> Iterator[int]:
 
 def _say_what_is_odd(plan: Plan, console: Console) -> None:
     for first, second in plan.same_configurations:
-        _say(console, f"warning: {second} is the same configuration as {first}")
+        say(console, f"warning: {second} is the same configuration as {first}")
 
 
 def _report(plan: Plan, console: Console) -> None:
     print_table(_write(plan), console)
-    _say(console, f"Written to {plan.sweep_dir}: sweep.json, sweep.md")
+    say(console, f"Written to {plan.sweep_dir}: sweep.json, sweep.md")
 
 
 def _write(plan: Plan) -> Results:
@@ -131,11 +131,11 @@ def _write(plan: Plan) -> Results:
 def _print_commands(plan: Plan, console: Console, *, by_slurm: bool) -> None:
     for run in plan.runs:
         if state_of(run) is State.COMPLETE:
-            _say(console, f"# {run.label}: complete")
+            say(console, f"# {run.label}: complete")
         elif by_slurm:
-            _say(console, slurm.script_of(plan, run))
+            say(console, slurm.script_of(plan, run))
         else:
-            _say(console, shlex.join(run_command(run)))
+            say(console, shlex.join(run_command(run)))
 
 
 def _submit_all(plan: Plan, console: Console) -> int:
@@ -152,10 +152,6 @@ def _submit_all(plan: Plan, console: Console) -> int:
                 text = slurm.submit(plan, run)
             except InputError as error:
                 text, refused = str(error), refused + 1
-        _say(console, f"{run.label}: {text}")
-    _say(console, "When the jobs have ended, --report prints the table.")
+        say(console, f"{run.label}: {text}")
+    say(console, "When the jobs have ended, --report prints the table.")
     return 1 if refused else 0
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -4,9 +4,10 @@ Used by `megatron-rl sweep`. Pure functions.
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 _ROUNDING = 1e-12
 
@@ -38,12 +39,14 @@ class PairedDifference:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean and standard error; None of nothing."""
+    """Mean and standard error; None of nothing. A value that is not finite makes them so too."""
     if not values:
         return None
     count = len(values)
-    error = statistics.stdev(values) / math.sqrt(count) if count > 1 else None
-    return Estimate(statistics.fmean(values), error, count)
+    # Diverged runs are shown as they are, not left out.
+    with np.errstate(invalid="ignore"):
+        error = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else None
+    return Estimate(float(np.mean(values)), error, count)
 
 
 def paired_difference(

@@ -15,6 +15,7 @@ from megatron_rl.launcher.deaths import RoleDied, how_it_ended, tail
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.launcher.sweep.folders import FAILURE, State, state_of
 from megatron_rl.launcher.sweep.plan import Plan, PlannedRun
+from megatron_rl.launcher.sweep.table import say
 
 _ROLE = "run"
 _PROGRAM = "megatron-rl: "
@@ -43,16 +44,16 @@ def run_all(
     for number, run in enumerate(plan.runs, start=1):
         head = f"[{number} of {len(plan.runs)}] {run.label}: "
         if state_of(run) is State.COMPLETE:
-            _say(console, head + "complete, not repeated")
+            say(console, head + "complete, not repeated")
             continue
-        _say(console, f"{head}running; its output: {_log_path(run.run_dir)}")
+        say(console, f"{head}running; its output: {_log_path(run.run_dir)}")
         started = time.monotonic()
         reason = run_one(run, command_of(run), plan.sweep.timeout_s, lock)
         seconds = time.monotonic() - started
         if reason:
             failed += 1
             (run.run_dir / FAILURE).write_text(reason + "\n")
-        _say(console, f"{head}{f'failed: {reason}' if reason else f'complete in {seconds:.0f} s'}")
+        say(console, f"{head}{f'failed: {reason}' if reason else f'complete in {seconds:.0f} s'}")
         after_each()
     return failed
 
@@ -89,7 +90,3 @@ def last_line(log_path: Path, start: int) -> str:
 
 def _log_path(run_dir: Path) -> Path:
     return run_dir / "logs" / f"{_ROLE}.out"
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -34,7 +34,12 @@ def print_table(results: Results, console: Console) -> None:
             table.add_row(f"  {name}", *cells, end_section=figure is figures[-1])
     console.print(table, markup=False)
     for line in missing_lines(results):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_files(results: Results, sweep_dir: Path) -> None:
@@ -76,8 +81,8 @@ def with_error(estimate: Estimate | None, sign: str = "") -> str:
     error = estimate.standard_error
     if error is None:
         return f"{estimate.mean:{sign}{_WITHOUT_ERROR}}"
-    if error == 0:
-        return f"{estimate.mean:{sign}{_WITHOUT_ERROR}} +- 0"
+    if error == 0 or not math.isfinite(error):
+        return f"{estimate.mean:{sign}{_WITHOUT_ERROR}} +- {error:g}"
     decimals = min(_MAX_DECIMALS, max(0, 1 - math.floor(math.log10(error))))
     return f"{estimate.mean:{sign}.{decimals}f} +- {error:.{decimals}f}"
 

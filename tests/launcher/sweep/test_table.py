@@ -1,6 +1,7 @@
 """What the command prints and writes, from run folders made by hand."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,7 @@ def test_report_of_no_sweep_says_so(tmp_path: Path, caplog: pytest.LogCaptureFix
         (Estimate(0.5, 2e-7, 3), "", "0.50000000 +- 0.00000020"),
         (Estimate(0.5, 0.0, 3), "+", "+0.5 +- 0"),
         (Estimate(0.123456, None, 1), "", "0.1235"),
+        (Estimate(math.nan, math.nan, 2), "", "nan +- nan"),
         (None, "", "not measured"),
     ],
 )
