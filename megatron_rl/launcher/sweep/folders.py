@@ -23,6 +23,7 @@ from megatron_rl.protocol.wire import LOOPBACK
 FAILURE = "sweep_failure.txt"
 """File of a run folder: why the last attempt failed."""
 _SHOWN_KEYS = 3
+_SHOWN_RUNS = 10
 _STEPS = "train.steps"
 # Places that a run resolves when it starts.
 _RESOLVED = ("run.dir", "ports.")
@@ -72,7 +73,9 @@ def check_folders(runs: Sequence[PlannedRun]) -> None:
     """
     found = [(run, text) for run in runs if (text := _contradiction(run))]
     if found:
-        texts = "\n".join(f"  {run.label}: {text}" for run, text in found)
+        texts = "\n".join(f"  {run.label}: {text}" for run, text in found[:_SHOWN_RUNS])
+        if len(found) > _SHOWN_RUNS:
+            texts += f"\n  and {len(found) - _SHOWN_RUNS} more runs"
         raise InputError(
             f"the sweep has changed, and contradicts what is there:\n{texts}\n"
             "Undo the change, give the sweep another folder with --sweep-dir DIR, or move these "

@@ -7,20 +7,23 @@ import json
 import math
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.launcher.sweep.estimates import Estimate, PairedDifference
 from megatron_rl.launcher.sweep.results import Figure, Results, as_json
 
-_COLUMNS = ("variant", "n", "mean", "to the baseline", "t", "higher, lower (p)")
+_COLUMNS = ("variant", "n", "mean", "to the baseline", "t", "higher/lower")
 _MAX_DECIMALS = 9
+_FILE_WIDTH = 1000
 _WITHOUT_ERROR = ".4g"
 
 
 def print_table(results: Results, console: Console) -> None:
     """The table of all metrics, and what is missing from it."""
-    table = Table(title=f"{results.plan.sweep.name}: {_legend(results)}")
+    say(console, f"{results.plan.sweep.name}: {_legend(results)}")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for number, name in enumerate(_COLUMNS):
         if number == 0:
             table.add_column(name, overflow="fold")
@@ -32,7 +35,11 @@ def print_table(results: Results, console: Console) -> None:
         for figure in figures:
             name, *cells = row_of(figure, results.plan.baseline)
             table.add_row(f"  {name}", *cells, end_section=figure is figures[-1])
-    console.print(table, markup=False)
+    if not console.is_terminal:
+        # A file has no width that names should be folded to.
+        unbound = console.options.update(max_width=_FILE_WIDTH)
+        table.width = console.measure(table, options=unbound).maximum
+    console.print(table, markup=False, crop=False)
     for line in missing_lines(results):
         say(console, line)
 
@@ -108,7 +115,7 @@ def _legend(results: Results) -> str:
 
 def _sign_text(difference: PairedDifference) -> str:
     p = "-" if difference.sign_p is None else f"{difference.sign_p:.3g}"
-    return f"{difference.higher}, {difference.lower} ({p})"
+    return f"{difference.higher}/{difference.lower}, p={p}"
 
 
 def _line(cells: list[str] | tuple[str, ...]) -> str:

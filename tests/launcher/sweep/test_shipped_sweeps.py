@@ -1,5 +1,6 @@
 """The files in examples/sweeps: all their variants load, and say what their comments do."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,13 @@ def test_the_off_policy_sweep_is_the_whole_grid() -> None:
         "queue.max_staleness": [0, 1, 2, 4, 8],
     }
     assert "train.minibatches=4" in sweep.overrides
+
+
+@pytest.mark.parametrize("arguments", [[], ["nowhere.toml"]])
+def test_the_script_prints_its_usage_before_it_installs_anything(arguments: list[str]) -> None:
+    script = SWEEPS / "tiny.sh"
+    done = subprocess.run(
+        ["bash", str(script), *arguments], capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert "examples/sweeps/FILE.toml" in done.stderr and "Exit status" in done.stderr

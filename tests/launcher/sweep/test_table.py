@@ -41,7 +41,7 @@ def test_report_prints_and_writes_means_and_paired_differences(
     assert cli.main(command(tmp_path, "--report")) == 0
     text = capsys.readouterr().out
     # Worked by hand in test_estimates.py; the baseline's deviation is sqrt(0.0038 / 2).
-    high = ["high", "3", "0.630 +- 0.017", "+0.100 +- 0.012", "+8.66", "3, 0 (0.25)"]
+    high = ["high", "3", "0.630 +- 0.017", "+0.100 +- 0.012", "+8.66", "3/0, p=0.25"]
     assert all(cell in text for cell in [*high, "0.530 +- 0.025", "not measured"])
     assert "All 6 runs are complete." in text
     markdown = (tmp_path / "sweep" / "sweep.md").read_text()
