@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | eval | verify | report | plan | plan-weights | convert`.
+"""The command line: `megatron-rl run | eval | sweep | verify | report | plan | convert | ...`.
 
 On several hosts `megatron-rl prepare | host` instead of `run`; `megatron-rl doctor` looks at one.
 
@@ -27,6 +27,7 @@ from megatron_rl.launcher.sizing.plan import Hardware, make_plan
 from megatron_rl.launcher.sizing.report import print_plan
 from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.supervisor import RoleDied
+from megatron_rl.launcher.sweep import command as sweep_command
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.process import run_main
 
@@ -43,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="evaluate a model folder on the held-out prompts")
     _add_run_arguments(evaluate, _evaluate)
     evaluate.add_argument("--label", default="model", help="name of the evaluation in the metrics")
+    compare = commands.add_parser("sweep", help="run variants over seeds, and compare them")
+    sweep_command.add_arguments(compare)
     _add_run_arguments(commands.add_parser("prepare", help="several hosts: once, first"), _prepare)
     _add_host_arguments(commands.add_parser("host", help="several hosts: then, on each"))
     verify = commands.add_parser("verify", help="grade a file of completions, and say why")

@@ -1,0 +1,65 @@
+"""What is measured of a run that is complete: values from its summary and its metrics.
+
+Used by `megatron-rl sweep`.
+"""
+
+import difflib
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.launcher.summary import RunFacts, summarize
+from megatron_rl.protocol.metrics import read_jsonl, without_superseded
+
+STEP_S = "step_s"
+"""Metric: median seconds from the end of a step to that of the next."""
+LAST_ROWS = 10
+"""Of a metric with a slash the last so many rows are averaged, as in reward_last10."""
+
+Row = dict[str, Any]
+
+
+def check_metric(name: str) -> None:
+    """Raise ValueError for a name that no run can offer, naming the nearest that one does."""
+    known = [*summarize([], RunFacts()), STEP_S]
+    if "/" in name or name.partition(".")[0] in known:
+        return
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {matches[0]!r}?" if matches else ""
+    raise ValueError(
+        f"metrics: {name!r} is no key of summary.json{hint}. Metrics of metrics.jsonl have a slash"
+    )
+
+
+def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
+    """The metrics of a run; None where it has none."""
+    rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
+    summary = read_summary(run_dir, rows)
+    return {name: _value(name, summary, rows) for name in names}
+
+
+def read_summary(run_dir: Path, rows: list[Row]) -> dict[str, Any]:
+    """summary.json; of a run on several hosts, which writes none, what its metrics tell."""
+    path = run_dir / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else summarize(rows, RunFacts())
+
+
+def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
+    if "/" in name:
+        values = [row[name] for row in rows if name in row][-LAST_ROWS:]
+        return statistics.fmean(values) if values else None
+    if name == STEP_S:
+        return seconds_a_step(rows)
+    found: Any = summary
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+def seconds_a_step(rows: Sequence[Row]) -> float | None:
+    """Median over the steps but the first: an interruption or an evaluation does not move it."""
+    ends = [row["time"] for row in rows if row.get("source") == "trainer" and "train/loss" in row]
+    gaps = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return statistics.median(gaps) if gaps else None

@@ -1,0 +1,57 @@
+"""Values of a run folder written by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.launcher.sweep.measures import check_metric, measure, seconds_a_step
+from megatron_rl.protocol.metrics import RESUMED
+
+
+def step_row(step: int, time: float, **values: float) -> dict:
+    row = {"source": "trainer", "step": step, "time": time, "train/loss": 0.0, "publish/s": 0.0}
+    return row | values
+
+
+def write_rows(folder: Path, rows: list[dict]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_metrics_come_from_the_summary_or_from_the_last_ten_rows(tmp_path: Path) -> None:
+    summary = {"accuracy_after": 0.5, "wall_s": {"rl": 7.5}, "engine": "sglang", "steps": 3}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    write_rows(tmp_path, [step_row(k, k, **{"train/x": float(k)}) for k in range(1, 15)])
+    names = ["accuracy_after", "wall_s.rl", "train/x", "train/none", "engine", "wall_s.sft"]
+    assert measure(tmp_path, names) == {
+        "accuracy_after": 0.5, "wall_s.rl": 7.5, "train/x": 9.5,  # mean of 5 to 14
+        "train/none": None, "engine": None, "wall_s.sft": None,
+    }  # fmt: skip
+
+
+def test_a_run_of_several_hosts_is_measured_by_its_metrics(tmp_path: Path) -> None:
+    evaluation = {"source": "queue", "step": 2, "time": 9.0, "label": "after"}
+    write_rows(tmp_path, [step_row(1, 1.0), step_row(2, 3.0), evaluation | {"eval/accuracy": 0.75}])
+    names = ["steps", "accuracy_after", "step_s"]
+    assert measure(tmp_path, names) == {"steps": 2.0, "accuracy_after": 0.75, "step_s": 2.0}
+
+
+def test_steps_that_were_taken_again_count_once(tmp_path: Path) -> None:
+    rows = [step_row(1, 1.0, **{"a/b": 1.0}), step_row(2, 3.0, **{"a/b": 100.0})]
+    rows += [{"source": "launch", "step": 1, "time": 50.0, RESUMED: 1}]
+    rows += [step_row(2, 60.0, **{"a/b": 3.0}), step_row(3, 62.0, **{"a/b": 5.0})]
+    write_rows(tmp_path, rows)
+    assert measure(tmp_path, ["steps", "a/b"]) == {"steps": 3.0, "a/b": 3.0}
+
+
+def test_seconds_a_step_are_a_median_that_an_interruption_does_not_move() -> None:
+    ends = [1.0, 3.0, 5.0, 500.0, 502.5]
+    assert seconds_a_step([step_row(k, end) for k, end in enumerate(ends)]) == 2.25
+    assert seconds_a_step([step_row(1, 1.0)]) is None
+
+
+def test_names_that_no_run_offers_are_refused_with_the_nearest() -> None:
+    for name in ("accuracy_after", "wall_s.total", "groups_dropped.flat", "train/any", "step_s"):
+        check_metric(name)
+    with pytest.raises(ValueError, match="'acuracy_after' is no key.*mean 'accuracy_after'"):
+        check_metric("acuracy_after")
