@@ -50,6 +50,6 @@ def test_the_checks_find_what_is_missing() -> None:
         "weights/names.py",
         "nowhere.md",
     ]
-    assert missing_names("`megatron_rl/algorithms/loss.py`: `clipped_loss`, `lost`") == [
-        "megatron_rl/algorithms/loss.py: lost"
+    assert missing_names("`megatron_rl/algorithms/kl.py`: `kl_loss`, `lost`") == [
+        "megatron_rl/algorithms/kl.py: lost"
     ]

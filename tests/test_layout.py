@@ -165,7 +165,7 @@ def test_every_package_says_what_it_is_for() -> None:
         ("megatron_rl.protocol.wire", "from megatron_rl.backend import device"),
         ("megatron_rl.rollout_queue.server", "import megatron_rl.trainer.step"),
         ("megatron_rl.trainer.train", "from generation import worker"),
-        ("megatron_rl.algorithms.loss", "from megatron_rl.launcher import run"),
+        ("megatron_rl.algorithms.kl", "from megatron_rl.launcher import run"),
         ("megatron_rl.trainer.model.build", "from megatron_rl.trainer import step"),
         ("generation.worker", "def f():\n    from verification.score import score"),
         ("generation.hf_engine", "from megatron_rl.weights.publish import link"),

@@ -7,6 +7,7 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 
 VOCAB = 200
+GROUPS, MEMBERS = 3, 3
 
 
 def make_sequences(seed: int = 11, *, has_groups: bool = False) -> list[TrainSequence]:
@@ -22,8 +23,11 @@ def make_sequences(seed: int = 11, *, has_groups: bool = False) -> list[TrainSeq
             token_versions=np.zeros(completion, np.int32),
             advantage=float(rng.normal()),
             weight=1 / total,
+            reward=float(number % 2),
+            group=number // MEMBERS,
+            member=number % MEMBERS,
         )
-        for prompt, completion in lengths
+        for number, (prompt, completion) in enumerate(lengths)
     ]
     if has_groups:
         prompts = {s.prompt_length: s.token_ids[: s.prompt_length].copy() for s in sequences}
@@ -39,4 +43,5 @@ def my_share(budget_tokens: int, seed: int = 11, *, has_groups: bool = False) ->
     lengths = [len(sequence.token_ids) for sequence in sequences]
     dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)
     mine = dealt[parallel_state.get_data_parallel_rank()]
-    return MinibatchShare([[sequences[i] for i in microbatch] for microbatch in mine])
+    microbatches = [[sequences[i] for i in microbatch] for microbatch in mine]
+    return MinibatchShare(microbatches, groups=GROUPS, members=MEMBERS)

@@ -1,4 +1,6 @@
-"""Objectives, as pure functions.
+"""Objectives, as pure functions; one part a file.
 
-Advantages are computed by the rollout queue, losses by trainer ranks. May import config alone.
+The rollout queue computes credit, normalization and aggregation; trainer ranks shaping, surrogate,
+correction, KL and entropy. `objective.py` puts the latter together. May import config alone, and
+torch for types only: the launcher looks names up, and does without.
 """

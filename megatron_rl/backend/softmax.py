@@ -28,6 +28,17 @@ class Sums(NamedTuple):
     """The target's logit."""
 
 
+class Bonus(NamedTuple):
+    """Of each row, [rows] float32: what the loss gains with its entropy, and the entropy."""
+
+    slopes: Tensor
+    entropy: Tensor
+
+    def rows(self, span: slice) -> "Bonus":
+        """Of some rows."""
+        return Bonus(self.slopes[span], self.entropy[span])
+
+
 def is_read_only(logits: Tensor) -> bool:
     """Whether `softmax_sums` leaves tensors of this device and dtype as they are."""
     return library_for(SOURCE, logits) is not None
@@ -64,18 +75,26 @@ def softmax_gradient(
     log_z: Tensor,
     slopes: Tensor,
     target_slopes: Tensor,
+    bonus: Bonus | None = None,
 ) -> Tensor:
     """-slope * softmax(logits / temperature), plus the target's slope at the target.
 
     log_z, slopes, target_slopes: [rows] float32. In the dtype of the logits, which are lost.
+    bonus: slope * -softmax * (log softmax + entropy) beside it.
     """
     loops = library_for(SOURCE, logits)
     if loops is None:
         rows = _divided(logits, temperature)
-        rows.sub_(log_z[:, None]).exp_().mul_(-slopes[:, None])
+        rows.sub_(log_z[:, None])
+        if bonus is None:
+            rows.exp_().mul_(-slopes[:, None])
+        else:
+            along = (rows + bonus.entropy[:, None]).mul_(bonus.slopes[:, None])
+            rows.exp_().mul_(along.add_(slopes[:, None]).neg_())
         rows.scatter_add_(1, targets[:, None], target_slopes[:, None])
         return rows.to(logits.dtype)
-    values = (tensor.contiguous() for tensor in (targets, log_z, slopes, target_slopes))
+    extra = bonus or Bonus(torch.zeros_like(slopes), slopes)
+    values = [v.contiguous() for v in (targets, log_z, slopes, target_slopes, *extra)]
     loops.softmax_gradient(
         *map(pointer, (logits, *values)),
         *map(ctypes.c_long, logits.shape),

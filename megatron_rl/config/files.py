@@ -13,6 +13,8 @@ import tomli_w
 
 from megatron_rl.config.tree import Config
 
+_PRESET = "algorithm.preset="
+
 
 class ConfigError(ValueError):
     """The configuration is wrong; the text says what was given and what to do."""
@@ -32,12 +34,23 @@ def load_config(path: Path | None, overrides: list[str] | None = None) -> Config
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is no valid TOML: {error}") from error
-    for override in overrides or []:
+    presets = [text for text in overrides or [] if text.startswith(_PRESET)]
+    for override in presets:
+        _forget_other_preset(tree, override)
+    for override in [*presets, *(overrides or [])]:
         _apply_override(tree, override)
     try:
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error)) from error
+
+
+def _forget_other_preset(tree: dict[str, Any], override: str) -> None:
+    """A file that states the whole of one preset would leave nothing of the one that is asked."""
+    section = tree.get("algorithm")
+    asked = _parse_value(override.removeprefix(_PRESET))
+    if isinstance(section, dict) and section.get("preset") != asked:
+        tree["algorithm"] = {}
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

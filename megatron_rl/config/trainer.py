@@ -93,20 +93,6 @@ class OptimizerConfig(Section):
     """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
 
 
-class LossConfig(Section):
-    """The policy loss."""
-
-    name: str = "clipped"
-    """Entry of LOSSES, or package.module:function."""
-    eps_low: float = Field(default=0.2, gt=0, lt=1)
-    """The importance ratio is clipped below 1 - eps_low."""
-    eps_high: PositiveFloat = 0.28
-    """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
-    old_logprobs: Literal["generator", "recompute"] = "generator"
-    """What the importance ratio divides by. recompute: the trainer's own logprobs before the first
-    update of the batch, for one more forward pass."""
-
-
 class TrainConfig(Section):
     """Steps and batch shape of reinforcement learning."""
 
@@ -125,8 +111,6 @@ class TrainConfig(Section):
     router_replay: bool = False
     """Mixtures of experts: tokens go to the experts that the generator chose, not to those that the
     trainer's router would; generators return them (generator.engine "sglang")."""
-    advantage: str = "group_mean"
-    """Entry of ADVANTAGES, or package.module:function."""
     max_mismatch: float = Field(default=0.0, ge=0)
     """The run stops where |trainer - generator logprob| of tokens sampled under the current version
     is above this on average, in nats; 0: never."""

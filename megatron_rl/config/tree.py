@@ -9,13 +9,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.trainer import (
     CheckpointConfig,
-    LossConfig,
     ModelConfig,
     OptimizerConfig,
     SftConfig,
@@ -199,7 +199,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
     sft: SftConfig = SftConfig()
     prompts: list[PromptSource] = []
@@ -239,6 +239,7 @@ class Config(Section):
                 "another generator before its engine has given up; set queue.lease_timeout_s to "
                 f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
             )
+        self._check_algorithm()
         self._check_verifier()
         self._check_engine()
         possible = ("disk", "ipc") if self.parallel.world_size == 1 else ("disk",)
@@ -257,6 +258,19 @@ class Config(Section):
             if optimizer.offload:
                 self._check_offload(f"{section}optimizer.offload")
         return self
+
+    def _check_algorithm(self) -> None:
+        credit, size = self.algorithm.credit, self.train.group_size
+        if credit.name == "pass_at_k" and credit.k > size:
+            raise ValueError(
+                f"algorithm.credit.k={credit.k} samples are more than train.group_size={size}: "
+                "raise the latter, or lower the former"
+            )
+        if self.algorithm.needs_reference and self.model.fp8_parameters:
+            raise ValueError(
+                "algorithm.reference.policy swaps weights, and model.fp8_parameters=true keeps "
+                "them with scales that cannot be swapped: set model.fp8_parameters=false"
+            )
 
     def _check_engine(self) -> None:
         if self.generator.quantization and self.generator.engine == "hf":

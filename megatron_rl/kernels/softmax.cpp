@@ -33,15 +33,27 @@ void sums_of(const T* logits, const long* targets, float* maxima, float* sums, f
 
 template <typename T>
 void gradient_of(T* logits, const long* targets, const float* log_z, const float* slopes,
-                 const float* target_slopes, long rows, long ids, float inverse_temperature) {
+                 const float* target_slopes, const float* bonuses, const float* entropies,
+                 long rows, long ids, float inverse_temperature) {
     for (long r = 0; r < rows; r++) {
         T* row = logits + r * ids;
-        const float slope = slopes[r], shift = log_z[r];
+        const float slope = slopes[r], shift = log_z[r], bonus = bonuses[r];
         const float target = widen(row[targets[r]]) * inverse_temperature - shift;
+        const float target_slope = bonus == 0 ? slope : slope + bonus * (target + entropies[r]);
+        // Apart, as most objectives have no bonus.
+        if (bonus == 0) {
 #pragma omp simd
-        for (long i = 0; i < ids; i++)
-            row[i] = narrow<T>(-slope * exp_of(widen(row[i]) * inverse_temperature - shift));
-        row[targets[r]] = narrow<T>(target_slopes[r] - slope * exp_of(target));
+            for (long i = 0; i < ids; i++)
+                row[i] = narrow<T>(-slope * exp_of(widen(row[i]) * inverse_temperature - shift));
+        } else {
+#pragma omp simd
+            for (long i = 0; i < ids; i++) {
+                const float below = widen(row[i]) * inverse_temperature - shift;
+                const float along = slope + bonus * (below + entropies[r]);
+                row[i] = narrow<T>(-along * exp_of(below));
+            }
+        }
+        row[targets[r]] = narrow<T>(target_slopes[r] - target_slope * exp_of(target));
     }
 }
 
@@ -62,15 +74,16 @@ void softmax_sums(const void* logits, const long* targets, float* maxima, float*
                 inverse_temperature);
 }
 
-// In place of each logit: -slope * softmax, plus the target's slope where it is the target.
+// In place of each logit: -slope * softmax, plus the target's slope where it is the target, and
+// -bonus * softmax * (log softmax + entropy).
 void softmax_gradient(void* logits, const long* targets, const float* log_z, const float* slopes,
-                      const float* target_slopes, long rows, long ids, float inverse_temperature,
-                      int is_bfloat16) {
+                      const float* target_slopes, const float* bonuses, const float* entropies,
+                      long rows, long ids, float inverse_temperature, int is_bfloat16) {
     if (is_bfloat16)
-        gradient_of((bfloat16*)logits, targets, log_z, slopes, target_slopes, rows, ids,
-                    inverse_temperature);
+        gradient_of((bfloat16*)logits, targets, log_z, slopes, target_slopes, bonuses,
+                    entropies, rows, ids, inverse_temperature);
     else
-        gradient_of((float*)logits, targets, log_z, slopes, target_slopes, rows, ids,
-                    inverse_temperature);
+        gradient_of((float*)logits, targets, log_z, slopes, target_slopes, bonuses,
+                    entropies, rows, ids, inverse_temperature);
 }
 }

@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import doctor, verify_command
+from megatron_rl.launcher import algorithms_command, doctor, verify_command
 from megatron_rl.launcher import hosts as cluster
 from megatron_rl.launcher import run as launch
 from megatron_rl.launcher.facts import find_export, run_facts
@@ -63,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", metavar="section.key=value")
     plan.set_defaults(handler=_plan_weights)
     _add_convert_arguments(commands.add_parser("convert", help="convert a model folder"))
+    algorithms = commands.add_parser("algorithms", help="list the presets of [algorithm]")
+    algorithms.add_argument("--json", action="store_true", help="print JSON")
+    algorithms.set_defaults(handler=_algorithms)
     check = commands.add_parser("doctor", help="say what this machine has and lacks")
     check.set_defaults(handler=_doctor)
     return parser
@@ -247,6 +250,10 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
         files_from=options.files_from,
     )
     return convert_command.run(request, console)
+
+
+def _algorithms(options: argparse.Namespace, console: Console) -> int:
+    return algorithms_command.list_presets(console, as_json=options.json)
 
 
 def _doctor(options: argparse.Namespace, console: Console) -> int:

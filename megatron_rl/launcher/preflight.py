@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from generation.engine import ENGINES, load_engine
-from megatron_rl.algorithms.advantage import ADVANTAGES
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.divisibility import check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function
@@ -108,8 +108,8 @@ def check_model(config: Config) -> None:
 def check_names(config: Config) -> None:
     """Every function that is named exists; the processes that use them start much later."""
     if config.train.steps:
-        find_function(LOSSES, config.loss.name, key="loss.name")
-        find_function(ADVANTAGES, config.train.advantage, key="train.advantage")
+        find_objective(config.algorithm)
+        find_crediting(config.algorithm)
     # By name alone: the engines' modules are slow to load.
     engines = dict.fromkeys(ENGINES, load_engine)
     find_function(engines, config.generator.engine, key="generator.engine")

@@ -159,7 +159,12 @@ class TrainSequence(msgspec.Struct, frozen=True):
     """[completion tokens] int32: policy version that sampled each token."""
     advantage: float
     weight: float
-    """Loss weight of every completion token; weights of a minibatch sum to 1 over its tokens."""
+    """Loss weight of every completion token."""
+    reward: float = 0.0
+    group: int = 0
+    """Number of its group in the minibatch; -1: padding."""
+    member: int = 0
+    """Place in its group."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
     """As in Rollout."""
 
@@ -171,6 +176,10 @@ class MinibatchShare(msgspec.Struct, frozen=True):
     """
 
     microbatches: list[list[TrainSequence]]
+    groups: int = 0
+    """Of the whole minibatch, over all ranks."""
+    members: int = 0
+    """Places of the largest group."""
 
 
 class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):

@@ -3,31 +3,23 @@
 Used by the rollout queue.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.algorithms.advantage import ADVANTAGES, normalize_over_minibatch, token_weight
-from megatron_rl.config.lookup import find_function
+from megatron_rl.algorithms.credit import GroupView
+from megatron_rl.algorithms.minibatch import Crediting
 from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, Metric, MetricSet
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import (
     MinibatchShare,
     RankBatch,
-    Rollout,
     ScoredRollout,
     TrainSequence,
 )  # fmt: skip
 from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
 from megatron_rl.rollout_queue.tally import RolloutTally
-
-AdvantageFunction = Callable[[np.ndarray], np.ndarray]
-
-
-def find_advantage(config: TrainConfig) -> AdvantageFunction:
-    """The configured advantage function. Raises InputError."""
-    return find_function(ADVANTAGES, config.advantage, key="train.advantage")
 
 
 def form_batch(
@@ -36,14 +28,15 @@ def form_batch(
     *,
     dropped: DroppedGroups,
     config: TrainConfig,
-    advantage: AdvantageFunction,
+    crediting: Crediting,
     dp_size: int,
 ) -> list[RankBatch]:
     """Each data-parallel rank's share of the batch; `dropped` only enters the metrics."""
     ranks: list[list[MinibatchShare]] = [[] for _ in range(dp_size)]
     for number in range(config.minibatches):
         # Every minibatch gets groups of all ages.
-        sequences = minibatch_sequences(groups[number :: config.minibatches], advantage)
+        members = groups[number :: config.minibatches]
+        sequences = minibatch_sequences(members, crediting)
         dealt = deal(
             [len(sequence.token_ids) for sequence in sequences],
             budget_tokens=config.microbatch_tokens,
@@ -51,7 +44,11 @@ def form_batch(
         )
         for rank, microbatches in enumerate(dealt):
             ranks[rank].append(
-                MinibatchShare([[sequences[i] for i in microbatch] for microbatch in microbatches])
+                MinibatchShare(
+                    [[sequences[i] for i in microbatch] for microbatch in microbatches],
+                    groups=len(members),
+                    members=max(len(group.scored) for group in members),
+                )
             )
     metrics = MetricSet()
     metrics.add(batch_metrics(step, groups, dropped))
@@ -61,21 +58,31 @@ def form_batch(
     ]
 
 
-def minibatch_sequences(
-    groups: Sequence[Group], advantage: AdvantageFunction
-) -> list[TrainSequence]:
-    """Sequences of a minibatch with normalized advantages; their token weights sum to 1."""
-    raw = [advantage(np.array(group.rewards, dtype=np.float64)) for group in groups]
-    advantages = iter(normalize_over_minibatch(np.concatenate(raw)))
-    sequences = []
-    for group in groups:
-        weight = token_weight(len(groups), group.completion_tokens)
-        for scored in group.ordered:
-            sequences.append(_to_sequence(scored.rollout, float(next(advantages)), weight))
-    return sequences
+def minibatch_sequences(groups: Sequence[Group], crediting: Crediting) -> list[TrainSequence]:
+    """Sequences of a minibatch with their advantages and weights, group by group."""
+    views = [_view(group) for group in groups]
+    advantages, weights = crediting.advantages(views), crediting.weights(views)
+    return [
+        _to_sequence(scored, advantages[number][member], weights[number][member], number, member)
+        for number, group in enumerate(groups)
+        for member, scored in enumerate(group.ordered)
+    ]
 
 
-def _to_sequence(rollout: Rollout, advantage: float, weight: float) -> TrainSequence:
+def _view(group: Group) -> GroupView:
+    scored = group.ordered
+    return GroupView(
+        group.prompt.id,
+        rewards=np.array(group.rewards, dtype=np.float64),
+        is_correct=np.array([s.score.is_correct for s in scored], dtype=bool),
+        lengths=np.array([len(s.rollout.token_ids) for s in scored], dtype=np.int64),
+    )
+
+
+def _to_sequence(
+    scored: ScoredRollout, advantage: float, weight: float, group: int, member: int
+) -> TrainSequence:
+    rollout = scored.rollout
     lengths = [span.end - span.start for span in rollout.spans]
     versions = np.repeat([span.version for span in rollout.spans], lengths)
     return TrainSequence(
@@ -83,8 +90,11 @@ def _to_sequence(rollout: Rollout, advantage: float, weight: float) -> TrainSequ
         prompt_length=len(rollout.prompt_ids),
         generator_logprobs=rollout.logprobs,
         token_versions=versions.astype(np.int32),
-        advantage=advantage,
-        weight=weight,
+        advantage=float(advantage),
+        weight=float(weight),
+        reward=scored.score.reward,
+        group=group,
+        member=member,
         expert_choices=rollout.expert_choices,
     )
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.queue_state import QueueState
@@ -27,7 +28,7 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
-from megatron_rl.rollout_queue.batches import find_advantage, form_batch
+from megatron_rl.rollout_queue.batches import form_batch
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
@@ -80,7 +81,7 @@ class Coordinator:
         self._training = None
         if config.train.steps and not evaluate_only:
             self._training = TrainingGroups(prompts, config)
-        self._advantage = find_advantage(config.train)
+        self._crediting = find_crediting(config.algorithm)
         self._groups = GroupBook()
         self._activity = ActivityLog(config, prompts, metrics, recorder)
         self._leases = Leases(config.queue)
@@ -196,7 +197,7 @@ class Coordinator:
             self._evaluations.close(group)
             return
         self._activity.add_complete(group)
-        if group.is_flat:
+        if group.is_flat and self._config.algorithm.flat_groups == "drop":
             self._drop(group, FLAT)
 
     def _drop(self, group: Group, reason: str) -> None:
@@ -333,7 +334,7 @@ class Coordinator:
             groups,
             dropped=dropped,
             config=self._config.train,
-            advantage=self._advantage,
+            crediting=self._crediting,
             dp_size=dp_size,
         )
         self._desk.put(batch)

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.config.tree import LossConfig
+from megatron_rl.config.algorithm import SurrogateConfig
 from megatron_rl.protocol.metrics import Metric
 
 QUANTILE = 0.99
@@ -20,7 +20,7 @@ _NAMES = ("absolute", "k1", "k2", "k3", "outside", "tokens")
 SIZE = len(_NAMES) + BINS
 
 
-def mismatch_sums(trainer: Tensor, generator: Tensor, cfg: LossConfig) -> Tensor:
+def mismatch_sums(trainer: Tensor, generator: Tensor, cfg: SurrogateConfig) -> Tensor:
     """[SIZE] float64 of the logprobs of tokens that the generator sampled: [tokens] each.
 
     k1, k2 and k3 estimate KL(generator || trainer) from r = trainer / generator probability:

@@ -19,7 +19,8 @@ import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
 # isort: split
 from megatron.core import parallel_state
 
-from megatron_rl.algorithms.loss import supervised_loss
+from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
@@ -30,7 +31,7 @@ from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.traces import minibatches, read_traces, tokenize
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,11 @@ def main(cfg: Config, is_control: bool) -> None:
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
     name, source = ("control", "control") if is_control else ("cold_start", "sft")
     with open_policy(cfg) as policy:
-        objective = Objective(supervised_loss, cfg.loss)
+        # Traces carry no expert choices.
+        train = cfg.train.model_copy(update={"router_replay": False})
+        objective = find_objective(AlgorithmConfig(preset="sft"))
         trainer = Trainer(
-            policy, objective, cfg.sft.optimizer, steps, train=cfg.train, run_dir=cfg.run.dir
+            policy, objective, cfg.sft.optimizer, steps, train=train, run_dir=cfg.run.dir
         )
         batches = minibatches(
             sequences,

@@ -5,8 +5,9 @@ Runs in trainer ranks; the same for reinforcement learning and supervised fine-t
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -16,12 +17,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import LossFunction, LossInputs
+from megatron_rl.algorithms.objective import Objective
 from megatron_rl.backend.context import shard_positions
-from megatron_rl.config.tree import LossConfig, OptimizerConfig, TrainConfig
+from megatron_rl.config.tree import OptimizerConfig, TrainConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.guard import StepGuard
+from megatron_rl.trainer.loss_metrics import SumsLayout, loss_metrics
+from megatron_rl.trainer.loss_tokens import NOTHING, Known, tokens_of, whole, whole_groups
 from megatron_rl.trainer.mismatch import SIZE as MISMATCH_SIZE
 from megatron_rl.trainer.mismatch import mismatch_metrics, mismatch_sums
 from megatron_rl.trainer.model.build import gather_parameters, packed_params
@@ -46,33 +49,21 @@ from megatron_rl.trainer.optimizer import (
     step_if_finite,
     zero_gradients,
 )
+from megatron_rl.trainer.reference import open_reference
 from megatron_rl.weights.folders.load import unwrap
 
-PassInput = tuple[MicroBatch, Tensor | None]
-"""What one pass through the model takes: a microbatch, and what its importance ratios divide by;
-None: the generators' logprobs."""
+PassInput = tuple[MicroBatch, Known]
+"""What one pass through the model takes: a microbatch, and what is known of its tokens."""
 ForwardStep = Callable[[Iterator[PassInput], torch.nn.Module], tuple[Tensor, Callable]]
-_SUMS = ("loss", "clipped", "entropy", "tokens", "padded_tokens")
 
 
 @dataclass(frozen=True)
 class Totals:
     """What a minibatch added up to over all ranks."""
 
-    sums: dict[str, float]  # loss; tokens clipped; entropy in nats; tokens; positions
+    sums: dict[str, float]
+    """loss; entropy in nats; tokens; padded_tokens (positions); the objective's own."""
     mismatch: Tensor  # as mismatch_sums gives it, on the host
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What an update minimises."""
-
-    function: LossFunction
-    cfg: LossConfig
-    temperature: float = 1.0
-    """Sampling temperature of the generators; the trainer's logits are divided by it too."""
-    replays_experts: bool = False
-    """Sequences carry the generator's expert choices, and tokens go to those experts."""
 
 
 class Trainer:
@@ -89,17 +80,19 @@ class Trainer:
         run_dir: Path = Path(),
     ) -> None:
         """total_steps: optimizer steps of the whole phase, for the learning-rate schedule."""
+        train = train or TrainConfig()
         self.policy = policy
         self._objective = objective
         self._optimizer_cfg = optimizer
         self._total_steps = total_steps
         self._steps_done = 0
         shape = policy.shape
-        self._choice_width = objective.replays_experts * shape.layers * shape.experts_per_token
-        train = train or TrainConfig()
+        self._choice_width = train.router_replay * shape.layers * shape.experts_per_token
         self._chunk_tokens = train.logprob_chunk_tokens
         self._logit_memory = LogitMemory()
+        self._sums = SumsLayout.of(objective)
         self._guard = StepGuard(train, run_dir / "skipped")
+        self.reference = open_reference(policy, objective.cfg)
         # Copies float32 masters: the weights must be loaded by now.
         self._optimizer = build_optimizer(optimizer, policy.chunks)
         self._forward_backward = get_forward_backward_func()
@@ -118,37 +111,45 @@ class Trainer:
     def steps_done(self, steps: int) -> None:
         self._steps_done = steps
 
-    def old_logprobs(self, minibatches: Sequence[MinibatchShare]) -> list[list[Tensor] | None]:
-        """What the importance ratios of a batch divide by; before its first update.
+    def prepare(self, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
+        """What the objective needs to know of a batch before its first update.
 
-        Of each minibatch [microbatches][completion tokens], by one forward pass on all ranks;
-        None: what the generators gave, also on stages that compute no loss.
+        Of each minibatch, of each microbatch; one forward pass for the policy's own logprobs, one
+        for the reference's, where they are needed. On stages that compute no loss nothing is known.
         """
-        if self._objective.cfg.old_logprobs == "generator":
-            return [None] * len(minibatches)
-        with torch.no_grad():
-            return [
-                self._run(self._inputs(minibatch, None), self._logprob_step, is_training=False)
-                or None
-                for minibatch in minibatches
-            ]
+        own: list[list[Tensor]] = [[] for _ in minibatches]
+        if self._objective.needs_proximal:
+            own = [self._logprobs(minibatch) for minibatch in minibatches]
+        reference: list[list[Tensor]] = [[] for _ in minibatches]
+        if self.reference is not None:
+            with self.reference.in_place():
+                reference = [self._logprobs(minibatch) for minibatch in minibatches]
+        return [
+            [Known(*values) for values in zip_longest(*parts)]
+            for parts in zip(own, reference, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _logprobs(self, minibatch: MinibatchShare) -> list[Tensor]:
+        """Of each microbatch [completion tokens], under the weights that are in place."""
+        return self._run(self._inputs(minibatch, []), self._logprob_step, is_training=False)
 
     def update(
         self,
         minibatch: MinibatchShare,
         *,
         version: int,
-        old_logprobs: Sequence[Tensor] | None = None,
+        known: Sequence[Known] = (),
     ) -> list[Metric]:
         """One optimizer step; collective over all trainer ranks.
 
         version: policy version that is being trained from; tokens sampled under it measure the
         mismatch between trainer and generator logprobs, before the update. A step whose gradient
         is not finite, or has exploded, is skipped and counted. Raises TrainingStopped when too
-        many are, or when the mismatch is above its limit.
+        many are, or when the mismatch is above its limit. known: as `prepare` gave it.
         """
         started = time.monotonic()
-        totals = self.accumulate(minibatch, version=version, old_logprobs=old_logprobs)
+        totals = self.accumulate(minibatch, version=version, known=known)
         # Before the step: a mismatch above its limit ends the run with the weights as they were.
         self._guard.check_mismatch(totals.mismatch, version=version)
         cfg = self._optimizer_cfg
@@ -156,10 +157,13 @@ class Trainer:
         result = step_if_finite(self._optimizer, lr=lr, skip_norm=cfg.skip_grad_norm)
         # A skipped step keeps its place in the learning-rate schedule.
         self._steps_done += 1
+        if self.reference is not None:
+            self.reference.follow(self.gather)
         self._guard.count(result, minibatch, version=version)
         seconds = time.monotonic() - started
         return [
-            *_metrics(totals.sums, result),
+            *loss_metrics(totals.sums),
+            *_step_metrics(result),
             *mismatch_metrics(totals.mismatch),
             Metric("train/lr", lr),
             *_speed(totals.sums["padded_tokens"], seconds),
@@ -174,29 +178,51 @@ class Trainer:
         minibatch: MinibatchShare,
         *,
         version: int,
-        old_logprobs: Sequence[Tensor] | None = None,
+        known: Sequence[Known] = (),
     ) -> Totals:
         """Gradient of a minibatch, left in the gradient buffers."""
-        inputs = self._inputs(minibatch, old_logprobs)
+        inputs = self._inputs(minibatch, known)
+        if self._objective.needs_groups:
+            inputs = self._with_advantages(inputs, minibatch, version)
         zero_gradients(self.policy.chunks, self._optimizer)
         reports = self._run(inputs, partial(self._loss_step, version), is_training=True)
-        local = torch.zeros(
-            len(_SUMS) + MISMATCH_SIZE, dtype=torch.float64, device=self.policy.device
-        )
-        # Tensor ranks have equal reports: one of them adds to the sum over all ranks.
-        if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
+        size = len(self._sums.names)
+        local = torch.zeros(size + MISMATCH_SIZE, dtype=torch.float64, device=self.policy.device)
+        # Tensor ranks have equal reports, and context ranks too: one of them adds to the sum over
+        # all ranks.
+        is_first = not parallel_state.get_context_parallel_rank()
+        if reports and is_first and not parallel_state.get_tensor_model_parallel_rank():
             local += torch.stack(reports).sum(0)
         # One reduction for all metrics; only last stages hold reports.
         dist.all_reduce(local)
-        sums, mismatch = local.cpu().split([len(_SUMS), MISMATCH_SIZE])
-        return Totals(dict(zip(_SUMS, sums.tolist(), strict=True)), mismatch)
+        sums, mismatch = local.cpu().split([size, MISMATCH_SIZE])
+        return Totals(self._sums.named(sums), mismatch)
 
-    def _inputs(self, minibatch: MinibatchShare, old: Sequence[Tensor] | None) -> list[PassInput]:
+    @torch.no_grad()
+    def _with_advantages(
+        self, inputs: list[PassInput], minibatch: MinibatchShare, version: int
+    ) -> list[PassInput]:
+        """The inputs with advantages that depend on the logprobs of whole groups, by one pass."""
+        found = self._run(inputs, self._logprob_step, is_training=False)
+        if not found:
+            return inputs
+        parts = [
+            tokens_of(batch, logprobs, known, version=version)
+            for (batch, known), logprobs in zip(inputs, found, strict=True)
+        ]
+        tokens = whole_groups(parts, groups=minibatch.groups, members=minibatch.members)
+        advantages = self._objective.advantages(tokens).split([len(p.weights) for p in parts])
+        return [
+            (batch, replace(known, advantages=mine))
+            for (batch, known), mine in zip(inputs, advantages, strict=True)
+        ]
+
+    def _inputs(self, minibatch: MinibatchShare, known: Sequence[Known]) -> list[PassInput]:
         # Megatron's interleaved schedule needs a multiple of the stages: placeholders fill it up.
         missing = -len(minibatch.microbatches) % self.policy.microbatch_multiple
         shares = [*minibatch.microbatches, *([] for _ in range(missing))]
         batches = [self._microbatch(share).to(self.policy.device) for share in shares]
-        return list(zip(batches, old or [None] * len(batches), strict=True))
+        return list(zip(batches, known or [NOTHING] * len(batches), strict=True))
 
     def _microbatch(self, sequences: list[TrainSequence]) -> MicroBatch:
         """The sequences packed, as far as this context rank holds them."""
@@ -239,9 +265,9 @@ class Trainer:
         self, inputs: Iterator[PassInput], model: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Tensor]]:
         batch, _ = next(inputs)
-        return self._hidden(
-            batch, model
-        ), lambda hidden, non_loss_data: self._token_logprobs(batch, hidden).logprobs
+        return self._hidden(batch, model), lambda hidden, non_loss_data: whole(
+            self._token_logprobs(batch, hidden).logprobs, batch
+        )
 
     def _loss_step(
         self,
@@ -249,8 +275,8 @@ class Trainer:
         inputs: Iterator[PassInput],
         model: torch.nn.Module,
     ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-        batch, old = next(inputs)
-        return self._hidden(batch, model), partial(self._loss, batch, version, old)
+        batch, known = next(inputs)
+        return self._hidden(batch, model), partial(self._loss, batch, version, known)
 
     def _hidden(self, batch: MicroBatch, model: torch.nn.Module) -> Tensor:
         packed = packed_params(batch.sequence_starts, batch.longest, batch.folding)
@@ -282,48 +308,48 @@ class Trainer:
             chunk_tokens=self._chunk_tokens,
             gradient=weight.main_grad if adds_itself else None,
             is_sole_user=not is_embedding,
+            differentiates_entropy=self._objective.has_entropy_bonus,
             memory=self._logit_memory,
         )
         return token_logprobs(selected, batch.targets, layer)
 
     def _loss(
-        self, batch: MicroBatch, version: int, old: Tensor | None, hidden: Tensor
+        self, batch: MicroBatch, version: int, known: Known, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         values = self._token_logprobs(batch, hidden)
+        logprobs, entropy = whole(values.logprobs, batch), whole(values.entropy, batch)
+        tokens = tokens_of(batch, logprobs, known, version=version)
+        advantages = known.advantages
+        if advantages is None:
+            advantages = self._objective.advantages(tokens)
+        result = self._objective.loss(tokens, advantages, entropy)
         # For the mismatch: the trainer's logprobs before the batch's first update, if recomputed.
-        own = values.logprobs.detach() if old is None else old
-        inputs = LossInputs(
-            values.logprobs,
-            batch.generator_logprobs if old is None else old,
-            batch.advantages,
-            batch.weights,
-        )
-        cfg = self._objective.cfg
-        result = self._objective.function(inputs, cfg)
-        # Padding and placeholders have weight 0, and no real token has.
-        is_real = batch.weights > 0
-        is_current = is_real & (batch.versions == version)
+        own = logprobs.detach() if known.proximal_logprobs is None else known.proximal_logprobs
+        is_current = tokens.is_real & (tokens.lags == 0)
         with torch.no_grad():
-            report = torch.stack(
-                [
-                    result.loss,
-                    result.clipped_tokens,
-                    values.entropy[is_real].sum(),
-                    is_real.sum(),
-                    result.loss.new_tensor(batch.rows),
-                ]
-            ).double()
-            mismatch = mismatch_sums(own[is_current], batch.generator_logprobs[is_current], cfg)
+            report = self._sums.stack(
+                result.sums
+                | {
+                    "loss": result.loss,
+                    "entropy": entropy[tokens.is_real].sum(),
+                    "tokens": tokens.is_real.sum(),
+                    "padded_tokens": result.loss.new_tensor(
+                        batch.rows * self.policy.parallel.context
+                    ),
+                }
+            )
+            mismatch = mismatch_sums(
+                own[is_current],
+                batch.generator_logprobs[is_current],
+                self._objective.cfg.surrogate,
+            )
         # Megatron wants a token count; the loss is a sum already and is divided by nothing.
         return result.loss, torch.ones((), dtype=torch.int), torch.cat([report, mismatch])
 
 
-def _metrics(sums: dict[str, float], result: StepResult) -> list[Metric]:
-    tokens, applied = sums["tokens"], float(not result.was_skipped)
+def _step_metrics(result: StepResult) -> list[Metric]:
+    applied = float(not result.was_skipped)
     return [
-        Metric("train/loss", sums["loss"]),
-        Metric("train/clip_fraction", sums["clipped"], count=tokens),
-        Metric("train/entropy_nats", sums["entropy"], count=tokens),
         Metric("train/grad_norm", result.grad_norm if applied else 0.0, count=applied),
         Metric("train/skipped_steps", 1.0 - applied, "sum"),
         Metric("train/exploded_steps", float(result.has_exploded), "sum"),

@@ -20,9 +20,8 @@ import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
 # isort: split
 from megatron.core import parallel_state
 
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
-from megatron_rl.config.lookup import find_function
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import failures_noted, run_main, set_up_logging
@@ -32,7 +31,7 @@ from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy, open_policy
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.exchange.transport import IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
 from megatron_rl.weights.folders.hf_folder import bucketed
@@ -64,9 +63,9 @@ def train(
     batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
-        old_logprobs = trainer.old_logprobs(batch.minibatches)
-        for minibatch, old in zip(batch.minibatches, old_logprobs, strict=True):
-            metrics.add(trainer.update(minibatch, version=step, old_logprobs=old))
+        prepared = trainer.prepare(batch.minibatches)
+        for minibatch, known in zip(batch.minibatches, prepared, strict=True):
+            metrics.add(trainer.update(minibatch, version=step, known=known))
         trainer.gather()
         step += 1
         if step < steps.stop and not checkpoints.is_due(step):
@@ -80,12 +79,7 @@ def train(
 
 def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
-    objective = Objective(
-        find_function(LOSSES, cfg.loss.name, key="loss.name"),
-        cfg.loss,
-        cfg.sampling.temperature,
-        replays_experts=cfg.train.router_replay,
-    )
+    objective = find_objective(cfg.algorithm, cfg.sampling.temperature)
     with open_policy(cfg) as policy:
         total_steps = cfg.train.steps * cfg.train.minibatches
         trainer = Trainer(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.backend import softmax
-from megatron_rl.backend.softmax import softmax_gradient, softmax_sums
+from megatron_rl.backend.softmax import Bonus, softmax_gradient, softmax_sums
 
 ROWS, IDS = 9, 1003
 
@@ -66,6 +66,30 @@ def test_the_gradient_is_that_of_float64(dtype: torch.dtype, limit: float) -> No
         target_slopes=slopes * is_here,
     )
     assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), expected, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
+def test_the_gradient_with_an_entropy_bonus_is_that_of_float64(
+    dtype: torch.dtype, limit: float
+) -> None:
+    logits, targets = inputs(dtype)
+    logits[4] = logits[3]  # the row of which one logit stands out by far has no entropy
+    slopes, bonuses = torch.randn(ROWS), torch.randn(ROWS)
+    exact = logits.double().requires_grad_()
+    logprobs = (exact / 0.7).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    (expected,) = torch.autograd.grad(0.7 * (slopes * chosen + bonuses * entropy).sum(), exact)
+    found = softmax_gradient(
+        logits,
+        targets,
+        0.7,
+        log_z=(exact / 0.7).logsumexp(-1).detach().float(),
+        slopes=slopes,
+        target_slopes=slopes,
+        bonus=Bonus(bonuses, entropy.detach().float()),
+    )
     torch.testing.assert_close(found.double(), expected, rtol=limit, atol=limit)
 
 

@@ -41,9 +41,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(overrides: list[str]) -> list[float]:
     """Supervised losses of a few steps on one rank."""
-    from megatron_rl.algorithms.loss import supervised_loss
+    from megatron_rl.algorithms.objective import find_objective
+    from megatron_rl.config.algorithm import AlgorithmConfig
     from megatron_rl.trainer.model.policy import open_policy
-    from megatron_rl.trainer.step import Objective, Trainer
+    from megatron_rl.trainer.step import Trainer
 
     cfg = load_config(None, ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", *overrides])
     rng = np.random.default_rng(0)
@@ -59,7 +60,7 @@ def losses(overrides: list[str]) -> list[float]:
         for _ in range(16)
     ]
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, Objective(supervised_loss, cfg.loss), cfg.optimizer, 5)
+        trainer = Trainer(policy, find_objective(AlgorithmConfig(preset="sft")), cfg.optimizer, 5)
         found = []
         for _ in range(5):
             metrics = trainer.update(MinibatchShare([sequences]), version=0)

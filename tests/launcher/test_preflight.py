@@ -97,15 +97,24 @@ def test_a_dense_model_has_no_choices_to_replay(tmp_path: Path, overrides: list[
     ("override", "expected"),
     [
         (
-            "loss.name=cliped",
-            "loss.name='cliped' is neither one of ['clipped', 'reinforce', "
+            "algorithm.surrogate.name=cliped",
+            "algorithm.surrogate.name='cliped' is neither one of ['cispo', 'clipped', 'reinforce', "
             "'supervised'] nor package.module:function; did you mean 'clipped'?",
         ),
-        ("train.advantage=grpo", "train.advantage='grpo' is neither one of ['group_mean'"),
+        (
+            "algorithm.credit.name=grpo",
+            "algorithm.credit.name='grpo' is neither one of ['group_mean', 'leave_one_out'",
+        ),
         ("generator.engine=vllm", "generator.engine='vllm' is neither one of ['hf', 'sglang']"),
         ("reward.tasks.mine.compare=maths", "reward.tasks.mine.compare='maths' is neither one of"),
-        ("loss.name=nowhere.at_all:f", "loss.name='nowhere.at_all:f': cannot import nowhere"),
-        ("train.advantage=json:mean", "train.advantage='json:mean': json has no function 'mean'"),
+        (
+            "algorithm.shaping.name=nowhere.at_all:f",
+            "algorithm.shaping.name='nowhere.at_all:f': cannot import nowhere",
+        ),
+        (
+            "algorithm.credit.name=json:mean",
+            "algorithm.credit.name='json:mean': json has no function 'mean'",
+        ),
     ],
 )
 def test_a_name_that_nothing_has_is_refused_with_those_there_are(
@@ -115,8 +124,8 @@ def test_a_name_that_nothing_has_is_refused_with_those_there_are(
 
 
 def test_functions_of_other_modules_pass(tmp_path: Path, overrides: list[str]) -> None:
-    check(tmp_path, [*overrides, "loss.name=json:dumps", "train.advantage=json:loads",
-                     "generator.engine=json:JSONDecoder"])  # fmt: skip
+    names = ["algorithm.surrogate.name=json:dumps", "algorithm.credit.name=json:loads"]
+    check(tmp_path, [*overrides, *names, "generator.engine=json:JSONDecoder"])
 
 
 def test_looking_up_a_loss_loads_no_torch() -> None:

@@ -5,7 +5,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.advantage import group_mean_advantages
+from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
@@ -60,7 +61,7 @@ def test_batch_holds_every_sequence_once_and_groups_stay_in_one_minibatch(dp_siz
         groups,
         dropped=DroppedGroups(),
         config=config,
-        advantage=group_mean_advantages,
+        crediting=find_crediting(AlgorithmConfig()),
         dp_size=dp_size,
     )
     assert [share.dp_rank for share in ranks] == list(range(dp_size))
@@ -94,7 +95,7 @@ def test_groups_that_lost_completions_make_a_batch_like_others(dp_size: int) -> 
         groups,
         dropped=dropped,
         config=config,
-        advantage=group_mean_advantages,
+        crediting=find_crediting(AlgorithmConfig()),
         dp_size=dp_size,
     )
     counts = {len(share.minibatches[0].microbatches) for share in ranks}
@@ -124,7 +125,7 @@ def test_sequence_carries_prompt_completion_logprobs_and_versions() -> None:
         [group],
         dropped=DroppedGroups(),
         config=config,
-        advantage=group_mean_advantages,
+        crediting=find_crediting(AlgorithmConfig()),
         dp_size=1,
     )
     longest = share.minibatches[0].microbatches[0][0]
@@ -145,7 +146,12 @@ def test_batch_metrics_match_hand_worked_numbers() -> None:
     dropped.add(unfinished, "prompt_unrenderable")
     config = TrainConfig(groups_per_batch=2, group_size=2)
     first, second = form_batch(
-        5, groups, dropped=dropped, config=config, advantage=group_mean_advantages, dp_size=2
+        5,
+        groups,
+        dropped=dropped,
+        config=config,
+        crediting=find_crediting(AlgorithmConfig()),
+        dp_size=2,
     )
     assert second.metrics == {}
     assert reduced(first.metrics) == pytest.approx(

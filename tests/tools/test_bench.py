@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,8 +177,11 @@ def test_timed_overrides_set_known_keys_to_other_values_than_text() -> None:
     keys = [override.partition("=")[0] for override in TIMED_OVERRIDES]
     assert len(keys) == len(set(keys))
     for key in keys:
-        section, name = key.split(".")
-        assert name in type(getattr(Config(), section)).model_fields, key
+        *sections, name = key.split(".")
+        section: Any = Config()
+        for part in sections:
+            section = getattr(section, part)
+        assert name in type(section).model_fields, key
 
 
 @pytest.mark.parametrize(

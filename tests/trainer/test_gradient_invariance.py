@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 
-from megatron_rl.algorithms.advantage import normalize_over_minibatch, token_weight
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.aggregation import group_tokens
+from megatron_rl.algorithms.normalization import minibatch as normalize
+from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.algorithm import AggregationConfig, NormalizationConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.packing import Microbatch, deal
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from tests.distributed import run_ranks
 from tests.tiny_models import write_model
 
@@ -52,12 +54,13 @@ def minibatches(draw: st.DrawFn) -> list[TrainSequence]:
     rewards = draw(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=count, max_size=count))
     # Rewards that are all equal would leave no gradient to compare.
     rewards[0] = rewards[-1] + 0.5
-    advantages = iter(normalize_over_minibatch(np.array(rewards)))
+    advantages = iter(normalize([np.array(rewards)], NormalizationConfig())[0])
+    lengths = [np.array(completions) for _, completions in groups]
+    weights = group_tokens(lengths, AggregationConfig())
     mismatch = draw(st.sampled_from([0.0, 0.05, 1.0]))
     sequences = []
-    for prompt, completions in groups:
+    for (prompt, completions), (weight, *_) in zip(groups, weights, strict=True):
         prompt_ids = rng.integers(0, VOCAB, prompt)
-        weight = token_weight(len(groups), sum(completions))
         for n in completions:
             sequences.append(
                 TrainSequence(
@@ -101,7 +104,7 @@ def check_splits(cfg: Config, examples: int) -> list[tuple[float, float]]:
     """
     results: list[tuple[float, float]] = []
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1)
         dp_size = parallel_state.get_data_parallel_world_size()
         dp_rank = parallel_state.get_data_parallel_rank()
 

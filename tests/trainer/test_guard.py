@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import Metric, read_jsonl
@@ -29,7 +29,7 @@ from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.guard import read_skipped
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import Policy, open_policy
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.train import train
 from megatron_rl.weights.publish.control import Control
 from tests.distributed import run_ranks
@@ -64,7 +64,7 @@ def make_share(seed: int, advantage: float = 1.0) -> MinibatchShare:
 
 
 def make_trainer(policy: Policy, cfg: Config) -> Trainer:
-    objective = Objective(LOSSES["clipped"], cfg.loss)
+    objective = find_objective(cfg.algorithm)
     return Trainer(policy, objective, cfg.optimizer, 10, train=cfg.train, run_dir=cfg.run.dir)
 
 

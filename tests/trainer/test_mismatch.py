@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from megatron_rl.config.tree import LossConfig
+from megatron_rl.config.algorithm import SurrogateConfig
 from megatron_rl.trainer.mismatch import SIZE, mean_mismatch, mismatch_metrics, mismatch_sums
 
-CFG = LossConfig(eps_low=0.2, eps_high=0.3)
+CFG = SurrogateConfig(eps_low=0.2, eps_high=0.3)
 
 
 def values_of(sums: torch.Tensor) -> dict[str, float]:

@@ -1,18 +1,19 @@
-"""loss.old_logprobs = "recompute": ratios against the trainer's own logprobs before the batch."""
+"""surrogate.old_logprobs = "recompute": ratios to the trainer's own logprobs before the batch."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.algorithms.loss import LOSSES, LossInputs, clipped_loss
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from tests.distributed import run_ranks
+from tests.obvious_losses import clipped_loss
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import write_model
 
@@ -27,14 +28,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_updates(cfg: Config) -> dict:
     """Both updates of a batch whose two minibatches are the same."""
     with open_policy(cfg) as policy:
-        objective = Objective(LOSSES["clipped"], cfg.loss)
+        objective = find_objective(cfg.algorithm)
         trainer = Trainer(policy, objective, cfg.optimizer, 2, train=cfg.train)
         share = my_share(40)
-        old, same = trainer.old_logprobs([share, share])
-        found = {"old": old, "is_same": old is None or all(map(torch.equal, old, same))}
-        for number, minibatch_old in enumerate((old, same)):
-            found[f"own_{number}"] = trainer.old_logprobs([share])[0]
-            metrics = trainer.update(share, version=0, old_logprobs=minibatch_old)
+        known = trainer.prepare([share, share])
+        old, same = ([k.proximal_logprobs for k in minibatch] for minibatch in known)
+        found = {"old": old, "is_same": all(map(torch.equal, old, same))}
+        for number, minibatch_known in enumerate(known):
+            own = trainer.prepare([share])[0]
+            found[f"own_{number}"] = [k.proximal_logprobs for k in own]
+            metrics = trainer.update(share, version=0, known=minibatch_known)
             found[f"metrics_{number}"] = {metric.name: metric.value for metric in metrics}
         return found
 
@@ -52,23 +55,23 @@ def microbatches() -> list[list[TrainSequence]]:
     return [[sequences[i] for i in microbatch] for microbatch in mine]
 
 
-def loss_of(own: list[torch.Tensor], old: list[torch.Tensor], cfg: Config) -> float:
+def loss_of(own: list[torch.Tensor], old: list[torch.Tensor]) -> float:
     """Clipped loss of the microbatches from logprobs of each."""
     total = 0.0
     for new, before, sequences in zip(own, old, microbatches(), strict=True):
         counts = torch.tensor([len(s.generator_logprobs) for s in sequences])
         advantages = torch.tensor([s.advantage for s in sequences]).repeat_interleave(counts)
         weights = torch.tensor([s.weight for s in sequences]).repeat_interleave(counts)
-        total += clipped_loss(LossInputs(new, before, advantages, weights), cfg.loss).loss.item()
+        total += clipped_loss(new, before, advantages, weights).item()
     return total
 
 
 def test_the_batch_is_compared_to_the_policy_before_its_first_update(model_folder: Path) -> None:
-    cfg = load(model_folder, "loss.old_logprobs=recompute")
+    cfg = load(model_folder, "algorithm.surrogate.old_logprobs=recompute")
     found = run_ranks(two_updates, 1, cfg)[0]
     assert found["is_same"]
     for number in (0, 1):
-        expected = loss_of(found[f"own_{number}"], found["old"], cfg)
+        expected = loss_of(found[f"own_{number}"], found["old"])
         assert found[f"metrics_{number}"]["train/loss"] == pytest.approx(expected, abs=1e-6)
     # Before the first update all ratios are 1; after it they are not.
     assert found["metrics_0"]["train/clip_fraction"] == 0
@@ -76,7 +79,7 @@ def test_the_batch_is_compared_to_the_policy_before_its_first_update(model_folde
 
 
 def test_mismatch_is_that_of_the_policy_before_its_first_update(model_folder: Path) -> None:
-    recompute = load(model_folder, "loss.old_logprobs=recompute")
+    recompute = load(model_folder, "algorithm.surrogate.old_logprobs=recompute")
     found = run_ranks(two_updates, 1, recompute)[0]
     generator = [
         torch.cat([torch.from_numpy(s.generator_logprobs) for s in part]) for part in microbatches()
@@ -84,7 +87,7 @@ def test_mismatch_is_that_of_the_policy_before_its_first_update(model_folder: Pa
     gap = float((torch.cat(found["old"]) - torch.cat(generator)).abs().double().sum())
     # In the generator's mode the second update sees a policy that has moved.
     moved = run_ranks(two_updates, 1, load(model_folder))[0]
-    assert moved["old"] is None
+    assert moved["old"] == []
     for number in (0, 1):
         assert found[f"metrics_{number}"]["train/logprob_gap"] == pytest.approx(gap, rel=1e-6)
     assert moved["metrics_0"]["train/logprob_gap"] == pytest.approx(gap, rel=1e-5)
@@ -104,9 +107,9 @@ def test_mismatch_is_that_of_the_policy_before_its_first_update(model_folder: Pa
     ids=",".join,
 )
 def test_updates_are_the_same_for_every_split(model_folder: Path, split: list[str]) -> None:
-    alone = load(model_folder, "loss.old_logprobs=recompute")
+    alone = load(model_folder, "algorithm.surrogate.old_logprobs=recompute")
     extra = [f"parallel.{part}" for part in split]
-    shared = load(model_folder, "loss.old_logprobs=recompute", *extra)
+    shared = load(model_folder, "algorithm.surrogate.old_logprobs=recompute", *extra)
     expected, found = run_ranks(two_updates, 1, alone)[0], run_ranks(two_updates, 2, shared)
     for number in (0, 1):
         for name in ("train/loss", "train/logprob_gap", "train/mismatch_k3", "train/grad_norm"):

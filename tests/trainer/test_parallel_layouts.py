@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
@@ -68,7 +68,7 @@ Curve = list[tuple[float, float]]
 def train(cfg: Config) -> Curve:
     """Some updates on this rank."""
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, STEPS)
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, STEPS)
         curve = []
         for _ in range(STEPS):
             found = {m.name: m.value for m in trainer.update(my_share(30), version=0)}
@@ -120,7 +120,7 @@ def test_mixture_of_experts_trains_alike(layout: str, mixed: tuple[Path, Curve])
 def parameters_around_a_gather(cfg: Config) -> list[Tensor]:
     """All parameters in one after an update, before and after they are gathered."""
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, STEPS)
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, STEPS)
         trainer.update(my_share(30), version=0)
         found = []
         for _ in range(2):

@@ -12,14 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.algorithms.loss import LOSSES, LossInputs, clipped_loss
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.export import export_tensors
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks
+from tests.obvious_losses import clipped_loss
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import QWEN3_MOE, write_model
 
@@ -41,7 +42,7 @@ def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gradient_of(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     """Gradient in HF layout (rank 0) after forward and backward of the same minibatch."""
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1)
         share = my_share(budget_tokens, has_groups=True)
         sums = trainer.accumulate(share, version=0).sums
         with torch.no_grad():
@@ -61,10 +62,8 @@ def reference_gradient(folder: Path) -> dict[str, torch.Tensor]:
         rows = torch.log_softmax(model(ids[None]).logits[0].float(), -1)
         logprobs = torch.stack([rows[i - 1, ids[i]] for i in range(s.prompt_length, len(ids))])
         ones = torch.ones(len(logprobs))
-        inputs = LossInputs(
-            logprobs, torch.tensor(s.generator_logprobs), ones * s.advantage, ones * s.weight
-        )
-        total = total + clipped_loss(inputs, load_config(None).loss).loss
+        old = torch.tensor(s.generator_logprobs)
+        total = total + clipped_loss(logprobs, old, ones * s.advantage, ones * s.weight)
     total.backward()
     for parameter in model.parameters():
         parameter.data = parameter.grad
@@ -161,7 +160,7 @@ def assert_gradient_equal(folder: Path, extra: list[str], budget_tokens: int) ->
 def step_of(cfg: Config) -> tuple[float, dict[str, torch.Tensor]]:
     """Gradient norm of one update, and the weights after it (rank 0)."""
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 1)
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1)
         metrics = {metric.name: metric.value for metric in trainer.update(my_share(30), version=0)}
         return metrics["train/grad_norm"], dict(export_tensors(policy.chunks, policy.shape))
 

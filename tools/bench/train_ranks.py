@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging
@@ -26,7 +27,7 @@ from megatron_rl.trainer.model.last_stage import output_weight
 from megatron_rl.trainer.model.logprobs import OutputLayer
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.sft import share_of
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
 from tools.bench.lengths import Lengths, magistral_like
 from tools.bench.peak_memory import is_accelerator, logprob_peak_over_bound
@@ -54,7 +55,7 @@ def main(cfg: Config, work: Workload) -> None:
     lengths = lengths_of(work)
     with open_policy(cfg) as policy:
         sequences = make_sequences(lengths, policy.shape.vocab)
-        objective = Objective(LOSSES["supervised"], cfg.loss)
+        objective = find_objective(AlgorithmConfig(preset="sft"))
         trainer = Trainer(policy, objective, cfg.optimizer, 1000, train=cfg.train)
         share = share_of(sequences, cfg.train.microbatch_tokens)
         loops: dict[str, Callable[[], object]] = {OURS: partial(trainer.update, share, version=0)}

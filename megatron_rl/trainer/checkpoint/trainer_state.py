@@ -12,7 +12,12 @@ from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.trainer.checkpoint.optimizer_state import (
@@ -25,6 +30,7 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
 
 log = logging.getLogger(__name__)
+_AVERAGE = "reference_"
 
 
 def sharded_state(trainer: Trainer, step: int) -> dict[str, Any]:
@@ -36,6 +42,7 @@ def sharded_state(trainer: Trainer, step: int) -> dict[str, Any]:
     model = _model_state(trainer.policy)
     return {
         **model,
+        **_average_state(trainer),
         "optimizer": sharded_optimizer_state(trainer.optimizer, model),
         "random": _random_state(trainer.policy),
         "common": {
@@ -58,6 +65,7 @@ def restore(trainer: Trainer, folder: Path) -> int:
     model = _model_state(trainer.policy)
     wanted = {
         **model,
+        **_average_state(trainer),
         "optimizer": sharded_optimizer_state(trainer.optimizer, model, is_loading=True),
     }
     is_same_split = tuple(common["model_parallel_sizes"]) == _model_parallel_sizes()
@@ -67,6 +75,7 @@ def restore(trainer: Trainer, folder: Path) -> int:
         loaded = dist_checkpointing.load(wanted, str(folder))
     except (CheckpointingException, KeyError) as error:
         raise InputError(f"{folder} does not fit the model to be trained: {error}") from error
+    _restore_average(trainer, loaded)
     for name, chunk in _chunks(trainer.policy).items():
         chunk.load_state_dict(loaded[name])
     # A second look at the model: the first one's tensors may be gone into what was loaded.
@@ -88,6 +97,34 @@ def _chunks(policy: Policy) -> dict[str, Any]:
 
 def _model_state(policy: Policy) -> dict[str, Any]:
     return {name: chunk.sharded_state_dict() for name, chunk in _chunks(policy).items()}
+
+
+def _average_state(trainer: Trainer) -> dict[str, Any]:
+    """Of a reference that is a moving average, in the model's dtype; nothing of others, which a
+    resumed run reads again where they came from."""
+    reference = trainer.reference
+    if reference is None or not reference.is_average:
+        return {}
+    with reference.in_place():
+        state = {
+            f"{_AVERAGE}{name}": chunk.sharded_state_dict(prefix=f"{_AVERAGE}.")
+            for name, chunk in _chunks(trainer.policy).items()
+        }
+        for leaf in nested_values(state):
+            if isinstance(leaf, ShardedTensor | ShardedTensorFactory):
+                leaf.data = leaf.data.detach().to("cpu", copy=True)
+    return state
+
+
+def _restore_average(trainer: Trainer, loaded: dict[str, Any]) -> None:
+    reference = trainer.reference
+    if reference is None or not reference.is_average:
+        return
+    with reference.in_place():
+        for name, chunk in _chunks(trainer.policy).items():
+            state = loaded[f"{_AVERAGE}{name}"]
+            chunk.load_state_dict({k.removeprefix(f"{_AVERAGE}."): v for k, v in state.items()})
+        reference.take()
 
 
 def _model_parallel_sizes() -> tuple[int, int]:

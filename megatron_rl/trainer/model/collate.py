@@ -28,10 +28,18 @@ class MicroBatch:
     targets: Tensor  # [completion tokens] int64, token id
     generator_logprobs: Tensor  # [completion tokens] float32
     advantages: Tensor  # [completion tokens] float32
+    rewards: Tensor  # [completion tokens] float32, of the sequence
     weights: Tensor  # [completion tokens] float32
     versions: Tensor  # [completion tokens] int64, policy version that sampled the token
+    sequence_of: Tensor  # [completion tokens] int64, number of the sequence in the microbatch
+    target_ends: Tensor  # [sequences] int64, one after the last completion token of each
+    group_of: Tensor  # [sequences] int64, number of the group in the minibatch; -1: padding
+    member_of: Tensor  # [sequences] int64, place in the group
     expert_choices: Tensor | None = None  # [positions, layers x experts of a token] int64, or -1
     folding: Folding | None = None  # None: positions are the sequences laid end to end
+    places: Tensor | None = None
+    """Context ranks: [their completion tokens] int64, which ones of the microbatch they predict.
+    Their positions and targets are their own, all else is that of the microbatch."""
 
     @property
     def rows(self) -> int:
@@ -50,7 +58,8 @@ class MicroBatch:
 def placeholder() -> TrainSequence:
     """A sequence without weight: an empty microbatch still runs, as its collectives must match."""
     one = np.zeros(1, np.int32)
-    return TrainSequence(np.zeros(2, np.int32), 1, np.zeros(1, np.float32), one - 1, 0.0, 0.0)
+    ids, logprobs = np.zeros(2, np.int32), np.zeros(1, np.float32)
+    return TrainSequence(ids, 1, logprobs, one - 1, advantage=0.0, weight=0.0, group=-1)
 
 
 def collate(
@@ -116,32 +125,42 @@ def _per_target(sequences: list[TrainSequence]) -> dict[str, Tensor]:
     ids = np.concatenate([s.token_ids[s.prompt_length :] for s in sequences])
     logprobs = np.concatenate([s.generator_logprobs for s in sequences])
     versions = np.concatenate([s.token_versions for s in sequences])
+
+    def repeated(values: list[float]) -> Tensor:
+        return _tensor(np.repeat(values, counts), torch.float32)
+
     return {
         "targets": _tensor(ids, torch.int64),
         "generator_logprobs": _tensor(logprobs, torch.float32),
-        "advantages": _tensor(np.repeat([s.advantage for s in sequences], counts), torch.float32),
-        "weights": _tensor(np.repeat([s.weight for s in sequences], counts), torch.float32),
+        "advantages": repeated([s.advantage for s in sequences]),
+        "rewards": repeated([s.reward for s in sequences]),
+        "weights": repeated([s.weight for s in sequences]),
         "versions": _tensor(versions, torch.int64),
+        "sequence_of": _tensor(np.repeat(np.arange(len(counts)), counts), torch.int64),
+        "target_ends": _tensor(np.cumsum(counts), torch.int64),
+        "group_of": _tensor([s.group for s in sequences], torch.int64),
+        "member_of": _tensor([s.member for s in sequences], torch.int64),
     }
 
 
 def context_shard(batch: MicroBatch, positions: Tensor) -> MicroBatch:
     """What a context rank with these positions sees: tokens, and which positions predict.
 
-    positions: int64, in the rank's order. `sequence_starts` stay those of the whole microbatch.
+    positions: int64, in the rank's order. What belongs to completion tokens stays that of the whole
+    microbatch, but for their targets: losses see whole sequences.
     """
     places = torch.full((batch.tokens.shape[1],), -1)
     places[positions] = torch.arange(len(positions))
     loss_positions = places[batch.loss_positions]
     is_here = loss_positions >= 0
-    per_target = ("targets", "generator_logprobs", "advantages", "weights", "versions")
     return replace(
         batch,
         tokens=batch.tokens[:, positions],
         position_ids=batch.position_ids[:, positions],
         loss_positions=loss_positions[is_here],
+        targets=batch.targets[is_here],
+        places=is_here.nonzero()[:, 0],
         expert_choices=None if batch.expert_choices is None else batch.expert_choices[positions],
-        **{name: getattr(batch, name)[is_here] for name in per_target},
     )
 
 

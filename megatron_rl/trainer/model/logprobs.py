@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.backend.products import add_product, note_added
-from megatron_rl.backend.softmax import is_read_only, softmax_gradient, softmax_sums
+from megatron_rl.backend.softmax import Bonus, is_read_only, softmax_gradient, softmax_sums
 
 BYTES = 12
 """That a pass needs for a logit, in plain torch: as float32 the logit, its exponential, and what
@@ -31,7 +31,7 @@ class TokenLogprobs(NamedTuple):
     logprobs: Tensor
     """[tokens] float32, differentiable."""
     entropy: Tensor
-    """[tokens] float32 in nats, not differentiable."""
+    """[tokens] float32 in nats; differentiable if the layer says so."""
 
 
 class LogitMemory:
@@ -75,6 +75,7 @@ class OutputLayer:
     """Where the backward pass adds the weight's gradient, float32; None: autograd hands it on."""
     is_sole_user: bool = False
     """Whether nothing else hands on a gradient of the weight, for Megatron's hooks to wait for."""
+    differentiates_entropy: bool = False
     memory: LogitMemory = field(default_factory=LogitMemory)
     """Shared by the microbatches of a step."""
 
@@ -123,7 +124,10 @@ def token_logprobs(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> Token
 
 
 class _Logprobs(torch.autograd.Function):
-    """d logprob / d logit = (is target - softmax) / temperature."""
+    """d logprob / d logit = (is target - softmax) / temperature.
+
+    d entropy / d logit = -softmax * (log softmax + entropy) / temperature.
+    """
 
     @staticmethod
     def forward(
@@ -155,20 +159,24 @@ class _Logprobs(torch.autograd.Function):
         dist.all_reduce(sums, group=layer.group)
 
         log_z = sums[0].log()
-        ctx.save_for_backward(hidden, local, is_local, maxima + log_z)
+        entropy = log_z - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, local, is_local, maxima + log_z, entropy)
         ctx.layer = layer
         # The logits of the last pass stay there, unless the sums have spoilt them.
         ctx.uses = layer.memory.uses if is_read_only(hidden) else None
-        entropy = log_z - sums[1] / sums[0]
-        ctx.mark_non_differentiable(entropy)
+        if not layer.differentiates_entropy:
+            ctx.mark_non_differentiable(entropy)
         return sums[2] - log_z, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, local, is_local, log_z = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, local, is_local, log_z, entropy = ctx.saved_tensors
         layer: OutputLayer = ctx.layer
         weight = layer.true_weight
         slope = grad / layer.temperature
+        bonus = None
+        if layer.differentiates_entropy:
+            bonus = Bonus(grad_entropy / layer.temperature, entropy)
         grad_hidden = torch.zeros_like(hidden)
         # Parts of a sum: in float32, as Megatron's gradient buffers are.
         grad_weight = layer.gradient
@@ -188,6 +196,7 @@ class _Logprobs(torch.autograd.Function):
                 log_z=log_z[span],
                 slopes=slope[span],
                 target_slopes=(slope * is_local)[span],
+                bonus=bonus and bonus.rows(span),
             )
             torch.mm(rows, weight, out=grad_hidden[span])
             add_product(grad_weight[: len(weight)], rows, part)

@@ -5,31 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.tree import Config
 from megatron_rl.launcher.sweep.plan import Plan, make_plan
 from megatron_rl.launcher.sweep.sweep_file import load_sweep
 
 SWEEPS = Path(__file__).resolve().parents[3] / "examples" / "sweeps"
-# Nothing else may be wrong with these: strict fails the test once the section is there.
-NEEDS_ALGORITHM = pytest.mark.xfail(
-    "algorithm" not in Config.model_fields,
-    reason="the configuration has no section [algorithm]",
-    strict=True,
-)
-
-
-def needed(path: Path) -> tuple[pytest.MarkDecorator, ...]:
-    return (NEEDS_ALGORITHM,) if "algorithm." in path.read_text() else ()
 
 
 def shipped(name: str, tmp_path: Path) -> Plan:
     return make_plan(load_sweep(SWEEPS / f"{name}.toml"), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(path.stem, marks=needed(path)) for path in sorted(SWEEPS.glob("*.toml"))],
-)
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SWEEPS.glob("*.toml"))])
 def test_all_variants_of_a_shipped_sweep_load_and_differ(name: str, tmp_path: Path) -> None:
     plan = shipped(name, tmp_path)
     assert plan.sweep.name == name and plan.sweep.base.name == "tiny.toml"

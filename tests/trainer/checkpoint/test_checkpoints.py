@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
@@ -24,7 +24,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint import background_save
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.publish.control import Control
 from tests.distributed import run_ranks
 from tests.tiny_models import write_model
@@ -47,7 +47,7 @@ def state_at(step: int) -> QueueState:
 
 
 def open_all(cfg: Config, policy: Any, last_step: int = 100) -> tuple[Trainer, Checkpoints]:
-    trainer = Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, 10)
+    trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 10)
     control = Control(policy.backend.host_group(60))
     checkpoints = Checkpoints(
         cfg.checkpoint, cfg.run.dir, control, queue_state=state_at, last_step=last_step

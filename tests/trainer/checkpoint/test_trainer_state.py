@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, OptimizerConfig, ParallelConfig
 from megatron_rl.trainer.checkpoint.background_save import BackgroundSave
@@ -19,7 +19,7 @@ from megatron_rl.trainer.checkpoint.optimizer_state import (
 from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.optimizer import build_optimizer
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
@@ -30,14 +30,16 @@ TOTAL_STEPS = 10
 
 
 def new_trainer(cfg: Config, policy: object) -> Trainer:
-    return Trainer(policy, Objective(LOSSES["clipped"], cfg.loss), cfg.optimizer, TOTAL_STEPS)
+    return Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, TOTAL_STEPS)
 
 
 def take_steps(trainer: Trainer, first: int, last: int) -> list[tuple[float, float, float]]:
     """(loss, gradient norm, learning rate) of each step."""
     taken = []
     for step in range(first, last):
-        values = {m.name: m.value for m in trainer.update(my_share(30, seed=step), version=0)}
+        share = my_share(30, seed=step)
+        known = trainer.prepare([share])[0]
+        values = {m.name: m.value for m in trainer.update(share, version=0, known=known)}
         taken.append((values["train/loss"], values["train/grad_norm"], values["train/lr"]))
     return taken
 
@@ -98,6 +100,13 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense")
     write_model(folder, is_tied=True, vocab_size=VOCAB)
     return folder
+
+
+def test_a_reference_that_follows_the_policy_is_resumed(dense: Path, tmp_path: Path) -> None:
+    average = ["algorithm.reference.policy=ema", "algorithm.reference.decay=0.5"]
+    held = ["algorithm.kl.placement=loss", "algorithm.kl.coefficient=0.5", *average]
+    splits_of_ranks = [[*split, *held] for split in splits("tensor=1", "tensor=2", "pipeline=2")]
+    check(dense, tmp_path / "c", held, splits_of_ranks)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,9 @@ def test_a_context_rank_sees_its_positions_and_their_rows() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 6, 7]]
     # Rows 1 to 6 predict; this rank holds positions 1 and 6, its second and third.
     assert batch.loss_positions.tolist() == [1, 2] and batch.targets.tolist() == [3, 8]
-    assert batch.generator_logprobs.tolist() == [-1, -6]
+    # Losses see the whole sequence, and which of its tokens are here.
+    assert batch.generator_logprobs.tolist() == [-1, -2, -3, -4, -5, -6]
+    assert batch.places.tolist() == [0, 5]
     assert batch.sequence_starts.tolist() == [0, 8]
 
 

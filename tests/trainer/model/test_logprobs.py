@@ -21,6 +21,12 @@ def make_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return hidden, weight, torch.randint(0, VOCAB, (TOKENS,), generator=rng)
 
 
+def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, has_bonus: bool) -> torch.Tensor:
+    """Weighted logprobs, and entropies weighted the other way round."""
+    loss = (logprobs * SLOPES).sum()
+    return loss - 0.5 * (entropy * SLOPES.flip(0)).sum() if has_bonus else loss
+
+
 def results_of_rank(
     dtype: torch.dtype, temperature: float, vocab: int, chunk_tokens: int
 ) -> dict[str, torch.Tensor]:
@@ -29,13 +35,16 @@ def results_of_rank(
     hidden, weight, targets = make_inputs(dtype)
     mine = weight.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
     hidden.requires_grad_()
-    layer = OutputLayer(mine, vocab, dist.group.WORLD, temperature, chunk_tokens)
+    has_bonus = temperature != 1.0
+    layer = OutputLayer(
+        mine, vocab, dist.group.WORLD, temperature, chunk_tokens, differentiates_entropy=has_bonus
+    )
     values = token_logprobs(hidden, targets % vocab, layer)
-    (values.logprobs * SLOPES).sum().backward()
+    loss_of(values.logprobs, values.entropy, has_bonus).backward()
     dist.all_reduce(hidden.grad)
     return {
         "logprobs": values.logprobs.detach(),
-        "entropy": values.entropy,
+        "entropy": values.entropy.detach(),
         "hidden": hidden.grad,
         "weight": mine.grad,
     }
@@ -47,10 +56,11 @@ def reference(dtype: torch.dtype, temperature: float, vocab: int) -> dict[str, t
     weight.requires_grad_()
     logits = torch.log_softmax((hidden @ weight[:vocab].t()).float() / temperature, -1)
     chosen = logits.gather(1, (targets % vocab)[:, None])[:, 0]
-    (chosen * SLOPES).sum().backward()
+    entropy = -(logits.exp() * logits).sum(-1)
+    loss_of(chosen, entropy, temperature != 1.0).backward()
     return {
         "logprobs": chosen.detach(),
-        "entropy": -(logits.exp() * logits).sum(-1).detach(),
+        "entropy": entropy.detach(),
         "hidden": hidden.grad,
         "weight": weight.grad,
     }

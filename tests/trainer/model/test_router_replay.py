@@ -10,17 +10,17 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-from megatron_rl.algorithms.loss import LOSSES
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.model.build import packed
 from megatron_rl.trainer.model.collate import collate
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.model.router_replay import UNKNOWN, replayed, routers_of
-from megatron_rl.trainer.step import Objective, Trainer
+from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.layout.tensor_shards import Share
 from tests.distributed import run_ranks
 from tests.tiny_models import QWEN3_MOE, write_model
@@ -118,8 +118,8 @@ def test_recorded_choices_are_taken_again_under_other_weights(folder: Path) -> N
 def totals(cfg: Config, replays: bool) -> tuple[float, float]:
     """Loss and norm of the gradient of the same minibatch."""
     with open_policy(cfg) as policy:
-        objective = Objective(LOSSES["clipped"], cfg.loss, replays_experts=replays)
-        trainer = Trainer(policy, objective, cfg.optimizer, 1)
+        train = TrainConfig(router_replay=replays)
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1, train=train)
         sequences = make_sequences()
         dealt = deal(
             [len(sequence.token_ids) for sequence in sequences],

@@ -1,0 +1,94 @@
+"""Credit: what each completion of a group is worth. Pure numpy; used by the rollout queue.
+
+A credit is `f(group, config) -> [n] float64`, from the rewards of one prompt's completions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+from megatron_rl.config.algorithm import CreditConfig
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """What credit may depend on, of the n completions of a prompt."""
+
+    prompt_id: str
+    rewards: np.ndarray
+    """[n] float64."""
+    is_correct: np.ndarray
+    """[n] bool: whether the verifier accepted the answer."""
+    lengths: np.ndarray
+    """[n] int64, completion tokens."""
+
+
+CreditFunction = Callable[[GroupView, CreditConfig], np.ndarray]
+
+
+def group_mean(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+    """Reward minus the group's mean reward. Source: Magistral (arXiv 2506.10910), section 2.1."""
+    return group.rewards - group.rewards.mean()
+
+
+def leave_one_out(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+    """Reward minus the mean of the others: unbiased. Source: RLOO (arXiv 2402.14740), eq. 8."""
+    n = len(group.rewards)
+    return group_mean(group, cfg) * n / (n - 1)
+
+
+def reward(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+    """The reward itself, without a baseline."""
+    return group.rewards
+
+
+def zero(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+    """Nothing: where only a reference policy teaches."""
+    return np.zeros_like(group.rewards)
+
+
+def pass_at_k(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+    """Each completion's share in the mean over all k-subsets of their largest reward.
+
+    A_i = sum over the k-subsets S with i of (max of S - max of S without i) / (n choose k): with
+    rewards of 0 and 1 and C right ones, (n-C choose k-1) / (n choose k) for right ones, else 0.
+    sum_i A_i grad log pi(y_i) has the gradient of E max as its mean; centring it would bias it.
+    Source: leave-one-out form of PKPO (arXiv 2505.15201).
+    """
+    rewards, k = group.rewards, cfg.k
+    n = len(rewards)
+    if k == 1:
+        return rewards / n
+    order = np.argsort(-rewards, kind="stable")
+    ranked = rewards[order]
+    credit = np.zeros(n)
+    # In subsets whose largest is of rank i and second of rank j, the others are of later ranks.
+    for i in range(n):
+        for j in range(i + 1, n):
+            subsets = comb(n - j - 1, k - 2)
+            credit[order[i]] += (ranked[i] - ranked[j]) * subsets
+    return credit / comb(n, k)
+
+
+def soft_value(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+    """Reward minus beta * log mean exp(reward / beta) over the group, with beta cfg.temperature.
+
+    Of completions that the reference policy sampled, it is the value of the best policy that KL
+    holds to the reference. Source: SPO (arXiv 2503.05453), section 3; there, from the reference.
+    """
+    scaled = group.rewards / cfg.temperature
+    top = scaled.max()
+    value = cfg.temperature * (top + np.log(np.exp(scaled - top).mean()))
+    return group.rewards - value
+
+
+CREDITS: dict[str, CreditFunction] = {
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "reward": reward,
+    "zero": zero,
+    "pass_at_k": pass_at_k,
+    "soft_value": soft_value,
+}

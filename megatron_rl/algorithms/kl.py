@@ -1,0 +1,44 @@
+"""KL(policy || reference) as a cost, with gradients that are its own. Pure; for trainer ranks.
+
+l_t = log(policy / reference) of token t. See docs/algorithms.md for what other forms would follow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_rl.algorithms.tokens import Tokens
+from megatron_rl.config.algorithm import KlConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def kl_advantages(tokens: Tokens, cfg: KlConfig) -> Tensor:
+    """What to add to each token's advantage [tokens], without gradient.
+
+    horizon "to_go": -beta (sum_{s >= t} l_s - b), b the mean of the sums over the other sequences
+    of the group; in expectation under the policy the exact gradient of the sequences' KL. "token":
+    -beta l_t, which is that of each position's own KL, at the places that the policy visits.
+    """
+    ratios = tokens.with_constant_policy().reference_log_ratios
+    if cfg.horizon == "token":
+        return -cfg.coefficient * ratios
+    segments = tokens.segments
+    baseline = segments.mean_of_others(segments.sum(ratios))
+    return -cfg.coefficient * (segments.to_go(ratios) - segments.spread(baseline))
+
+
+def kl_loss(tokens: Tokens, cfg: KlConfig) -> Tensor:
+    """[] to add to the loss; a sequence weighs as its tokens do.
+
+    k2: beta / 2 (sum_t l_t)^2 of a sequence, whose expected gradient on-policy is that of
+    KL(policy || reference). forward_kl: beta (exp(-l_t) - 1 + l_t), that of KL(reference || policy)
+    at the places visited.
+    """
+    ratios = tokens.reference_log_ratios
+    if cfg.estimator == "forward_kl":
+        return cfg.coefficient * (tokens.weights * ((-ratios).exp() - 1 + ratios)).sum()
+    segments = tokens.segments
+    weights = segments.mean(tokens.weights)
+    return cfg.coefficient * (weights * segments.sum(ratios).square() / 2).sum()

@@ -1,0 +1,127 @@
+"""The loss of a configuration: its parts put together.
+
+Used by trainer ranks. A loss is a sum over tokens, each of which carries its own weight, so it is
+the same for every split into microbatches and ranks: sequences are whole in each microbatch, and
+what depends on whole groups is computed before the gradient (`needs_groups`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_rl.algorithms.correction import (
+    CORRECTIONS,
+    CorrectionFunction,
+    behaviour_ratios,
+)
+from megatron_rl.algorithms.kl import kl_advantages, kl_loss
+from megatron_rl.algorithms.shaping import SHAPINGS, ShapingFunction, needs_groups
+from megatron_rl.algorithms.surrogate import SURROGATES, SurrogateFunction
+from megatron_rl.algorithms.tokens import Tokens
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.lookup import find_function
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LossOutput(NamedTuple):
+    """The scalar to differentiate, and what to report."""
+
+    loss: Tensor
+    """[] float32: this microbatch's part of the minibatch's loss."""
+    sums: dict[str, Tensor]
+    """By name [], over real tokens; the same names for every microbatch."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What an update minimises."""
+
+    cfg: AlgorithmConfig
+    surrogate: SurrogateFunction
+    correction: CorrectionFunction | None = None
+    shaping: ShapingFunction | None = None
+    temperature: float = 1.0
+    """Sampling temperature of the generators; the trainer's logits are divided by it too."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether it reads the trainer's own logprobs from before the batch's first update."""
+        return self.cfg.surrogate.old_logprobs == "recompute"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads the reference policy's logprobs."""
+        return self.cfg.needs_reference
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether advantages depend on the logprobs of whole groups."""
+        has_baseline = self.cfg.kl.placement == "reward" and self.cfg.kl.horizon == "to_go"
+        return has_baseline or needs_groups(self.shaping, self.cfg.shaping)
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the entropy is differentiated."""
+        return self.cfg.entropy.coefficient > 0
+
+    def advantages(self, tokens: Tokens) -> Tensor:
+        """[tokens], without gradient: those of the queue, shaped by the policy as it is."""
+        found = tokens.advantages
+        if self.shaping is not None:
+            found = self.shaping(tokens, self.cfg.shaping).detach()
+        if self.cfg.kl.placement == "reward":
+            found = found + kl_advantages(tokens, self.cfg.kl)
+        return found
+
+    def loss(self, tokens: Tokens, advantages: Tensor, entropy: Tensor) -> LossOutput:
+        """-sum_t w_t f_t surrogate_t + KL - c sum_t w_t entropy_t, f the correction.
+
+        entropy: [tokens] in nats, differentiable where `has_entropy_bonus`.
+        """
+        values, sums = self.surrogate(tokens, advantages, self.cfg.surrogate)
+        if self.correction is not None:
+            ratios = behaviour_ratios(tokens, self.cfg.correction)
+            factors = self.correction(ratios, self.cfg.correction)
+            values = factors * values
+            sums = sums | _correction_sums(ratios, factors, tokens.is_real)
+        loss = -(tokens.weights * values).sum()
+        if self.cfg.kl.placement == "loss":
+            loss = loss + kl_loss(tokens, self.cfg.kl)
+        if self.has_entropy_bonus:
+            loss = loss - self.cfg.entropy.coefficient * (tokens.weights * entropy).sum()
+        if self.needs_reference:
+            sums = sums | _reference_sums(tokens)
+        return LossOutput(loss, sums | _advantage_sums(tokens, advantages))
+
+
+def _correction_sums(ratios: Tensor, factors: Tensor, is_real: Tensor) -> dict[str, Tensor]:
+    real = ratios[is_real]
+    return {
+        "correction_changed": ((factors != ratios) & is_real).sum(),
+        "behaviour_ratio": real.sum(),
+        "behaviour_ratio_square": real.square().sum(),
+    }
+
+
+def _reference_sums(tokens: Tokens) -> dict[str, Tensor]:
+    ratios = tokens.with_constant_policy().reference_log_ratios
+    return {"reference_k1": ratios.sum(), "reference_k3": ((-ratios).exp() - 1 + ratios).sum()}
+
+
+def _advantage_sums(tokens: Tokens, advantages: Tensor) -> dict[str, Tensor]:
+    real = advantages[tokens.is_real]
+    return {"advantage": real.sum(), "advantage_square": real.square().sum()}
+
+
+def find_objective(cfg: AlgorithmConfig, temperature: float = 1.0) -> Objective:
+    """The objective of a configuration. Raises InputError for a name that stands for nothing."""
+    return Objective(
+        cfg,
+        find_function(SURROGATES, cfg.surrogate.name, key="algorithm.surrogate.name"),
+        find_function(CORRECTIONS, cfg.correction.name, key="algorithm.correction.name"),
+        find_function(SHAPINGS, cfg.shaping.name, key="algorithm.shaping.name"),
+        temperature,
+    )

@@ -1,0 +1,95 @@
+"""Surrogates: what is maximised for each token. Pure; used by trainer ranks.
+
+A surrogate is `f(tokens, advantages, config) -> Surrogate`; the loss is minus its weighted sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_rl.algorithms.tokens import Tokens
+from megatron_rl.config.algorithm import SurrogateConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MAX_LOG_RATIO = 20.0
+"""Larger ones are cut: exp() of them would overflow."""
+
+
+class Surrogate(NamedTuple):
+    """Per token [tokens], and what to report: sums over real tokens by name."""
+
+    values: Tensor
+    sums: dict[str, Tensor]
+
+
+SurrogateFunction = Callable[[Tokens, "Tensor", SurrogateConfig], Surrogate]
+CLIPPED_LOW, CLIPPED_HIGH = "clip_fraction_low", "clip_fraction_high"
+
+
+def clipped(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate:
+    """min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), r = policy / old, of tokens or sequences.
+
+    With dual_clip c, no less than c A where A < 0.
+    Source: Magistral (arXiv 2506.10910), section 2.1; level "sequence": GSPO (arXiv 2507.18071),
+    eq. 5 and 7; dual_clip: arXiv 1912.09729, eq. 5.
+    """
+    ratio = importance_ratios(tokens, cfg)
+    free = ratio * advantages
+    values = free.minimum(ratio.clamp(1 - cfg.eps_low, 1 + cfg.eps_high) * advantages)
+    if cfg.dual_clip:
+        is_bounded = (advantages < 0) & (values < cfg.dual_clip * advantages)
+        values = (cfg.dual_clip * advantages).where(is_bounded, values)
+    is_cut = (free > values) & tokens.is_real
+    return Surrogate(
+        values,
+        {
+            CLIPPED_LOW: (is_cut & (ratio < 1)).sum(),
+            CLIPPED_HIGH: (is_cut & (ratio > 1)).sum(),
+        },
+    )
+
+
+def reinforce(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate:
+    """A log pi. Source: Williams, Machine Learning 8 (1992)."""
+    return Surrogate(advantages * tokens.logprobs, {})
+
+
+def cispo(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate:
+    """constant(clip(r, 1 - eps_low, 1 + eps_high)) A log pi: every token keeps a gradient.
+
+    Source: MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5.
+    """
+    ratio = importance_ratios(tokens, cfg).detach()
+    bounded = ratio.clamp(1 - cfg.eps_low, 1 + cfg.eps_high)
+    return Surrogate(
+        bounded * advantages * tokens.logprobs,
+        {
+            CLIPPED_LOW: ((ratio < bounded) & tokens.is_real).sum(),
+            CLIPPED_HIGH: ((ratio > bounded) & tokens.is_real).sum(),
+        },
+    )
+
+
+def supervised(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate:
+    """log pi: maximum likelihood, whatever the advantages."""
+    return Surrogate(tokens.logprobs, {})
+
+
+def importance_ratios(tokens: Tokens, cfg: SurrogateConfig) -> Tensor:
+    """[tokens] policy / old, differentiable: each token's, or its sequence's geometric mean."""
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    if cfg.level == "sequence":
+        log_ratio = tokens.segments.spread(tokens.segments.mean(log_ratio))
+        log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return log_ratio.exp()
+
+
+SURROGATES: dict[str, SurrogateFunction] = {
+    "clipped": clipped,
+    "reinforce": reinforce,
+    "cispo": cispo,
+    "supervised": supervised,
+}

@@ -1,0 +1,105 @@
+"""What a loss sees: completion tokens with their logprobs, and which sequence each is of.
+
+Used by trainer ranks. Context ranks see the same: whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Tokens by sequence and sequences by group. Sequences are whole, and lie end to end."""
+
+    sequence_of: Tensor  # [tokens] int64: which sequence, from 0
+    ends: Tensor  # [sequences] int64: one after the last token of each
+    group_of: Tensor  # [sequences] int64: which group of the minibatch; -1: padding
+    member_of: Tensor  # [sequences] int64: place in its group
+    groups: int = 0
+    """Of the whole minibatch."""
+    members: int = 0
+    """Places of a group."""
+    add_up: Callable[[Tensor], Tensor] | None = None
+    """Sum over the ranks that share the groups; None: all groups are here."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[tokens] -> [sequences], differentiable."""
+        return values.new_zeros(len(self.ends)).index_add(0, self.sequence_of, values)
+
+    def lengths(self, like: Tensor) -> Tensor:
+        """[sequences] in the dtype of `like`: tokens of each."""
+        return like.new_zeros(len(self.ends)).index_add(
+            0, self.sequence_of, like.new_ones(len(self.sequence_of))
+        )
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[tokens] -> [sequences], differentiable."""
+        return self.sum(values) / self.lengths(values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[sequences] -> [tokens]: each token has its sequence's value."""
+        return values[self.sequence_of]
+
+    def to_go(self, values: Tensor) -> Tensor:
+        """[tokens] -> [tokens]: sum from each token to the end of its sequence."""
+        # In float64: differences of sums over all tokens of a minibatch.
+        until = values.double().cumsum(0)
+        return (until[self.ends - 1][self.sequence_of] - until + values).to(values.dtype)
+
+    def mean_of_others(self, values: Tensor) -> Tensor:
+        """[sequences] -> [sequences]: mean of the values of the other members of the group.
+
+        Not differentiable. Only where whole groups are known: in a shaping with `needs_groups`.
+        """
+        assert self.groups, "groups are known to shapings with needs_groups alone"
+        is_real = self.group_of >= 0
+        places = (self.group_of[is_real], self.member_of[is_real])
+        table = values.new_zeros(2, self.groups, self.members).double()
+        table[0][places] = values.detach()[is_real].double()
+        table[1][places] = 1.0
+        if self.add_up is not None:
+            table = self.add_up(table)
+        sums, counts = table.sum(-1)
+        found = values.detach().clone()
+        own = values.detach()[is_real].double()
+        groups = self.group_of[is_real]
+        found[is_real] = ((sums[groups] - own) / (counts[groups] - 1).clamp_min(1)).to(values.dtype)
+        return found
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Completion tokens of some sequences, end to end. All [tokens] float32 but where noted."""
+
+    logprobs: Tensor  # of the policy in training, differentiable
+    generator_logprobs: Tensor  # of the policy that sampled
+    advantages: Tensor
+    rewards: Tensor  # of the token's sequence
+    weights: Tensor  # in the loss
+    is_real: Tensor  # bool: not padding
+    lags: Tensor  # int64: versions between sampling and training
+    segments: Segments
+    proximal_logprobs: Tensor | None = None  # of the policy before the batch's first update
+    reference_logprobs: Tensor | None = None
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """What importance ratios divide by: proximal ones where they were asked for."""
+        proximal = self.proximal_logprobs
+        return self.generator_logprobs if proximal is None else proximal
+
+    @property
+    def reference_log_ratios(self) -> Tensor:
+        """log(policy / reference), differentiable; 0 for padding."""
+        assert self.reference_logprobs is not None, "algorithm.reference.policy is none"
+        return (self.logprobs - self.reference_logprobs).masked_fill(~self.is_real, 0.0)
+
+    def with_constant_policy(self) -> Tokens:
+        """The same, not differentiable."""
+        return replace(self, logprobs=self.logprobs.detach())

@@ -1,0 +1,112 @@
+"""What a loss sees of microbatches: their completion tokens, with all logprobs that it reads.
+
+Used by trainer ranks of the last pipeline stage.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_rl.algorithms.tokens import Segments, Tokens
+from megatron_rl.trainer.model.collate import MicroBatch
+
+
+@dataclass(frozen=True)
+class Known:
+    """What earlier passes found out about the tokens of a microbatch. [completion tokens] each."""
+
+    proximal_logprobs: Tensor | None = None
+    """The trainer's own, before the batch's first update."""
+    reference_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    """Those that depend on the policy; None: the queue's, or a shaping without groups."""
+
+
+NOTHING = Known()
+
+
+def tokens_of(batch: MicroBatch, logprobs: Tensor, known: Known, *, version: int) -> Tokens:
+    """Of one microbatch; logprobs: [completion tokens], of the policy in training."""
+    segments = Segments(batch.sequence_of, batch.target_ends, batch.group_of, batch.member_of)
+    return Tokens(
+        logprobs=logprobs,
+        generator_logprobs=batch.generator_logprobs,
+        advantages=batch.advantages,
+        rewards=batch.rewards,
+        weights=batch.weights,
+        is_real=segments.spread(batch.group_of) >= 0,
+        lags=version - batch.versions,
+        segments=segments,
+        proximal_logprobs=known.proximal_logprobs,
+        reference_logprobs=known.reference_logprobs,
+    )
+
+
+def whole_groups(
+    parts: Sequence[Tokens], *, groups: int, members: int, is_alone: bool = False
+) -> Tokens:
+    """Of all microbatches of a rank, where sums over groups reach over data-parallel ranks.
+
+    is_alone: there are no others.
+    """
+    segments = Segments(
+        sequence_of=_numbered([part.segments.sequence_of for part in parts], parts, "sequences"),
+        ends=_numbered([part.segments.ends for part in parts], parts, "tokens"),
+        group_of=torch.cat([part.segments.group_of for part in parts]),
+        member_of=torch.cat([part.segments.member_of for part in parts]),
+        groups=groups,
+        members=members,
+        add_up=None if is_alone else _sum_over_data_ranks,
+    )
+    joined = {
+        field.name: _joined([getattr(part, field.name) for part in parts])
+        for field in fields(Tokens)
+        if field.name != "segments"
+    }
+    return replace(parts[0], segments=segments, **joined)
+
+
+def _numbered(values: list[Tensor], parts: Sequence[Tokens], what: str) -> Tensor:
+    """Numbers within each part, counted through all parts."""
+    counts = [len(p.segments.ends) if what == "sequences" else len(p.weights) for p in parts]
+    firsts = [sum(counts[:place]) for place in range(len(counts))]
+    return torch.cat([value + first for value, first in zip(values, firsts, strict=True)])
+
+
+def _joined(values: list[Tensor | None]) -> Tensor | None:
+    return None if values[0] is None else torch.cat(values)
+
+
+def _sum_over_data_ranks(values: Tensor) -> Tensor:
+    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+    return values
+
+
+def whole(values: Tensor, batch: MicroBatch) -> Tensor:
+    """[completion tokens of the microbatch] from those of this context rank; differentiable.
+
+    Every context rank then computes the whole loss, whose gradient reaches its own tokens.
+    """
+    if batch.places is None:
+        return values
+    return _Whole.apply(values, batch.places, len(batch.weights))
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        found = values.new_zeros(count)
+        found[places] = values
+        dist.all_reduce(found, group=parallel_state.get_context_parallel_group())
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return gradient[places], None, None

@@ -1,0 +1,103 @@
+"""The reference policy: copies of weights that take the place of the policy's for one pass.
+
+Used by trainer ranks. Each rank keeps its own part in host memory; float32 masters are not touched.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.errors import InputError
+from megatron_rl.trainer.model.policy import Policy
+from megatron_rl.weights.folders.load import load_weights
+from megatron_rl.weights.layout.shape import read_shape
+
+START, EMA = "start", "ema"
+
+
+class Reference:
+    """Weights beside the policy's own."""
+
+    def __init__(self, policy: Policy, decay: float | None = None) -> None:
+        """The weights that the policy has now; decay: they follow it as a moving average."""
+        self._parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+        self._decay = decay
+        self._own = [_host_copy(p) for p in self._parameters]
+        # A moving average in bfloat16 would stand still: its steps are below the rounding.
+        dtype = None if decay is None else torch.float32
+        self._weights = [weight.to(dtype or weight.dtype, copy=True) for weight in self._own]
+
+    @property
+    def is_average(self) -> bool:
+        """Whether it follows the policy."""
+        return self._decay is not None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The policy has the reference's weights inside, and its own again outside.
+
+        The policy's parameters must be complete (`Trainer.gather`).
+        """
+        _copy(self._parameters, self._own)
+        _copy(self._weights, self._parameters)
+        try:
+            yield
+        finally:
+            _copy(self._own, self._parameters)
+
+    def take(self) -> None:
+        """From now on the reference has the weights that are in the policy's place."""
+        _copy(self._parameters, self._weights)
+
+    def follow(self, gather: Callable[[], None]) -> None:
+        """After a step of the optimizer; gather: completes the policy's parameters."""
+        if self._decay is None:
+            return
+        gather()
+        with torch.no_grad():
+            for weight, parameter in zip(self._weights, self._parameters, strict=True):
+                weight.lerp_(parameter.detach().to(weight), 1 - self._decay)
+
+
+def open_reference(policy: Policy, cfg: AlgorithmConfig) -> Reference | None:
+    """The reference that the objective reads, if any; the policy has its first weights.
+
+    Raises InputError for a folder of another architecture or size.
+    """
+    if not cfg.needs_reference:
+        return None
+    source = cfg.reference.policy
+    reference = Reference(policy, cfg.reference.decay if source == EMA else None)
+    if source not in (START, EMA):
+        folder = Path(source)
+        check_folder(folder, policy)
+        with reference.in_place():
+            load_weights(policy.chunks, policy.shape, folder)
+            reference.take()
+    return reference
+
+
+def check_folder(folder: Path, policy: Policy) -> None:
+    """Raise InputError unless the folder's model has the policy's shape."""
+    # How long a sequence may be changes no weight.
+    shape = replace(read_shape(folder), max_positions=policy.shape.max_positions)
+    if shape != policy.shape:
+        raise InputError(
+            f"algorithm.reference.policy = {folder} has the shape {shape}, and the policy has "
+            f"{policy.shape}: a reference is swapped into the policy's place, so give one as large"
+        )
+
+
+def _host_copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().to("cpu", copy=True)
+
+
+@torch.no_grad()
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

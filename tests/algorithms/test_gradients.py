@@ -1,0 +1,369 @@
+"""Every estimator's mean, by listing all outcomes, against the exact gradient of its objective."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.algorithms.tabular import BANDIT, PAIRS, Table, expected_gradient, gradient
+
+LIMIT = {"rtol": 0.0, "atol": 1e-6}
+TABLES = pytest.mark.parametrize("table", [BANDIT, PAIRS], ids=["bandit", "pairs"])
+SUMMED = {"normalization": {"name": "none"}, "aggregation": {"name": "sequence_sum"}}
+
+
+def scores(table: Table, logits: Tensor) -> Tensor:
+    """[outcomes, logits]: gradient of each outcome's logprob."""
+    jacobian = torch.autograd.functional.jacobian(lambda x: table.logprobs(x).sum(1), logits)
+    return jacobian
+
+
+def token_scores(table: Table, logits: Tensor) -> Tensor:
+    """[outcomes, length, logits]: gradient of each token's logprob."""
+    return torch.autograd.functional.jacobian(table.logprobs, logits)
+
+
+def rewards(table: Table) -> Tensor:
+    return torch.tensor(table.rewards, dtype=torch.float64)
+
+
+# --- credit ------------------------------------------------------------------------------------
+
+
+@TABLES
+@pytest.mark.parametrize("preset", ["rloo", "reinforce"])
+def test_rloo_and_reinforce_follow_the_mean_reward(table: Table, preset: str) -> None:
+    logits = table.logits(0)
+    found = expected_gradient(table, {"preset": preset}, logits, group_size=3)
+    torch.testing.assert_close(found, gradient(table.mean_reward, logits), **LIMIT)
+
+
+@TABLES
+def test_the_group_mean_is_short_by_one_nth(table: Table) -> None:
+    logits = table.logits(0)
+    given = SUMMED | {"surrogate": {"name": "reinforce"}}
+    for n in (2, 3):
+        found = expected_gradient(table, given, logits, group_size=n)
+        exact = gradient(table.mean_reward, logits) * (n - 1) / n
+        torch.testing.assert_close(found, exact, **LIMIT)
+
+
+@TABLES
+def test_dr_grpo_follows_the_mean_reward_but_for_a_constant(table: Table) -> None:
+    logits = table.logits(0)
+    found = expected_gradient(table, {"preset": "dr_grpo"}, logits, group_size=3)
+    torch.testing.assert_close(found, gradient(table.mean_reward, logits) * 2 / 3, **LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("table", "n", "k"), [(BANDIT, 4, 2), (BANDIT, 4, 3), (BANDIT, 4, 4), (PAIRS, 3, 2)]
+)
+def test_pass_at_k_follows_the_mean_best_of_k(table: Table, n: int, k: int) -> None:
+    logits = table.logits(1)
+
+    def best_of_k(leaf: Tensor) -> Tensor:
+        chances, r = table.probabilities(leaf), rewards(table)
+        return sum(
+            chances[list(places)].prod() * r[list(places)].max()
+            for places in product(range(len(r)), repeat=k)
+        )
+
+    given = {"preset": "pass_at_k", "credit": {"k": k}}
+    found = expected_gradient(table, given, logits, group_size=n)
+    # The mean over the sequences of a group, where the sum over them is the estimator.
+    torch.testing.assert_close(found, gradient(best_of_k, logits) / n, **LIMIT)
+
+
+# --- corrections -------------------------------------------------------------------------------
+
+
+def corrected(high: float, **more: Any) -> dict[str, Any]:
+    correction = {"name": "truncated", "high": high, **more}
+    credit = {"name": "leave_one_out"}
+    return SUMMED | {"preset": "aipo", "correction": correction, "credit": credit}
+
+
+def test_aipo_below_its_cap_follows_the_mean_reward_of_another_policys_samples() -> None:
+    logits, behaviour = BANDIT.logits(0), BANDIT.logits(5)
+    found = expected_gradient(BANDIT, corrected(1e3), logits, group_size=2, behaviour=behaviour)
+    torch.testing.assert_close(found, gradient(BANDIT.mean_reward, logits), **LIMIT)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "masked"])
+def test_a_correction_is_biased_by_what_it_takes_from_the_ratios(kind: str) -> None:
+    logits, behaviour = BANDIT.logits(0), BANDIT.logits(5)
+    own, other = BANDIT.probabilities(logits), BANDIT.probabilities(behaviour)
+    ratios = own / other
+    low, high = 0.6, 1.5
+    assert ratios.max() > high and ratios.min() < low
+    if kind == "truncated":
+        factors = ratios.minimum(torch.tensor(high))
+    else:
+        factors = torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
+    # The others of the group are another policy's, too: their mean is the baseline.
+    advantages = rewards(BANDIT) - (other * rewards(BANDIT)).sum()
+    exact = ((other * factors * advantages)[:, None] * scores(BANDIT, logits)).sum(0)
+    given = corrected(high, name=kind, low=low)
+    found = expected_gradient(BANDIT, given, logits, group_size=2, behaviour=behaviour)
+    torch.testing.assert_close(found, exact, **LIMIT)
+
+
+@pytest.mark.parametrize("preset", ["tis", "icepop", "decoupled_ppo"])
+def test_clipped_losses_with_corrections_follow_the_mean_reward_where_nothing_is_cut(
+    preset: str,
+) -> None:
+    logits, behaviour = BANDIT.logits(0, 0.2), BANDIT.logits(5, 0.2)
+    given = SUMMED | {"preset": preset, "credit": {"name": "leave_one_out"}}
+    found = expected_gradient(
+        BANDIT, given, logits, group_size=2, behaviour=behaviour, proximal=logits
+    )
+    torch.testing.assert_close(found, gradient(BANDIT.mean_reward, logits), **LIMIT)
+
+
+def test_cispo_keeps_the_gradient_of_every_token() -> None:
+    logits, behaviour = PAIRS.logits(0), PAIRS.logits(5)
+    ratios = (PAIRS.logprobs(logits) - PAIRS.logprobs(behaviour)).exp()
+    assert ratios.max() > 1.2
+    chances = PAIRS.probabilities(behaviour)
+    advantages = rewards(PAIRS) - (chances * rewards(PAIRS)).sum()
+    factors = chances[:, None] * ratios.clamp(0.0, 1.2) * advantages[:, None]
+    exact = (factors[:, :, None] * token_scores(PAIRS, logits)).sum((0, 1))
+    given = SUMMED | {
+        "preset": "cispo",
+        "surrogate": {"eps_high": 0.2},
+        "credit": {"name": "leave_one_out"},
+    }
+    found = expected_gradient(PAIRS, given, logits, group_size=2, behaviour=behaviour)
+    torch.testing.assert_close(found, exact, **LIMIT)
+
+
+def test_gspo_clips_whole_sequences() -> None:
+    logits, behaviour = PAIRS.logits(0), PAIRS.logits(5)
+    chances = PAIRS.probabilities(behaviour)
+    advantages = rewards(PAIRS) - (chances * rewards(PAIRS)).sum()
+
+    def surrogate(leaf: Tensor) -> Tensor:
+        ratio = (PAIRS.logprobs(leaf) - PAIRS.logprobs(behaviour)).mean(1).exp()
+        free, bounded = ratio * advantages, ratio.clamp(0.8, 1.2) * advantages
+        return (chances * free.minimum(bounded)).sum()
+
+    exact = gradient(surrogate, logits)
+    given = {
+        "preset": "gspo",
+        "normalization": {"name": "none"},
+        "surrogate": {"eps_low": 0.2, "eps_high": 0.2},
+        "credit": {"name": "leave_one_out"},
+    }
+    # Others of the group are drawn, so that the sign of an advantage is, too: one by one here.
+    total = torch.zeros_like(exact)
+    r = rewards(PAIRS)
+    for other, chance in enumerate(chances):
+        advantages = r - r[other]
+        total += chance * gradient(surrogate, logits)
+    found = expected_gradient(
+        PAIRS, given, logits, group_size=2, behaviour=behaviour, proximal=behaviour
+    )
+    torch.testing.assert_close(found, total, **LIMIT)
+
+
+def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
+    logits, behaviour = BANDIT.logits(0, 2.0), BANDIT.logits(5, 2.0)
+    own, other = BANDIT.probabilities(logits), BANDIT.probabilities(behaviour)
+    ratios, r = own / other, rewards(BANDIT)
+    assert ratios.max() > 3
+    exact = torch.zeros(5, dtype=torch.float64)
+    for i, j in product(range(5), repeat=2):
+        advantage = (r[i] - r[j]) * 0.5
+        is_cut = (ratios[i] > 1.28 and advantage > 0) or (ratios[i] < 0.8 and advantage < 0)
+        is_cut |= bool(ratios[i] > 3 and advantage < 0)
+        if not is_cut:
+            exact += other[i] * other[j] * ratios[i] * advantage * scores(BANDIT, logits)[i]
+    given = SUMMED | {"surrogate": {"dual_clip": 3.0}}
+    found = expected_gradient(BANDIT, given, logits, group_size=2, behaviour=behaviour)
+    torch.testing.assert_close(found, exact, **LIMIT)
+
+
+# --- KL ----------------------------------------------------------------------------------------
+
+
+def kl_alone(**kl: Any) -> dict[str, Any]:
+    return SUMMED | {
+        "credit": {"name": "zero"},
+        "surrogate": {"name": "reinforce"},
+        "kl": {"coefficient": 0.7, **kl},
+        "reference": {"policy": "start"},
+    }
+
+
+@TABLES
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_kl_is_followed_exactly_as_reward_and_as_loss(table: Table, placement: str) -> None:
+    logits, reference = table.logits(0), table.logits(5)
+    exact = -0.7 * gradient(lambda leaf: table.kl(leaf, reference), logits)
+    found = expected_gradient(
+        table, kl_alone(placement=placement), logits, group_size=2, reference=reference
+    )
+    torch.testing.assert_close(found, exact, **LIMIT)
+
+
+def test_forward_kl_is_that_of_the_reference_to_the_policy() -> None:
+    logits, reference = BANDIT.logits(0), BANDIT.logits(5)
+    exact = -0.7 * gradient(lambda leaf: BANDIT.kl(reference, leaf), logits)
+    given = kl_alone(placement="loss", estimator="forward_kl")
+    found = expected_gradient(BANDIT, given, logits, group_size=2, reference=reference)
+    torch.testing.assert_close(found, exact, **LIMIT)
+
+
+def test_a_teacher_is_followed_at_each_place_that_the_policy_visits() -> None:
+    logits, teacher = PAIRS.logits(0), PAIRS.logits(5)
+    first = logits[:3].softmax(0)
+
+    def divergence(leaf: Tensor) -> Tensor:
+        """Of each place, where those before it are visited as often as now."""
+        kl = torch.distributions.kl_divergence
+        own, other = leaf.view(4, 3), teacher.view(4, 3)
+        each = kl(torch.distributions.Categorical(logits=own),
+                  torch.distributions.Categorical(logits=other))  # fmt: skip
+        return each[0] + (first * each[1:]).sum()
+
+    # Two tokens a sequence, of which the mean is taken.
+    exact = -gradient(divergence, logits) / 2
+    given = {"preset": "distill", "reference": {"policy": "start"}}
+    found = expected_gradient(PAIRS, given, logits, group_size=1, reference=teacher)
+    torch.testing.assert_close(found, exact, **LIMIT)
+    there = expected_gradient(PAIRS, given, teacher, group_size=1, reference=teacher)
+    torch.testing.assert_close(there, torch.zeros_like(there), **LIMIT)
+
+
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_no_kl_where_policy_and_reference_are_the_same(placement: str) -> None:
+    logits = PAIRS.logits(0)
+    found = expected_gradient(
+        PAIRS, kl_alone(placement=placement), logits, group_size=2, reference=logits
+    )
+    torch.testing.assert_close(found, torch.zeros_like(found), **LIMIT)
+
+
+# --- regressions -------------------------------------------------------------------------------
+
+BETA = 0.4
+
+
+def regularised(table: Table, reference: Tensor) -> Any:
+    return lambda leaf: table.mean_reward(leaf) - BETA * table.kl(leaf, reference)
+
+
+def optimal_logprobs(table: Table, reference: Tensor) -> Tensor:
+    """[outcomes] of the best policy that KL holds to the reference."""
+    weighted = table.logprobs(reference).sum(1) + rewards(table) / BETA
+    return weighted.log_softmax(0)
+
+
+def agro(**more: Any) -> dict[str, Any]:
+    return {"preset": "agro", "shaping": {"temperature": BETA}, **more}
+
+
+@TABLES
+def test_agro_on_policy_follows_reward_less_kl(table: Table) -> None:
+    logits, reference = table.logits(0), table.logits(5)
+    found = expected_gradient(table, agro(), logits, group_size=2, reference=reference)
+    torch.testing.assert_close(found, gradient(regularised(table, reference), logits), **LIMIT)
+
+
+@TABLES
+def test_agro_follows_the_variance_of_its_residual_whoever_sampled(table: Table) -> None:
+    logits, reference, behaviour = table.logits(0), table.logits(5), table.logits(9)
+    chances = table.probabilities(behaviour)
+
+    def half_variance(leaf: Tensor) -> Tensor:
+        ratio = (table.logprobs(leaf) - table.logprobs(reference)).sum(1)
+        residual = rewards(table) - BETA * ratio
+        return (chances * (residual - (chances * residual).sum()).square()).sum() / 2
+
+    found = expected_gradient(
+        table, agro(), logits, group_size=2, behaviour=behaviour, reference=reference
+    )
+    torch.testing.assert_close(found, -gradient(half_variance, logits) / BETA, **LIMIT)
+
+
+def test_agro_is_at_rest_at_the_best_policy_whoever_sampled() -> None:
+    reference, behaviour = BANDIT.logits(5), BANDIT.logits(9)
+    best = optimal_logprobs(BANDIT, reference)
+    found = expected_gradient(
+        BANDIT, agro(), best, group_size=2, behaviour=behaviour, reference=reference
+    )
+    torch.testing.assert_close(found, torch.zeros_like(found), **LIMIT)
+
+
+@pytest.mark.parametrize("shaping", ["regression", "cross_entropy"])
+def test_spo_follows_its_loss(shaping: str) -> None:
+    logits, reference, behaviour = PAIRS.logits(0), PAIRS.logits(5), PAIRS.logits(9)
+    r, top = rewards(PAIRS), 2.0
+    chances = PAIRS.probabilities(behaviour)
+    exact = torch.zeros_like(logits)
+    for i, j in product(range(9), repeat=2):
+        value = BETA * (r[[i, j]] / BETA).exp().mean().log()
+
+        def loss(leaf: Tensor, i: int = i, value: Tensor = value) -> Tensor:
+            ratio = (PAIRS.logprobs(leaf) - PAIRS.logprobs(reference)).sum(1)[i]
+            found = value + BETA * ratio
+            if shaping == "regression":
+                return (r[i] - found).square() / 2 / BETA
+            q, p = ((r[i] - top) / BETA).exp(), ((found - top).clamp_max(-1e-6) / BETA).exp()
+            return -(q * p.log() + (1 - q) * (1 - p).log())
+
+        exact -= chances[i] * chances[j] * gradient(loss, logits)
+    given = {
+        "preset": "spo",
+        "credit": {"temperature": BETA},
+        "shaping": {"name": shaping, "temperature": BETA, "top_reward": top},
+    }
+    found = expected_gradient(
+        PAIRS, given, logits, group_size=2, behaviour=behaviour, reference=reference
+    )
+    torch.testing.assert_close(found, exact, **LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("given", "reaches"),
+    [
+        (agro(), True),
+        ({"preset": "rloo", "kl": {"placement": "loss", "coefficient": BETA},
+          "reference": {"policy": "start"}}, False),
+    ],
+    ids=["agro", "policy gradient"],
+)  # fmt: skip
+def test_only_a_regression_reaches_the_best_policy_from_another_policys_samples(
+    given: dict[str, Any], reaches: bool
+) -> None:
+    reference, behaviour = BANDIT.logits(5), torch.zeros(5, dtype=torch.float64)
+    best = optimal_logprobs(BANDIT, reference)
+    logits = reference.clone()
+    for _ in range(150):
+        logits += 4.0 * expected_gradient(
+            BANDIT, given, logits, group_size=2, behaviour=behaviour, reference=reference
+        )
+    kl = float((best.exp() * (best - logits.log_softmax(0))).sum())
+    assert (kl < 1e-3) == reaches, kl
+
+
+def test_wrong_forms_of_kl_go_where_the_guide_says() -> None:
+    logits, reference = PAIRS.logits(0), PAIRS.logits(5)
+    exact = gradient(lambda leaf: PAIRS.kl(leaf, reference), logits)
+    chances, tokens = PAIRS.probabilities(logits), token_scores(PAIRS, logits)
+    ratios = PAIRS.logprobs(logits) - PAIRS.logprobs(reference)
+    k3 = (-ratios).exp() - 1 + ratios
+
+    def mean(slopes: Tensor) -> Tensor:
+        """Of sum_t slopes_t times the gradient of token t's logprob."""
+        return (chances[:, None] * (slopes[:, :, None] * tokens).sum(1)).sum(0)
+
+    def cosine(found: Tensor) -> float:
+        return round(float(torch.cosine_similarity(found, exact, 0)), 2)
+
+    assert mean(torch.ones_like(ratios)).norm() < 1e-9
+    assert cosine(mean(1 - (-ratios).exp())) == 0.97
+    assert cosine(mean(k3.flip(1).cumsum(1).flip(1))) == -0.71
+    assert cosine(mean(ratios.square().flip(1).cumsum(1).flip(1) / 2)) == -0.27

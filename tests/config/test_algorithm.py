@@ -1,0 +1,77 @@
+"""Presets, what overrides them, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.files import ConfigError, dump_toml, load_config
+from megatron_rl.config.presets import PRESETS
+
+
+def test_the_default_is_magistral() -> None:
+    cfg = load_config(None).algorithm
+    assert cfg == AlgorithmConfig(preset="magistral")
+    assert (cfg.credit.name, cfg.normalization.name) == ("group_mean", "minibatch")
+    assert (cfg.aggregation.name, cfg.surrogate.name) == ("group_tokens", "clipped")
+    assert (cfg.surrogate.eps_low, cfg.surrogate.eps_high) == (0.2, 0.28)
+
+
+def test_a_key_differs_from_its_preset_and_the_others_stay() -> None:
+    cfg = load_config(
+        None, ["algorithm.preset=gspo", "algorithm.surrogate.eps_high=0.01"]
+    ).algorithm
+    assert (cfg.surrogate.eps_low, cfg.surrogate.eps_high) == (3e-4, 0.01)
+    assert cfg.surrogate.level == "sequence" and cfg.normalization.name == "group"
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_the_resolved_file_states_all_and_reads_back_equal(preset: str, tmp_path: Path) -> None:
+    given = [f"algorithm.preset={preset}", "train.group_size=8"]
+    if preset == "distill":
+        given.append("algorithm.reference.policy=teacher")
+    config = load_config(None, given)
+    path = tmp_path / "config.toml"
+    path.write_text(dump_toml(config))
+    assert load_config(path) == config
+    for part in ("credit", "aggregation", "surrogate", "kl", "reference"):
+        assert f"[algorithm.{part}]" in path.read_text()
+
+
+def test_a_preset_named_on_the_command_line_replaces_that_of_a_resolved_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(dump_toml(load_config(None)))
+    given = ["algorithm.kl.coefficient=0.5", "algorithm.preset=grpo"]
+    found = load_config(path, given).algorithm
+    expected = load_config(None, given).algorithm
+    assert found == expected and found.normalization.name == "group"
+    # The same preset again changes nothing.
+    path.write_text(dump_toml(load_config(None, ["algorithm.surrogate.eps_low=0.1"])))
+    kept = load_config(path, ["algorithm.preset=magistral"]).algorithm
+    assert kept.surrogate.eps_low == 0.1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.preset=gpso"], "did you mean 'gspo'"),
+        (["algorithm.preset=distill"], 'reference.policy="none": set it to "start"'),
+        (["algorithm.kl.placement=reward"], "compares with a reference policy"),
+        (["algorithm.preset=pass_at_k", "algorithm.credit.k=32"], "more than train.group_size=16"),
+        (["algorithm.kl.placement=loss", "algorithm.kl.estimator=k1"], "expected gradient is 0"),
+        (["algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"], "KL(reference || policy)"),
+        (["algorithm.kl.placement=reward", "algorithm.kl.estimator=k3"], "follows no divergence"),
+        (["algorithm.surrogate.dual_clip=0.5"], "ratios that did not move"),
+        (
+            ["algorithm.correction.name=masked", "algorithm.correction.low=3"],
+            "low=3 is not below high=2",
+        ),
+        (["algorithm.normalisation.name=group"], "did you mean 'algorithm.normalization'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_cure(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert words in str(caught.value)
