@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,8 @@ class Driver:
 
     engine: Engine
     loop: asyncio.AbstractEventLoop
-    port: int
-    processes: list[psutil.Process]
+    port: int = 0
+    processes: list[psutil.Process] = field(default_factory=list)
     """What the engine started."""
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

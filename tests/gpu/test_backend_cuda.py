@@ -39,14 +39,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(overrides: list[str]) -> list[float]:
-    """Supervised losses of a few steps on one rank."""
-    from megatron_rl.algorithms.objective import find_objective
-    from megatron_rl.config.algorithm import AlgorithmConfig
-    from megatron_rl.trainer.model.policy import open_policy
-    from megatron_rl.trainer.step import Trainer
-
-    cfg = load_config(None, ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", *overrides])
+def make_share() -> MinibatchShare:
+    """Sixteen sequences in one microbatch."""
     rng = np.random.default_rng(0)
     sequences = [
         TrainSequence(
@@ -59,11 +53,22 @@ def losses(overrides: list[str]) -> list[float]:
         )
         for _ in range(16)
     ]
+    return MinibatchShare([sequences])
+
+
+def losses(overrides: list[str]) -> list[float]:
+    """Supervised losses of a few steps on one rank."""
+    from megatron_rl.algorithms.objective import find_objective
+    from megatron_rl.config.algorithm import AlgorithmConfig
+    from megatron_rl.trainer.model.policy import open_policy
+    from megatron_rl.trainer.step import Trainer
+
+    cfg = load_config(None, ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", *overrides])
     with open_policy(cfg) as policy:
         trainer = Trainer(policy, find_objective(AlgorithmConfig(preset="sft")), cfg.optimizer, 5)
         found = []
         for _ in range(5):
-            metrics = trainer.update(MinibatchShare([sequences]), version=0)
+            metrics = trainer.update(make_share(), version=0)
             found.append(next(m.value for m in metrics if m.name == "train/loss"))
     return found
 
@@ -114,6 +119,35 @@ def test_optimizer_in_host_memory_learns_like_one_on_the_device(model_folder: Pa
     away = run_ranks(losses, 1, [*common, "optimizer.offload=true"], timeout_s=300)[0]
     here = run_ranks(losses, 1, common, timeout_s=300)[0]
     assert away == pytest.approx(here, rel=1e-3)
+
+
+def losses_beside_reference(overrides: list[str]) -> tuple[list[float], list[torch.Tensor]]:
+    """The same losses, and the logprobs of the weights before them after each step."""
+    from megatron_rl.algorithms.objective import find_objective
+    from megatron_rl.config.algorithm import AlgorithmConfig
+    from megatron_rl.trainer.model.policy import open_policy
+    from megatron_rl.trainer.step import Trainer
+
+    cfg = load_config(None, ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", *overrides])
+    algorithm = AlgorithmConfig.model_validate({"preset": "sft", "reference": {"policy": "start"}})
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(algorithm), cfg.optimizer, 5)
+        found, logprobs = [], []
+        for _ in range(5):
+            (known,) = trainer.prepare([make_share()])
+            logprobs.append(known[0].reference_logprobs.cpu())
+            metrics = trainer.update(make_share(), version=0, known=known)
+            trainer.gather()
+            found.append(next(m.value for m in metrics if m.name == "train/loss"))
+    return found, logprobs
+
+
+def test_a_reference_in_the_policys_place_changes_no_step(model_folder: Path) -> None:
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
+    found, logprobs = run_ranks(losses_beside_reference, 1, common, timeout_s=300)[0]
+    assert found == pytest.approx(run_ranks(losses, 1, common, timeout_s=300)[0], rel=1e-3)
+    for later in logprobs[1:]:
+        torch.testing.assert_close(later, logprobs[0], rtol=0, atol=1e-3)
 
 
 @needs_two_gpus
