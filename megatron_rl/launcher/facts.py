@@ -3,12 +3,12 @@
 Used by the launcher, for a run that it ends and for the folder of an earlier one.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.summary import RunFacts
+from megatron_rl.protocol.metrics import read_jsonl
 
 COLD_START, CONTROL, FINAL = "cold_start", "control", "final"
 """Models that a run exports: names of the folders in RUN/hf."""
@@ -56,8 +56,7 @@ def _share_correct(steps: Sequence[Path]) -> float | None:
     graded = correct = 0
     for step in steps:
         for path in (step, step.with_name(step.name.replace("step", "dropped"))):
-            lines = path.read_text().splitlines() if path.exists() else []
-            for rollout in map(json.loads, lines):
+            for rollout in read_jsonl(path):
                 graded += rollout["reward"] is not None
                 correct += rollout["reason"] == "correct"
     return correct / graded if graded else None

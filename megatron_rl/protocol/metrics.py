@@ -108,7 +108,8 @@ def without_superseded(rows: list[dict]) -> list[dict]:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """All complete rows of a metrics file; [] when there is none. A torn last line is left out."""
+    """All complete lines of a file; [] when there is none. A torn last line is left out."""
     if not path.exists():
         return []
+    # Not splitlines(), which also splits at U+2028 inside JSON strings.
     return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]

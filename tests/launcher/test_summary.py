@@ -155,6 +155,13 @@ def test_sampled_accuracy_is_of_all_rollouts_of_the_first_and_last_fifth_of_the_
     assert sampled_accuracy(tmp_path) == (2 / 6, 3 / 4)
 
 
+def test_accuracy_is_read_of_texts_with_line_separators_and_of_torn_files(tmp_path: Path) -> None:
+    lines = [{"reward": 1.0, "reason": "correct", "text": "a\u2028b\x85c"}] * 2
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    (tmp_path / "step_000000.jsonl").write_text(text + '{"reward": 0.1, "rea')
+    assert sampled_accuracy(tmp_path) == (1.0, 1.0)
+
+
 def test_what_must_be_known_of_the_traces_stands_with_the_accuracies() -> None:
     facts = dataclasses.replace(FACTS, traces_remark="half of them are wrong")
     text = render_text(summarize(run_rows(), facts), facts)

@@ -43,10 +43,15 @@ def estimate(values: Sequence[float]) -> Estimate | None:
     if not values:
         return None
     count = len(values)
-    # Diverged runs are shown as they are, not left out.
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         error = float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else None
-    return Estimate(float(np.mean(values)), error, count)
+    return Estimate(mean_of(values), error, count)
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Mean; not finite where a value is not: diverged runs are shown as they are, not left out."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.mean(values))
 
 
 def paired_difference(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.launcher.summary import RunFacts, summarize
-from megatron_rl.protocol.metrics import read_jsonl, without_superseded
+from megatron_rl.launcher.sweep.estimates import mean_of
+from megatron_rl.protocol.metrics import RESUMED, read_jsonl, without_superseded
 
 STEP_S = "step_s"
 """Metric: median seconds from the end of a step to that of the next."""
@@ -49,7 +50,7 @@ def read_summary(run_dir: Path, rows: list[Row]) -> dict[str, Any]:
 def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
     if "/" in name:
         values = [row[name] for row in rows if name in row][-LAST_ROWS:]
-        return statistics.fmean(values) if values else None
+        return mean_of(values) if values else None
     if name == STEP_S:
         return seconds_a_step(rows)
     found: Any = summary
@@ -59,7 +60,13 @@ def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
 
 
 def seconds_a_step(rows: Sequence[Row]) -> float | None:
-    """Median over the steps but the first: an interruption or an evaluation does not move it."""
-    ends = [row["time"] for row in rows if row.get("source") == "trainer" and "train/loss" in row]
-    gaps = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    """Median over the steps but the first ones of the run and of each part that was resumed."""
+    gaps, last_end = [], None
+    for row in rows:
+        if RESUMED in row:
+            last_end = None
+        elif row.get("source") == "trainer" and "train/loss" in row:
+            if last_end is not None:
+                gaps.append(row["time"] - last_end)
+            last_end = row["time"]
     return statistics.median(gaps) if gaps else None

@@ -59,11 +59,14 @@ def test_equal_differences_have_no_t() -> None:
     assert alone is not None and alone.t is None and alone.sign_p == 1.0
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_diverged_run_is_not_left_out(value: float) -> None:
     found = paired_difference({0: value, 1: 0.5}, {0: 0.5, 1: 0.5})
     assert found is not None and found.difference.n == 2 and found.t is None
     assert not math.isfinite(found.difference.mean)
+    both = estimate([value, -value])
+    assert both is not None and math.isnan(both.mean)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Values of a run folder written by hand."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,21 @@ def test_steps_that_were_taken_again_count_once(tmp_path: Path) -> None:
     assert measure(tmp_path, ["steps", "a/b"]) == {"steps": 3.0, "a/b": 3.0}
 
 
-def test_seconds_a_step_are_a_median_that_an_interruption_does_not_move() -> None:
-    ends = [1.0, 3.0, 5.0, 500.0, 502.5]
-    assert seconds_a_step([step_row(k, end) for k, end in enumerate(ends)]) == 2.25
-    assert seconds_a_step([step_row(1, 1.0)]) is None
+def test_seconds_a_step_are_a_median_without_interruptions() -> None:
+    # An evaluation took place before the third end.
+    ends = [1.0, 3.0, 500.0, 502.5]
+    assert seconds_a_step([step_row(k, end) for k, end in enumerate(ends)]) == 2.5
+    resumed = {"source": "launch", "step": 2, "time": 450.0, RESUMED: 1}
+    rows = [step_row(1, 1.0), step_row(2, 3.0), resumed, step_row(3, 500.0), step_row(4, 502.5)]
+    assert seconds_a_step(rows) == 2.25
+    assert seconds_a_step([step_row(1, 1.0), resumed, step_row(2, 500.0)]) is None
+
+
+def test_a_metric_that_diverged_is_not_finite(tmp_path: Path) -> None:
+    rows = [step_row(1, 1.0, **{"a/b": math.inf, "c/d": 1e308})]
+    write_rows(tmp_path, [*rows, step_row(2, 2.0, **{"a/b": -math.inf, "c/d": 1e308})])
+    values = measure(tmp_path, ["a/b", "c/d"])
+    assert not any(math.isfinite(value) for value in values.values())
 
 
 def test_names_that_no_run_offers_are_refused_with_the_nearest() -> None:
