@@ -115,8 +115,8 @@ def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         items = [(str(number), item) for number, item in enumerate(section)]
     else:
         if not prefix.startswith(_RESOLVED):
-            # A script may have given a path as an absolute one.
-            yield prefix, str(section.absolute() if isinstance(section, Path) else section)
+            # A script may have given a path as an absolute one, without symbolic links.
+            yield prefix, str(section.resolve() if isinstance(section, Path) else section)
         return
     for name, value in items:
         yield from _leaves(value, f"{prefix}.{name}" if prefix else name)

@@ -20,7 +20,9 @@ from megatron_rl.launcher.sweep.sweep_file import (
     key_of,
 )
 
-_NOT_FOR_NAMES = re.compile(r"[^\w.+-]+")
+_NOT_FOR_NAMES = re.compile(r"[^\w.+=-]+")
+_NAME_BYTES = 255
+"""What file systems allow a folder's name."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _short_names(keys: list[str]) -> dict[str, str]:
 
 
 def _variant_name(variant: Variant | None, cell: dict[str, Scalar]) -> str:
-    parts = [f"{key}={_NOT_FOR_NAMES.sub('-', _text(value))}" for key, value in cell.items()]
+    parts = [_NOT_FOR_NAMES.sub("-", f"{key}={_text(value)}") for key, value in cell.items()]
     return ",".join([*([variant.name] if variant else []), *parts])
 
 
@@ -138,9 +140,16 @@ def _text(value: Scalar) -> str:
 
 
 def _naming_problems(sweep: SweepFile, baseline: str, names: list[str]) -> list[str]:
-    if baseline in names:
-        return []
-    return [f"baseline {baseline!r} is none of the variants, which are: {', '.join(names)}"]
+    problems = [
+        f"the name of variant {name} is longer than {_NAME_BYTES} bytes: give [[variants]] with "
+        "names of their own instead of the grid"
+        for name in names
+        if len(name.encode()) > _NAME_BYTES
+    ]
+    if baseline not in names:
+        known = ", ".join(names)
+        problems.append(f"baseline {baseline!r} is none of the variants, which are: {known}")
+    return problems
 
 
 def _given_problems(overrides: Sequence[str]) -> list[str]:

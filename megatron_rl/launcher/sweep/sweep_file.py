@@ -17,6 +17,8 @@ from megatron_rl.launcher.sweep.measures import check_metric
 
 _NAME = r"^[A-Za-z0-9][\w.+-]*$"
 _OF_THE_SWEEP = ("run.dir", "run.seed")
+_FILES = ("lock", "sweep.json", "sweep.md")
+"""What the sweep's folder holds beside those of the variants."""
 Scalar = bool | int | float | str
 
 
@@ -79,7 +81,10 @@ class SweepFile(Section):
         if not self.variants and not self.grid:
             raise ValueError("there is nothing to compare: give [[variants]], or a [grid]")
         _check_unique("seeds", self.seeds)
-        _check_unique("variants", [variant.name for variant in self.variants])
+        names = [variant.name for variant in self.variants]
+        _check_unique("variants", names)
+        if taken := sorted(set(names) & set(_FILES)):
+            raise ValueError(f"variants: {taken[0]!r} is a file of the sweep: give another name")
         for key, values in self.grid.items():
             if not values:
                 raise ValueError(f"grid.{key!r} has no values")
@@ -123,8 +128,8 @@ def load_sweep(path: Path) -> SweepFile:
     """The sweep of a TOML file; `base` is then absolute. Raises InputError with all errors."""
     try:
         tree = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"cannot read the sweep {path}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the sweep {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is no valid TOML: {error}") from error
     try:

@@ -89,6 +89,14 @@ def test_absolute_and_relative_paths_are_the_same_place(tmp_path: Path) -> None:
         check_folders(plan_of(tmp_path, SWEEP, "model.path=there/model").runs)
 
 
+def test_a_symbolic_link_is_the_place_that_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    # examples/launch.sh gives --model without links.
+    save_config(plan_of(tmp_path, SWEEP, f"model.path={tmp_path}/real/model").runs[0])
+    check_folders(plan_of(tmp_path, SWEEP, f"model.path={tmp_path}/link/model").runs)
+
+
 def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     run = plan_of(tmp_path).runs[0]
     run.run_dir.mkdir(parents=True)

@@ -53,6 +53,16 @@ def test_a_grid_alone_is_a_sweep_and_keeps_the_types_of_values(tmp_path: Path) -
         plan_of(tmp_path, head + alike)
 
 
+def test_folders_of_variants_stay_in_that_of_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "prompts.toml").write_text("[[prompts]]\n")
+    head = 'name = "g"\nbase = "prompts.toml"\nseeds = [4]\n[grid]\n'
+    plan = plan_of(tmp_path, head + '"prompts.0.options./tmp/x" = ["/../y"]\n')
+    assert list(plan.variants) == ["-tmp-x=-..-y"]
+    assert plan.runs[0].run_dir.parent.parent == plan.sweep_dir
+    with pytest.raises(InputError, match="the name of variant path=x+ is longer than 255 bytes"):
+        plan_of(tmp_path, head + f'"model.path" = ["{"x" * 251}"]\n')
+
+
 def test_keys_of_one_last_part_are_named_in_full(tmp_path: Path) -> None:
     grid = '[grid]\n"optimizer.lr" = [0.5]\n"sft.optimizer.lr" = [0.25]\n'
     plan = plan_of(tmp_path, 'name = "g"\nbase = "base.toml"\n' + grid)

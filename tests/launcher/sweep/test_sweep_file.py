@@ -32,6 +32,7 @@ def test_base_is_relative_to_the_file(tmp_path: Path) -> None:
         ("[0, 1]", "[]", "seeds: List should have at least 1 item"),
         ('"high"', '"low"', "variants: 'low' is there twice"),
         ('"high"', '"../high"', "variants.1.name: String should match"),
+        ('"high"', '"lock"', "variants: 'lock' is a file of the sweep: give another name"),
         ('"accuracy_after"', '"acuracy"', "'acuracy' is no key of summary.json; did you mean"),
         ("optimizer.lr=0.5", "run.seed=5", "run.seed is set by the sweep"),
         ("optimizer.lr=0.5", "run.dir=x", "run.dir is set by the sweep"),
@@ -56,3 +57,6 @@ def test_nothing_to_compare_and_no_file_are_refused(tmp_path: Path) -> None:
     assert "nothing to compare" in refusal(tmp_path, 'name = "a"\nbase = "base.toml"\n')
     with pytest.raises(InputError, match="cannot read the sweep .*nowhere"):
         load_sweep(tmp_path / "nowhere.toml")
+    (tmp_path / "latin.toml").write_bytes('name = "é"'.encode("latin-1"))
+    with pytest.raises(InputError, match="cannot read the sweep .*latin.toml: .*utf-8"):
+        load_sweep(tmp_path / "latin.toml")
