@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.failure import Failure
 from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED
 
@@ -88,7 +89,9 @@ def tail(output: str) -> list[str]:
 
 
 def _last_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
+    lines = [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
+    # Logs may repeat what a model wrote.
+    return [printable(line) for line in lines]
 
 
 def _output(ending: Ending) -> str:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.prompts import load_prompts
 from verification import audit, settings
@@ -101,5 +102,5 @@ def _answer_of(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    printable = "".join(char if char.isprintable() else " " for char in text)
-    return printable if len(printable) <= _WIDTH else printable[: _WIDTH - 1] + "…"
+    shown = printable(text)
+    return shown if len(shown) <= _WIDTH else shown[: _WIDTH - 1] + "…"

@@ -16,6 +16,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.launcher import run_folder
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.launcher.sweep.command import run_here
+from megatron_rl.launcher.sweep.runner import last_line
 from tests.launcher.sweep.child import CALLS
 from tests.launcher.sweep.places import SWEEP, child_command, plan_of, write_sweep
 
@@ -71,6 +72,12 @@ def test_a_failed_run_is_named_with_its_reason_and_tried_again_the_next_time(
     assert run(tmp_path) == 0
     assert calls(tmp_path)[4:] == ["start low 0", "start low 1"]
     assert set(states(tmp_path).values()) == {("complete", "")}
+
+
+def test_a_reason_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "run.out"
+    log.write_text("earlier\nmegatron-rl: no \x1b[2Jmodel\n \n")
+    assert last_line(log, len("earlier\n")) == "no  [2Jmodel"
 
 
 def test_a_run_over_its_time_is_ended_and_counts_as_failed(tmp_path: Path) -> None:
