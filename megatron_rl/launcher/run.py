@@ -39,6 +39,7 @@ from megatron_rl.launcher.run_folder import (
 )
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.summary import render_text, summarize
+from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.weights.folders.staging import recover
@@ -94,7 +95,7 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
             _evaluate_control(session)
     facts = session.facts()
     summary = summarize(read_jsonl(config.run.dir / "metrics.jsonl"), facts)
-    (config.run.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(config.run.dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     # Found anew: the summary is one of the files that the text names.
     text = render_text(summary, session.facts())
     console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.summary import RunFacts, summarize
 from megatron_rl.launcher.sweep.estimates import mean_of
 from megatron_rl.protocol.metrics import RESUMED, read_jsonl, without_superseded
@@ -42,9 +43,18 @@ def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
 
 
 def read_summary(run_dir: Path, rows: list[Row]) -> dict[str, Any]:
-    """summary.json; of a run on several hosts, which writes none, what its metrics tell."""
+    """summary.json; of a run on several hosts, which writes none, what its metrics tell.
+
+    Raises InputError for one that a crash of the host cut short.
+    """
     path = run_dir / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else summarize(rows, RunFacts())
+    if not path.exists():
+        return summarize(rows, RunFacts())
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        hint = "remove it, and give the command again"
+        raise InputError(f"{path} was cut short ({error}): {hint}") from error
 
 
 def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:

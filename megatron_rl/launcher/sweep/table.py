@@ -13,6 +13,7 @@ from rich.table import Table
 
 from megatron_rl.launcher.sweep.estimates import Estimate, PairedDifference
 from megatron_rl.launcher.sweep.results import Figure, Results, as_json
+from megatron_rl.launcher.whole_file import write_whole
 
 _COLUMNS = ("variant", "n", "mean", "to the baseline", "t", "higher/lower")
 _MAX_DECIMALS = 9
@@ -51,8 +52,8 @@ def say(console: Console, text: str) -> None:
 
 def write_files(results: Results, sweep_dir: Path) -> None:
     """sweep.json and sweep.md, each whole or as it was."""
-    _replace(sweep_dir / "sweep.json", json.dumps(as_json(results), indent=2) + "\n")
-    _replace(sweep_dir / "sweep.md", as_markdown(results))
+    write_whole(sweep_dir / "sweep.json", json.dumps(as_json(results), indent=2) + "\n")
+    write_whole(sweep_dir / "sweep.md", as_markdown(results))
 
 
 def as_markdown(results: Results) -> str:
@@ -120,9 +121,3 @@ def _sign_text(difference: PairedDifference) -> str:
 
 def _line(cells: list[str] | tuple[str, ...]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -39,6 +39,14 @@ def test_states_follow_what_a_run_leaves(tmp_path: Path) -> None:
     assert state_of(run) is State.COMPLETE
 
 
+def test_a_summary_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    run = plan_of(tmp_path).runs[0]
+    save_config(run)
+    (run.run_dir / "summary.json").write_text('{"steps": 3,')
+    with pytest.raises(InputError, match=r"low/seed-0/summary\.json was cut short .*: remove it"):
+        state_of(run)
+
+
 def test_a_run_of_several_hosts_is_complete_with_its_last_evaluation(tmp_path: Path) -> None:
     run = plan_of(tmp_path).runs[0]
     save_config(run, PortsConfig(host="10.0.0.7"))
