@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.types import Rollout
+from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ FOLDER = "rollouts"
 LINES, WORDS = ".jsonl", ".int32"
 WORD_BYTES = 4
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
-_ROUNDING_NATS = 1e-3
-"""A logprob of a certain token may be above 0 by this much: engines round."""
 _NAME = re.compile(
     r"(?:(?P<kind>step|dropped)_(?P<step>\d{6,})|(?P<lost>dropped_)?eval_(?P<label>.+))\.jsonl"
 )
@@ -267,7 +265,7 @@ def _find_fault(
     if not len(prompt_ids) or not len(token_ids):
         return f"{len(prompt_ids)} prompt tokens and {len(token_ids)} completion tokens"
     # Logprobs that are taken for token ids are negative, as their sign bit is set.
-    is_sound = np.isfinite(logprobs).all() and logprobs.max() <= _ROUNDING_NATS
+    is_sound = np.isfinite(logprobs).all() and logprobs.max() <= ROUNDING_NATS
     if min(prompt_ids.min(), token_ids.min()) < 0 or not is_sound:
         return f"the words in the file {WORDS} beside are not its token ids and logprobs"
     return ""

@@ -84,6 +84,10 @@ def _no_choices() -> np.ndarray:
     return np.zeros(0, np.int32)
 
 
+ROUNDING_NATS = 1e-3
+"""A logprob of a certain token may be above 0 by this much: engines round."""
+
+
 class Rollout(msgspec.Struct, frozen=True):
     """One finished completion of a leased group."""
 

@@ -9,20 +9,16 @@ from collections import Counter
 import numpy as np
 
 from megatron_rl.protocol.queue_state import UnfinishedGroup
-from megatron_rl.protocol.types import Prompt, Rollout, Sampling, ScoredRollout
+from megatron_rl.protocol.types import ROUNDING_NATS, Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
 from megatron_rl.rollout_queue.tally import RolloutTally
 
 FLAT = "flat"
 """Why a group is dropped whose rewards are all equal (zero variance)."""
-_EQUAL_REWARDS = 1e-9
-_ROUNDING_NATS = 1e-3
-"""A logprob of a certain token may be above 0 by this much: engines round."""
-_FINISH_REASONS = ("stop", "length")
-
-
 NOT_NEEDED = "not_needed"
 """Why the groups are dropped that are left when training is over."""
+_EQUAL_REWARDS = 1e-9
+_FINISH_REASONS = ("stop", "length")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +212,7 @@ def _find_bad_numbers(rollout: Rollout) -> str:
     lowest_id = min(rollout.prompt_ids.min(), rollout.token_ids.min())
     if lowest_id < 0:
         return f"token id {lowest_id}"
-    is_sound = np.isfinite(rollout.logprobs) & (rollout.logprobs <= _ROUNDING_NATS)
+    is_sound = np.isfinite(rollout.logprobs) & (rollout.logprobs <= ROUNDING_NATS)
     if not is_sound.all():
         position = int(np.argmin(is_sound))
         return f"logprob {rollout.logprobs[position]} of token {position}"
