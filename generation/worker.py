@@ -38,7 +38,9 @@ import numpy as np
 from generation.activity import Activity
 from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
+from generation.gold_answers import find_gold
 from generation.weight_client import WeightClient
+from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
@@ -50,11 +52,12 @@ from megatron_rl.protocol.process import (
     run_main,
     set_up_logging,
 )
-from megatron_rl.protocol.render import Renderer, RenderError
+from megatron_rl.protocol.render import Renderer, RenderError, open_renderer
 from megatron_rl.protocol.types import (
     PROMPT_UNRENDERABLE,
     Cancel,
     GeneratorReady,
+    GoldAnswer,
     Lease,
     Rollout,
     RolloutDone,
@@ -74,8 +77,16 @@ class GeneratorWorker:
     """Serves leases with one engine."""
 
     def __init__(
-        self, engine: Engine, renderer: Renderer, queue: AsyncDealer, capacity: int
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        queue: AsyncDealer,
+        capacity: int,
+        *,
+        gold: GoldConfig | None = None,
     ) -> None:
+        """gold: find the place of the reference answer in completions."""
+        self._gold = gold
         self._engine = engine
         self._renderer = renderer
         self._queue = queue
@@ -157,6 +168,7 @@ class GeneratorWorker:
         self, lease: Lease, prompt_ids: list[int], completion: Completion, *, began_at: float
     ) -> Rollout:
         first_at = completion.first_token_at
+        text = self._renderer.decode(completion.token_ids)
         return Rollout(
             lease_id=lease.lease_id,
             index=completion.index,
@@ -165,10 +177,30 @@ class GeneratorWorker:
             logprobs=np.array(completion.logprobs, dtype=np.float32),
             spans=completion.spans,
             finish_reason=completion.finish_reason,
-            text=self._renderer.decode(completion.token_ids),
+            text=text,
             expert_choices=np.frombuffer(completion.expert_choices, dtype=np.int32),
             prompt_tail=self._renderer.tail(prompt_ids),
             first_token_s=first_at - began_at if first_at >= 0 else -1.0,
+            gold=self._find_gold(
+                completion.token_ids,
+                text,
+                answer=lease.prompt.answer,
+                room_tokens=self._renderer.context_tokens - len(prompt_ids),
+            ),
+        )
+
+    def _find_gold(
+        self, token_ids: list[int], text: str, *, answer: str, room_tokens: int
+    ) -> GoldAnswer | None:
+        if self._gold is None:
+            return None
+        return find_gold(
+            token_ids,
+            text,
+            answer=answer,
+            cfg=self._gold,
+            renderer=self._renderer,
+            room_tokens=room_tokens,
         )
 
     async def _report(self, metrics: JsonlWriter) -> None:
@@ -240,7 +272,13 @@ async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
             AsyncDealer(f"{host}:{ports.prompts}", identity, keys) as queue,
             AsyncDealer(f"{host}:{ports.weights}", identity, keys) as weights,
         ):
-            worker = GeneratorWorker(engine, renderer, queue, config.generator.max_running)
+            worker = GeneratorWorker(
+                engine,
+                renderer,
+                queue,
+                config.generator.max_running,
+                gold=config.algorithm.used_gold,
+            )
             await worker.run(weights, metrics)
     finally:
         await engine.close()
@@ -250,12 +288,7 @@ def main(config_path: Path, overrides: list[str], index: int) -> None:
     """Serve until the queue says Stop or a signal arrives."""
     config = load_config(config_path, overrides)
     set_up_logging(f"generator-{index}", config.run.dir / "logs")
-    renderer = Renderer(
-        config.render,
-        config.model.path,
-        config.generator.context_tokens,
-        gates=config.reward.gates,
-    )
+    renderer = open_renderer(config)
     try:
         number = asyncio.run(end_with_first(interrupted(), generate_for(config, index, renderer)))
     except EngineError as error:

@@ -10,8 +10,12 @@ VOCAB = 200
 GROUPS, MEMBERS = 3, 3
 
 
-def make_sequences(seed: int = 11, *, has_groups: bool = False) -> list[TrainSequence]:
-    """Nine of different lengths. has_groups: prompts of the same length are the same."""
+def make_sequences(
+    seed: int = 11, *, has_groups: bool = False, has_gold: bool = False
+) -> list[TrainSequence]:
+    """Nine of different lengths. has_groups: prompts of the same length are the same. has_gold: the
+    last tokens of the first two groups are of reference answers, but for completions of one token.
+    """
     rng = np.random.default_rng(seed)
     lengths = [(5, 9), (3, 4), (7, 1), (4, 20), (6, 2), (2, 13), (5, 5), (3, 8), (1, 3)]
     total = sum(completion for _, completion in lengths)
@@ -26,6 +30,7 @@ def make_sequences(seed: int = 11, *, has_groups: bool = False) -> list[TrainSeq
             reward=float(number % 2),
             group=number // MEMBERS,
             member=number % MEMBERS,
+            gold_tokens=min(3, completion - 1) if has_gold and number < 2 * MEMBERS else 0,
         )
         for number, (prompt, completion) in enumerate(lengths)
     ]
@@ -36,9 +41,11 @@ def make_sequences(seed: int = 11, *, has_groups: bool = False) -> list[TrainSeq
     return sequences
 
 
-def my_share(budget_tokens: int, seed: int = 11, *, has_groups: bool = False) -> MinibatchShare:
+def my_share(
+    budget_tokens: int, seed: int = 11, *, has_groups: bool = False, has_gold: bool = False
+) -> MinibatchShare:
     """This data-parallel rank's part of the same minibatch."""
-    sequences = make_sequences(seed, has_groups=has_groups)
+    sequences = make_sequences(seed, has_groups=has_groups, has_gold=has_gold)
     dp_size = parallel_state.get_data_parallel_world_size()
     lengths = [len(sequence.token_ids) for sequence in sequences]
     dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.launcher.ports import find_free
-from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.render import Renderer, open_renderer
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.evaluation import select_held_out
@@ -44,7 +44,7 @@ def main() -> int:
     folder = run_dir / "hf" / "final"
     cfg = load_config(run_dir / "config.toml", [f"model.path={folder}"])
     cfg = cfg.model_copy(update={"parallel": ParallelConfig()})
-    renderer = Renderer(cfg.render, folder, cfg.generator.context_tokens, gates=cfg.reward.gates)
+    renderer = open_renderer(cfg)
     sets = load_prompts(cfg.prompts, cfg.run.seed, read_dropped(run_dir))
     prompts = select_held_out(sets.held_out, cfg.eval)
     summary = json.loads((run_dir / "summary.json").read_text())

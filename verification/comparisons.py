@@ -1,6 +1,7 @@
 """Whether an answer is right: the table COMPARISONS, and functions of the user's own.
 
 `quick` halves are string code and run in the verifier itself; `judge` runs in a grading process.
+The same goes for whether two wrong answers are the same: one stands for the reference then.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,27 @@ def _undecided(gated: Gated, request: ScoreRequest, rules: RewardRules) -> None:
     return None
 
 
+def _without_spacing(answer: str) -> str:
+    return " ".join(answer.split())
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Which answers are the same, neither of which is right: by default, those of equal text.
+
+    So programs of different text are different answers, whatever they print, and so are answers of
+    reasoning_gym, whose scorers tell how far one is from its own reference alone.
+    """
+
+    form: Callable[[str], str] = str.strip
+    """Answers of the same form are the same."""
+    judge: Judge | None = None
+    """Verdict on an answer of another form, with the other answer as the reference. None: they
+    differ."""
+    quick: QuickJudge = _undecided
+    """That verdict where plain text decides, else None."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One way to judge an answer."""
@@ -37,6 +59,8 @@ class Comparison:
     """Verdict where plain text decides, else None."""
     prepare: Callable[[], None] | None = None
     """Loads what `judge` needs, so that no completion pays for it."""
+    equivalence: Equivalence = Equivalence()
+    """Which wrong answers are the same."""
 
 
 def exact_text(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
@@ -45,17 +69,27 @@ def exact_text(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdi
 
 
 def _math(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
-    verdict = math_answer.compute(
-        gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
-    )
+    verdict = _same_math(gated, request, rules)
     return _if_evaluated(verdict, gated, request, rules)
 
 
 def _math_quickly(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
-    verdict = math_answer.compare_quickly(
+    verdict = _same_math_quickly(gated, request, rules)
+    return None if verdict is None else _if_evaluated(verdict, gated, request, rules)
+
+
+def _same_math(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+    # An answer that leaves the asked operation to be done is the same as its value here: this says
+    # what is meant, and pays nothing.
+    return math_answer.compute(
         gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
     )
-    return None if verdict is None else _if_evaluated(verdict, gated, request, rules)
+
+
+def _same_math_quickly(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
+    return math_answer.compare_quickly(
+        gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
+    )
 
 
 def _if_evaluated(
@@ -84,6 +118,7 @@ def _code(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
         grading.parse_tests(request.entry),
         seed=request.seed,
         limits=code_limits(rules.reward),
+        counts_all=rules.reward.code_credit == "proportional",
     )
 
 
@@ -100,9 +135,16 @@ def code_limits(reward: RewardConfig) -> grading.CodeLimits:
 
 
 COMPARISONS: dict[str, Comparison] = {
-    "math": Comparison(_math, _math_quickly, math_answer.prepare),
+    "math": Comparison(
+        _math,
+        _math_quickly,
+        math_answer.prepare,
+        Equivalence(str.strip, _same_math, _same_math_quickly),
+    ),
     "exact": Comparison(exact_text, exact_text),
-    "reasoning_gym": Comparison(_gym, _gym_quickly, gym_answer.prepare),
+    "reasoning_gym": Comparison(
+        _gym, _gym_quickly, gym_answer.prepare, Equivalence(_without_spacing)
+    ),
     "code": Comparison(_code),
 }
 
@@ -120,7 +162,7 @@ def find_comparison(name: str) -> Comparison:
             raise GradingError(f"{name!r} returned {type(is_right).__name__}, expected a bool")
         return CORRECT if is_right else WRONG
 
-    return Comparison(judge)
+    return Comparison(judge, equivalence=Equivalence(str, judge))
 
 
 def load_function(name: str, *, key: str) -> Callable[..., object]:

@@ -28,6 +28,8 @@ class Finding(msgspec.Struct, frozen=True):
     """Addends of the reward."""
     reason: str = ""
     """Reason of the verdict, from the step "judge" alone."""
+    tests: tuple[int, int] = (0, 0)
+    """As in Score, from the step "judge" alone."""
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -41,6 +43,8 @@ class Draft(msgspec.Struct, frozen=True):
     """Reason of the verdict; empty before the answer is judged."""
     steps: tuple[Step, ...]
     """Next one first; never empty."""
+    tests: tuple[int, int] = (0, 0)
+    """As in Score."""
 
     @property
     def question(self) -> Question:
@@ -57,6 +61,7 @@ class Draft(msgspec.Struct, frozen=True):
         """The draft after its next step; the score when that was the last."""
         parts = self.parts | finding.parts
         reason = self.reason or finding.reason
+        tests = max(self.tests, finding.tests)
         if len(self.steps) == 1:
-            return Score(sum(parts.values()), parts, reason)
-        return Draft(self.request, self.gated, parts, reason, self.steps[1:])
+            return Score(sum(parts.values()), parts, reason, tests)
+        return Draft(self.request, self.gated, parts, reason, self.steps[1:], tests)

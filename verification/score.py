@@ -1,7 +1,8 @@
 """From a completion to its score: gate -> correctness -> length -> language -> extra rewards.
 
 `screen` runs in the verifier, once a request; `take_step` in its grading processes, once a step
-that is left. Functions of their arguments, apart from the libraries that the judges load.
+that is left, or for a pair of answers (`classes.py`). Functions of their arguments, apart from the
+libraries that the judges load.
 """
 
 import math
@@ -127,8 +128,11 @@ def _judge(question: Question, rules: RewardRules) -> Finding:
 
 
 def _judged(verdict: Verdict, rules: RewardRules) -> Finding:
-    correct = rules.reward.correct if verdict.is_correct else 0.0
-    return Finding({"correct": correct}, verdict.reason)
+    share = 1.0 if verdict.is_correct else 0.0
+    if rules.reward.code_credit == "proportional" and any(verdict.tests):
+        passed, tests = verdict.tests
+        share = passed / tests
+    return Finding({"correct": rules.reward.correct * share}, verdict.reason, verdict.tests)
 
 
 def _judge_language(question: Question, rules: RewardRules) -> Finding:
@@ -164,8 +168,15 @@ def _load_extra(extra: ExtraReward) -> Callable[..., object]:
     return load_function(extra.function, key=f"reward.extra {extra.name!r}: function")
 
 
+def _compare_pair(question: Question, rules: RewardRules) -> Finding:
+    judge = find_comparison(rules.task(question.request.task).compare).equivalence.judge
+    assert judge is not None, "texts decide about pairs of this task"
+    return Finding({}, judge(question.gated, question.request, rules).reason)
+
+
 _STEPS: dict[StepKind, Callable[[Question, RewardRules], Finding]] = {
     "judge": _judge,
     "language": _judge_language,
     "extras": _judge_extras,
+    "pair": _compare_pair,
 }

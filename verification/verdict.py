@@ -9,6 +9,8 @@ class Verdict(NamedTuple):
     is_correct: bool
     reason: str
     """"correct", "wrong_answer", or why the answer could not be compared."""
+    tests: tuple[int, int] = (0, 0)
+    """Tests that a program passed, and all there were, where they were counted."""
 
 
 CORRECT = Verdict(True, "correct")

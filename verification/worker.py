@@ -1,13 +1,14 @@
 """Entry of the verifier: `python -m verification.worker --config RUN_DIR/config.toml`.
 
 A DEALER "verifier" (or "verifier-INDEX") connected to the queue's verify endpoint. Sends
-VerifierReady at start and every 2 s, receives ScoreRequest, answers ScoreDone or ScoreFailed, ends
-on Stop. One thread:
+VerifierReady at start and every 2 s, receives ScoreRequest and ClassRequest, answers ScoreDone,
+ClassDone or ScoreFailed, ends on Stop. One thread:
 
 | waits for | woken by | does |
 |---|---|---|
-| a request | the socket | scores it where text decides, else pool.submit |
+| a request | the socket | scores it where text decides, else pool.submit; or desk.take |
 | a grading process | the pool's descriptor | pool.collect, sends what is finished |
+| quick comparisons that are left | not at all: it only looks | desk.advance |
 | the earliest deadline | the poll's timeout | pool.collect kills what is late |
 | the next heartbeat | the poll's timeout | sends VerifierReady |
 
@@ -21,6 +22,7 @@ import argparse
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -32,6 +34,7 @@ from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.types import (
     AnyMessage,
+    ClassRequest,
     ScoreDone,
     ScoreFailed,
     ScoreRequest,
@@ -39,6 +42,7 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )
 from megatron_rl.protocol.wire import Dealer, WireError
+from verification.class_desk import ClassDesk
 from verification.draft import Draft
 from verification.pool.pool import Pool
 from verification.rules import RewardRules
@@ -59,10 +63,17 @@ class Verifier:
     """Serves one queue until it says Stop."""
 
     def __init__(
-        self, dealer: Dealer, pool: Pool, *, rules: RewardRules, capacity: dict[str, int]
+        self,
+        dealer: Dealer,
+        pool: Pool,
+        desk: ClassDesk,
+        *,
+        rules: RewardRules,
+        capacity: dict[str, int],
     ) -> None:
         self._dealer = dealer
         self._pool = pool
+        self._desk = desk
         self._rules = rules
         self._ready = VerifierReady(capacity=capacity, session=time.time_ns())
         self._next_heartbeat_s = 0.0
@@ -77,14 +88,25 @@ class Verifier:
             self._send_heartbeat_if_due()
             poller.poll(self._patience_ms())
             stop = self._receive()
-            for finished in self._pool.collect():
-                self._dealer.send(finished)
-                self._scored += 1
+            self._send_finished()
             if stop is not None:
                 log.info("told to stop (%s) after %d scores", stop.reason, self._scored)
                 return
 
+    def _send_finished(self) -> None:
+        for finished in self._pool.collect():
+            own = self._desk.take_verdict(finished) if self._desk.owns(finished) else [finished]
+            self._send_answers(own)
+        self._send_answers(self._desk.advance(time.monotonic()))
+
+    def _send_answers(self, answers: Sequence[AnyMessage]) -> None:
+        for answer in answers:
+            self._dealer.send(answer)
+            self._scored += 1
+
     def _patience_ms(self) -> int:
+        if self._desk.has_work:
+            return 0
         wake_s = self._next_heartbeat_s
         if self._pool.next_deadline_s is not None:
             wake_s = min(wake_s, self._pool.next_deadline_s)
@@ -107,9 +129,12 @@ class Verifier:
         return None
 
     def _take(self, message: AnyMessage) -> None:
-        if not isinstance(message, ScoreRequest):
+        if not isinstance(message, ScoreRequest | ClassRequest):
             raise WireError(f"the verifier received {type(message).__name__} from the queue")
         try:
+            if isinstance(message, ClassRequest):
+                self._take_classes(message)
+                return
             found = screen(message, self._rules)
             if isinstance(found, Draft):
                 self._submit(found)
@@ -119,6 +144,13 @@ class Verifier:
             return
         self._dealer.send(ScoreDone(message.request_id, found))
         self._scored += 1
+
+    def _take_classes(self, request: ClassRequest) -> None:
+        self._rules.task(request.task)  # GradingError where it is unknown.
+        lane = self._rules.reward.class_step(request.task).lane
+        if self._desk.pending >= MAX_OVERBOOKING * self._ready.capacity[lane]:
+            raise GradingError(f"{self._desk.pending} class requests are pending: no room")
+        self._desk.take(request)
 
     def _submit(self, draft: Draft) -> None:
         for _, lane in draft.steps:
@@ -137,7 +169,8 @@ def serve(config: Config, role: str) -> None:
     with Dealer(address, role, keys) as dealer, Pool(config.verifier, rules) as pool:
         capacity = {name: config.verifier.lane(name).max_pending for name in LANES}
         log.info("verifier serves %s, room by lane: %s", address, capacity)
-        Verifier(dealer, pool, rules=rules, capacity=capacity).run()
+        desk = ClassDesk(pool, rules, answer_within_s=config.verifier.answer_within_s)
+        Verifier(dealer, pool, desk, rules=rules, capacity=capacity).run()
 
 
 def main() -> int:

@@ -1,14 +1,18 @@
 """Credit: what each completion of a group is worth. Pure numpy; used by the rollout queue.
 
-A credit is `f(group, config) -> [n] float64`, from the rewards of one prompt's completions.
+A credit is `f(group, config) -> [n] float64`, from the rewards of one prompt's completions. One
+that reads `classes` has an attribute `needs_classes = True`: the verifier is then asked which wrong
+answers are the same. One that reads `is_correct` instead of rewards says `flat_on = "verdict"`: a
+group is flat, then, in which all answers are right, or none.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import comb
 
 import numpy as np
 
+from megatron_rl.algorithms.majority import majority_credit
 from megatron_rl.config.algorithm import CreditConfig
 
 
@@ -21,8 +25,13 @@ class GroupView:
     """[n] float64."""
     is_correct: np.ndarray
     """[n] bool: whether the verifier accepted the answer."""
+    is_well_formed: np.ndarray
+    """[n] bool: whether the format gate passed."""
     lengths: np.ndarray
     """[n] int64, completion tokens."""
+    classes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[n] int64: which answers the verifier takes for the same; -1: no answer. Empty where the
+    credit does not need them."""
 
 
 CreditFunction = Callable[[GroupView, CreditConfig], np.ndarray]
@@ -34,14 +43,28 @@ def group_mean(group: GroupView, cfg: CreditConfig) -> np.ndarray:
 
 
 def leave_one_out(group: GroupView, cfg: CreditConfig) -> np.ndarray:
-    """Reward minus the mean of the others: unbiased. Source: RLOO (arXiv 2402.14740), eq. 8."""
+    """Reward minus the mean of the others: unbiased. Source: RLOO (arXiv 2402.14740), eq. 8.
+
+    0 for a completion without others, such as a recorded one: there is nothing to compare it with.
+    """
     n = len(group.rewards)
+    if n == 1:
+        return np.zeros(1)
     return group_mean(group, cfg) * n / (n - 1)
 
 
 def reward(group: GroupView, cfg: CreditConfig) -> np.ndarray:
     """The reward itself, without a baseline."""
     return group.rewards
+
+
+def well_formed(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+    """1 for a completion that passed the format gate, else 0, minus the group's mean: no verdict.
+
+    Source: JEPO (arXiv 2503.19618), appendix B; its penalty's size is normalised away.
+    """
+    passed = group.is_well_formed.astype(np.float64)
+    return passed - passed.mean()
 
 
 def zero(group: GroupView, cfg: CreditConfig) -> np.ndarray:
@@ -57,8 +80,9 @@ def pass_at_k(group: GroupView, cfg: CreditConfig) -> np.ndarray:
     sum_i A_i grad log pi(y_i) has the gradient of E max as its mean; centring it would bias it.
     Source: leave-one-out form of PKPO (arXiv 2505.15201).
     """
-    rewards, k = group.rewards, cfg.k
-    n = len(rewards)
+    rewards, n = group.rewards, len(group.rewards)
+    # A group that lost completions may have fewer than k.
+    k = min(cfg.k, n)
     if k == 1:
         return rewards / n
     order = np.argsort(-rewards, kind="stable")
@@ -70,6 +94,21 @@ def pass_at_k(group: GroupView, cfg: CreditConfig) -> np.ndarray:
             subsets = comb(n - j - 1, k - 2)
             credit[order[i]] += (ranked[i] - ranked[j]) * subsets
     return credit / comb(n, k)
+
+
+def majority(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+    """Each completion's share in the mean over all k-subsets of whether their majority is right.
+
+    Ties are drawn uniformly. All right answers are one class; a completion without an answer has no
+    vote, and where nobody votes the majority is not right.
+    Source: the objective of arXiv 2503.19595, with a leave-one-out baseline; see `majority.py`.
+    """
+    # As in pass_at_k.
+    return majority_credit(group.classes, group.is_correct, min(cfg.k, len(group.classes)))
+
+
+majority.needs_classes = True
+majority.flat_on = "verdict"
 
 
 def soft_value(group: GroupView, cfg: CreditConfig) -> np.ndarray:
@@ -89,6 +128,8 @@ CREDITS: dict[str, CreditFunction] = {
     "leave_one_out": leave_one_out,
     "reward": reward,
     "zero": zero,
+    "well_formed": well_formed,
     "pass_at_k": pass_at_k,
+    "majority": majority,
     "soft_value": soft_value,
 }

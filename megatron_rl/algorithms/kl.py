@@ -1,6 +1,7 @@
 """KL(policy || reference) as a cost, with gradients that are its own. Pure; for trainer ranks.
 
-l_t = log(policy / reference) of token t. See docs/algorithms.md for what other forms would follow.
+l_t = log(policy / reference) of token t; KL_t = KL of the policy's next-token distribution, at
+the position of t, to the reference's. See docs/algorithms.md for what other forms would follow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ def kl_advantages(tokens: Tokens, cfg: KlConfig) -> Tensor:
     horizon "to_go": -beta (sum_{s >= t} l_s - b), b the mean of the sums over the other sequences
     of the group; in expectation under the policy the exact gradient of the sequences' KL. "token":
     -beta l_t, which is that of each position's own KL, at the places that the policy visits.
+    estimator "exact": -beta sum_{s > t} KL_s, what the choice of t does to later positions. Without
+    a baseline: that of the group would add variance here, and cost a pass.
     """
+    if cfg.is_exact:
+        later = tokens.with_constant_policy().reference_kl
+        assert later is not None
+        return -cfg.coefficient * (tokens.segments.to_go(later) - later)
     ratios = tokens.with_constant_policy().reference_log_ratios
     if cfg.horizon == "token":
         return -cfg.coefficient * ratios
@@ -34,8 +41,11 @@ def kl_loss(tokens: Tokens, cfg: KlConfig) -> Tensor:
 
     k2: beta / 2 (sum_t l_t)^2 of a sequence, whose expected gradient on-policy is that of
     KL(policy || reference). forward_kl: beta (exp(-l_t) - 1 + l_t), that of KL(reference || policy)
-    at the places visited.
+    at the places visited. exact: beta KL_t, each position's own; `kl_advantages` has the rest.
     """
+    if cfg.is_exact:
+        assert tokens.reference_kl is not None
+        return cfg.coefficient * (tokens.weights * tokens.reference_kl).sum()
     ratios = tokens.reference_log_ratios
     if cfg.estimator == "forward_kl":
         return cfg.coefficient * (tokens.weights * ((-ratios).exp() - 1 + ratios)).sum()

@@ -5,6 +5,7 @@ Used by the rollout queue.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -12,7 +13,10 @@ from megatron_rl.algorithms.aggregation import AGGREGATIONS, AggregationFunction
 from megatron_rl.algorithms.credit import CREDITS, CreditFunction, GroupView
 from megatron_rl.algorithms.normalization import NORMALIZATIONS, NormalizationFunction
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function
+
+FlatOn = Literal["reward", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,16 @@ class Crediting:
     credit: CreditFunction
     normalization: NormalizationFunction
     aggregation: AggregationFunction
+
+    @property
+    def needs_classes(self) -> bool:
+        """Whether the credit reads which answers are the same."""
+        return bool(getattr(self.credit, "needs_classes", False))
+
+    @property
+    def flat_on(self) -> FlatOn:
+        """What all completions of a flat group have in common."""
+        return getattr(self.credit, "flat_on", "reward")
 
     def advantages(self, groups: Sequence[GroupView]) -> list[np.ndarray]:
         """Of each group [n] float64."""
@@ -36,9 +50,15 @@ class Crediting:
 
 def find_crediting(cfg: AlgorithmConfig) -> Crediting:
     """Of a configuration. Raises InputError for a name that stands for nothing."""
-    return Crediting(
+    crediting = Crediting(
         cfg,
         find_function(CREDITS, cfg.credit.name, key="algorithm.credit.name"),
         find_function(NORMALIZATIONS, cfg.normalization.name, key="algorithm.normalization.name"),
         find_function(AGGREGATIONS, cfg.aggregation.name, key="algorithm.aggregation.name"),
     )
+    if crediting.flat_on not in get_args(FlatOn):
+        raise InputError(
+            f"algorithm.credit.name={cfg.credit.name!r}: its attribute flat_on is "
+            f"{crediting.flat_on!r}, expected one of {get_args(FlatOn)}"
+        )
+    return crediting

@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_rl.config.algorithm import NormalizationConfig
 
-_MIN_STD = 1e-6
-"""Below this advantages count as equal and are only centred."""
+MIN_STD = 1e-6
+"""Below this advantages count as equal: what differs is rounding."""
 
 Credits = Sequence[np.ndarray]
 """Of each group [n] float64."""
@@ -39,7 +39,7 @@ def none(credits: Credits, cfg: NormalizationConfig) -> list[np.ndarray]:
 def _normalized(values: np.ndarray) -> np.ndarray:
     centred = values - values.mean()
     std = values.std()
-    return centred / std if std > _MIN_STD else centred
+    return centred / std if std > MIN_STD else centred
 
 
 NORMALIZATIONS: dict[str, NormalizationFunction] = {

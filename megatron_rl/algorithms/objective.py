@@ -57,6 +57,11 @@ class Objective:
         return self.cfg.needs_reference
 
     @property
+    def needs_reference_kl(self) -> bool:
+        """Whether it reads each position's KL to the reference over the whole vocabulary."""
+        return self.cfg.kl.is_exact
+
+    @property
     def needs_groups(self) -> bool:
         """Whether advantages depend on the logprobs of whole groups."""
         has_baseline = self.cfg.kl.placement == "reward" and self.cfg.kl.horizon == "to_go"
@@ -72,7 +77,7 @@ class Objective:
         found = tokens.advantages
         if self.shaping is not None:
             found = self.shaping(tokens, self.cfg.shaping).detach()
-        if self.cfg.kl.placement == "reward":
+        if self.cfg.kl.adds_to_advantages:
             found = found + kl_advantages(tokens, self.cfg.kl)
         return found
 
@@ -94,6 +99,12 @@ class Objective:
             loss = loss - self.cfg.entropy.coefficient * (tokens.weights * entropy).sum()
         if self.needs_reference:
             sums = sums | _reference_sums(tokens)
+        if self.needs_reference_kl:
+            sums = sums | {"reference_kl": tokens.with_constant_policy().reference_kl.sum()}
+        if self.cfg.used_gold is not None:
+            sums = sums | _gold_sums(tokens)
+        if self.cfg.learns_value:
+            sums = sums | {"value_mean": tokens.values[tokens.is_real].sum()}
         return LossOutput(loss, sums | _advantage_sums(tokens, advantages))
 
 
@@ -109,6 +120,11 @@ def _correction_sums(ratios: Tensor, factors: Tensor, is_real: Tensor) -> dict[s
 def _reference_sums(tokens: Tokens) -> dict[str, Tensor]:
     ratios = tokens.with_constant_policy().reference_log_ratios
     return {"reference_k1": ratios.sum(), "reference_k3": ((-ratios).exp() - 1 + ratios).sum()}
+
+
+def _gold_sums(tokens: Tokens) -> dict[str, Tensor]:
+    logprobs = tokens.logprobs.detach()[tokens.is_gold]
+    return {"gold_logprob": logprobs.sum(), "gold_tokens": tokens.is_gold.sum()}
 
 
 def _advantage_sums(tokens: Tokens, advantages: Tensor) -> dict[str, Tensor]:

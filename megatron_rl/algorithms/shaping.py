@@ -7,9 +7,11 @@ of the minibatch once more, before its gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.algorithms.normalization import MIN_STD
 from megatron_rl.algorithms.tokens import Tokens
 from megatron_rl.config.algorithm import ShapingConfig
 
@@ -32,12 +34,16 @@ def regression(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     With credit leave_one_out and b the mean of S over the others of the group, sum_i A_i grad log
     pi(y_i) / n is -1 / beta times the gradient of the group's variance of reward - beta S, halved,
     whoever sampled it: AGRO (arXiv 2503.19612). With credit soft_value and no b it is that of the
-    squared residual: SPO (arXiv 2503.05453), DRO (arXiv 2405.19107).
+    squared residual: SPO (arXiv 2503.05453), DRO (arXiv 2405.19107). With baseline value, A is the
+    reward, and V of the prompt is learnt on the same residual: DRO-V.
     """
     segments = tokens.segments
     sums = segments.sum(tokens.with_constant_policy().reference_log_ratios)
     if cfg.baseline == "group":
         sums = sums - segments.mean_of_others(sums)
+    if cfg.baseline == "value":
+        assert tokens.values is not None
+        return tokens.advantages - tokens.values - cfg.temperature * segments.spread(sums)
     return tokens.advantages - cfg.temperature * segments.spread(sums)
 
 
@@ -57,8 +63,56 @@ def cross_entropy(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     return slopes.masked_fill(log_p >= -1e-6 / beta, 0.0)
 
 
+def jepo(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
+    """Thoughts by how likely they make the reference answer, and that answer by its share.
+
+    l_i: summed logprob of the answer behind thoughts i, LME the log of the mean of exp over a
+    group's sequences that have one. Thoughts get A_i = LME(l) - LME(l without i), divided by their
+    standard deviation in the minibatch and cut at +-cfg.bound, beside the queue's advantage;
+    answers cfg.support * members of the group * exp(l_i) / sum_j exp(l_j): with weights of 1 /
+    members, the gradient of LME(l). A group without such answers keeps the queue's advantages.
+    Source: JEPO (arXiv 2503.19618), section 4 and appendix B.
+    """
+    segments = tokens.segments
+    gold = segments.sum(tokens.is_gold.to(tokens.logprobs.dtype))
+    sums = segments.sum(tokens.logprobs.detach().masked_fill(~tokens.is_gold, 0.0))
+    values, has_gold = segments.by_member(sums, gold > 0)
+    _, is_member = segments.by_member(sums, segments.group_of >= 0)
+    advantages, shares = gold_credit(values, has_gold)
+    listed = advantages[has_gold]
+    spread = listed.std(correction=0) if listed.numel() else advantages.new_ones(())
+    bounded = (advantages / spread.clamp_min(MIN_STD)).clamp(-cfg.bound, cfg.bound)
+    support = cfg.support * shares * is_member.sum(-1, keepdim=True)
+    of_thoughts = segments.spread(segments.from_members(bounded, sums))
+    of_answers = segments.spread(segments.from_members(support, sums))
+    # Padding gets any of them: it has no weight.
+    return of_answers.where(tokens.is_gold, tokens.advantages + of_thoughts)
+
+
+jepo.needs_groups = True  # type: ignore[attr-defined]
+
+
+def gold_credit(values: Tensor, has_gold: Tensor) -> tuple[Tensor, Tensor]:
+    """(A, s), both [groups, members] float64, 0 without a reference answer or with one alone in A.
+
+    values: [groups, members] float64, l_i; A_i = LME(l) - LME(l without i), s = softmax(l).
+    """
+    members = values.shape[1]
+    listed = values.masked_fill(~has_gold, -math.inf)
+    counts = has_gold.double().sum(-1, keepdim=True)
+    shares = listed.softmax(-1).where(has_gold, values.new_zeros(()))
+    whole = listed.logsumexp(-1, keepdim=True) - counts.log()
+    # [groups, i, members]: without i.
+    is_own = values.new_ones(members).diag().bool()
+    others = listed[:, None].expand(-1, members, -1).masked_fill(is_own, -math.inf)
+    without = others.logsumexp(-1) - (counts - 1).log()
+    is_comparable = has_gold & (counts > 1)
+    return (whole - without).where(is_comparable, values.new_zeros(())), shares
+
+
 SHAPINGS: dict[str, ShapingFunction | None] = {
     "none": None,
     "regression": regression,
     "cross_entropy": cross_entropy,
+    "jepo": jepo,
 }

@@ -57,20 +57,30 @@ class Segments:
 
         Not differentiable. Only where whole groups are known: in a shaping with `needs_groups`.
         """
-        assert self.groups, "groups are known to shapings with needs_groups alone"
         is_real = self.group_of >= 0
-        places = (self.group_of[is_real], self.member_of[is_real])
+        table, is_there = self.by_member(values, is_real)
+        sums, counts = table.sum(-1, keepdim=True), is_there.sum(-1, keepdim=True)
+        means = (sums - table) / (counts - 1).clamp_min(1)
+        return self.from_members(means, values).where(is_real, values.detach())
+
+    def by_member(self, values: Tensor, is_listed: Tensor) -> tuple[Tensor, Tensor]:
+        """[groups, members] float64 of the sequences listed, 0 elsewhere; and bool: where they are.
+
+        values: [sequences]; not differentiable. is_listed: [sequences] bool, of no padding. Only
+        where whole groups are known: in a shaping with `needs_groups`.
+        """
+        assert self.groups, "groups are known to shapings with needs_groups alone"
+        places = (self.group_of[is_listed], self.member_of[is_listed])
         table = values.new_zeros(2, self.groups, self.members).double()
-        table[0][places] = values.detach()[is_real].double()
+        table[0][places] = values.detach()[is_listed].double()
         table[1][places] = 1.0
         if self.add_up is not None:
             table = self.add_up(table)
-        sums, counts = table.sum(-1)
-        found = values.detach().clone()
-        own = values.detach()[is_real].double()
-        groups = self.group_of[is_real]
-        found[is_real] = ((sums[groups] - own) / (counts[groups] - 1).clamp_min(1)).to(values.dtype)
-        return found
+        return table[0], table[1] > 0
+
+    def from_members(self, table: Tensor, like: Tensor) -> Tensor:
+        """[sequences] in the dtype of `like` from [groups, members]; of padding, any."""
+        return table[self.group_of, self.member_of].to(like.dtype)
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,15 @@ class Tokens:
     is_real: Tensor  # bool: not padding
     lags: Tensor  # int64: versions between sampling and training
     segments: Segments
+    is_gold: Tensor  # bool: of a reference answer, which nobody sampled
     proximal_logprobs: Tensor | None = None  # of the policy before the batch's first update
     reference_logprobs: Tensor | None = None
+    reference_kl: Tensor | None = None
+    """KL(policy || reference) of the token's position over the whole vocabulary, in nats,
+    differentiable; 0 for padding and what nobody sampled. None unless algorithm.kl is exact."""
+    values: Tensor | None = None
+    """Of the token's prompt: what is expected of its completions; constant. None unless
+    algorithm.shaping.baseline is value."""
 
     @property
     def old_logprobs(self) -> Tensor:
@@ -96,10 +113,14 @@ class Tokens:
 
     @property
     def reference_log_ratios(self) -> Tensor:
-        """log(policy / reference), differentiable; 0 for padding."""
+        """log(policy / reference), differentiable; 0 for padding and what nobody sampled."""
         assert self.reference_logprobs is not None, "algorithm.reference.policy is none"
-        return (self.logprobs - self.reference_logprobs).masked_fill(~self.is_real, 0.0)
+        return (self.logprobs - self.reference_logprobs).masked_fill(
+            ~self.is_real | self.is_gold, 0.0
+        )
 
     def with_constant_policy(self) -> Tokens:
         """The same, not differentiable."""
-        return replace(self, logprobs=self.logprobs.detach())
+        kl = self.reference_kl
+        constant_kl = None if kl is None else kl.detach()
+        return replace(self, logprobs=self.logprobs.detach(), reference_kl=constant_kl)

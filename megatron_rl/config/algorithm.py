@@ -4,6 +4,7 @@ Imported by every process by way of `tree.py`. A preset (`presets.py`) fills in 
 """
 
 import difflib
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -107,6 +108,10 @@ _WRONG = {
     ("reward", "k2"): "it would also penalise its own variance",
     ("reward", "k3"): "without its own derivative it follows no divergence",
     ("reward", "forward_kl"): "KL(reference || policy) is no expectation over the policy's samples",
+    ("reward", "exact"): (
+        "it differentiates the KL of each position, which no advantage does; with "
+        'placement="loss" it adds to the advantages, too'
+    ),
 }
 
 
@@ -115,11 +120,13 @@ class KlConfig(Part):
 
     placement: Literal["none", "reward", "loss"] = "none"
     """reward: it is taken from the advantages; loss: it is added to the loss."""
-    estimator: Literal["k1", "k2", "forward_kl"] = "k1"
+    estimator: Literal["k1", "k2", "forward_kl", "exact"] = "k1"
     """Of log ratios l to the reference. placement "reward": k1. placement "loss": k2, half the
-    square of a sequence's sum; or forward_kl, exp(-l) - 1 + l of each token."""
+    square of a sequence's sum; forward_kl, exp(-l) - 1 + l of each token; or exact, the KL of each
+    position over the whole vocabulary, of the least variance and twice the output layer's cost."""
     horizon: Literal["to_go", "token"] = "to_go"
-    """placement "reward": what a token answers for, all that follows in its sequence or itself."""
+    """placement "reward" and estimator "exact": what a token answers for, all that follows in its
+    sequence or its own position alone."""
     coefficient: NonNegativeFloat = 1e-3
     """Beta; a sequence weighs as much as in the rest of the loss."""
 
@@ -138,18 +145,37 @@ class KlConfig(Part):
             )
         return {"estimator": right, **given}
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it reads the whole vocabulary's logprobs, of policy and reference."""
+        return self.placement == "loss" and self.estimator == "exact"
+
+    @property
+    def adds_to_advantages(self) -> bool:
+        """Whether a part of it, or all, is taken from the advantages."""
+        return self.placement == "reward" or (self.is_exact and self.horizon == "to_go")
+
 
 class ShapingConfig(Part):
     """Advantages that depend on the policy as it is; the trainer computes them."""
 
     name: str = "none"
-    """Entry of SHAPINGS (none, regression, cross_entropy), or package.module:function."""
+    """Entry of SHAPINGS (none, regression, cross_entropy, jepo), or package.module:function."""
     temperature: PositiveFloat = 1e-3
     """Beta of reward - beta * log(policy / reference), over whole sequences."""
-    baseline: Literal["group", "none"] = "group"
-    """regression: what is taken off, the mean of the others of a group, or nothing more."""
+    baseline: Literal["group", "none", "value"] = "group"
+    """regression: what is taken off, the mean of the others of a group, nothing more, or a value of
+    the prompt that is learnt beside (train/value_*), for data of single completions."""
+    value_lr: PositiveFloat = 1e-2
+    """baseline value: learning rate of the value, in rewards; constant."""
     top_reward: float = 1.1
     """cross_entropy: the largest reward that there is; others count relative to it."""
+    support: NonNegativeFloat = 1e-2
+    """jepo: weight of learning the reference answer itself, beside the thoughts that make it
+    likely. Up to 1e-2 for short answers, 1 for long ones, in the paper."""
+    bound: PositiveFloat = 1.0
+    """jepo: advantages of thoughts, divided by their standard deviation, count no more than this;
+    they are heavy-tailed."""
 
 
 class ReferenceConfig(Section):
@@ -157,9 +183,14 @@ class ReferenceConfig(Section):
 
     policy: str = "none"
     """none; start: the weights that reinforcement learning began from; ema: their moving average;
-    or a Hugging Face folder of the same architecture and sizes."""
+    or a Hugging Face folder with the same tokenizer, of any size."""
     decay: float = Field(default=0.99, ge=0, lt=1)
     """ema: what is kept of the average at each step of the optimizer."""
+
+    @property
+    def folder(self) -> Path | None:
+        """That the policy names, if it does."""
+        return None if self.policy in ("none", "start", "ema") else Path(self.policy)
 
 
 class EntropyConfig(Section):
@@ -170,13 +201,26 @@ class EntropyConfig(Section):
     ablation."""
 
 
+class GoldConfig(Section):
+    """Learning from the reference answer: it is put where a completion gave its own answer."""
+
+    groups: Literal["none", "unrewarded", "all"] = "none"
+    """Which groups learn it: those without a right completion, or all. Needs shaping jepo."""
+    opening: str = Field(default="\\boxed{", min_length=1)
+    """Text behind which an answer begins; the last one of a completion counts. "</think>" for
+    answers that are long texts."""
+    closing: str = "}"
+    """Text behind the answer, which is learnt with it; empty: the end of the sequence."""
+
+
 class AlgorithmConfig(Section):
     """The objective: a preset, and what differs from it."""
 
     preset: str = "magistral"
     """Fills in every key below that is not given; see `megatron-rl algorithms`."""
     flat_groups: Literal["drop", "keep"] = "drop"
-    """Groups whose rewards are all equal: dropped and counted, or trained on."""
+    """Groups whose rewards (for majority: verdicts) are all equal: dropped and counted, or trained
+    on."""
     credit: CreditConfig = CreditConfig()
     normalization: NormalizationConfig = NormalizationConfig()
     aggregation: AggregationConfig = AggregationConfig()
@@ -186,6 +230,7 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
     entropy: EntropyConfig = EntropyConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    gold: GoldConfig = GoldConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -211,11 +256,70 @@ class AlgorithmConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_kl_is_read(self) -> Self:
+        if self.kl.adds_to_advantages and self.surrogate.name == "supervised":
+            cure = 'horizon="token"' if self.kl.is_exact else 'placement="loss"'
+            raise ValueError(
+                'algorithm.kl is taken from the advantages, and algorithm.surrogate.name="'
+                f'supervised" reads none: set algorithm.kl.{cure}'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_gold(self) -> Self:
+        if self.gold.groups == "none" and self.shaping.name == "jepo":
+            raise ValueError(
+                'algorithm.shaping.name="jepo" learns from reference answers and '
+                'algorithm.gold.groups="none": set it to "unrewarded" or "all"'
+            )
+        if self.gold.groups != "none" and self.shaping.name in ("none", *REGRESSIONS):
+            raise ValueError(
+                f'algorithm.gold.groups="{self.gold.groups}" puts reference answers into what is '
+                f'trained on, and algorithm.shaping.name="{self.shaping.name}" gives them no '
+                'advantage: set it to "jepo"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_value(self) -> Self:
+        if not self.learns_value:
+            return self
+        if (self.credit.name, self.normalization.name) != ("reward", "none"):
+            raise ValueError(
+                'algorithm.shaping.baseline="value" is learnt in units of rewards, and credit '
+                f"{self.credit.name!r} with normalization {self.normalization.name!r} is not: set "
+                'algorithm.credit.name="reward" and algorithm.normalization.name="none"'
+            )
+        if self.shaping.name != "regression":
+            raise ValueError(
+                f'algorithm.shaping.baseline="value" is of "regression", not of '
+                f'algorithm.shaping.name="{self.shaping.name}"'
+            )
+        return self
+
+    @property
+    def learns_value(self) -> bool:
+        """Whether a value of prompts is learnt, as a baseline."""
+        return self.shaping.name != "none" and self.shaping.baseline == "value"
+
+    @property
+    def used_gold(self) -> GoldConfig | None:
+        """How reference answers are learnt from; None: they are not."""
+        return None if self.gold.groups == "none" else self.gold
+
     @property
     def needs_reference(self) -> bool:
         """Whether the reference's logprobs are computed: a part reads them, or they are asked for,
         for metrics or a function of one's own."""
         return self._reads_reference or self.reference.policy != "none"
+
+    @property
+    def reads_generator_logprobs(self) -> bool:
+        """Whether anything compares with the logprobs under which completions were sampled."""
+        has_ratio = self.surrogate.name not in ("reinforce", "supervised")
+        is_own = self.surrogate.old_logprobs == "recompute"
+        return (has_ratio and not is_own) or self.correction.name != "none"
 
     @property
     def _reads_reference(self) -> bool:

@@ -123,6 +123,11 @@ PRESETS: dict[str, Preset] = {
         "when k answers may be tried: variety is worth more than the mean",
         {"credit": {"name": "pass_at_k"}, "normalization": _NONE, "aggregation": _SUM},
     ),
+    "majority": Preset(
+        "Inference-time objectives, arXiv 2503.19595",
+        "when the most frequent of k answers will be taken",
+        {"credit": {"name": "majority"}, "normalization": _NONE, "aggregation": _SUM},
+    ),
     "agro": Preset(
         "AGRO, arXiv 2503.19612, section 3",
         "off-policy data of any age, without importance ratios",
@@ -140,14 +145,49 @@ PRESETS: dict[str, Preset] = {
         "Soft Policy Optimization, arXiv 2503.05453, section 3",
         "off-policy data; variety rather than the mean",
         {
-            "credit": {"name": "soft_value"},
+            # Only the reference holds up what a soft value above most rewards pushes down: with
+            # 1e-3, as beside a group's mean, it weighs too little and the policy collapses.
+            "credit": {"name": "soft_value", "temperature": 0.3},
             "normalization": _NONE,
             "aggregation": _SUM,
             "surrogate": _REINFORCE,
-            "shaping": {"name": "regression", "baseline": "none"},
+            "shaping": {"name": "regression", "baseline": "none", "temperature": 0.3},
             "reference": {"policy": "start"},
             "flat_groups": "keep",
         },
+    ),
+    "dro": Preset(
+        "DRO, arXiv 2405.19107, section 3.2",
+        "recorded single completions with rewards, such as thumbs: no groups are needed",
+        {
+            "credit": {"name": "reward"},
+            "normalization": _NONE,
+            "aggregation": _SUM,
+            "surrogate": _REINFORCE,
+            "shaping": {"name": "regression", "baseline": "value", "temperature": 1.0},
+            "reference": {"policy": "start"},
+            "flat_groups": "keep",
+        },
+    ),
+    "jepo": Preset(
+        "JEPO, arXiv 2503.19618, section 4 and appendix B",
+        "answers that nothing can verify, such as proofs: thoughts count by how likely they make "
+        "the reference answer",
+        {
+            "credit": {"name": "well_formed"},
+            "aggregation": _SUM,
+            "surrogate": _REINFORCE,
+            "shaping": {"name": "jepo"},
+            "kl": {"placement": "reward", "coefficient": 1e-3},
+            "reference": {"policy": "start"},
+            "flat_groups": "keep",
+            "gold": {"groups": "all"},
+        },
+    ),
+    "jepo_mixed": Preset(
+        "JEPO, arXiv 2503.19618, section 5; Magistral, arXiv 2506.10910",
+        "hard prompts: groups without a right completion learn from the reference answer",
+        {"shaping": {"name": "jepo"}, "gold": {"groups": "unrewarded"}},
     ),
     "sft": Preset(
         "maximum likelihood",
@@ -168,7 +208,12 @@ PRESETS: dict[str, Preset] = {
             "normalization": _NONE,
             "aggregation": {"name": "batch_tokens"},
             "surrogate": _REINFORCE,
-            "kl": {"placement": "reward", "horizon": "token", "coefficient": 1.0},
+            "kl": {
+                "placement": "loss",
+                "estimator": "exact",
+                "horizon": "token",
+                "coefficient": 1.0,
+            },
             "flat_groups": "keep",
         },
     ),

@@ -17,14 +17,15 @@ ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
 LANES = (ANSWERS, LANGUAGE, CODE, CUSTOM)
 GateName = Literal["think_box", "think_code", "box", "code", "none"]
 UnevaluatedRule = Literal["refuse_copied", "refuse", "accept"]
-StepKind = Literal["judge", "language", "extras"]
+StepKind = Literal["judge", "language", "extras", "pair"]
 
 
 class Step(NamedTuple):
     """A part of grading that needs a killable process."""
 
     kind: StepKind
-    """judge: whether the answer is right; extras: all extra rewards of the task."""
+    """judge: whether the answer is right; extras: all extra rewards of the task; pair, of no score:
+    whether two answers are the same."""
     lane: str
     """The processes that take it."""
 
@@ -87,6 +88,9 @@ class RewardConfig(Section):
     can be carried out; accept: right."""
     tests_per_problem: PositiveInt = 20
     """Tests drawn for a group's completions of a code problem."""
+    code_credit: Literal["all", "proportional"] = "all"
+    """What a program earns of `correct`. all: all of it for passing all tests; proportional: the
+    share of the tests that it passes, all of which are run then."""
     test_s: PositiveFloat = 4.0
     """CPU time of one test of a program."""
     test_memory_bytes: PositiveInt = 300 << 20
@@ -128,10 +132,16 @@ class RewardConfig(Section):
             steps.append(Step("extras", CUSTOM))
         return tuple(steps)
 
+    def class_step(self, task: str) -> Step:
+        """How it is decided whether two answers of a task are the same, where text does not."""
+        return Step("pair", CUSTOM if ":" in self.all_tasks[task].compare else ANSWERS)
+
     @property
     def longest_program_s(self) -> float:
         """Most time that grading a program takes, waits for a core not counted."""
-        return longest_program_s(self.compile_s, self.tests_per_problem * self.test_s)
+        # Calls are run together first, then one by one where they are counted.
+        tests = self.tests_per_problem + (self.code_credit == "proportional")
+        return longest_program_s(self.compile_s, tests * self.test_s)
 
     @property
     def gates(self) -> dict[str, GateName]:

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
+from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.trainer import (
@@ -59,8 +60,8 @@ class QueueConfig(Section):
     """A score request unanswered for this long is issued again; above verifier.answer_within_s.
     Verifiers that die are noticed by their heartbeats."""
     max_attempts: PositiveInt = 3
-    """Times a completion is tried before its group is dropped and counted; and a score, before
-    its completion is."""
+    """Times a completion is tried before its group is dropped and counted; a score, before its
+    completion is; and the classes of a group's answers, before the group is."""
     score_patience_s: PositiveFloat = 300.0
     """A completion that cannot be graded is neither tried again nor replaced when it was first
     asked for so long ago: well below train.batch_timeout_s, so that none delays a batch until the
@@ -72,8 +73,8 @@ class QueueConfig(Section):
     """Share of train.group_size completions, at least two, that must be graded: a group goes on
     without the others, and one of which fewer are left is dropped and counted."""
     max_failed_groups: PositiveInt = 16
-    """The run ends when generators failed so many groups beyond those completed: each failed one
-    counts one up, each completed one down, never below 0."""
+    """The run ends when generators failed so many groups beyond those completed, or verifiers by
+    finding no classes: each failed one counts one up, each completed one down, never below 0."""
     breaker_window_groups: PositiveInt = 32
     """Groups of a task, or of tasks of the same lanes, by which it is judged whether they can be
     graded at all: the latest ones."""
@@ -206,6 +207,7 @@ class Config(Section):
     render: RenderConfig = RenderConfig()
     sampling: SamplingConfig = SamplingConfig()
     queue: QueueConfig = QueueConfig()
+    replay: ReplayConfig = ReplayConfig()
     generator: GeneratorConfig = GeneratorConfig()
     reward: RewardConfig = RewardConfig()
     verifier: VerifierConfig = VerifierConfig()
@@ -240,6 +242,7 @@ class Config(Section):
                 f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
             )
         self._check_algorithm()
+        self._check_replay()
         self._check_verifier()
         self._check_engine()
         possible = ("disk", "ipc") if self.parallel.world_size == 1 else ("disk",)
@@ -261,15 +264,65 @@ class Config(Section):
 
     def _check_algorithm(self) -> None:
         credit, size = self.algorithm.credit, self.train.group_size
-        if credit.name == "pass_at_k" and credit.k > size:
+        if credit.name in ("pass_at_k", "majority") and credit.k > size:
             raise ValueError(
                 f"algorithm.credit.k={credit.k} samples are more than train.group_size={size}: "
                 "raise the latter, or lower the former"
             )
+        self._check_gold()
         if self.algorithm.needs_reference and self.model.fp8_parameters:
             raise ValueError(
                 "algorithm.reference.policy swaps weights, and model.fp8_parameters=true keeps "
                 "them with scales that cannot be swapped: set model.fp8_parameters=false"
+            )
+
+    def _check_gold(self) -> None:
+        if self.algorithm.used_gold is None:
+            return
+        what = f"algorithm.gold.groups={self.algorithm.gold.groups!r}"
+        if self.train.router_replay:
+            raise ValueError(
+                f"{what} and train.router_replay=true exclude each other: no generator chose "
+                "experts for reference answers; set one of them to its default"
+            )
+        if not self.reward.format:
+            raise ValueError(
+                f"{what} needs reward.format above 0, by which well-formed completions are known; "
+                "the paper's is 0.1"
+            )
+
+    @property
+    def sampled_groups(self) -> int:
+        """Groups of a batch that are sampled for it; the others are replayed."""
+        return self.train.groups_per_batch - self.replay.groups_of(self.train.groups_per_batch)
+
+    def _check_replay(self) -> None:
+        replay = self.replay
+        if not replay.groups_of(self.train.groups_per_batch):
+            return
+        if self.algorithm.used_gold is not None:
+            raise ValueError(
+                f"replay.share={replay.share:g} and algorithm.gold.groups="
+                f"{self.algorithm.gold.groups!r} exclude each other: recorded rollouts have no "
+                "place for reference answers; set one of them to its default"
+            )
+        if self.train.router_replay:
+            raise ValueError(
+                f"replay.share={replay.share:g} and train.router_replay=true exclude each other: "
+                "choices of experts are not recorded; set one of them to its default"
+            )
+        if replay.traces and self.algorithm.reads_generator_logprobs:
+            raise ValueError(
+                "replay.traces have no generator's logprobs, which algorithm.surrogate.name="
+                f"{self.algorithm.surrogate.name!r} with old_logprobs="
+                f"{self.algorithm.surrogate.old_logprobs!r} and algorithm.correction.name="
+                f"{self.algorithm.correction.name!r} read: take a preset without importance "
+                "ratios, such as agro, or old_logprobs='recompute' without a correction"
+            )
+        if replay.buffer_groups and not self.queue.record_tokens:
+            raise ValueError(
+                f"replay.buffer_groups={replay.buffer_groups} is filled again from the recorded "
+                "rollouts when a run resumes: set queue.record_tokens=true"
             )
 
     def _check_engine(self) -> None:

@@ -29,6 +29,7 @@ from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.protocol.keys import make_keys
 from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
+from megatron_rl.rollout_queue.replay.traces import prepare_traces
 
 QUEUE = "queue"
 TRAINER = "trainer"
@@ -74,7 +75,8 @@ def prepare(config: Config) -> Config:
     (run_dir / "logs").mkdir(exist_ok=True)
     write_config(resolved, resumed)
     write_dropped(run_dir, prompts.dropped)
-    for note in prompts.notes:
+    notes = [*prompts.notes, *prepare_traces(resolved)]
+    for note in notes:
         log.info("%s", note)
     return resolved
 

@@ -26,8 +26,9 @@ from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
 from megatron_rl.rollout_queue.evaluation import select_held_out
 from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
+from megatron_rl.rollout_queue.replay.traces import check_sources
 from megatron_rl.trainer.traces import read_traces
-from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
+from megatron_rl.weights.layout.shape import ModelShape, check_parallel, check_teacher, read_shape
 from verification import settings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -51,9 +52,12 @@ def check(config: Config) -> PromptReport:
     if config.train.steps or config.sft.steps:
         # An evaluation alone needs no trainer: the engine knows more architectures.
         check_model(config)
+    if config.train.steps:
+        check_reference(config)
     check_megatron_path(config)
     check_ports(config)
     check_traces(config.sft)
+    check_replay(config)
     return check_prompts(config)
 
 
@@ -115,6 +119,30 @@ def check_names(config: Config) -> None:
     find_function(engines, config.generator.engine, key="generator.engine")
 
 
+def check_reference(config: Config) -> None:
+    """A reference in a folder has the policy's tokens, and the parallel sizes divide it."""
+    folder = config.algorithm.reference.folder
+    if folder is None:
+        return
+    if not (folder / "config.json").exists():
+        raise InputError(
+            f"algorithm.reference.policy = '{folder}' is none of none, start, ema, and no folder "
+            "of a Hugging Face model"
+        )
+    shape, own = read_shape(folder), read_shape(config.model.path)
+    check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
+    check_parallel(shape, config.parallel)
+    paths = [path / "tokenizer.json" for path in (folder, config.model.path)]
+    if all(path.exists() for path in paths):
+        # Not the whole files: versions of libraries write them differently.
+        theirs, ours = (json.loads(path.read_text())["model"].get("vocab") for path in paths)
+        if theirs != ours:
+            raise InputError(
+                f"algorithm.reference.policy: {paths[0]} has other tokens than {paths[1]}: a "
+                "reference is given the policy's token ids, so take one with the same tokenizer"
+            )
+
+
 def check_megatron_path(config: Config) -> None:
     """Only reinforcement learning starts from a Megatron checkpoint; engines read HF folders."""
     path = config.model.megatron_path
@@ -149,6 +177,19 @@ def check_traces(sft: SftConfig) -> None:
         read_traces(sft.traces)
 
 
+def check_replay(config: Config) -> None:
+    """What is replayed can be read, and the objective can learn from it."""
+    if not config.replay.share or not config.train.steps:
+        return
+    if find_crediting(config.algorithm).needs_classes:
+        raise InputError(
+            f"replay.share={config.replay.share:g} and algorithm.credit.name="
+            f"{config.algorithm.credit.name!r} exclude each other: which answers are the same is "
+            "not recorded; set the share to 0, or take another credit"
+        )
+    check_sources(config)
+
+
 def check_prompts(config: Config) -> PromptReport:
     """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
     settings.check_sources(config.prompts)
@@ -158,7 +199,7 @@ def check_prompts(config: Config) -> PromptReport:
     tasks = sorted({prompt.task for prompt in sets.all})
     if any(config.reward.all_tasks[task].compare == CODE for task in tasks):
         settings.check_sandbox(config.reward)
-    if config.train.steps and not sets.train:
+    if _samples_for_training(config) and not sets.train:
         raise InputError(
             'there are no train prompts: lines need "split": "train" or none, and a question that '
             "is not held out; train.steps=0 only evaluates"
@@ -172,9 +213,13 @@ def check_prompts(config: Config) -> PromptReport:
     return PromptReport(notes, dropped)
 
 
+def _samples_for_training(config: Config) -> bool:
+    return config.train.steps > 0 and config.sampled_groups > 0
+
+
 def _check_kept(sets: PromptSets, dropped: list[DroppedPrompt], config: Config) -> None:
     """Enough prompts are left without the dropped ones."""
-    if config.train.steps and not sets.train:
+    if _samples_for_training(config) and not sets.train:
         raise InputError(
             f"no train prompt can be rendered; {dropped[0].where}: {dropped[0].reason}. Raise "
             "generator.context_tokens, or lower sampling.max_new_tokens"

@@ -42,6 +42,7 @@ from megatron_rl.launcher.summary import render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
+from megatron_rl.rollout_queue.replay.traces import prepare_traces
 from megatron_rl.weights.folders.staging import recover
 
 TRAINER = "trainer"
@@ -240,6 +241,7 @@ def _prepare_run_folder(
         recover(resolved.run.dir / "hf" / name)
     write_config(resolved, resumed)
     write_dropped(resolved.run.dir, prompts.dropped)
+    notes = [*prompts.notes, *prepare_traces(resolved)]
     handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")
     handler.setFormatter(
         logging.Formatter("%(asctime)s launch %(levelname)s %(name)s: %(message)s")
@@ -247,7 +249,7 @@ def _prepare_run_folder(
     logging.getLogger().addHandler(handler)
     logging.getLogger("megatron_rl").setLevel(logging.INFO)
     log.info("ports: %s", ports_text(resolved.ports))
-    for note in prompts.notes:
+    for note in notes:
         log.info("%s", note)
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     return resolved

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.launcher.activity_text import ActivityTotals, groups_text, rollouts_text
-from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, without_superseded
+from megatron_rl.protocol.metrics import (
+    COMPLETIONS_DROPPED,
+    GROUPS_DROPPED,
+    PASS_AT,
+    without_superseded,
+)
 from megatron_rl.rollout_queue.diagnosis import reasons_text
 
 Row = dict[str, Any]
@@ -113,9 +118,16 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
         "control_accuracy": control.get("eval/accuracy"),
         "control_se": control.get("eval/accuracy_se"),
         "control": CONTROL_TEXT if control else None,
+        "pass_at": {label: _pass_at(row) for label, row in evaluations.items() if _pass_at(row)},
         "rl_minus_control": gain,
         "rl_minus_control_standard_errors": sigmas,
     }
+
+
+def _pass_at(evaluation: Row) -> dict[str, float]:
+    """pass@k by k, and its standard error by k and "_se"; without k = 1, which is the accuracy."""
+    names = [name for name in evaluation if name.startswith(PASS_AT)]
+    return {name.removeprefix(PASS_AT): evaluation[name] for name in names}
 
 
 def _measured(evaluation: Row) -> tuple[Any, Any]:
@@ -206,6 +218,10 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         lines.append(f"    (control: {summary['control']})")
         if after[0] is not None:
             lines.append(f"  RL beside control {_change(control, after, 'control').strip()}")
+    for label, found in summary["pass_at"].items():
+        ks = [k for k in found if not k.endswith("_se")]
+        texts = [f"pass@{k} {_with_error(found[k], found[f'{k}_se'])}" for k in ks]
+        lines.append(f"  {label:17s} {', '.join(texts)}")
     if facts.traces_remark:
         lines.append(f"  cold start        {facts.traces_remark}")
     return lines

@@ -16,6 +16,8 @@ GROUPS_DROPPED = "queue/groups_dropped_"
 """Metrics of the queue, with the reason at the end: groups not trained on."""
 COMPLETIONS_DROPPED = "queue/completions_dropped_"
 """The same of single completions, which could not be graded."""
+PASS_AT = "eval/pass_at_"
+"""Metrics of an evaluation with several samples a prompt: k, or k and "_se"."""
 
 Reduce = Literal["mean", "sum", "max"]
 

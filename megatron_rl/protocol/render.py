@@ -14,6 +14,7 @@ import jinja2
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import RenderConfig
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import ChatMessage
 
 _TAIL_TOKENS = 16
@@ -57,7 +58,10 @@ class Renderer:
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
         self._openings = {task: _opening(config, gate) for task, gate in gates.items()}
-        self._context_tokens = context_tokens
+        self.context_tokens = context_tokens
+        """Longest prompt plus completion."""
+        self.eos_id: int = self._tokenizer.eos_token_id
+        """What the tokenizer ends a sequence with."""
         self.stop_ids = stop_ids(model, self._tokenizer.eos_token_id)
         """Token ids that end a sequence."""
 
@@ -69,7 +73,7 @@ class Renderer:
         """
         text = self._text(Conversation(task, messages))
         # Templates write special tokens such as <s> themselves.
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self.encode(text)
         refusal = self._refusal(len(ids), max_new_tokens)
         if refusal:
             raise RenderError(refusal)
@@ -84,7 +88,7 @@ class Renderer:
         stands for at least one byte, so that few prompts have to be tokenised. What escapes this
         (a normalisation that makes a text longer) is refused by `render`.
         """
-        room_bytes = self._context_tokens - max_new_tokens
+        room_bytes = self.context_tokens - max_new_tokens
         added_bytes: dict[tuple[str, ...], int] = {}
         refusals: dict[int, str] = {}
         unsure: list[tuple[int, str]] = []
@@ -134,12 +138,12 @@ class Renderer:
 
     def _refusal(self, tokens: int, max_new_tokens: int) -> str:
         """Why a prompt of so many tokens cannot be completed; empty when it can."""
-        room = self._context_tokens - max_new_tokens
+        room = self.context_tokens - max_new_tokens
         if 0 < tokens <= room:
             return ""
         return (
             f"the prompt has {tokens} tokens; allowed are 1 to {room} = generator.context_tokens "
-            f"{self._context_tokens} - max_new_tokens {max_new_tokens}"
+            f"{self.context_tokens} - max_new_tokens {max_new_tokens}"
         )
 
     def tail(self, prompt_ids: list[int]) -> str:
@@ -148,8 +152,12 @@ class Renderer:
 
     def render_response(self, text: str) -> list[int]:
         """Token ids of an answer, the end of sequence included."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return [*ids, self._tokenizer.eos_token_id]
+        return [*self.encode(text), self.eos_id]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, nothing added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without the token that ended it; other special tokens stay."""
@@ -158,6 +166,16 @@ class Renderer:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+
+def open_renderer(config: Config) -> Renderer:
+    """Of the model that the run begins with. Raises InputError."""
+    return Renderer(
+        config.render,
+        config.model.path,
+        config.generator.context_tokens,
+        gates=config.reward.gates,
+    )
 
 
 def _opening(config: RenderConfig, gate: str) -> list[dict[str, str]]:

@@ -235,24 +235,56 @@ def read_file(file: RolloutFile, torn: Counter[str] | None = None) -> Iterator[R
         )
 
 
+def read_arrays(record: RolloutRecord, lines: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(prompt ids, token ids, logprobs) of one record of a file of lines. Raises InputError."""
+    assert record.words is not None
+    path, place = lines.with_suffix(WORDS), f"{lines}: group {record.group}, index {record.index}"
+    prompt_at, tokens_at = record.words
+    _check_extent(record, path.stat().st_size // WORD_BYTES, place)
+    prompt_ids = np.fromfile(path, _INT, record.prompt_tokens, offset=prompt_at * WORD_BYTES)
+    words = np.fromfile(path, _INT, 2 * record.tokens, offset=tokens_at * WORD_BYTES)
+    token_ids, logprobs = words[: record.tokens], words[record.tokens :].view(_FLOAT)
+    _check_fault(record, prompt_ids, token_ids, logprobs, place)
+    return prompt_ids, token_ids, logprobs
+
+
 def _slice(
     record: RolloutRecord, words: np.ndarray, place: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(prompt ids, token ids, logprobs) of a record. Raises InputError."""
     assert record.words is not None
     prompt_at, tokens_at = record.words
-    prompt_end, logprobs_at = prompt_at + record.prompt_tokens, tokens_at + record.tokens
-    end = logprobs_at + record.tokens
-    if min(prompt_at, tokens_at) < 0 or max(prompt_end, end) > len(words):
+    _check_extent(record, len(words), place)
+    logprobs_at = tokens_at + record.tokens
+    prompt_ids = words[prompt_at : prompt_at + record.prompt_tokens]
+    token_ids = words[tokens_at:logprobs_at]
+    logprobs = words[logprobs_at : logprobs_at + record.tokens].view(_FLOAT)
+    _check_fault(record, prompt_ids, token_ids, logprobs, place)
+    return prompt_ids, token_ids, logprobs
+
+
+def _check_extent(record: RolloutRecord, words: int, place: str) -> None:
+    """Raise InputError unless so many words hold the record."""
+    assert record.words is not None
+    prompt_at, tokens_at = record.words
+    prompt_end, end = prompt_at + record.prompt_tokens, tokens_at + 2 * record.tokens
+    if min(prompt_at, tokens_at) < 0 or max(prompt_end, end) > words:
         raise InputError(
             f"{place} needs words {prompt_at} to {prompt_end} and {tokens_at} to {end} of the file "
-            f"{WORDS} beside, which has {len(words)}: one of the two files was cut or replaced"
+            f"{WORDS} beside, which has {words}: one of the two files was cut or replaced"
         )
-    prompt_ids, token_ids = words[prompt_at:prompt_end], words[tokens_at:logprobs_at]
-    logprobs = words[logprobs_at:end].view(_FLOAT)
+
+
+def _check_fault(
+    record: RolloutRecord,
+    prompt_ids: np.ndarray,
+    token_ids: np.ndarray,
+    logprobs: np.ndarray,
+    place: str,
+) -> None:
+    """Raise InputError for what contradicts the line, or shows that the words are another's."""
     if fault := _find_fault(record, prompt_ids, token_ids, logprobs):
         raise InputError(f"{place}: {fault}")
-    return prompt_ids, token_ids, logprobs
 
 
 def _find_fault(

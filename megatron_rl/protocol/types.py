@@ -8,6 +8,8 @@ Prompt -> Rollout -> ScoredRollout -> TrainSequence -> RankBatch. Arrays travel 
 import msgspec
 import numpy as np
 
+from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
+from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.weight_messages import (
     Ack,
@@ -57,7 +59,7 @@ class Prompt(msgspec.Struct, frozen=True):
     @property
     def normalized_question(self) -> str:
         """Text that prompts with the same question share: case and spacing do not count."""
-        return " ".join(" ".join(m.content for m in self.messages).casefold().split())
+        return normalized(" ".join(m.content for m in self.messages))
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -88,6 +90,17 @@ ROUNDING_NATS = 1e-3
 """A logprob of a certain token may be above 0 by this much: engines round."""
 
 
+class GoldAnswer(msgspec.Struct, frozen=True):
+    """The reference answer in the place where a completion gave its own."""
+
+    thought_tokens: int
+    """Completion tokens before the answer."""
+    token_ids: np.ndarray
+    """[answer tokens] int32; empty where there is no such place."""
+    fault: str = ""
+    """Why there is none: a reason to count."""
+
+
 class Rollout(msgspec.Struct, frozen=True):
     """One finished completion of a leased group."""
 
@@ -112,6 +125,8 @@ class Rollout(msgspec.Struct, frozen=True):
     first_token_s: float = -1.0
     """Seconds from when the generator got the lease to the first token; -1: the engine does not
     know."""
+    gold: GoldAnswer | None = None
+    """With algorithm.gold alone."""
 
     @property
     def oldest_version(self) -> int:
@@ -132,6 +147,8 @@ class Score(msgspec.Struct, frozen=True):
     """Addends of the reward: "format", "correct", "length", "language", extra rewards' names."""
     reason: str
     """"correct", "wrong_answer", or why grading stopped: "no_think_start", "wrong_output", ..."""
+    tests: tuple[int, int] = (0, 0)
+    """Tests that a program passed, and all, where reward.code_credit counts them."""
 
     @property
     def is_correct(self) -> bool:
@@ -169,6 +186,8 @@ class TrainSequence(msgspec.Struct, frozen=True):
     """Number of its group in the minibatch; -1: padding."""
     member: int = 0
     """Place in its group."""
+    gold_tokens: int = 0
+    """So many tokens at the end are of the reference answer, which nobody sampled."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
     """As in Rollout."""
 
@@ -357,6 +376,8 @@ AnyMessage = (
     | ScoreRequest
     | ScoreDone
     | ScoreFailed
+    | ClassRequest
+    | ClassDone
     | NextBatch
     | Published
     | SaveState

@@ -95,8 +95,12 @@ class Activity:
 
     def add_ungraded(self, reason: str) -> None:
         """A completion could not be graded."""
-        self._counts[f"completions_dropped/{reason}"] += 1
+        self.add_left_out(reason)
         self._ungraded += 1
+
+    def add_left_out(self, reason: str) -> None:
+        """A scored completion cannot be trained on."""
+        self._counts[f"completions_dropped/{reason}"] += 1
 
     def add_dropped(self, reason: str) -> None:
         """A training group was dropped."""

@@ -5,6 +5,7 @@ Used by the rollout queue.
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from megatron_rl.algorithms.credit import GroupView
@@ -19,23 +20,30 @@ from megatron_rl.protocol.types import (
     TrainSequence,
 )  # fmt: skip
 from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
+from megatron_rl.rollout_queue.replay.drawn import NOTHING, Drawn
 from megatron_rl.rollout_queue.tally import RolloutTally
+from megatron_rl.rollout_queue.train_sequence import sequence_of
 
 
 def form_batch(
     step: int,
     groups: list[Group],
     *,
+    replayed: Drawn = NOTHING,
     dropped: DroppedGroups,
     config: TrainConfig,
     crediting: Crediting,
     dp_size: int,
 ) -> list[RankBatch]:
-    """Each data-parallel rank's share of the batch; `dropped` only enters the metrics."""
+    """Each data-parallel rank's share of the batch; `dropped` only enters the metrics.
+
+    groups: sampled for it; replayed: others, which only count in metrics of their own.
+    """
+    everything = [*groups, *replayed.groups]
     ranks: list[list[MinibatchShare]] = [[] for _ in range(dp_size)]
     for number in range(config.minibatches):
         # Every minibatch gets groups of all ages.
-        members = groups[number :: config.minibatches]
+        members = everything[number :: config.minibatches]
         sequences = minibatch_sequences(members, crediting)
         dealt = deal(
             [len(sequence.token_ids) for sequence in sequences],
@@ -51,7 +59,7 @@ def form_batch(
                 )
             )
     metrics = MetricSet()
-    metrics.add(batch_metrics(step, groups, dropped))
+    metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step)])
     return [
         RankBatch(step, rank, minibatches, metrics.entries() if rank == 0 else {})
         for rank, minibatches in enumerate(ranks)
@@ -60,42 +68,31 @@ def form_batch(
 
 def minibatch_sequences(groups: Sequence[Group], crediting: Crediting) -> list[TrainSequence]:
     """Sequences of a minibatch with their advantages and weights, group by group."""
-    views = [_view(group) for group in groups]
+    sequences = [[sequence_of(group, scored) for scored in group.ordered] for group in groups]
+    views = [_view(group, mine) for group, mine in zip(groups, sequences, strict=True)]
     advantages, weights = crediting.advantages(views), crediting.weights(views)
     return [
-        _to_sequence(scored, advantages[number][member], weights[number][member], number, member)
-        for number, group in enumerate(groups)
-        for member, scored in enumerate(group.ordered)
+        msgspec.structs.replace(
+            sequence,
+            advantage=float(advantages[number][member]),
+            weight=float(weights[number][member]),
+            group=number,
+            member=member,
+        )
+        for number, mine in enumerate(sequences)
+        for member, sequence in enumerate(mine)
     ]
 
 
-def _view(group: Group) -> GroupView:
-    scored = group.ordered
+def _view(group: Group, sequences: Sequence[TrainSequence]) -> GroupView:
+    scores = [scored.score for scored in group.ordered]
     return GroupView(
         group.prompt.id,
         rewards=np.array(group.rewards, dtype=np.float64),
-        is_correct=np.array([s.score.is_correct for s in scored], dtype=bool),
-        lengths=np.array([len(s.rollout.token_ids) for s in scored], dtype=np.int64),
-    )
-
-
-def _to_sequence(
-    scored: ScoredRollout, advantage: float, weight: float, group: int, member: int
-) -> TrainSequence:
-    rollout = scored.rollout
-    lengths = [span.end - span.start for span in rollout.spans]
-    versions = np.repeat([span.version for span in rollout.spans], lengths)
-    return TrainSequence(
-        token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]),
-        prompt_length=len(rollout.prompt_ids),
-        generator_logprobs=rollout.logprobs,
-        token_versions=versions.astype(np.int32),
-        advantage=float(advantage),
-        weight=float(weight),
-        reward=scored.score.reward,
-        group=group,
-        member=member,
-        expert_choices=rollout.expert_choices,
+        is_correct=np.array([score.is_correct for score in scores], dtype=bool),
+        is_well_formed=np.array([score.is_well_formed for score in scores], dtype=bool),
+        lengths=np.array([len(s.generator_logprobs) for s in sequences], dtype=np.int64),
+        classes=np.array([group.classes[i] for i in sorted(group.classes)], dtype=np.int64),
     )
 
 
@@ -104,8 +101,8 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
 
     rollout/*: over the groups of the batch and those dropped since the last batch, so that each
     scored rollout counts once: the batch alone would hide that prompts become solved.
-    queue/*: over what is trained on, and by reason dropped groups, and completions that could not
-    be graded, which are in no other number.
+    queue/*: over what is trained on and was sampled for it, and by reason dropped groups, and
+    completions that could not be graded, which are in no other number.
     """
     trained = [scored for group in groups for scored in group.ordered]
     generated = RolloutTally(trained)
@@ -117,10 +114,11 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
     return [
         *generated.metrics(),
         Metric("queue/staleness_versions_mean", sum(staleness), "mean", count),
-        Metric("queue/staleness_versions_max", max(staleness), "max", count),
+        Metric("queue/staleness_versions_max", max(staleness, default=0), "max", count),
         Metric("queue/rollouts_spanning_versions", spanning, "sum", count),
         Metric("queue/rollouts_trained", count, "sum", count),
         Metric("queue/groups_trained", len(groups), "sum", len(groups)),
+        *_gold_metrics(groups),
         *(
             Metric(f"{GROUPS_DROPPED}{reason}", number, "sum", number)
             for reason, number in dropped_by_reason.items()
@@ -130,6 +128,11 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
             for reason, number in dropped.completions.items()
         ),
     ]
+
+
+def _gold_metrics(groups: list[Group]) -> list[Metric]:
+    count = sum(group.learns_gold for group in groups)
+    return [Metric("queue/groups_learning_gold", count, "sum", len(groups))] if count else []
 
 
 def _spans_versions(scored: ScoredRollout) -> bool:

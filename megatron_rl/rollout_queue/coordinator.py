@@ -6,7 +6,6 @@ Used by the rollout queue's server, which calls `handle` for every message, then
 
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.tree import Config
@@ -14,6 +13,7 @@ from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
     AnyMessage,
+    ClassDone,
     GeneratorReady,
     NextBatch,
     Published,
@@ -30,31 +30,23 @@ from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.batches import form_batch
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
+from megatron_rl.rollout_queue.classes import find_without_asking
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
-from megatron_rl.rollout_queue.groups import FLAT, NOT_NEEDED, Group, GroupBook
+from megatron_rl.rollout_queue.groups import NOT_NEEDED, Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.openings import Openings
+from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY, Outgoing
 from megatron_rl.rollout_queue.patience import Patience
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.replay.draw import NoReplay, open_replay
 from megatron_rl.rollout_queue.scoring import Scoring
+from megatron_rl.rollout_queue.selection import Selection
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from megatron_rl.rollout_queue.ungraded import Fate, Tellers, Ungraded, too_small
 
 log = logging.getLogger(__name__)
-
-PROMPTS, VERIFY, BATCHES = "prompts", "verify", "batches"
-_DISMISS_S = 5.0
-"""After the last publish trainer ranks have this long to ask once more and be told to stop."""
-
-
-class Outgoing(NamedTuple):
-    """A message for a peer of one of the three endpoints."""
-
-    endpoint: str
-    peer: str
-    message: AnyMessage
 
 
 class Coordinator:
@@ -96,7 +88,16 @@ class Coordinator:
         self._desk = BatchDesk(config.train.steps)
         opened = prompts.train if self._training is not None else [prompts.held_out]
         self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
-        self._ungraded = self._make_ungraded()
+        tellers = Tellers(recorder, self._activity, self._breaker)
+        self._ungraded = Ungraded(
+            config.queue,
+            self._leases,
+            book=self._groups,
+            evaluations=self._evaluations,
+            tellers=tellers,
+        )
+        self._replay = open_replay(config, prompts.held_out) if self._training else NoReplay()
+        self._selection = Selection(config.algorithm, self._groups, tellers)
         self._failed = FailureCount(config.queue.max_failed_groups)
         self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
@@ -106,21 +107,13 @@ class Coordinator:
         self.is_over = False
         """Training and all evaluations are done."""
 
-    def _make_ungraded(self) -> Ungraded:
-        return Ungraded(
-            self._config.queue,
-            self._leases,
-            book=self._groups,
-            evaluations=self._evaluations,
-            tellers=Tellers(self._recorder, self._activity, self._breaker),
-        )
-
     def resume(self, state: QueueState) -> None:
         """Go on after a saved step; call before any message. Raises InputError."""
         assert self._training is not None
         self._training.restore(state)
         self._desk.resume_at(state.step)
         self._recorder.resume_at(state.step)
+        self._replay.resume_at(state.step)
         self._openings.count = state.groups_opened
         self._evaluations.done = list(state.evaluated)
         self._first_version = state.step
@@ -148,6 +141,10 @@ class Coordinator:
                 self._on_rollout(peer, message, now)
             case "verify", ScoreDone():
                 self._on_score(peer, message, now)
+            case "verify", ClassDone():
+                if (group := self._scoring.take_classes(peer, message, now)) is not None:
+                    self._patience.note_progress(now)
+                    self._close(group)
             case "prompts", GeneratorReady():
                 self._leases.announce(peer, message, now)
             case "verify", VerifierReady():
@@ -187,18 +184,22 @@ class Coordinator:
             return
         group.add(scored, now)
         self._activity.add_score(group, scored)
-        if group.is_complete:
+        if group.is_scored:
             self._close(group)
 
     def _close(self, group: Group) -> None:
-        """Every completion of a group is scored, or cannot be."""
+        """Every completion of a group is scored, or cannot be; it may lack its classes."""
+        reason = "" if group.evaluation else self._selection.reason_to_drop(group)
+        if not reason and not find_without_asking(group):
+            self._scoring.submit_classes(group)
+            return
         self._failed.note_completed()
         if group.evaluation:
             self._evaluations.close(group)
             return
         self._activity.add_complete(group)
-        if group.is_flat and self._config.algorithm.flat_groups == "drop":
-            self._drop(group, FLAT)
+        if reason:
+            self._drop(group, reason)
 
     def _drop(self, group: Group, reason: str) -> None:
         """Release a training group that is not trained on; the reason appears in all metrics."""
@@ -245,7 +246,7 @@ class Coordinator:
 
     def _drop_failed(self) -> None:
         """Drop what failed, each under its reason. Raises TooManyFailures."""
-        for failure in self._leases.pop_failures():
+        for failure in self._leases.pop_failures() + self._scoring.pop_class_failures():
             if not failure.group.is_abandoned:
                 self._drop_group(failure)
                 self._failed.note_failed(failure)
@@ -255,7 +256,7 @@ class Coordinator:
             fate = self._ungraded.drop(lost)
             if fate is Fate.TOO_SMALL:
                 self._drop_group(too_small(lost.group, lost.detail))
-            elif fate is Fate.COMPLETE:
+            elif fate is Fate.SCORED:
                 self._close(lost.group)
 
     def _drop_group(self, failure: GroupFailure) -> None:
@@ -329,9 +330,11 @@ class Coordinator:
         if numbers is None:
             return None
         groups, dropped = self._groups.take(numbers, step)
+        replayed = self._replay.draw(step, groups)
         batch = form_batch(
             step,
             groups,
+            replayed=replayed,
             dropped=dropped,
             config=self._config.train,
             crediting=self._crediting,
@@ -378,11 +381,8 @@ class Coordinator:
     def _check_over(self, now: float) -> None:
         if self._finished_at is None or not self._evaluations.is_idle:
             return
-        # A last checkpoint is copied between the last publish and the last request.
-        patience_s = _DISMISS_S
-        if self._config.checkpoint.every_steps:
-            patience_s += self._config.checkpoint.write_timeout_s
-        is_dismissed = self._desk.is_dismissed or now - self._finished_at > patience_s
+        is_late = now - self._finished_at > self._patience.dismissal_s
+        is_dismissed = self._desk.is_dismissed or is_late
         self.is_over = is_dismissed or bool(self._evaluate_only)
 
     def describe(self, now: float) -> str:
@@ -390,7 +390,7 @@ class Coordinator:
         parts = [
             f"version {self._published} published",
             f"{self._groups.untaken - self._groups.complete} groups open, {self._groups.complete} "
-            f"complete of {self._config.train.groups_per_batch} for a batch",
+            f"complete of {self._config.sampled_groups} for a batch",
             self._leases.describe(now),
             self._scoring.describe(now),
             f"batch asked for by data-parallel ranks {self._desk.waiting_ranks}",

@@ -8,6 +8,7 @@ import math
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import EvalConfig, SamplingConfig
+from megatron_rl.protocol.metrics import PASS_AT
 from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.groups import Group
 
@@ -126,7 +127,8 @@ def summarize(groups: list[Group], seconds: float) -> dict[str, float]:
     The standard error is over prompts, of each prompt's share of correct completions:
     sqrt(p (1 - p) / n) for one completion a prompt.
     """
-    shares = [_mean([s.score.is_correct for s in group.ordered]) for group in groups]
+    of_groups = [[scored.score.is_correct for scored in group.ordered] for group in groups]
+    shares = [_mean(verdicts) for verdicts in of_groups]
     rollouts: list[ScoredRollout] = [scored for group in groups for scored in group.ordered]
     accuracy = _mean(shares)
     variance = _mean([(share - accuracy) ** 2 for share in shares])
@@ -138,7 +140,28 @@ def summarize(groups: list[Group], seconds: float) -> dict[str, float]:
         "eval/reward": _mean([scored.score.reward for scored in rollouts]),
         "eval/n": len(groups),
         "eval/seconds": seconds,
+        **_pass_at(of_groups),
     }
+
+
+def _pass_at(of_groups: list[list[bool]]) -> dict[str, float]:
+    """pass@k for k = 2, 4, 8 ... and all samples: the chance that one of k is right.
+
+    Unbiased for each prompt: 1 - (n - c choose k) / (n choose k) with c of n right. Over prompts of
+    which so many could be graded. Source: arXiv 2107.03374, eq. 1.
+    """
+    most = max(map(len, of_groups))
+    results = {}
+    for k in sorted({most, *(2**power for power in range(1, most.bit_length()))} - {1}):
+        chances = [
+            1 - math.comb(len(verdicts) - sum(verdicts), k) / math.comb(len(verdicts), k)
+            for verdicts in of_groups
+            if len(verdicts) >= k
+        ]
+        results[f"{PASS_AT}{k}"] = _mean(chances)
+        variance = _mean([(chance - results[f"{PASS_AT}{k}"]) ** 2 for chance in chances])
+        results[f"{PASS_AT}{k}_se"] = math.sqrt(variance / len(chances))
+    return results
 
 
 def _seed_of(prompt: Prompt) -> int:

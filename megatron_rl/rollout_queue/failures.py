@@ -12,6 +12,10 @@ from megatron_rl.rollout_queue.groups import Group
 
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 """A completion failed as often as queue.max_attempts allows."""
+CLASSES_UNGRADABLE = "classes_ungradable"
+"""By our own fault it is not known which answers of a group are the same."""
+CLASSES_NOT_GRADED = "classes_not_graded"
+"""The host had no time to tell which answers of a group are the same."""
 
 
 class GroupFailure(NamedTuple):
@@ -19,8 +23,8 @@ class GroupFailure(NamedTuple):
 
     group: Group
     reason: str
-    """ATTEMPTS_EXHAUSTED, what a generator wants it dropped as, or why too few of its completions
-    are graded."""
+    """ATTEMPTS_EXHAUSTED, CLASSES_UNGRADABLE, CLASSES_NOT_GRADED, what a generator wants it dropped
+    as, or why too few of its completions are graded."""
     detail: str
 
 
@@ -53,11 +57,14 @@ class FailureCount:
         self._excess = max(0, self._excess - 1)
 
     def note_failed(self, failure: GroupFailure) -> None:
-        """A group failed. Raises TooManyFailures."""
+        """A group failed, other than for want of time to grade. Raises TooManyFailures."""
+        if failure.reason == CLASSES_NOT_GRADED:
+            return
         self._excess += 1
         if self._excess >= self._limit:
             raise TooManyFailures(
                 f"{self._excess} groups failed beyond those completed (queue.max_failed_groups = "
                 f"{self._limit}); the last one, {failure.group.prompt.id!r}, as {failure.reason}: "
-                f"{failure.detail!r}. Look into the logs of generators"
+                f"{failure.detail!r}. Look into the logs of generators, and of verifiers where "
+                f"classes of answers are missing ({CLASSES_UNGRADABLE})"
             )

@@ -5,6 +5,8 @@ Used by the rollout queue, whose coordinator decides what is dropped.
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -14,11 +16,16 @@ from megatron_rl.rollout_queue.admission import UntrainedGroup
 from megatron_rl.rollout_queue.tally import RolloutTally
 
 FLAT = "flat"
-"""Why a group is dropped whose rewards are all equal (zero variance)."""
+"""Why a group is dropped whose rewards, or verdicts, are all equal (zero variance)."""
 NOT_NEEDED = "not_needed"
 """Why the groups are dropped that are left when training is over."""
 _EQUAL_REWARDS = 1e-9
 _FINISH_REASONS = ("stop", "length")
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Whether no reward differs from the others."""
+    return max(rewards) - min(rewards) < _EQUAL_REWARDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +48,10 @@ class Group:
     opened_version: int
     evaluation: str = ""
     """Label of the evaluation that it belongs to; empty for training."""
+    needs_classes: bool = False
+    """It is complete only once it is known which of its answers are the same."""
+    flat_on: Literal["reward", "verdict"] = "reward"
+    """What all completions have in common where it is flat."""
     is_abandoned: bool = False
     """It was dropped, or the run ended before it was trained on: what still arrives of it is
     ignored."""
@@ -51,9 +62,14 @@ class Group:
     scored_at: dict[int, float] = dataclasses.field(default_factory=dict)
     """By index of a scored rollout: when its score came, in monotonic seconds."""
     lost: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By index: why no completion of that place could be graded. The group goes on without."""
+    """By index: why the group goes on without a completion of that place: it could not be graded,
+    or not be trained on."""
+    learns_gold: bool = False
+    """Well-formed completions are trained on with the reference answer in the place of theirs."""
     replacements: Counter[int] = dataclasses.field(default_factory=Counter)
     """By index: completions that were generated in the place of one that could not be graded."""
+    classes: dict[int, int] = dataclasses.field(default_factory=dict)
+    """By index of a scored rollout: answers that are the same; -1: no answer. Empty until asked."""
 
     def add(self, scored: ScoredRollout, now: float) -> None:
         """Take in one rollout that is scored now; each index comes once."""
@@ -63,15 +79,21 @@ class Group:
         self.scored_at[index] = now
 
     @property
-    def is_complete(self) -> bool:
+    def is_scored(self) -> bool:
         """Whether all rollouts are scored, but for those that cannot be."""
         return len(self.scored) + len(self.lost) == self.size
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all is known that training or an evaluation needs."""
+        return self.is_scored and (not self.needs_classes or len(self.classes) == len(self.scored))
+
+    @property
     def is_flat(self) -> bool:
-        """Whether all rewards are equal, so that no advantage differs from 0."""
-        rewards = self.rewards
-        return max(rewards) - min(rewards) < _EQUAL_REWARDS
+        """Whether all rewards (or all verdicts) are equal, so that no advantage differs from 0."""
+        if self.flat_on == "verdict":
+            return len({scored.score.is_correct for scored in self.ordered}) == 1
+        return are_equal(self.rewards)
 
     @property
     def rewards(self) -> list[float]:
@@ -98,7 +120,7 @@ class DroppedGroups:
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
     """Groups by the reason."""
     completions: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Completions by the reason that could not be graded, of any group."""
+    """Completions that groups go on without, by the reason."""
     unfinished: list[UnfinishedGroup] = dataclasses.field(default_factory=list)
     """For a checkpoint: no metrics have counted them yet."""
 
@@ -144,8 +166,8 @@ class GroupBook:
         group.is_abandoned = True
         self._dropped.add(group, reason)
 
-    def count_ungraded(self, reason: str) -> None:
-        """Count a completion that could not be graded."""
+    def count_left_out(self, reason: str) -> None:
+        """Count a completion that its group goes on without."""
         self._dropped.completions[reason] += 1
 
     def candidates(self) -> list[UntrainedGroup]:

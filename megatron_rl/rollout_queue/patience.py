@@ -6,6 +6,9 @@ Used by the rollout queue. Pure: the caller supplies the time.
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.wire import DeadlineExceeded
 
+_DISMISS_S = 5.0
+"""After the last publish trainer ranks have this long to ask once more and be told to stop."""
+
 
 class Patience:
     """When something moved last. Heartbeats are no progress: an engine that hangs sends them too.
@@ -33,6 +36,13 @@ class Patience:
     def note_progress(self, now: float) -> None:
         """Something moved: a completion, a score, a batch, a publish, a state."""
         self._moved_at = now
+
+    @property
+    def dismissal_s(self) -> float:
+        """How long the queue waits, once training is over, for trainer ranks to ask once more."""
+        # A last checkpoint is copied between the last publish and the last request.
+        checkpoint = self._config.checkpoint
+        return _DISMISS_S + (checkpoint.write_timeout_s if checkpoint.every_steps else 0.0)
 
     def check(self, now: float, *, is_work_out: bool, state: str) -> None:
         """Raise DeadlineExceeded, with the state of the queue, when nothing moved for too long.

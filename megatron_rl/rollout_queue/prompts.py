@@ -14,6 +14,7 @@ from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED
+from megatron_rl.rollout_queue.epochs import ShuffledEpochs
 from megatron_rl.rollout_queue.sources import SOURCES
 
 
@@ -125,35 +126,29 @@ class PromptStream:
     """
 
     def __init__(self, sets: PromptSets, seed: int) -> None:
-        if not sets.train:
-            raise InputError(
-                'there are no train prompts: lines need "split": "train", and a question that '
-                "is not held out"
-            )
         self._sets = sets
         self._seed = seed
         self._draws = 0
         self._taken = [0] * len(sets.train)
-        self._orders: dict[int, tuple[int, list[int]]] = {}
+        self._epochs = [
+            ShuffledEpochs(len(prompts), f"{seed}/epoch/{source}")
+            for source, prompts in enumerate(sets.train)
+        ]
 
     def next(self) -> Prompt:
-        """The next train prompt."""
+        """The next train prompt. Raises InputError where there are none."""
+        if not self._sets.train:
+            raise InputError(
+                'there are no train prompts: lines need "split": "train", and a question that '
+                "is not held out"
+            )
         sources = range(len(self._sets.train))
         chance = random.Random(f"{self._seed}/draw/{self._draws}")
         source = chance.choices(sources, weights=self._sets.weights)[0]
-        prompts = self._sets.train[source]
-        epoch, position = divmod(self._taken[source], len(prompts))
+        index = self._epochs[source].at(self._taken[source])
         self._draws += 1
         self._taken[source] += 1
-        return prompts[self._order(source, epoch)[position]]
-
-    def _order(self, source: int, epoch: int) -> list[int]:
-        known_epoch, order = self._orders.get(source, (-1, []))
-        if known_epoch != epoch:
-            order = list(range(len(self._sets.train[source])))
-            random.Random(f"{self._seed}/epoch/{source}/{epoch}").shuffle(order)
-            self._orders[source] = (epoch, order)
-        return order
+        return self._sets.train[source][index]
 
     def state(self) -> PromptCursor:
         """Where the stream stands."""

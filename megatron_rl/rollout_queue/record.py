@@ -36,7 +36,7 @@ from megatron_rl.protocol.rollout_files import (
     WordBuffer,
     rollout_files,
 )
-from megatron_rl.protocol.types import Rollout, Score
+from megatron_rl.protocol.types import Rollout, Score, ScoredRollout
 from megatron_rl.rollout_queue.failures import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
 
@@ -114,6 +114,10 @@ class Recorder:
         stem = f"dropped_{self._next_step:06d}"
         self.dropped_file = self._write(stem, entries, is_first=is_first)
         return self.dropped_file
+
+    def write_left_out(self, group: Group, scored: ScoredRollout, reason: str) -> None:
+        """Write a scored completion that its group is trained on without."""
+        self._write_dropped("", [_Entry(group, scored.rollout, scored.score, reason)])
 
     def write_ungraded(self, failure: ScoreFailure) -> Path:
         """Write a completion that cannot be graded; returns the file of lines."""

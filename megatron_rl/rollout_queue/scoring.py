@@ -1,6 +1,7 @@
 """Score requests: which verifier grades which rollout, and what is asked again.
 
-Used by the rollout queue. Verifiers see text and reference answers only.
+Used by the rollout queue. Verifiers see text and reference answers only. Requests for the classes
+of a group's answers wait, fail and are asked again like those for a score; `classes.py` words them.
 """
 
 import bisect
@@ -14,6 +15,8 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import (
     NOT_GRADED,
+    ClassDone,
+    ClassRequest,
     Rollout,
     ScoreDone,
     ScoredRollout,
@@ -21,7 +24,9 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
 )
-from megatron_rl.rollout_queue.failures import ScoreFailure
+from megatron_rl.protocol.wire import WireError
+from megatron_rl.rollout_queue.classes import class_failure, class_request, take_classes
+from megatron_rl.rollout_queue.failures import GroupFailure, ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.verifiers import Verifiers
 
@@ -31,8 +36,9 @@ log = logging.getLogger(__name__)
 @dataclasses.dataclass
 class _Pending:
     group: Group
-    rollout: Rollout
-    request: ScoreRequest
+    rollout: Rollout | None
+    """What is to be graded; None where the classes of the group are asked for."""
+    request: ScoreRequest | ClassRequest
     lanes: frozenset[str]
     """Lanes in which it needs room."""
     attempts: int = 0
@@ -48,9 +54,10 @@ class _Pending:
 
 
 class Scoring:
-    """Rollouts without a score, and the verifiers that grade them.
+    """Rollouts without a score, groups without classes, and the verifiers that are asked.
 
-    Its size is bounded by the leases: each pending request is a completion of an open group.
+    Its size is bounded by the leases: each pending request is a completion of an open group, or one
+    for all those of a group that is scored.
     Verifiers have room by lane, so that answers never wait behind programs.
     """
 
@@ -60,13 +67,16 @@ class Scoring:
             name: frozenset(step.lane for step in reward.steps_of(name))
             for name in reward.all_tasks
         }
+        self._reward = reward
         self._verifiers = Verifiers()
         self._pending: dict[int, _Pending] = {}
         # One line for each combination of lanes, so that nothing waits for room that it needs not.
-        self._waiting = {lanes: collections.deque[int]() for lanes in self._lanes_of_task.values()}
+        self._waiting: collections.defaultdict[frozenset[str], collections.deque[int]]
+        self._waiting = collections.defaultdict(collections.deque)
         self._next_id = 0
         self._next_turn = 0
         self._failures: list[ScoreFailure] = []
+        self._class_failures: list[GroupFailure] = []
         self.late_scores = 0
         """Scores of requests that had been given to another verifier."""
 
@@ -90,10 +100,18 @@ class Scoring:
             seed=group.sampling.seed,
             prompt_tail=rollout.prompt_tail,
         )
+        self._put(_Pending(group, rollout, request, self._lanes_of_task[prompt.task]))
+
+    def submit_classes(self, group: Group) -> None:
+        """Queue the question which answers of a scored group are the same."""
+        request = class_request(self._next_id, group, self._reward)
+        lanes = frozenset({self._reward.class_step(group.prompt.task).lane})
+        self._put(_Pending(group, None, request, lanes))
+
+    def _put(self, pending: _Pending) -> None:
+        self._pending[self._next_id] = pending
+        self._enqueue(self._next_id)
         self._next_id += 1
-        lanes = self._lanes_of_task[prompt.task]
-        self._pending[request.request_id] = _Pending(group, rollout, request, lanes)
-        self._enqueue(request.request_id)
 
     def _enqueue(self, request_id: int) -> None:
         """Let a request wait behind all others."""
@@ -102,7 +120,7 @@ class Scoring:
         self._next_turn += 1
         self._waiting[pending.lanes].append(request_id)
 
-    def next_request(self, now: float) -> tuple[str, ScoreRequest] | None:
+    def next_request(self, now: float) -> tuple[str, ScoreRequest | ClassRequest] | None:
         """A verifier with room and what to ask it; None when nothing waits or all are full."""
         found = [self._next_of_line(lanes) for lanes in self._waiting]
         # By turn, since lines may share a lane and one must not starve the other.
@@ -141,11 +159,27 @@ class Scoring:
         self, name: str, done: ScoreDone, now: float
     ) -> tuple[Group, ScoredRollout] | None:
         """The scored rollout and its group; None when another verifier was asked meanwhile."""
-        if not self._return(name, done.request_id, now):
-            self.late_scores += 1
+        pending = self._take(name, done, now)
+        if pending is None:
             return None
-        pending = self._pending.pop(done.request_id)
+        if pending.rollout is None:
+            raise WireError(f"{name} answered a request for classes with a score")
         return pending.group, ScoredRollout(pending.rollout, done.score)
+
+    def take_classes(self, name: str, done: ClassDone, now: float) -> Group | None:
+        """The group, which has its classes now; None when nobody waits for them any more."""
+        pending = self._take(name, done, now)
+        if pending is None or pending.group.is_abandoned:
+            return None
+        take_classes(name, pending.group, pending.request, done)
+        return pending.group
+
+    def _take(self, name: str, done: ScoreDone | ClassDone, now: float) -> _Pending | None:
+        """What is answered; None, and counted, when another verifier was asked meanwhile."""
+        if self._return(name, done.request_id, now):
+            return self._pending.pop(done.request_id)
+        self.late_scores += 1
+        return None
 
     def take_failure(self, name: str, failure: ScoreFailed, now: float) -> bool:
         """Queue a rollout that a verifier failed to grade once more, up to the limits.
@@ -203,18 +237,23 @@ class Scoring:
         why = failure.reason
         is_late = tried_for_s >= config.score_patience_s
         if not (group.is_abandoned or is_late or pending.attempts >= config.max_attempts):
-            log.warning("asking for the score of prompt %r again: %r", group.prompt.id, why)
+            what = "score" if pending.rollout else "classes"
+            log.warning("asking for the %s of prompt %r again: %r", what, group.prompt.id, why)
             return True
         del self._pending[failure.request_id]
         if not group.is_abandoned:
             tried = f"grading was tried {pending.attempts} times (queue.max_attempts)"
             if is_late:
                 tried += f" in {tried_for_s:.0f} s (queue.score_patience_s)"
-            detail = f"{tried}; last: {why}"
-            self._failures.append(
-                ScoreFailure(group, pending.rollout, failure.kind, detail, is_late)
-            )
+            self._give_up(pending, failure.kind, f"{tried}; last: {why}", is_late=is_late)
         return False
+
+    def _give_up(self, pending: _Pending, kind: str, detail: str, *, is_late: bool) -> None:
+        group, rollout = pending.group, pending.rollout
+        if rollout is None:
+            self._class_failures.append(class_failure(group, kind, detail))
+        else:
+            self._failures.append(ScoreFailure(group, rollout, kind, detail, is_late))
 
     def give_up_evaluation(self, why: str) -> None:
         """Ask no more for the scores of an evaluation: they come too late to count."""
@@ -226,8 +265,7 @@ class Scoring:
             else:
                 self._waiting[pending.lanes].remove(request_id)
             del self._pending[request_id]
-            late = ScoreFailure(pending.group, pending.rollout, NOT_GRADED, why, is_late=True)
-            self._failures.append(late)
+            self._give_up(pending, NOT_GRADED, why, is_late=True)
 
     def cancel(self, group: Group) -> None:
         """Forget what nobody was asked for yet of a group; what was asked for comes back first."""
@@ -241,9 +279,14 @@ class Scoring:
         failures, self._failures = self._failures, []
         return failures
 
+    def pop_class_failures(self) -> list[GroupFailure]:
+        """Groups whose classes were given up since the last call."""
+        failures, self._class_failures = self._class_failures, []
+        return failures
+
     @property
     def outstanding(self) -> int:
-        """Rollouts without a score."""
+        """Rollouts without a score, and groups that wait for their classes."""
         return len(self._pending)
 
     @property

@@ -6,6 +6,7 @@ Used by the rollout queue.
 import collections
 import logging
 
+from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
@@ -24,6 +25,7 @@ class TrainingGroups:
         self._config = config
         self._prompts = prompts
         self._stream = PromptStream(prompts, config.run.seed)
+        self._crediting = find_crediting(config.algorithm)
         self._again: collections.deque[tuple[int, Prompt]] = collections.deque()
 
     def open(self, number: int, version: int) -> Group:
@@ -48,6 +50,8 @@ class TrainingGroups:
             ),
             self._config.train.group_size,
             version,
+            needs_classes=self._crediting.needs_classes,
+            flat_on=self._crediting.flat_on,
         )
 
     def is_due(self, book: GroupBook, next_step: int) -> bool:
@@ -56,12 +60,12 @@ class TrainingGroups:
         return admission.may_open_group(
             book.untrained,
             max_staleness=self._config.queue.max_staleness,
-            groups_per_batch=train.groups_per_batch,
+            groups_per_batch=self._config.sampled_groups,
         ) and admission.is_group_needed(
             book.untaken,
             next_step=next_step,
             steps=train.steps,
-            groups_per_batch=train.groups_per_batch,
+            groups_per_batch=self._config.sampled_groups,
         )
 
     def choose_batch(self, book: GroupBook, step: int) -> list[int] | None:
@@ -69,7 +73,7 @@ class TrainingGroups:
         return admission.choose_batch(
             book.candidates(),
             step=step,
-            groups_per_batch=self._config.train.groups_per_batch,
+            groups_per_batch=self._config.sampled_groups,
             max_staleness=self._config.queue.max_staleness,
             is_strict=self._config.queue.strict_staleness,
         )

@@ -31,7 +31,7 @@ class Fate(enum.Enum):
     """What a group is after the loss of a completion."""
 
     OPEN = "it waits for others, or for a replacement"
-    COMPLETE = "it has no open completion any more"
+    SCORED = "it has no open completion any more"
     TOO_SMALL = "too few are left: it is to be dropped"
 
 
@@ -77,7 +77,7 @@ class Ungraded:
         if group.evaluation:
             self._evaluations.count_ungraded(group)
         else:
-            self._book.count_ungraded(failure.reason)
+            self._book.count_left_out(failure.reason)
             if not failure.is_late and may_replace(group, index, self._config):
                 group.replacements[index] += 1
                 self._leases.replace(group, index)
@@ -85,7 +85,7 @@ class Ungraded:
         group.lost[index] = failure.reason
         if group.size - len(group.lost) < least_members(group, self._config):
             return Fate.TOO_SMALL
-        return Fate.COMPLETE if group.is_complete else Fate.OPEN
+        return Fate.SCORED if group.is_scored else Fate.OPEN
 
 
 def may_replace(group: Group, index: int, config: QueueConfig) -> bool:

@@ -52,8 +52,11 @@ def _no_tokens() -> Tokens:
         is_real=numbers.bool(),
         lags=numbers,
         segments=Segments(numbers, numbers, numbers, numbers),
+        is_gold=numbers.bool(),
         proximal_logprobs=none,
         reference_logprobs=none,
+        reference_kl=none,
+        values=none,
     )
 
 
@@ -70,6 +73,7 @@ def loss_metrics(sums: Mapping[str, float]) -> list[Metric]:
         *_advantage_metrics(sums),
         *_correction_metrics(sums),
         *_reference_metrics(sums),
+        *_gold_metrics(sums),
         *(
             Metric(f"train/{name}", value, count=tokens)
             for name, value in sums.items()
@@ -81,7 +85,7 @@ def loss_metrics(sums: Mapping[str, float]) -> list[Metric]:
 _KNOWN = {
     *_ALWAYS, CLIPPED_LOW, CLIPPED_HIGH, "advantage", "advantage_square",
     "correction_changed", "behaviour_ratio", "behaviour_ratio_square",
-    "reference_k1", "reference_k3",
+    "reference_k1", "reference_k3", "gold_logprob", "gold_tokens",
 }  # fmt: skip
 
 
@@ -116,4 +120,13 @@ def _reference_metrics(sums: Mapping[str, float]) -> list[Metric]:
     return [
         Metric("train/reference_k1", sums["reference_k1"], count=tokens),
         Metric("train/reference_k3", sums["reference_k3"], count=tokens),
+    ]
+
+
+def _gold_metrics(sums: Mapping[str, float]) -> list[Metric]:
+    if not sums.get("gold_tokens"):
+        return []
+    return [
+        Metric("train/gold_logprob", sums["gold_logprob"], count=sums["gold_tokens"]),
+        Metric("train/gold_tokens", sums["gold_tokens"], "sum"),
     ]

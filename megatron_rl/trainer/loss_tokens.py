@@ -14,15 +14,21 @@ from torch import Tensor
 
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.trainer.model.collate import MicroBatch
+from megatron_rl.trainer.model.divergence import ReferenceLayer
+from megatron_rl.trainer.model.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
 class Known:
-    """What earlier passes found out about the tokens of a microbatch. [completion tokens] each."""
+    """What earlier passes found out about a microbatch; of its tokens: [completion tokens]."""
 
     proximal_logprobs: Tensor | None = None
     """The trainer's own, before the batch's first update."""
     reference_logprobs: Tensor | None = None
+    reference_layer: ReferenceLayer | None = None
+    """On the host; hidden states of this context rank's own tokens."""
+    features: Tensor | None = None
+    """[sequences, hidden + 1] of prompts, from which their values are computed."""
     advantages: Tensor | None = None
     """Those that depend on the policy; None: the queue's, or a shaping without groups."""
 
@@ -30,20 +36,40 @@ class Known:
 NOTHING = Known()
 
 
-def tokens_of(batch: MicroBatch, logprobs: Tensor, known: Known, *, version: int) -> Tokens:
-    """Of one microbatch; logprobs: [completion tokens], of the policy in training."""
+def tokens_of(
+    batch: MicroBatch,
+    logprobs: Tensor,
+    known: Known,
+    *,
+    version: int,
+    reference_kl: Tensor | None = None,
+    values: Tensor | None = None,
+) -> Tokens:
+    """Of one microbatch; logprobs, reference_kl: [completion tokens], of the policy in training.
+
+    values: [sequences], of their prompts.
+    """
     segments = Segments(batch.sequence_of, batch.target_ends, batch.group_of, batch.member_of)
+    proximal = known.proximal_logprobs
+    # Nobody sampled a reference answer: its ratios are 1.
+    own = logprobs.detach()
+    is_real = segments.spread(batch.group_of) >= 0
+    if reference_kl is not None:
+        reference_kl = reference_kl.masked_fill(~is_real | batch.is_gold, 0.0)
     return Tokens(
         logprobs=logprobs,
-        generator_logprobs=batch.generator_logprobs,
+        generator_logprobs=own.where(batch.is_gold, batch.generator_logprobs),
         advantages=batch.advantages,
         rewards=batch.rewards,
         weights=batch.weights,
-        is_real=segments.spread(batch.group_of) >= 0,
+        is_real=is_real,
         lags=version - batch.versions,
         segments=segments,
-        proximal_logprobs=known.proximal_logprobs,
+        is_gold=batch.is_gold,
+        proximal_logprobs=None if proximal is None else own.where(batch.is_gold, proximal),
         reference_logprobs=known.reference_logprobs,
+        reference_kl=reference_kl,
+        values=None if values is None else segments.spread(values),
     )
 
 
@@ -85,6 +111,11 @@ def _joined(values: list[Tensor | None]) -> Tensor | None:
 def _sum_over_data_ranks(values: Tensor) -> Tensor:
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
     return values
+
+
+def whole_values(values: TokenLogprobs, batch: MicroBatch) -> TokenLogprobs:
+    """Of all completion tokens of the microbatch from those of this context rank."""
+    return TokenLogprobs(*(None if v is None else whole(v, batch) for v in values))
 
 
 def whole(values: Tensor, batch: MicroBatch) -> Tensor:

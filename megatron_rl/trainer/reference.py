@@ -3,21 +3,22 @@
 Used by trainer ranks. Each rank keeps its own part in host memory; float32 masters are not touched.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.errors import InputError
+from megatron_rl.algorithms.objective import Objective
+from megatron_rl.config.tree import TrainConfig
+from megatron_rl.protocol.types import MinibatchShare
+from megatron_rl.trainer.loss_tokens import Known
 from megatron_rl.trainer.model.policy import Policy
+from megatron_rl.trainer.passes import Passes
+from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.weights.folders.load import load_weights
 from megatron_rl.weights.layout.shape import read_shape
-
-START, EMA = "start", "ema"
 
 
 class Reference:
@@ -27,6 +28,7 @@ class Reference:
         """The weights that the policy has now; decay: they follow it as a moving average."""
         self._parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
         self._decay = decay
+        self._hidden = policy.shape.hidden
         self._own = [_host_copy(p) for p in self._parameters]
         # A moving average in bfloat16 would stand still: its steps are below the rounding.
         dtype = None if decay is None else torch.float32
@@ -50,6 +52,16 @@ class Reference:
         finally:
             _copy(self._own, self._parameters)
 
+    @property
+    def hidden(self) -> int:
+        """Size of its hidden states."""
+        return self._hidden
+
+    def find(self, passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
+        """What the objective reads of it, of each microbatch, by the policy's passes."""
+        with self.in_place():
+            return passes.as_reference(minibatches)
+
     def take(self) -> None:
         """From now on the reference has the weights that are in the policy's place."""
         _copy(self._parameters, self._weights)
@@ -64,33 +76,28 @@ class Reference:
                 weight.lerp_(parameter.detach().to(weight), 1 - self._decay)
 
 
-def open_reference(policy: Policy, cfg: AlgorithmConfig) -> Reference | None:
+def open_reference(
+    policy: Policy, objective: Objective, train: TrainConfig
+) -> Reference | Teacher | None:
     """The reference that the objective reads, if any; the policy has its first weights.
 
-    Raises InputError for a folder of another architecture or size.
+    Raises InputError for a folder that the policy cannot be compared with.
     """
+    cfg = objective.cfg
     if not cfg.needs_reference:
         return None
-    source = cfg.reference.policy
-    reference = Reference(policy, cfg.reference.decay if source == EMA else None)
-    if source not in (START, EMA):
-        folder = Path(source)
-        check_folder(folder, policy)
-        with reference.in_place():
-            load_weights(policy.chunks, policy.shape, folder)
-            reference.take()
-    return reference
-
-
-def check_folder(folder: Path, policy: Policy) -> None:
-    """Raise InputError unless the folder's model has the policy's shape."""
+    folder = cfg.reference.folder
+    if folder is None:
+        return Reference(policy, cfg.reference.decay if cfg.reference.policy == "ema" else None)
     # How long a sequence may be changes no weight.
     shape = replace(read_shape(folder), max_positions=policy.shape.max_positions)
     if shape != policy.shape:
-        raise InputError(
-            f"algorithm.reference.policy = {folder} has the shape {shape}, and the policy has "
-            f"{policy.shape}: a reference is swapped into the policy's place, so give one as large"
-        )
+        return Teacher(policy, folder, objective, train)
+    reference = Reference(policy)
+    with reference.in_place():
+        load_weights(policy.chunks, policy.shape, folder)
+        reference.take()
+    return reference
 
 
 def _host_copy(parameter: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import run_main, set_up_logging
-from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import open_policy
@@ -51,9 +51,7 @@ def main(cfg: Config, is_control: bool) -> None:
     """Set up this rank, tune, export."""
     if cfg.sft.traces is None:
         raise InputError("sft.traces names no file: supervised fine-tuning needs one")
-    renderer = Renderer(
-        cfg.render, cfg.model.path, cfg.generator.context_tokens, gates=cfg.reward.gates
-    )
+    renderer = open_renderer(cfg)
     sequences = tokenize(read_traces(cfg.sft.traces), renderer)
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
     name, source = ("control", "control") if is_control else ("cold_start", "sft")

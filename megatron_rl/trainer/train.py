@@ -64,8 +64,9 @@ def train(
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
         prepared = trainer.prepare(batch.minibatches)
-        for minibatch, known in zip(batch.minibatches, prepared, strict=True):
-            metrics.add(trainer.update(minibatch, version=step, known=known))
+        for minibatch in batch.minibatches:
+            # Taken out: what is known of a minibatch may be large, and is of no more use.
+            metrics.add(trainer.update(minibatch, version=step, known=prepared.pop(0)))
         trainer.gather()
         step += 1
         if step < steps.stop and not checkpoints.is_due(step):

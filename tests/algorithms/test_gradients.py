@@ -7,22 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.algorithms.tabular import BANDIT, PAIRS, Table, expected_gradient, gradient
+from megatron_rl.trainer.value_head import ValueHead
+from tests.algorithms.tabular import (
+    BANDIT,
+    LIMIT,
+    PAIRS,
+    SUMMED,
+    Table,
+    expected_gradient,
+    gradient,
+    token_scores,
+)
 
-LIMIT = {"rtol": 0.0, "atol": 1e-6}
 TABLES = pytest.mark.parametrize("table", [BANDIT, PAIRS], ids=["bandit", "pairs"])
-SUMMED = {"normalization": {"name": "none"}, "aggregation": {"name": "sequence_sum"}}
 
 
 def scores(table: Table, logits: Tensor) -> Tensor:
     """[outcomes, logits]: gradient of each outcome's logprob."""
     jacobian = torch.autograd.functional.jacobian(lambda x: table.logprobs(x).sum(1), logits)
     return jacobian
-
-
-def token_scores(table: Table, logits: Tensor) -> Tensor:
-    """[outcomes, length, logits]: gradient of each token's logprob."""
-    return torch.autograd.functional.jacobian(table.logprobs, logits)
 
 
 def rewards(table: Table) -> Tensor:
@@ -185,67 +188,6 @@ def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
     torch.testing.assert_close(found, exact, **LIMIT)
 
 
-# --- KL ----------------------------------------------------------------------------------------
-
-
-def kl_alone(**kl: Any) -> dict[str, Any]:
-    return SUMMED | {
-        "credit": {"name": "zero"},
-        "surrogate": {"name": "reinforce"},
-        "kl": {"coefficient": 0.7, **kl},
-        "reference": {"policy": "start"},
-    }
-
-
-@TABLES
-@pytest.mark.parametrize("placement", ["reward", "loss"])
-def test_kl_is_followed_exactly_as_reward_and_as_loss(table: Table, placement: str) -> None:
-    logits, reference = table.logits(0), table.logits(5)
-    exact = -0.7 * gradient(lambda leaf: table.kl(leaf, reference), logits)
-    found = expected_gradient(
-        table, kl_alone(placement=placement), logits, group_size=2, reference=reference
-    )
-    torch.testing.assert_close(found, exact, **LIMIT)
-
-
-def test_forward_kl_is_that_of_the_reference_to_the_policy() -> None:
-    logits, reference = BANDIT.logits(0), BANDIT.logits(5)
-    exact = -0.7 * gradient(lambda leaf: BANDIT.kl(reference, leaf), logits)
-    given = kl_alone(placement="loss", estimator="forward_kl")
-    found = expected_gradient(BANDIT, given, logits, group_size=2, reference=reference)
-    torch.testing.assert_close(found, exact, **LIMIT)
-
-
-def test_a_teacher_is_followed_at_each_place_that_the_policy_visits() -> None:
-    logits, teacher = PAIRS.logits(0), PAIRS.logits(5)
-    first = logits[:3].softmax(0)
-
-    def divergence(leaf: Tensor) -> Tensor:
-        """Of each place, where those before it are visited as often as now."""
-        kl = torch.distributions.kl_divergence
-        own, other = leaf.view(4, 3), teacher.view(4, 3)
-        each = kl(torch.distributions.Categorical(logits=own),
-                  torch.distributions.Categorical(logits=other))  # fmt: skip
-        return each[0] + (first * each[1:]).sum()
-
-    # Two tokens a sequence, of which the mean is taken.
-    exact = -gradient(divergence, logits) / 2
-    given = {"preset": "distill", "reference": {"policy": "start"}}
-    found = expected_gradient(PAIRS, given, logits, group_size=1, reference=teacher)
-    torch.testing.assert_close(found, exact, **LIMIT)
-    there = expected_gradient(PAIRS, given, teacher, group_size=1, reference=teacher)
-    torch.testing.assert_close(there, torch.zeros_like(there), **LIMIT)
-
-
-@pytest.mark.parametrize("placement", ["reward", "loss"])
-def test_no_kl_where_policy_and_reference_are_the_same(placement: str) -> None:
-    logits = PAIRS.logits(0)
-    found = expected_gradient(
-        PAIRS, kl_alone(placement=placement), logits, group_size=2, reference=logits
-    )
-    torch.testing.assert_close(found, torch.zeros_like(found), **LIMIT)
-
-
 # --- regressions -------------------------------------------------------------------------------
 
 BETA = 0.4
@@ -326,6 +268,58 @@ def test_spo_follows_its_loss(shaping: str) -> None:
     torch.testing.assert_close(found, exact, **LIMIT)
 
 
+def dro(**more: Any) -> dict[str, Any]:
+    return {"preset": "dro", "shaping": {"temperature": BETA}, **more}
+
+
+@TABLES
+def test_dro_follows_its_squared_residual_whoever_sampled(table: Table) -> None:
+    logits, reference, behaviour = table.logits(0), table.logits(5), table.logits(9)
+    chances, value = table.probabilities(behaviour), 0.3
+
+    def half_square(leaf: Tensor) -> Tensor:
+        ratio = (table.logprobs(leaf) - table.logprobs(reference)).sum(1)
+        return (chances * (rewards(table) - value - BETA * ratio).square()).sum() / 2
+
+    found = expected_gradient(
+        table,
+        dro(),
+        logits,
+        group_size=1,
+        behaviour=behaviour,
+        reference=reference,
+        value=value,
+    )
+    torch.testing.assert_close(found, -gradient(half_square, logits) / BETA, **LIMIT)
+
+
+def test_dro_finds_policy_and_value_from_single_samples_of_another_policy() -> None:
+    reference, behaviour = BANDIT.logits(5), torch.zeros(5, dtype=torch.float64)
+    best = optimal_logprobs(BANDIT, reference)
+    best_value = BETA * (reference.log_softmax(0) + rewards(BANDIT) / BETA).logsumexp(0)
+    logits = reference.clone()
+    head = ValueHead(1, 2e-2, torch.device("cpu"), add_up=lambda sums: None)
+    features = torch.tensor([[1.0, 1.0]])
+    for _ in range(400):
+        value = head.values(features)
+        ratios = logits.log_softmax(0) - reference.log_softmax(0)
+        logits += 2.0 * expected_gradient(
+            BANDIT,
+            dro(),
+            logits,
+            group_size=1,
+            behaviour=behaviour,
+            reference=reference,
+            value=float(value),
+        )
+        # Every arm is as likely.
+        head.add(features.expand(5, -1), (rewards(BANDIT) - BETA * ratios).float() - value)
+        head.step()
+    kl = float((best.exp() * (best - logits.log_softmax(0))).sum())
+    assert kl < 1e-3
+    assert float(head.values(features)) == pytest.approx(float(best_value), abs=1e-2)
+
+
 @pytest.mark.parametrize(
     ("given", "reaches"),
     [
@@ -347,23 +341,3 @@ def test_only_a_regression_reaches_the_best_policy_from_another_policys_samples(
         )
     kl = float((best.exp() * (best - logits.log_softmax(0))).sum())
     assert (kl < 1e-3) == reaches, kl
-
-
-def test_wrong_forms_of_kl_go_where_the_guide_says() -> None:
-    logits, reference = PAIRS.logits(0), PAIRS.logits(5)
-    exact = gradient(lambda leaf: PAIRS.kl(leaf, reference), logits)
-    chances, tokens = PAIRS.probabilities(logits), token_scores(PAIRS, logits)
-    ratios = PAIRS.logprobs(logits) - PAIRS.logprobs(reference)
-    k3 = (-ratios).exp() - 1 + ratios
-
-    def mean(slopes: Tensor) -> Tensor:
-        """Of sum_t slopes_t times the gradient of token t's logprob."""
-        return (chances[:, None] * (slopes[:, :, None] * tokens).sum(1)).sum(0)
-
-    def cosine(found: Tensor) -> float:
-        return round(float(torch.cosine_similarity(found, exact, 0)), 2)
-
-    assert mean(torch.ones_like(ratios)).norm() < 1e-9
-    assert cosine(mean(1 - (-ratios).exp())) == 0.97
-    assert cosine(mean(k3.flip(1).cumsum(1).flip(1))) == -0.71
-    assert cosine(mean(ratios.square().flip(1).cumsum(1).flip(1) / 2)) == -0.27

@@ -16,7 +16,7 @@ LENGTHS = [np.array([3, 7]), np.array([20, 1, 9])]
 
 def view(rewards: list[float]) -> GroupView:
     values = np.array(rewards, float)
-    return GroupView("p", values, values > 0.5, np.full(len(values), 3))
+    return GroupView("p", values, values > 0.5, values > 0.05, np.full(len(values), 3))
 
 
 def credit(name: str, rewards: list[float], **given: float) -> np.ndarray:
@@ -33,6 +33,23 @@ def test_leave_one_out_takes_off_the_mean_of_the_others() -> None:
     found = credit("leave_one_out", [1.0, 0.1, 0.1, 0.0])
     expected = [1 - 0.2 / 3, 0.1 - 1.1 / 3, 0.1 - 1.1 / 3, -1.2 / 3]
     np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(CREDITS))
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_completion_alone_in_its_group_has_a_finite_credit(name: str, is_right: bool) -> None:
+    group = GroupView(
+        "p",
+        rewards=np.array([float(is_right)]),
+        is_correct=np.array([is_right]),
+        is_well_formed=np.array([True]),
+        lengths=np.array([3]),
+        classes=np.array([0 if is_right else -1]),
+    )
+    found = CREDITS[name](group, CreditConfig())
+    # What compares with others has nothing to say.
+    expected = float(is_right) if name in ("reward", "pass_at_k", "majority") else 0.0
+    assert found == pytest.approx([expected], abs=1e-12)
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])

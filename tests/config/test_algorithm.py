@@ -53,6 +53,21 @@ def test_a_preset_named_on_the_command_line_replaces_that_of_a_resolved_file(
     assert kept.surrogate.eps_low == 0.1
 
 
+EXACT = [
+    "algorithm.kl.placement=loss",
+    "algorithm.kl.estimator=exact",
+    "algorithm.reference.policy=start",
+]
+
+
+def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> None:
+    assert load_config(None, EXACT).algorithm.kl.adds_to_advantages
+    kl = load_config(None, ["algorithm.preset=distill", *EXACT]).algorithm.kl
+    assert kl.is_exact and not kl.adds_to_advantages
+    alone = load_config(None, ["algorithm.preset=sft", *EXACT, "algorithm.kl.horizon=token"])
+    assert alone.algorithm.kl.is_exact
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -60,9 +75,24 @@ def test_a_preset_named_on_the_command_line_replaces_that_of_a_resolved_file(
         (["algorithm.preset=distill"], 'reference.policy="none": set it to "start"'),
         (["algorithm.kl.placement=reward"], "compares with a reference policy"),
         (["algorithm.preset=pass_at_k", "algorithm.credit.k=32"], "more than train.group_size=16"),
+        (["algorithm.preset=majority", "algorithm.credit.k=17"], "more than train.group_size=16"),
+        (["algorithm.shaping.name=jepo"], 'set it to "unrewarded" or "all"'),
+        (["algorithm.gold.groups=all"], 'gives them no advantage: set it to "jepo"'),
+        (["algorithm.preset=jepo", "train.router_replay=true"], "no generator chose experts"),
+        (["algorithm.preset=jepo_mixed", "reward.format=0"], "needs reward.format above 0"),
+        (["algorithm.preset=jepo", "algorithm.reference.policy=none"], "with a reference policy"),
         (["algorithm.kl.placement=loss", "algorithm.kl.estimator=k1"], "expected gradient is 0"),
         (["algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"], "KL(reference || policy)"),
         (["algorithm.kl.placement=reward", "algorithm.kl.estimator=k3"], "follows no divergence"),
+        (
+            ["algorithm.kl.placement=reward", "algorithm.kl.estimator=exact"],
+            'which no advantage does; with placement="loss"',
+        ),
+        (["algorithm.preset=sft", *EXACT], 'reads none: set algorithm.kl.horizon="token"'),
+        (
+            ["algorithm.preset=sft", "algorithm.kl.placement=reward", EXACT[-1]],
+            'reads none: set algorithm.kl.placement="loss"',
+        ),
         (["algorithm.surrogate.dual_clip=0.5"], "ratios that did not move"),
         (
             ["algorithm.correction.name=masked", "algorithm.correction.low=3"],
@@ -75,3 +105,46 @@ def test_what_cannot_be_meant_is_refused_with_the_cure(overrides: list[str], wor
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert words in str(caught.value)
+
+
+TRACES = 'replay.traces=["t.jsonl"]'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["replay.share=0.5"], "has nothing to draw from"),
+        ([TRACES], "replay.share=0 takes none of it"),
+        ([TRACES, "replay.share=0.5", "replay.buffer_groups=8"], "set one of them"),
+        (["replay.buffer_groups=8", "replay.share=1"], "leaves no group to be sampled"),
+        (["replay.buffer_groups=8", "replay.share=0.3"], "is 4.8 groups"),
+        (["replay.buffer_groups=8", "replay.share=1.5"], "less than or equal to 1"),
+        (
+            ["replay.buffer_groups=8", "replay.share=0.5", "queue.record_tokens=false"],
+            "set queue.record_tokens=true",
+        ),
+        (
+            ["replay.buffer_groups=8", "replay.share=0.5", "train.router_replay=true"],
+            "choices of experts are not recorded",
+        ),
+        (
+            ["replay.buffer_groups=8", "replay.share=0.5", "algorithm.preset=jepo"],
+            "no place for reference answers",
+        ),
+        ([TRACES, "replay.share=0.5"], "no generator's logprobs, which algorithm.surrogate.name"),
+        (
+            [TRACES, "replay.share=0.5", "algorithm.preset=tis"],
+            "algorithm.correction.name='truncated' read",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_with_the_cure(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["train.groups_per_batch=16", *overrides])
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("preset", ["agro", "spo", "sft", "reinforce", "rloo"])
+def test_traces_suit_objectives_without_importance_ratios(preset: str) -> None:
+    given = [TRACES, "replay.share=0.25", "train.groups_per_batch=16", f"algorithm.preset={preset}"]
+    assert load_config(None, given).sampled_groups == 12

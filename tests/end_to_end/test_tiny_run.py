@@ -103,6 +103,35 @@ def test_finished_run_leaves_no_process(finished: tuple[Path, dict[str, Any]]) -
     assert processes_of(run_dir) == []
 
 
+def test_the_run_and_traces_with_rewards_are_replayed(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    traces = [
+        {"prompt": f"{n}{n + 1}{n + 2}", "response": f"{n + 2}{n + 1}{n}", "reward": n % 2}
+        for n in (1, 2, 3, 4)
+    ]
+    (tmp_path / "traces.jsonl").write_text("\n".join(map(json.dumps, traces)))
+    run_dir = tmp_path / "offline"
+    command = [
+        *run_command(finished[0], run_dir), "train.steps=2", "algorithm.preset=agro",
+        "algorithm.shaping.temperature=0.1", "algorithm.flat_groups=keep", "replay.share=1",
+        f'replay.runs=["{finished[0]}"]', f'replay.traces=["{tmp_path}/traces.jsonl"]',
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [row for row in training_rows(run_dir) if "train/loss" in row]
+    # Every group of 30 steps and of the flat ones between, and four of one trace each.
+    recorded = [*(finished[0] / "rollouts").glob("[sd]*_0*.jsonl")]
+    lines = sum(len(path.read_text().splitlines()) for path in recorded)
+    assert [row["queue/replay_groups"] for row in rows] == [lines / 16 + 4] * 2
+    assert [row["queue/replayed_groups"] for row in rows] == [16] * 2
+    # The first update is made from the reference itself: nothing differs from it yet.
+    assert rows[0]["train/reference_k1"] == pytest.approx(0, abs=1e-6)
+    assert 0 < rows[0]["train/grad_norm"] and rows[1]["train/reference_k3"] > 0
+    # Nothing was sampled.
+    assert sum(path.stat().st_size for path in (run_dir / "rollouts").iterdir()) == 0
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_run_leaves_no_process_within_ten_seconds(
@@ -122,6 +151,8 @@ def test_stopped_run_leaves_no_process_within_ten_seconds(
         run.wait(30)
         assert time.monotonic() - started < 12
         assert run.returncode == 128 + number
+        # What ends with the launcher, such as Python's tracker of its child, needs a moment.
+        psutil.wait_procs(children, timeout=12 - (time.monotonic() - started))
         assert not any(child.is_running() and not is_zombie(child) for child in children)
     finally:
         if run.poll() is None:

@@ -82,13 +82,12 @@ def test_first_tokens_are_timed_when_they_come(engines: Engines) -> None:
 
     for engine in both:
         asked_at = time.monotonic()
-        found = [
-            (completion.first_token_at - asked_at, ended_at - asked_at)
-            for completion, ended_at in loop.run_until_complete(ends(engine))
-            if len(completion.token_ids) >= 48
-        ]
-        # One step of many.
-        assert found and all(0 < first_s < end_s / 2 for first_s, end_s in found)
+        found = loop.run_until_complete(ends(engine))
+        long = [(c.first_token_at, ended_at) for c, ended_at in found if len(c.token_ids) >= 48]
+        assert len(long) > 1
+        # All begin together; how long the first step takes beside the others is the machine's.
+        first_end = min(ended_at for _, ended_at in long)
+        assert all(asked_at < first_token_at < first_end for first_token_at, _ in long)
 
 
 def test_both_refuse_an_impossible_prompt_and_go_on(engines: Engines) -> None:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_rl.config.files import load_config
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from tests.distributed import run_ranks
+from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.gpu
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
@@ -148,6 +149,40 @@ def test_a_reference_in_the_policys_place_changes_no_step(model_folder: Path) ->
     assert found == pytest.approx(run_ranks(losses, 1, common, timeout_s=300)[0], rel=1e-3)
     for later in logprobs[1:]:
         torch.testing.assert_close(later, logprobs[0], rtol=0, atol=1e-3)
+
+
+def divergences_from_teacher(overrides: list[str], folder: str) -> tuple[list[float], set[str]]:
+    """Mean KL to it at each step of distillation, and where its weights are between passes."""
+    from megatron_rl.algorithms.objective import find_objective
+    from megatron_rl.trainer.model.policy import open_policy
+    from megatron_rl.trainer.step import Trainer
+    from megatron_rl.trainer.teacher import Teacher
+
+    given = ["algorithm.preset=distill", f"algorithm.reference.policy={folder}"]
+    given += [f"algorithm.kl.{each}" for each in ("placement=loss", "estimator=exact")]
+    cfg = load_config(None, ["optimizer.lr=1e-3", "optimizer.warmup_steps=0", *given, *overrides])
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 5)
+        assert isinstance(trainer.reference, Teacher)
+        found = []
+        for _ in range(5):
+            (known,) = trainer.prepare([make_share()])
+            metrics = trainer.update(make_share(), version=0, known=known)
+            trainer.gather()
+            metric = next(m for m in metrics if m.name == "train/reference_kl")
+            found.append(metric.value / metric.count)
+        return found, {p.device.type for p in trainer.reference.parameters}
+
+
+def test_a_teacher_is_on_the_device_for_its_pass_alone_and_draws_the_policy(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 512, "num_hidden_layers": 2, "hidden_size": 128}
+    write_model(tmp_path, initializer_range=0.2, **sizes)
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
+    found, devices = run_ranks(divergences_from_teacher, 1, common, str(tmp_path), timeout_s=300)[0]
+    assert devices == {"cpu"}
+    assert found[-1] < found[0]
 
 
 @needs_two_gpus

@@ -72,6 +72,32 @@ def message_of(tmp_path: Path, overrides: list[str]) -> str:
     return str(caught.value)
 
 
+def test_a_reference_in_a_folder_has_the_tokens_of_the_policy(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    teacher = tmp_path / "teacher"
+    given = [*overrides, "algorithm.preset=distill", f'algorithm.reference.policy="{teacher}"']
+    assert "no folder of a Hugging Face model" in message_of(tmp_path, given)
+    teacher.mkdir()
+    larger = SHAPE | {"hidden_size": 384, "num_hidden_layers": 8, "vocab_size": 103}
+    (teacher / "config.json").write_text(json.dumps(larger))
+    write_tokenizer(teacher)
+    assert "estimator='exact' compares all tokens" in message_of(tmp_path, given)
+    given += ["algorithm.kl.placement=reward", "algorithm.kl.estimator=k1"]
+    check(tmp_path, given)
+    (teacher / "config.json").write_text(json.dumps(larger | {"num_hidden_layers": 7}))
+    assert "pipeline" in message_of(tmp_path, given)
+    (teacher / "config.json").write_text(json.dumps(larger | {"vocab_size": 150}))
+    assert "a vocabulary of 150, and the policy one of 100" in message_of(tmp_path, given)
+    (teacher / "config.json").write_text(json.dumps(larger))
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab)[:2]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "has other tokens than" in message_of(tmp_path, given)
+
+
 def test_megatron_folder_is_for_reinforcement_learning_alone(
     tmp_path: Path, overrides: list[str]
 ) -> None:

@@ -28,9 +28,11 @@ ADDED_KEYS = {
     "control", "control_accuracy", "control_se", "max_staleness", "generator_restarts",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
     "rl_minus_control", "rl_minus_control_standard_errors", "sampled_accuracy_first",
-    "sampled_accuracy_last",
+    "sampled_accuracy_last", "pass_at",
 }  # fmt: skip
 
+PASS_AT_4 = {"eval/pass_at_2": 0.6, "eval/pass_at_2_se": 0.02, "eval/pass_at_4": 0.75,
+             "eval/pass_at_4_se": 0.03}  # fmt: skip
 START = {
     "time": 99.0, "source": "trainer", "step": -1, "engine": "sglang", "engine_version": "0.5.23",
     "megatron_core_version": "0.16.1", "trainer/world_size": 2, "trainer/tp": 2, "trainer/pp": 1,
@@ -266,10 +268,12 @@ def test_completions_without_a_grade_are_those_that_the_batches_and_the_evaluati
         *run_rows(), activity_row(111.0, **{"completions_dropped/ungradable": 50}),
         step_row(4, 112.0, **{"queue/completions_dropped_ungradable": 2}),
         step_row(5, 113.0, **{"queue/completions_dropped_ungradable": 3}),
-        eval_row("after", 114.0, 0.5) | {"eval/not_graded": 7},
+        eval_row("after", 114.0, 0.5) | {"eval/not_graded": 7} | PASS_AT_4,
     ]  # fmt: skip
     summary = summarize(rows, FACTS)
     assert summary["completions_dropped"] == {"ungradable": 5}
     text = render_text(summary, FACTS)
     assert "groups dropped: flat 3; completions not graded: ungradable 5" in text
+    assert summary["pass_at"] == {"after": {"2": 0.6, "2_se": 0.02, "4": 0.75, "4_se": 0.03}}
+    assert "  after             pass@2 0.600 +- 0.020, pass@4 0.750 +- 0.030" in text
     assert "standard error; 7 completions could not be graded and count neither way" in text

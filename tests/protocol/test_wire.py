@@ -74,6 +74,7 @@ def plain(kind: type) -> Any:
     """A message of a kind whose fields are plain."""
     values = {
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
+        list[int]: [0, -1],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
     }  # fmt: skip
     return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})

@@ -9,9 +9,12 @@ from megatron_rl.protocol.types import (
     Sampling,
     Score,
     ScoredRollout,
+    ScoreFailed,
+    VerifierReady,
     VersionSpan,
 )  # fmt: skip
 from megatron_rl.rollout_queue.groups import Group, Origin
+from megatron_rl.rollout_queue.scoring import Scoring
 
 
 def make_prompt(
@@ -67,3 +70,17 @@ def make_group(
         group.origins[index] = Origin("generator-0", leased_at=1.0, done_at=2.0)
         group.add(ScoredRollout(rollout, make_score(reward)), now=3.0)
     return group
+
+
+def lose_request(scoring: Scoring, request_id: int, how: str) -> None:
+    """What the verifier "v" has been asked at 0 s is lost by 16 s, in one of five ways."""
+    if how == "restart":
+        scoring.announce("v", VerifierReady({"answers": 4}, session=2), 1.0)
+    elif how == "failure":
+        scoring.take_failure("v", ScoreFailed(request_id, "pool died"), 1.0)
+    elif how == "unreachable":
+        scoring.drop_verifier("v")
+    else:
+        if how == "timeout":
+            scoring.announce("v", VerifierReady({"answers": 4}, session=1), 14.0)
+        scoring.expire(16.0)

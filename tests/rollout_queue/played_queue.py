@@ -6,6 +6,8 @@ from pathlib import Path
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import (
+    ClassDone,
+    ClassRequest,
     GeneratorReady,
     Lease,
     NextBatch,
@@ -27,6 +29,8 @@ from tests.rollout_queue.makers import make_prompt, make_rollout
 TokenScore = Callable[[str, int], Score | str | None]
 """Score of completion `index` of the prompt with this id; or the kind of ScoreFailed; None: no
 answer comes."""
+Classify = Callable[[ClassRequest], list[int] | str | None]
+"""Classes of the texts; or the kind of ScoreFailed; None: no answer comes."""
 ROOM = {"answers": 64, "code": 64}
 FAILURE = "the pool \x1b[31mbroke\nhere"
 """What a verifier says that fails."""
@@ -43,6 +47,7 @@ class PlayedQueue:
         train_prompts: int = 400,
         held_out: int = 0,
         tasks: tuple[str, ...] = ("math",),
+        classify: Classify = lambda request: None,
         **sections: dict,
     ) -> None:
         """tasks: those of the train prompts, in turn."""
@@ -52,6 +57,7 @@ class PlayedQueue:
             {"run": {"dir": folder}, "train": train, "eval": eval_, **sections}
         )
         self.judge = judge
+        self.classify = classify
         self.now = 1000.0
         self.version = 0
         """That of the generator."""
@@ -59,6 +65,7 @@ class PlayedQueue:
         self.leased: list[tuple[str, int]] = []
         """(prompt, index) of each completion, in the order of their leases."""
         self.requests: list[ScoreRequest] = []
+        self.class_requests: list[ClassRequest] = []
         train = [make_prompt(f"p{n}", task=tasks[n % len(tasks)]) for n in range(train_prompts)]
         held = [make_prompt(f"h{n}", split="held_out") for n in range(held_out)]
         prompts = PromptSets([train], [1.0], held, 0)
@@ -113,6 +120,9 @@ class PlayedQueue:
                     self.leased += [(message.prompt.id, index) for index in message.indices]
                 case ScoreRequest():
                     self._grade(message)
+                case ClassRequest():
+                    self.class_requests.append(message)
+                    self.answer_classes(message)
                 case RankBatch():
                     self.batches.append(message)
 
@@ -126,6 +136,17 @@ class PlayedQueue:
             answer = ScoreFailed(request.request_id, FAILURE, verdict)
         else:
             answer = ScoreDone(request.request_id, verdict)
+        self.coordinator.handle(VERIFY, "v", answer, self.now)
+
+    def answer_classes(self, request: ClassRequest) -> None:
+        """Say what `classify` says, also about what was asked for earlier."""
+        found = self.classify(request)
+        if isinstance(found, str):
+            answer = ScoreFailed(request.request_id, FAILURE, found)
+        elif found is not None:
+            answer = ClassDone(request.request_id, found)
+        else:
+            return
         self.coordinator.handle(VERIFY, "v", answer, self.now)
 
     def _rollout(self, lease: Lease, index: int) -> Rollout:

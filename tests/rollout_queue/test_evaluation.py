@@ -1,5 +1,7 @@
+import itertools
 import math
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.errors import InputError
@@ -30,6 +32,24 @@ def test_standard_error_of_several_samples_is_over_prompts() -> None:
     assert results["eval/accuracy"] == 5 / 8
     assert results["eval/accuracy_se"] == pytest.approx(3 / 8 / math.sqrt(2))
     assert results["eval/n"] == 2 and results["eval/reward"] == 5 / 8
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
+    rewards = [[1, 0, 0, 1, 0, 0], [0] * 6, [0, 0, 0, 0, 0, 1], [1, 1, 0, 1, 1, 1]]
+    results = summarize([make_group(n, mine) for n, mine in enumerate(rewards)], 1.0)
+    for k in (2, 4, 6):
+        shares = [
+            np.mean([any(subset) for subset in itertools.combinations(mine, k)]) for mine in rewards
+        ]
+        assert results[f"eval/pass_at_{k}"] == pytest.approx(np.mean(shares))
+        error = np.std(shares) / math.sqrt(4)
+        assert results[f"eval/pass_at_{k}_se"] == pytest.approx(error)
+    assert not {"eval/pass_at_1", "eval/pass_at_3", "eval/pass_at_5"} & results.keys()
+    # One completion could not be graded: too few for k = 6, enough for k = 4.
+    shorter = summarize([make_group(0, [1] + [0] * 4), make_group(1, [0] * 6)], 1.0)
+    assert shorter["eval/pass_at_6"] == 0 and shorter["eval/pass_at_4"] == pytest.approx(4 / 5 / 2)
+    single = summarize([make_group(0, [1.0])], 1.0)
+    assert not any(name.startswith("eval/pass_at") for name in single)
 
 
 def test_evaluations_are_due_before_in_between_and_after() -> None:

@@ -186,4 +186,4 @@ def test_cursor_of_other_sources_and_missing_train_prompts_are_refused() -> None
     with pytest.raises(InputError, match="run.seed=5; this run has .* run.seed=0"):
         stream.restore(PromptStream(mixture(), seed=5).state())
     with pytest.raises(InputError, match="no train prompts"):
-        PromptStream(PromptSets([], [], [make_prompt()], 0), seed=0)
+        PromptStream(PromptSets([], [], [make_prompt()], 0), seed=0).next()

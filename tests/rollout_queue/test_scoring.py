@@ -13,7 +13,7 @@ from megatron_rl.protocol.types import (
 )
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.scoring import Scoring
-from tests.rollout_queue.makers import make_prompt, make_rollout, make_score
+from tests.rollout_queue.makers import lose_request, make_prompt, make_rollout, make_score
 
 CONFIG = QueueConfig(heartbeat_timeout_s=10, score_timeout_s=15, max_attempts=2)
 
@@ -110,16 +110,7 @@ def test_lost_score_is_asked_for_again_and_its_late_answer_ignored(how: str) -> 
     asked = scoring.next_request(0.0)
     assert asked is not None
     request_id = asked[1].request_id
-    if how == "restart":
-        scoring.announce("v", VerifierReady({"answers": 4}, session=2), 1.0)
-    elif how == "failure":
-        scoring.take_failure("v", ScoreFailed(request_id, "pool died"), 1.0)
-    elif how == "unreachable":
-        scoring.drop_verifier("v")
-    else:
-        if how == "timeout":
-            scoring.announce("v", VerifierReady({"answers": 4}, session=1), 14.0)
-        scoring.expire(16.0)
+    lose_request(scoring, request_id, how)
     assert scoring.take_score("v", ScoreDone(request_id, make_score(1.0)), 17.0) is None
     assert scoring.late_scores == 1
     scoring.announce("w", VerifierReady({"answers": 4}, session=1), 17.0)

@@ -19,6 +19,7 @@ from tests.tiny_batches import VOCAB, my_share
 from tests.tiny_models import write_model
 
 TOLERANCE = 1e-5
+HIDDEN = 64
 OBJECTIVES = {
     **{name: {"preset": name, "reference": {"policy": "start"}} for name in PRESETS},
     "kl to go": {
@@ -28,6 +29,15 @@ OBJECTIVES = {
     "kl of sequences": {
         "kl": {"placement": "loss", "coefficient": 0.5},
         "reference": {"policy": "start"},
+    },
+    "kl exact": {
+        "kl": {"placement": "loss", "estimator": "exact", "coefficient": 0.5},
+        "reference": {"policy": "start"},
+    },
+    "kl exact beside entropy and regression": {
+        "preset": "agro",
+        "kl": {"placement": "loss", "estimator": "exact", "coefficient": 0.5},
+        "entropy": {"coefficient": 0.1},
     },
     "entropy": {"entropy": {"coefficient": 0.1}},
     "sequences masked": {
@@ -66,8 +76,10 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, dict[str, torch.Tens
                     parameter.copy_(start[key])
             trainer = Trainer(policy, find_objective(algorithm(given), 0.9), cfg.optimizer, 1)
             # Away from the reference, and from the logprobs before the batch.
-            share = my_share(budget_tokens)
+            share = my_share(budget_tokens, has_gold=name.startswith("jepo"))
             known = trainer.prepare([share])[0]
+            if (head := trainer.value_head) is not None:
+                head.restore({"weights": torch.linspace(-1, 1, HIDDEN + 1), "moments": {}})
             with torch.no_grad():
                 for parameter in parameters.values():
                     parameter.mul_(1.2)
@@ -78,6 +90,8 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, dict[str, torch.Tens
             tensors = export_tensors(policy.chunks, policy.shape)
             found[name] = {key: tensor.clone() for key, tensor in tensors}
             found[name]["loss"] = torch.tensor(sums["loss"])
+            if head is not None:
+                found[name]["value"] = head.gradient().float()
     return found
 
 

@@ -13,6 +13,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.reference import Reference, open_reference
 from megatron_rl.trainer.step import Trainer
+from megatron_rl.trainer.teacher import Teacher
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import write_model
@@ -40,7 +41,7 @@ def reference_after_two_updates(cfg: Config) -> dict[str, object]:
     with open_policy(cfg) as policy:
         trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 2)
         share = my_share(1000)
-        found: dict[str, object] = {"start": trainer._logprobs(share), "after": []}
+        found: dict[str, object] = {"start": trainer.logprobs(share), "after": []}
         weights = []
         for _ in range(2):
             known = trainer.prepare([share])[0]
@@ -52,7 +53,7 @@ def reference_after_two_updates(cfg: Config) -> dict[str, object]:
         found["last"] = [k.reference_logprobs for k in known]
         kept = list(policy.chunks[0].parameters())
         found["is_kept"] = all(map(torch.equal, kept, weights[-1]))
-        found["moved"] = trainer._logprobs(share)
+        found["moved"] = trainer.logprobs(share)
         assert trainer.reference is not None
         found["weights"] = (weights, trainer.reference._weights)
         return found
@@ -60,11 +61,15 @@ def reference_after_two_updates(cfg: Config) -> dict[str, object]:
 
 def transformers_logprobs(folder: Path) -> list[torch.Tensor]:
     """Of each sequence."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return logprobs_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), VOCAB)
+
+
+def logprobs_of(model: torch.nn.Module, vocab: int) -> list[torch.Tensor]:
+    """Of each sequence; vocab: ids that count."""
     found = []
     for s in make_sequences():
         ids = torch.tensor(s.token_ids, dtype=torch.int64)
-        rows = torch.log_softmax(model(ids[None]).logits[0].detach(), -1)
+        rows = torch.log_softmax(model(ids[None]).logits[0, :, :vocab].detach(), -1)
         places = range(s.prompt_length, len(ids))
         found.append(torch.stack([rows[i - 1, ids[i]] for i in places]))
     return found
@@ -106,16 +111,128 @@ def first_weights(cfg: Config) -> list[torch.Tensor]:
         return Reference(policy)._weights
 
 
-def open_of_another_size(cfg: Config) -> str:
+def open_of_other_tokens(cfg: Config) -> str:
     with open_policy(cfg) as policy:
         try:
-            open_reference(policy, cfg.algorithm)
+            open_reference(policy, find_objective(cfg.algorithm), cfg.train)
         except InputError as error:
             return str(error)
     return ""
 
 
-def test_a_folder_of_another_size_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    write_model(tmp_path, vocab_size=VOCAB, num_hidden_layers=1)
-    message = run_ranks(open_of_another_size, 1, load(folders[0], str(tmp_path)))[0]
-    assert str(tmp_path) in message and "give one as large" in message
+@pytest.mark.parametrize(
+    ("vocab", "overrides", "words"),
+    [
+        (2 * VOCAB, [], "take a reference with the policy's tokenizer"),
+        (VOCAB + 1, ["placement=loss", "estimator=exact"], "compares all tokens"),
+    ],
+)
+def test_a_folder_with_other_tokens_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, vocab: int, overrides: list[str], words: str
+) -> None:
+    write_model(tmp_path, vocab_size=vocab, num_hidden_layers=1)
+    given = [f"algorithm.kl.{each}" for each in overrides]
+    message = run_ranks(open_of_other_tokens, 1, load(folders[0], str(tmp_path), *given))[0]
+    assert str(tmp_path) in message and words in message
+
+
+OTHER_SIZES = {
+    "hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 2, "num_attention_heads": 6,
+}  # fmt: skip
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("split", "family"),
+    [
+        ("data=2", "Llama"),
+        ("tensor=2", "Qwen2"),
+        ("pipeline=2", "Llama"),
+        ("context=2", "Qwen2"),
+        ("tensor=2 sequence=true", "Llama"),
+    ],
+)
+def test_a_teacher_of_another_size_has_the_logprobs_of_transformers(
+    folders: tuple[Path, Path], tmp_path: Path, split: str, family: str
+) -> None:
+    # More ids than the policy's, as larger models of a family have: these do not count.
+    model = write_model(tmp_path, family=family, vocab_size=VOCAB + 3, is_tied=True, **OTHER_SIZES)
+    overrides = [f"parallel.{part}" for part in split.split()]
+    cfg = load(folders[0], str(tmp_path), *overrides)
+    reports = run_ranks(reference_after_two_updates_of_a_teacher, 2, cfg)
+    expected = sorted_by_length(torch.cat(logprobs_of(model, VOCAB)))
+    found = [torch.cat(report) for report in reports if report]
+    if split == "data=2":
+        found = [torch.cat(found)]
+    for logprobs in found:
+        assert sorted_by_length(logprobs) == pytest.approx(expected, abs=2e-5)
+
+
+def reference_after_two_updates_of_a_teacher(cfg: Config) -> list[torch.Tensor]:
+    """Its logprobs once the policy has moved."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 2)
+        assert isinstance(trainer.reference, Teacher)
+        share = my_share(1000)
+        for _ in range(2):
+            known = trainer.prepare([share])[0]
+            trainer.update(share, version=0, known=known)
+            trainer.gather()
+        found = [k.reference_logprobs for k in trainer.prepare([share])[0]]
+        return [logprobs for logprobs in found if logprobs is not None]
+
+
+TEMPERATURE = 0.8
+
+
+def reference_kl_of_update(cfg: Config) -> list[tuple[float, float]]:
+    """Value and count of `train/reference_kl`, of two updates of one batch."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm, TEMPERATURE), cfg.optimizer, 2)
+        shares = [my_share(25)] * 2
+        found = []
+        for share, known in zip(shares, trainer.prepare(shares), strict=True):
+            metrics = {m.name: m for m in trainer.update(share, version=0, known=known)}
+            metric = metrics["train/reference_kl"]
+            found.append((metric.value, metric.count))
+            trainer.gather()
+        return found
+
+
+def transformers_kl(folders: tuple[Path, Path]) -> float:
+    """Mean over completion tokens, in float64."""
+    own, other = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float64) for f in folders)
+    found = []
+    for s in make_sequences():
+        ids = torch.tensor(s.token_ids, dtype=torch.int64)[None]
+        rows = [
+            torch.log_softmax(model(ids).logits[0].detach() / TEMPERATURE, -1)
+            for model in (own, other)
+        ]
+        each = (rows[0].exp() * (rows[0] - rows[1])).sum(-1)
+        found.append(each[s.prompt_length - 1 : -1])
+    return float(torch.cat(found).mean())
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("sizes", [{}, OTHER_SIZES], ids=["as large", "another size"])
+@pytest.mark.parametrize("split", ["tensor=2", "pipeline=2", "context=2", "data=2"])
+def test_the_kl_of_positions_is_that_of_transformers(
+    tmp_path: Path, split: str, is_tied: bool, sizes: dict[str, int]
+) -> None:
+    folders = tmp_path / "policy", tmp_path / "teacher"
+    for folder, spread, mine in zip(folders, (0.1, 0.2), ({}, sizes), strict=True):
+        write_model(folder, vocab_size=VOCAB, initializer_range=spread, is_tied=is_tied, **mine)
+    # Of the positions alone: nobody sampled these tokens, so they say nothing of what follows.
+    given = ["placement=loss", "estimator=exact", "horizon=token", "coefficient=10"]
+    overrides = [f"algorithm.kl.{each}" for each in given]
+    overrides += ["algorithm.preset=magistral", "optimizer.lr=1e-3", f"parallel.{split}"]
+    cfg = load(folders[0], str(folders[1]), *overrides)
+    expected = transformers_kl(folders)
+    assert expected > 0.1
+    for (first, count), (second, _) in run_ranks(reference_kl_of_update, 2, cfg):
+        assert count == sum(len(s.generator_logprobs) for s in make_sequences())
+        assert first / count == pytest.approx(expected, rel=1e-4)
+        # Towards the reference that was kept, though the policy's weights have moved.
+        assert second < first - 1.0

@@ -21,6 +21,8 @@ from megatron_rl.config.reward import (
 from megatron_rl.config.tree import Config, PortsConfig, PromptSource, RunConfig
 from megatron_rl.protocol.types import (
     AnyMessage,
+    ClassDone,
+    ClassRequest,
     ScoreDone,
     ScoreFailed,
     ScoreRequest,
@@ -164,6 +166,44 @@ def test_requests_beyond_the_room_of_their_lane_are_refused_and_other_lanes_go_o
                 done.add(message.request_id)
         # Twice the room, for what a queue asked for before it restarted.
         assert refused == set(range(2 * CAPACITY, 30))
+
+
+def test_verifier_finds_classes_beside_scores_and_survives_answers_that_hang(
+    tmp_path: Path,
+) -> None:
+    def asked(number: int, answers: list[str], task: str = "math") -> ClassRequest:
+        return ClassRequest(number, task, [boxed(a) for a in answers], [""] * len(answers))
+
+    port = free_port()
+    with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)) as process:
+        _wait_for_ready(router)
+        requests = [
+            asked(10, ["3", "x+1", "3.0", "1+x"]), asked(11, ["a", "b", "a"], "hang"),
+            asked(12, ["a"], "no_such_task"), make_request(boxed("7"), request_id=13),
+        ]  # fmt: skip
+        for request in requests:
+            router.send("verifier", request)
+        answers: dict[int, AnyMessage] = {}
+        while len(answers) < len(requests):
+            message = _receive(router)
+            if not isinstance(message, VerifierReady):
+                answers[message.request_id] = message
+        assert answers[10] == ClassDone(10, [0, 1, 0, 1])
+        # The pair exceeded its limit, twice: two answers.
+        assert answers[11] == ClassDone(11, [0, 1, 0])
+        assert isinstance(answers[12], ScoreFailed) and "no_such_task" in answers[12].reason
+        assert isinstance(answers[13], ScoreDone) and answers[13].score.is_correct
+        # More than twice the room of the lane: a queue that restarted.
+        for number in range(20, 50):
+            router.send("verifier", asked(number, ["a", "b"], "hang"))
+        refused = set()
+        while len(refused) < 30 - 2 * CAPACITY:
+            message = _receive(router)
+            if isinstance(message, ScoreFailed) and "no room" in message.reason:
+                refused.add(message.request_id)
+        assert refused == set(range(20 + 2 * CAPACITY, 50))
+        router.send("verifier", Stop("the test is over"))
+        assert process.wait(10) == 0
 
 
 def test_heartbeats_continue_and_a_new_queue_is_met_again(tmp_path: Path) -> None:

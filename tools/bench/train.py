@@ -20,6 +20,7 @@ over 64, and a smaller model). Loops take turns, and all count the tokens of the
 | loss_difference | between the loops before any step; above 1e-5 of the loss there are no figures |
 | achieved_over_gemm_* | model FLOP/s of our step over gemm_rate, one thread |
 | gemm_rate_gflops* | of F.linear on the layers' shapes, in the same process |
+| cost_of_* | a step that needs more passes (train_objectives.py) over one of Magistral's |
 | mfu_bf16, mfu_fp8 | on GPU: model FLOP/s over the device's peak, on a larger model |
 
 The last but one are of SmolLM2-135M's sizes, in float32 and bfloat16, and of the 1.3M model of
@@ -48,7 +49,16 @@ from megatron_rl.launcher.ports import find_free
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.lengths import LONGEST
-from tools.bench.train_figures import Measured, Workload, compare, mfu, over_gemm, scaling
+from tools.bench.train_figures import (
+    Measured,
+    Workload,
+    compare,
+    mfu,
+    over_gemm,
+    ratios,
+    scaling,
+)
+from tools.bench.train_objectives import MORE_PASSES, PLAIN
 from tools.bench.variants import ROOT
 from tools.bench.weights import child_environment, write_model
 
@@ -157,6 +167,7 @@ def main() -> int:
         share = busy_share(cores, PAUSE_S)
         found = compare(run(folder / "peers", folder / "model", scale))
         rounds = [run_round(folder / f"round-{n}", folder, scale) for n in range(scale.rounds)]
+        found |= objectives(folder, scale)
         found |= scaling(rounds) | against_gemm(folder / "limits", is_quick=options.quick)
         found |= on_gpu(folder / "gpu")
     except (ChildFailed, OSError) as error:
@@ -181,6 +192,13 @@ def run_round(run_dir: Path, folder: Path, scale: Scale) -> dict[str, Measured]:
         name: run(run_dir / name, folder / "model", scale, parallel)
         for name, parallel in SCALING.items()
     }
+
+
+def objectives(folder: Path, scale: Scale) -> dict[str, float]:
+    """What more passes cost, on one rank."""
+    work = msgspec.structs.replace(scale.work, has_peers=False, has_objectives=True)
+    samples = run(folder / "objectives", folder / "model", replace(scale, work=work)).samples
+    return {f"cost_of_{name}": ratios(samples, PLAIN, name, of_cpu=True) for name in MORE_PASSES}
 
 
 def against_gemm(folder: Path, *, is_quick: bool) -> dict[str, float]:

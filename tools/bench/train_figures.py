@@ -32,6 +32,8 @@ class Workload(msgspec.Struct, frozen=True):
     repeats: int
     """Steps of each loop that count, after those that warm up."""
     has_peers: bool
+    has_objectives: bool = False
+    """Instead of our plain loop: objectives that need more passes, beside one that needs none."""
     tokens: tuple[int, int] | None = None
     """Instead of those lengths: uniform from the first to the second, half of them prompt."""
 

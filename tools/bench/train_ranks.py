@@ -40,6 +40,7 @@ from tools.bench.train_figures import (
     check_losses,
     step_flops,
 )
+from tools.bench.train_objectives import objective_loops
 from tools.bench.train_peers import PlainLoop
 
 GEMM_S = 0.5
@@ -59,6 +60,8 @@ def main(cfg: Config, work: Workload) -> None:
         trainer = Trainer(policy, objective, cfg.optimizer, 1000, train=cfg.train)
         share = share_of(sequences, cfg.train.microbatch_tokens)
         loops: dict[str, Callable[[], object]] = {OURS: partial(trainer.update, share, version=0)}
+        if work.has_objectives:
+            loops = objective_loops(policy, cfg, sequences)
         losses: dict[str, float] = {}
         if work.has_peers:
             losses[OURS] = trainer.accumulate(share, version=0).sums["loss"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.render import Renderer
+from megatron_rl.protocol.render import open_renderer
 from megatron_rl.rollout_queue.prompts import PromptStream, load_prompts
 from tools.bench.children import run_child
 from tools.bench.measures import StepMark, marks_from_metrics, marks_from_peer
@@ -193,12 +193,7 @@ def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> in
     They stand in the order in which our queue takes them first. Raises InputError when the prompts
     or the tokenizer cannot be read, ValueError for another task than the peer grades.
     """
-    renderer = Renderer(
-        config.render,
-        config.model.path,
-        config.generator.context_tokens,
-        gates=config.reward.gates,
-    )
+    renderer = open_renderer(config)
     sets = load_prompts(config.prompts, config.run.seed)
     stream = PromptStream(sets, config.run.seed)
     prompts = [stream.next() for part in sets.train for _ in part]

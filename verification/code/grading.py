@@ -1,9 +1,12 @@
 """Grades a program by its tests: how it is run, and the verdict.
 
+`grade` stops at the first test that fails, or counts those that pass (`counts_all`); it is right in
+the same cases.
 Runs in a grading process, which must be alone with the program's sandbox: see `grade`.
 """
 
 import json
+from collections.abc import Iterator
 
 import msgspec
 
@@ -34,12 +37,24 @@ WRONG_OUTPUT = Verdict(False, "wrong_output")
 _MEMORY_WORDS = ("std::bad_alloc", "MemoryError", "std::bad_array_new_length")
 
 
-def grade(source: str, tag: str, tests: CodeTests, *, seed: int, limits: CodeLimits) -> Verdict:
-    """Whether a program passes all its tests; stops at the first that fails.
+def grade(
+    source: str,
+    tag: str,
+    tests: CodeTests,
+    *,
+    seed: int,
+    limits: CodeLimits,
+    counts_all: bool = False,
+) -> Verdict:
+    """Whether a program passes all its tests, and why not: by the first that fails.
 
-    Takes at most `longest_item_s`. The calling process needs no limit on its processor time, no
-    RLIMIT_FSIZE below the size of a test's input, and at least 64 open files; it may be killed at
-    any time, with all that it started here. GradingError: our own failure, never a verdict.
+    counts_all: the verdict also says how many tests it passes. Unit tests count as one, beside
+    cases; calls are counted one by one.
+
+    Takes at most `longest_item_s`, of one more test where calls are counted. The calling process
+    needs no limit on its processor time, no RLIMIT_FSIZE below the size of a test's input, and at
+    least 64 open files; it may be killed at any time, with all that it started here. GradingError:
+    our own failure, never a verdict.
     """
     name = find_language(tag)
     if name is None:
@@ -54,13 +69,47 @@ def grade(source: str, tag: str, tests: CodeTests, *, seed: int, limits: CodeLim
     with open_sandbox(name, limits, tests.packages) as sandbox:
         verdict = _compile(sandbox, name, code, limits)
         # Without unit tests the cases of an entry point are calls, and all in one job.
-        for case in cases if tests.unit_tests or not tests.entry_point else []:
-            if not verdict.is_correct:
-                return verdict
-            verdict = _run_case(sandbox, name, code, case=case, tests=tests, limits=limits)
-        if jobs is not None and verdict.is_correct:
-            verdict = run_unit_tests(sandbox, jobs, limits)
-    return verdict
+        calls = cases if tests.entry_point and not tests.unit_tests else []
+        total = len(cases) + (jobs is not None and not calls)
+        if not verdict.is_correct:
+            return verdict._replace(tests=(0, total)) if counts_all else verdict
+
+        def run_tests() -> Iterator[Verdict]:
+            for case in cases if not calls else []:
+                yield _run_case(sandbox, name, code, case=case, tests=tests, limits=limits)
+            if jobs is not None:
+                yield run_unit_tests(sandbox, jobs, limits)
+
+        verdict, passed = _first_failure(run_tests(), counts_all=counts_all)
+        if not counts_all:
+            return verdict
+        if calls and verdict.is_correct:
+            passed = total
+        elif calls:
+            passed = _count_calls(sandbox, source, tests, calls=calls, limits=limits)
+    return verdict._replace(tests=(passed, total))
+
+
+def _first_failure(verdicts: Iterator[Verdict], *, counts_all: bool) -> tuple[Verdict, int]:
+    """(verdict of all tests, tests passed); without counts_all none is run after a failure."""
+    found, passed = CORRECT, 0
+    for verdict in verdicts:
+        passed += verdict.is_correct
+        if found.is_correct:
+            found = verdict
+        if not found.is_correct and not counts_all:
+            break
+    return found, passed
+
+
+def _count_calls(
+    sandbox: Sandbox, source: str, tests: CodeTests, *, calls: list[Case], limits: CodeLimits
+) -> int:
+    """How many calls give the right result, one by one; they did not all together."""
+    jobs = (make_jobs(source, tests, [call]) for call in calls)
+    passed = sum(run_unit_tests(sandbox, job, limits).is_correct for job in jobs)
+    # Together they took too long, or one was changed by those before it.
+    return min(passed, len(calls) - 1)
 
 
 def _compile(sandbox: Sandbox, name: str, code: bytes, limits: CodeLimits) -> Verdict:

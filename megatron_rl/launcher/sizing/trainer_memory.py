@@ -33,6 +33,8 @@ class TrainerSetting:
     publish_buffer_bytes: int = 0
     logprob_chunk_tokens: int | None = None
     """Rows of logits that exist at once; None: those of a whole microbatch."""
+    compares_vocabularies: bool = False
+    """The reference's output layer and what goes into it lie beside the policy's."""
     is_fp8: bool = False
     is_offloaded: bool = False
     """Optimizer state is in host memory."""
@@ -73,6 +75,7 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         # Two rounds of a publish are in flight (docs/weights.md).
         publish_buffer_bytes=2 * config.weights.bucket_bytes,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
+        compares_vocabularies=config.algorithm.kl.is_exact,
         is_fp8=config.model.fp8 != "none",
         is_offloaded=config.optimizer.offload,
     )
@@ -87,6 +90,8 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
         rows = setting.microbatch.tokens // division.context
         columns = shape.padded_vocab(division.tensor) // division.tensor
         logits = logits_bytes(rows, columns, setting.logprob_chunk_tokens)
+        if setting.compares_vocabularies:
+            logits += (rows + columns) * shape.hidden * setting.item_bytes
     return RankMemory(
         stage=stage,
         parameters=parameters.total,

@@ -51,6 +51,7 @@ def sharded_state(trainer: Trainer, step: int) -> dict[str, Any]:
             "adam_steps": adam_steps(trainer.optimizer),
             "shape": dataclasses.asdict(trainer.policy.shape),
             "model_parallel_sizes": list(_model_parallel_sizes()),
+            "value_head": trainer.value_head and trainer.value_head.state(),
         },
     }
 
@@ -84,6 +85,8 @@ def restore(trainer: Trainer, folder: Path) -> int:
         trainer.optimizer, model, loaded["optimizer"], steps=common["adam_steps"]
     )
     trainer.steps_done = common["optimizer_steps"]
+    if trainer.value_head is not None and common.get("value_head") is not None:
+        trainer.value_head.restore(common["value_head"])
     if is_same_split:
         trainer.policy.backend.set_random_states(loaded["random"])
     else:

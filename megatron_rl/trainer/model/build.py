@@ -79,6 +79,16 @@ def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[Distri
     return chunks
 
 
+def build_frozen(backend: Backend, cfg: Config, shape: ModelShape) -> list[torch.nn.Module]:
+    """The same without gradients, for a model that is never trained; parameters not yet filled."""
+    config = transformer_config(backend, cfg, shape)
+    chunks = [
+        _build_chunk(backend, config, shape, number)
+        for number in range(cfg.parallel.virtual_stages)
+    ]
+    return [chunk.requires_grad_(False) for chunk in chunks]
+
+
 def gather_parameters(model: Sequence[DistributedDataParallel]) -> None:
     """Have every parameter whole on this rank, also where the next forward pass would gather it.
 

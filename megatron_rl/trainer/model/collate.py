@@ -31,6 +31,7 @@ class MicroBatch:
     rewards: Tensor  # [completion tokens] float32, of the sequence
     weights: Tensor  # [completion tokens] float32
     versions: Tensor  # [completion tokens] int64, policy version that sampled the token
+    is_gold: Tensor  # [completion tokens] bool, of a reference answer that nobody sampled
     sequence_of: Tensor  # [completion tokens] int64, number of the sequence in the microbatch
     target_ends: Tensor  # [sequences] int64, one after the last completion token of each
     group_of: Tensor  # [sequences] int64, number of the group in the minibatch; -1: padding
@@ -136,11 +137,17 @@ def _per_target(sequences: list[TrainSequence]) -> dict[str, Tensor]:
         "rewards": repeated([s.reward for s in sequences]),
         "weights": repeated([s.weight for s in sequences]),
         "versions": _tensor(versions, torch.int64),
+        "is_gold": _tensor(np.concatenate([_is_gold(s) for s in sequences]), torch.bool),
         "sequence_of": _tensor(np.repeat(np.arange(len(counts)), counts), torch.int64),
         "target_ends": _tensor(np.cumsum(counts), torch.int64),
         "group_of": _tensor([s.group for s in sequences], torch.int64),
         "member_of": _tensor([s.member for s in sequences], torch.int64),
     }
+
+
+def _is_gold(sequence: TrainSequence) -> np.ndarray:
+    count = len(sequence.generator_logprobs)
+    return np.arange(count) >= count - sequence.gold_tokens
 
 
 def context_shard(batch: MicroBatch, positions: Tensor) -> MicroBatch:

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.backend.products import add_product, note_added
-from megatron_rl.backend.softmax import Bonus, is_read_only, softmax_gradient, softmax_sums
+from megatron_rl.backend.softmax import (
+    Bonus,
+    Divergence,
+    is_read_only,
+    softmax_gradient,
+    softmax_sums,
+)
+from megatron_rl.trainer.model.divergence import DivergenceSums, PolicySums, ReferenceLayer
 
 BYTES = 12
 """That a pass needs for a logit, in plain torch: as float32 the logit, its exponential, and what
@@ -23,6 +30,9 @@ bfloat16 is rounded to and multiplied from."""
 BYTES_WITH_LOOPS = {torch.float32: 5, torch.bfloat16: 4}
 """The same where only the logit itself is stored: it, the product with the hidden states where
 that has to be rounded, and some more for values of whole rows."""
+
+BYTES_WITH_REFERENCE = 20
+"""The same where the reference's logits are computed beside the policy's."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -32,6 +42,9 @@ class TokenLogprobs(NamedTuple):
     """[tokens] float32, differentiable."""
     entropy: Tensor
     """[tokens] float32 in nats; differentiable if the layer says so."""
+    reference_kl: Tensor | None = None
+    """[tokens] float32 in nats, differentiable: KL of the softmax to the reference's, where the
+    layer has one."""
 
 
 class LogitMemory:
@@ -76,6 +89,8 @@ class OutputLayer:
     is_sole_user: bool = False
     """Whether nothing else hands on a gradient of the weight, for Megatron's hooks to wait for."""
     differentiates_entropy: bool = False
+    reference: ReferenceLayer | None = None
+    """What the policy is compared with; its vocabulary is cut and padded in the same way."""
     memory: LogitMemory = field(default_factory=LogitMemory)
     """Shared by the microbatches of a step."""
 
@@ -102,15 +117,23 @@ class OutputLayer:
     def pass_rows(self, hidden: Tensor) -> int:
         """Of a long pass."""
         n_bytes = BYTES_WITH_LOOPS[hidden.dtype] if is_read_only(hidden) else BYTES
+        if self.reference is not None:
+            n_bytes = BYTES_WITH_REFERENCE
         return max(1, self.chunk_tokens * 4 // n_bytes)
 
     def take_memory(self, hidden: Tensor) -> Tensor:
-        """For the logits of any one pass."""
-        return self.memory.take(hidden, self.pass_rows(hidden), len(self.true_weight))
+        """For the logits of any one pass; the reference's lie behind the policy's."""
+        rows = self.pass_rows(hidden) * (1 if self.reference is None else 2)
+        return self.memory.take(hidden, rows, len(self.true_weight))
 
     def logits(self, hidden: Tensor, memory: Tensor) -> Tensor:
         """[rows, this rank's ids] of a pass, in that memory."""
         return torch.mm(hidden, self.true_weight.t(), out=memory[: len(hidden)])
+
+    def reference_logits(self, span: slice, memory: Tensor) -> Tensor:
+        """[rows of the span, this rank's ids] of the reference, in the other half of it."""
+        assert self.reference is not None
+        return self.reference.logits(span, len(self.true_weight), memory[len(memory) // 2 :])
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> TokenLogprobs:
@@ -119,20 +142,22 @@ def token_logprobs(hidden: Tensor, targets: Tensor, layer: OutputLayer) -> Token
     hidden: [tokens, hidden], equal on all ranks of the group; its gradient is this rank's part of
     the sum over the group. targets: [tokens] int64, global ids below vocab_size.
     """
-    logprobs, entropy = _Logprobs.apply(hidden.to(layer.weight.dtype), layer.weight, targets, layer)
-    return TokenLogprobs(logprobs, entropy)
+    return TokenLogprobs(
+        *_Logprobs.apply(hidden.to(layer.weight.dtype), layer.weight, targets, layer)
+    )
 
 
 class _Logprobs(torch.autograd.Function):
     """d logprob / d logit = (is target - softmax) / temperature.
 
     d entropy / d logit = -softmax * (log softmax + entropy) / temperature.
+    d kl / d logit = softmax * (log softmax - log softmax of the reference - kl) / temperature.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, layer: OutputLayer
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         n_ids = len(layer.true_weight)
         hidden = hidden.contiguous()
         local = targets - layer.first_id
@@ -146,8 +171,13 @@ class _Logprobs(torch.autograd.Function):
         maxima = torch.full((n_tokens,), lowest, dtype=torch.float32, device=hidden.device)
         sums = torch.zeros(3, n_tokens, dtype=torch.float32, device=hidden.device)
         memory = layer.take_memory(hidden)
+        pairs = None if layer.reference is None else DivergenceSums(n_tokens, hidden.device)
         for span in layer.spans(hidden):
             logits = layer.logits(hidden[span], memory)
+            if pairs is not None:
+                # First: the sums below may spoil the logits.
+                others = layer.reference_logits(span, memory)
+                pairs.fill(span, logits, others, layer.temperature)
             maxima[span], *parts = softmax_sums(logits, local[span], layer.temperature)
             sums[:, span] = torch.stack(parts)
         own = maxima.clone()
@@ -160,17 +190,20 @@ class _Logprobs(torch.autograd.Function):
 
         log_z = sums[0].log()
         entropy = log_z - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, local, is_local, maxima + log_z, entropy)
+        pair = () if pairs is None else pairs.reduced(PolicySums(maxima, sums[0]), layer.group)
+        ctx.save_for_backward(hidden, local, is_local, maxima + log_z, entropy, *pair)
         ctx.layer = layer
         # The logits of the last pass stay there, unless the sums have spoilt them.
         ctx.uses = layer.memory.uses if is_read_only(hidden) else None
         if not layer.differentiates_entropy:
             ctx.mark_non_differentiable(entropy)
-        return sums[2] - log_z, entropy
+        return sums[2] - log_z, entropy, pair[0] if pair else None
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, local, is_local, log_z, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: Tensor, grad_entropy: Tensor, grad_kl: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, local, is_local, log_z, entropy, *pair = ctx.saved_tensors
         layer: OutputLayer = ctx.layer
         weight = layer.true_weight
         slope = grad / layer.temperature
@@ -189,6 +222,11 @@ class _Logprobs(torch.autograd.Function):
             part = hidden[span]
             logits = memory[: len(part)] if is_there else layer.logits(part, memory)
             is_there = False
+            divergence = None
+            if pair:
+                others = layer.reference_logits(span, memory)
+                kl_slope = grad_kl[span] / layer.temperature
+                divergence = Divergence(kl_slope, pair[0][span], others, pair[1][span])
             rows = softmax_gradient(
                 logits,
                 local[span],
@@ -197,6 +235,7 @@ class _Logprobs(torch.autograd.Function):
                 slopes=slope[span],
                 target_slopes=(slope * is_local)[span],
                 bonus=bonus and bonus.rows(span),
+                divergence=divergence,
             )
             torch.mm(rows, weight, out=grad_hidden[span])
             add_product(grad_weight[: len(weight)], rows, part)

@@ -35,6 +35,8 @@ class Policy:
     chunks: list[DistributedDataParallel]
     parallel: ParallelConfig
     has_fp8: bool
+    cfg: Config
+    """What it was built from."""
 
     @property
     def device(self) -> torch.device:
@@ -126,6 +128,6 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
         else:
             load_megatron(chunks, shape, cfg.model.megatron_path)
         with failures_noted():
-            yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none")
+            yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none", cfg)
     finally:
         backend.shutdown()

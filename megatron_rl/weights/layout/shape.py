@@ -234,6 +234,10 @@ def _rope(values: dict[str, Any], folder: Path) -> tuple[float, RopeScaling | No
     )
 
 
+_LEAST_COMMON_SHARE = 0.95
+"""Of token ids: models of one family differ by less."""
+
+
 def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
     """Raise InputError unless the parallel sizes divide the model."""
     counts = Counts(
@@ -245,3 +249,22 @@ def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
         expert_ffn=shape.moe_ffn,
     )
     check_sizes(parallel, counts)
+
+
+def check_teacher(teacher: ModelShape, policy: ModelShape, folder: Path, *, is_exact: bool) -> None:
+    """Raise InputError unless the teacher's tokens can be compared with the policy's.
+
+    Models of one family pad their vocabulary differently; ids that one of them lacks do not count.
+    is_exact: whole distributions are compared.
+    """
+    sizes = f"{folder} has a vocabulary of {teacher.vocab}, and the policy one of {policy.vocab}"
+    if is_exact and teacher.vocab != policy.vocab:
+        raise InputError(
+            f"algorithm.kl.estimator='exact' compares all tokens: {sizes}; take a teacher with as "
+            "many, or placement='reward' with estimator='k1', which compares sampled tokens"
+        )
+    smaller, larger = sorted((teacher.vocab, policy.vocab))
+    if smaller < larger * _LEAST_COMMON_SHARE:
+        raise InputError(
+            f"algorithm.reference.policy: {sizes}: take a reference with the policy's tokenizer"
+        )

@@ -71,6 +71,14 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     assert plan.problems == ()
 
 
+def test_exact_kl_needs_the_references_output_layer_and_hidden_states(config_path: Path) -> None:
+    given = ["algorithm.kl.placement=loss", "algorithm.reference.policy=start"]
+    sampled = planned(config_path, *given).trainer
+    exact = planned(config_path, *given, "algorithm.kl.estimator=exact").trainer
+    budget = 8192
+    assert exact.logits - sampled.logits == 2 * 4096 * (128512 // 4 + budget)
+
+
 def with_remedy(config_path: Path, problem: str, *overrides: str) -> Config:
     """The configuration with the overrides that the problem's text proposes."""
     remedy = problem.partition("nearest setting that fits: ")[2].split()

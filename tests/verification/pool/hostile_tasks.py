@@ -108,3 +108,10 @@ def sleep(answer: str, request: ScoreRequest) -> bool:
     """Right after request.entry seconds of sleep."""
     time.sleep(float(request.entry))
     return True
+
+
+def hang_on_bombs(answer: str, request: ScoreRequest) -> bool:
+    """Compares numbers, and hangs where either is no number."""
+    if "bomb" in answer + request.answer:
+        return hang(answer, request)
+    return int(answer) == int(request.answer)

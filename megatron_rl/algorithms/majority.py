@@ -1,0 +1,92 @@
+"""What each completion adds to the vote of a majority. Pure numpy; used by `credit.py`.
+
+f(S) is the probability that an answer is right which is drawn uniformly from the most frequent ones
+of a set S of completions. All right answers are one class; a completion without an answer casts no
+vote, and f = 0 where nobody votes. Sums over subsets are counted class by class, never listed.
+"""
+
+from collections import Counter
+from functools import lru_cache
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+
+NO_ANSWER = -1
+"""Class of a completion without an answer."""
+_ROUNDING = 1e-12
+"""A smaller credit is what is left of terms that cancel."""
+
+
+class _Vote(NamedTuple):
+    """All of a set of completions that f depends on."""
+
+    right: int
+    """Completions that are right."""
+    wrong: tuple[int, ...]
+    """Sizes of the classes of wrong answers, in order."""
+    silent: int
+    """Completions without an answer."""
+
+
+def majority_credit(classes: np.ndarray, is_correct: np.ndarray, k: int) -> np.ndarray:
+    """A_i = sum over the k-subsets S with i of (f(S) - f(S without i)) / (n choose k): [n] float64.
+
+    classes: [n] int64, read where is_correct [n] is False. f(S without i) does not depend on
+    completion i, so it changes no mean: E sum_i A_i grad log pi(y_i) is the gradient of E f of k
+    samples, for every k from 1 to n.
+    """
+    n = len(classes)
+    right = int(is_correct.sum())
+    sizes = Counter(int(c) for c in classes[~is_correct] if c != NO_ANSWER)
+    vote = _Vote(right, tuple(sorted(sizes.values())), n - right - sizes.total())
+    credit = np.zeros(n)
+    for i in range(n):
+        if is_correct[i]:
+            others = vote._replace(right=vote.right - 1)
+        elif classes[i] == NO_ANSWER:
+            others = vote._replace(silent=vote.silent - 1)
+        else:
+            others = vote._replace(wrong=_less_one(vote.wrong, sizes[int(classes[i])]))
+        # Of the k-subsets with i, f(S) is what those of all have beyond those of the others.
+        gain = _sums_of_f(vote, k)[k] - _sums_of_f(others, k)[k] - _sums_of_f(others, k)[k - 1]
+        credit[i] = gain / comb(n, k)
+    return np.where(np.abs(credit) < _ROUNDING, 0.0, credit)
+
+
+def _less_one(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The sizes of classes after one of that size has lost a member."""
+    left = list(sizes)
+    left.remove(size)
+    return tuple(sorted([*left, size - 1] if size > 1 else left))
+
+
+@lru_cache(maxsize=4096)
+def _sums_of_f(vote: _Vote, k: int) -> tuple[float, ...]:
+    """[k + 1]: by s, the sum of f over the s-subsets."""
+    sums = np.zeros(k + 1)
+    # f is 1 / (1 + ties) where no wrong class has more members in the subset than the right one.
+    for level in range(1, min(vote.right, k) + 1):
+        ways = _ways(vote, level, k - level)
+        shares = 1.0 / (1.0 + np.arange(len(ways)))
+        sums[level:] += comb(vote.right, level) * (shares @ ways)
+    return tuple(sums.tolist())
+
+
+def _ways(vote: _Vote, level: int, room: int) -> np.ndarray:
+    """[ties + 1, room + 1]: ways to choose so many of those that are not right, by ties.
+
+    Of no wrong class more than `level` are chosen; ties: the classes of which just so many are.
+    """
+    large = [size for size in vote.wrong if size >= level]
+    # Classes below the level never tie: it is as if they did not vote.
+    free = vote.silent + sum(vote.wrong) - sum(large)
+    ways = np.zeros((min(len(large), room // level) + 1, room + 1))
+    ways[0] = [comb(free, s) for s in range(room + 1)]
+    for size in large:
+        before, ways = ways, np.zeros_like(ways)
+        for chosen in range(min(level, room + 1)):
+            ways[:, chosen:] += comb(size, chosen) * before[:, : room + 1 - chosen]
+        if level <= room:
+            ways[1:, level:] += comb(size, level) * before[:-1, : room + 1 - level]
+    return ways

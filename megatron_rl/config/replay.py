@@ -1,0 +1,63 @@
+"""Section of the configuration: groups that are trained on without being sampled for the step.
+
+Imported by every process by way of `tree.py`.
+"""
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatron_rl.config.section import Section
+
+
+class ReplayConfig(Section):
+    """Recorded rollouts, traces with rewards, or the run's own latest groups."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Of the groups of each batch; 1: nothing is sampled but for evaluations."""
+    runs: list[Path] = []
+    """Folders of runs with the same tokenizer, whose recorded rollouts are trained on."""
+    traces: list[Path] = []
+    """JSONL files of {"prompt": text or messages, "response": text, "reward": number}; lines with
+    the same prompt are one group. They have no generator's logprobs."""
+    buffer_groups: NonNegativeInt = 0
+    """So many groups of this run, the latest that were trained on, are trained on again."""
+    max_age: PositiveInt = 8
+    """buffer_groups: policy versions that a group's oldest token may lag when it is drawn."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        has_files = bool(self.runs or self.traces)
+        if has_files and self.buffer_groups:
+            raise ValueError(
+                f"replay.buffer_groups={self.buffer_groups} replays the run's own groups, and "
+                "replay.runs or replay.traces those of files: set one of them"
+            )
+        has_source = has_files or self.buffer_groups > 0
+        if has_source and not self.share:
+            raise ValueError(
+                "replay names what to train on, and replay.share=0 takes none of it: set the share "
+                "of a batch's groups, such as 0.5"
+            )
+        if self.share and not has_source:
+            raise ValueError(
+                f"replay.share={self.share:g} has nothing to draw from: name replay.runs or "
+                "replay.traces, or set replay.buffer_groups"
+            )
+        if self.buffer_groups and self.share == 1:
+            raise ValueError(
+                "replay.share=1 leaves no group to be sampled, which replay.buffer_groups could "
+                "keep: lower the share"
+            )
+        return self
+
+    def groups_of(self, groups_per_batch: int) -> int:
+        """Groups of a batch that are replayed. Raises ValueError where they are no whole number."""
+        groups = self.share * groups_per_batch
+        if abs(groups - round(groups)) > 1e-6:
+            raise ValueError(
+                f"replay.share={self.share:g} of train.groups_per_batch={groups_per_batch} is "
+                f"{groups:g} groups: set a share that gives a whole number"
+            )
+        return round(groups)

@@ -1,0 +1,58 @@
+"""Calls what needs a tokenizer in a child process.
+
+Used by the launcher: transformers and the threads of its tokenizers have no place in a process
+that lives as long as the run.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+Result = TypeVar("Result")
+
+
+def call_in_child(
+    function: Callable[..., Result], *arguments: Any, what: str, limit_s: float
+) -> Result:
+    """What the function returns; it, its arguments and its result are sent by pickle.
+
+    what: for messages. Raises the function's InputError; DeadlineExceeded; RuntimeError when the
+    child dies.
+    """
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(sender, function, arguments))
+    child.start()
+    # Only the child holds the sending end now, so that its death ends the wait.
+    sender.close()
+    try:
+        if not receiver.poll(limit_s):
+            raise DeadlineExceeded(f"{what} took over {limit_s:.0f} s")
+        found = receiver.recv()
+    except EOFError as error:
+        child.join(limit_s)
+        raise RuntimeError(f"{what}: exit code {child.exitcode}") from error
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+    if isinstance(found, InputError):
+        raise found
+    return found
+
+
+def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """In the child: send the result, or the InputError."""
+    # A tokenizer needs no torch, which transformers 5 would load all the same, for seconds.
+    sys.modules["torch"] = None
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    try:
+        sender.send(function(*arguments))
+    except InputError as error:
+        sender.send(error)

@@ -1,0 +1,38 @@
+"""The replayed groups of a batch, and the metrics that count them apart. Pure.
+
+Used by the rollout queue.
+"""
+
+from typing import NamedTuple
+
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.train_sequence import NO_VERSION
+
+
+class Drawn(NamedTuple):
+    """What a step replays."""
+
+    groups: tuple[Group, ...] = ()
+    of_source: tuple[Metric, ...] = ()
+    """Of what there is to draw from."""
+
+    def metrics(self, step: int) -> list[Metric]:
+        """queue/replayed_*: of the groups; ages are of this run's own ones."""
+        if not self.groups:
+            return list(self.of_source)
+        rollouts = [scored for group in self.groups for scored in group.ordered]
+        count = len(rollouts)
+        oldest = [scored.rollout.oldest_version for scored in rollouts]
+        ages = [step - version for version in oldest if version != NO_VERSION]
+        return [
+            *self.of_source,
+            Metric("queue/replayed_groups", len(self.groups), "sum", len(self.groups)),
+            Metric("queue/replayed_rollouts", count, "sum", count),
+            Metric("queue/replayed_reward", sum(s.score.reward for s in rollouts), "mean", count),
+            Metric("queue/replayed_age_versions_mean", sum(ages), "mean", len(ages)),
+            *([Metric("queue/replayed_age_versions_max", max(ages), "max")] if ages else []),
+        ]
+
+
+NOTHING = Drawn()

@@ -1,0 +1,157 @@
+"""Recorded groups as an index: token ids and logprobs are read when a group is drawn.
+
+Used by the rollout queue.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.questions import normalized
+from megatron_rl.protocol.rollout_files import (
+    WORDS,
+    RolloutFile,
+    RolloutRecord,
+    read_arrays,
+    read_records,
+    rollout_files,
+)
+from megatron_rl.protocol.types import (
+    Prompt,
+    Rollout,
+    Sampling,
+    Score,
+    ScoredRollout,
+    VersionSpan,
+)
+from megatron_rl.rollout_queue.groups import FLAT, Group, are_equal
+from megatron_rl.rollout_queue.train_sequence import NO_VERSION
+
+TOO_LONG = "too_long"
+"""Why a group is left out of which a sequence has no place in the context."""
+HELD_OUT = "held_out"
+"""Why a group is left out whose question is an evaluation's."""
+UNSCORED = "unscored"
+"""Why a group is left out of which no completion has a reward."""
+
+
+class StoredGroup(NamedTuple):
+    """Where the rollouts of a group lie."""
+
+    lines: Path
+    """The file of lines; the words are beside."""
+    question: str
+    """Normalized."""
+    members: tuple[RolloutRecord, ...]
+    """Without their texts."""
+
+    def load(self, *, keeps_versions: bool) -> Group:
+        """The group with its arrays. Raises InputError where the file of words was cut.
+
+        keeps_versions: of this run's own groups; another run's mean nothing here.
+        """
+        first = self.members[0]
+        spans = [span for record in self.members for span in record.spans]
+        opened = min(span.version for span in spans) if keeps_versions else NO_VERSION
+        group = Group(
+            first.group,
+            Prompt(first.prompt_id, first.task, [], ""),
+            Sampling(max(record.tokens for record in self.members), 1.0, seed=first.seed),
+            len(self.members),
+            opened,
+        )
+        for index, record in enumerate(self.members):
+            rollout = self._rollout(record, index, keeps_versions=keeps_versions)
+            score = Score(record.reward or 0.0, record.parts, record.reason)
+            group.add(ScoredRollout(rollout, score), now=0.0)
+        return group
+
+    def _rollout(self, record: RolloutRecord, index: int, *, keeps_versions: bool) -> Rollout:
+        prompt_ids, token_ids, logprobs = read_arrays(record, self.lines)
+        spans = [VersionSpan(NO_VERSION, 0, record.tokens)]
+        if keeps_versions:
+            spans = [VersionSpan(*span) for span in record.spans]
+        return Rollout(
+            lease_id=0,
+            index=index,
+            prompt_ids=prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            spans=spans,
+            finish_reason=record.finish_reason,
+            text="",
+        )
+
+
+@dataclasses.dataclass
+class StoredGroups:
+    """What can be drawn of some run folders, and what cannot."""
+
+    groups: list[StoredGroup] = dataclasses.field(default_factory=list)
+    left_out: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Groups by the reason."""
+
+    def add_run(
+        self, run_dir: Path, *, context_tokens: int, drops_flat: bool, held_out: frozenset[str]
+    ) -> None:
+        """Index the training groups of a run, flat ones too unless drops_flat.
+
+        held_out: normalized questions that are not trained on. Raises InputError where there are no
+        rollouts, or their words are missing.
+        """
+        files = [file for file in rollout_files(run_dir) if file.step is not None]
+        if not files:
+            raise InputError(f"{run_dir} holds no rollouts of training steps to replay")
+        for file in files:
+            for group in read_groups(file):
+                reason = _reason_to_leave_out(group, context_tokens, drops_flat=drops_flat)
+                if group.question in held_out:
+                    reason = HELD_OUT
+                if reason:
+                    self.left_out[reason] += 1
+                else:
+                    self.groups.append(group)
+
+
+def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
+    """The groups of one file; a completion that had no part in its group is left out.
+
+    Raises InputError where words are missing.
+    """
+    members: defaultdict[int, list[RolloutRecord]] = defaultdict(list)
+    questions: dict[int, str] = {}
+    for line, record in enumerate(read_records(file.path), 1):
+        if record.words is None or not file.path.with_suffix(WORDS).exists():
+            raise InputError(
+                f"{file.path}:{line} has no token ids beside it: it was recorded with "
+                "queue.record_tokens = false, and cannot be replayed"
+            )
+        members[record.group].append(_without_texts(record))
+        questions[record.group] = normalized(record.problem)
+    for number, records in members.items():
+        # Its group went on without what was dropped alone.
+        kept = [record for record in records if record.dropped in ("", FLAT)]
+        yield StoredGroup(file.path, questions[number], tuple(kept or records))
+
+
+def _without_texts(record: RolloutRecord) -> RolloutRecord:
+    return msgspec.structs.replace(
+        record, problem="", text="", answer="", prompt_tail="", detail="", times=None
+    )
+
+
+def _reason_to_leave_out(group: StoredGroup, context_tokens: int, *, drops_flat: bool) -> str:
+    dropped = group.members[0].dropped
+    if dropped not in ("", FLAT):
+        return dropped
+    rewards = [record.reward for record in group.members if record.reward is not None]
+    if len(rewards) < len(group.members):
+        return UNSCORED
+    if any(record.prompt_tokens + record.tokens > context_tokens for record in group.members):
+        return TOO_LONG
+    return FLAT if drops_flat and are_equal(rewards) else ""

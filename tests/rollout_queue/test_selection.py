@@ -1,0 +1,101 @@
+"""Which complete groups are trained on, and from what."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.types import GoldAnswer, Score, ScoredRollout
+from megatron_rl.rollout_queue.activity import ActivityLog
+from megatron_rl.rollout_queue.batches import minibatch_sequences
+from megatron_rl.rollout_queue.breaker import CircuitBreaker
+from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
+from megatron_rl.rollout_queue.prompts import PromptSets
+from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.selection import Selection
+from megatron_rl.rollout_queue.ungraded import Tellers
+from tests.rollout_queue.makers import make_group
+
+GOLD = np.array([7, 8], np.int32)
+
+
+@pytest.fixture
+def tellers(tmp_path: Path) -> Iterator[Tellers]:
+    config, prompts = Config(), PromptSets([], [], [], 0)
+    recorder = Recorder(tmp_path)
+    with closing(JsonlWriter(tmp_path / "metrics.jsonl", "queue")) as metrics:
+        activity = ActivityLog(config, prompts, metrics, recorder)
+        breaker = CircuitBreaker(config.queue, config.reward, prompts=1)
+        yield Tellers(recorder, activity, breaker)
+
+
+def select(tellers: Tellers, group: Group, **algorithm: object) -> tuple[str, GroupBook]:
+    book = GroupBook()
+    cfg = AlgorithmConfig.model_validate(algorithm)
+    return Selection(cfg, book, tellers).reason_to_drop(group), book
+
+
+def with_gold(group: Group, faults: dict[int, str] | None = None) -> Group:
+    """Every completion has a place for the reference answer behind one token, but for faults."""
+    for index, scored in group.scored.items():
+        fault = (faults or {}).get(index, "")
+        gold = GoldAnswer(0, GOLD[:0], fault) if fault else GoldAnswer(1, GOLD)
+        rollout = msgspec.structs.replace(scored.rollout, gold=gold)
+        group.scored[index] = ScoredRollout(rollout, scored.score)
+    return group
+
+
+def test_a_flat_group_is_dropped(tellers: Tellers) -> None:
+    assert select(tellers, make_group(0, [0.1, 0.1]))[0] == FLAT
+    assert select(tellers, make_group(0, [0.1, 0.1]), flat_groups="keep")[0] == ""
+
+
+def test_in_mixed_mode_a_group_without_a_right_completion_learns_the_reference_answer(
+    tellers: Tellers,
+) -> None:
+    wrong, solved = with_gold(make_group(0, [0.1, 0.1])), with_gold(make_group(1, [1.0, 1.0]))
+    mixed = with_gold(make_group(2, [1.0, 0.1]))
+    found = [select(tellers, g, preset="jepo_mixed")[0] for g in (wrong, solved, mixed)]
+    assert found == ["", FLAT, ""]
+    assert [group.learns_gold for group in (wrong, solved, mixed)] == [True, False, False]
+
+
+def test_a_completion_without_a_place_is_left_out_recorded_and_counted(
+    tellers: Tellers, tmp_path: Path
+) -> None:
+    group = with_gold(make_group(0, [0.1, 0.1, 0.1]), {1: "gold_retokenized"})
+    reason, book = select(tellers, group, preset="jepo")
+    assert (reason, sorted(group.scored), group.lost) == ("", [0, 2], {1: "gold_retokenized"})
+    assert group.is_complete
+    row = tellers.activity.take_row(now=10.0, in_flight=0, records=None)
+    assert row is not None and row["activity/completions_dropped/gold_retokenized"] == 1
+    book.open(make_group(5, [1.0, 0.0]))
+    assert book.take([5], 0)[1].completions == {"gold_retokenized": 1}
+    (line,) = (tmp_path / "rollouts" / "dropped_000000.jsonl").read_text().splitlines()
+    assert msgspec.json.decode(line)["dropped"] == "gold_retokenized"
+
+
+def test_ill_formed_completions_stay_as_they_were_sampled(tellers: Tellers) -> None:
+    group = with_gold(make_group(0, [0.1, 0.1, 0.0]), {2: "gold_no_place"})
+    rollout = group.scored[2].rollout
+    group.scored[2] = ScoredRollout(rollout, Score(0.0, {"format": 0.0}, "no_boxed"))
+    assert select(tellers, group, preset="jepo")[0] == ""
+    cfg = AlgorithmConfig(preset="jepo")
+    first, second, third = minibatch_sequences([group], find_crediting(cfg))
+    for sequence in (first, second):
+        assert sequence.token_ids[sequence.prompt_length :].tolist() == [100, 7, 8]
+        assert sequence.gold_tokens == 2
+        assert sequence.token_versions.tolist() == [0, -1, -1]
+        assert len(sequence.generator_logprobs) == 3
+    assert third.token_ids[third.prompt_length :].tolist() == [100, 101, 102]
+    assert third.gold_tokens == 0
+    # Well-formed against ill-formed, normalised: 1/3 and -2/3 over sqrt(2)/3.
+    assert first.advantage == pytest.approx(2**-0.5)
+    assert third.advantage == pytest.approx(-(2**0.5))
