@@ -22,6 +22,9 @@ STEP_TIMEOUT_S=1800
 CHILDREN=() LABELS=() PARTS=()
 FAILED=
 # Bytecode is left to the first import: compiling every file of every package takes a minute.
+# The imports at the end leave it whatever the caller's environment says: nothing could write it
+# in a sandbox, where an import of SymPy without it takes most of a test's time.
+unset PYTHONDONTWRITEBYTECODE
 PIP_INSTALL=("$VENV/bin/python" -m pip --disable-pip-version-check --no-input install
     --no-compile --progress-bar off --retries 2 --timeout 30)
 

@@ -1,7 +1,9 @@
 """Unit tests of many shapes, and results that attack them: right ones pass, wrong ones fail."""
 
+import importlib.util
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,7 @@ from verification.code.grading import (
     prepare,
     run_unit_tests,
 )
+from verification.code.packages import PACKAGES
 from verification.code.setup import open_sandbox
 from verification.sandbox import confinement
 from verification.sandbox.sandbox import Sandbox
@@ -68,6 +71,13 @@ def test_right_solutions_pass_and_wrong_ones_fail(
         assert verdict.reason in (
             "wrong_output", "runtime_error", "test_timeout", "test_memory", "no_entry_point",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_installation_leaves_bytecode_of_packages(name: str) -> None:
+    # A sandbox cannot write it, and SymPy's import without it takes most of a test's time.
+    source = Path(str(importlib.import_module(name).__file__))
+    assert Path(importlib.util.cache_from_source(str(source))).is_file()
 
 
 @pytest.mark.parametrize("row", WITH_PACKAGES, ids=lambda row: row.name)
