@@ -20,6 +20,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher import algorithms_command, doctor, verify_command
 from megatron_rl.launcher import hosts as cluster
 from megatron_rl.launcher import run as launch
+from megatron_rl.launcher.dry_run import dry_run
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.sizing.gpus import GPUS
@@ -40,7 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog=PROGRAM, description="Asynchronous RL on Megatron-Core and SGLang"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_run_arguments(commands.add_parser("run", help="train, evaluate, export, summarize"), _run)
+    run = commands.add_parser("run", help="train, evaluate, export, summarize")
+    _add_run_arguments(run, _run)
+    run.add_argument("--dry-run", action="store_true", help="only check: could anything be earned?")
     evaluate = commands.add_parser("eval", help="evaluate a model folder on the held-out prompts")
     _add_run_arguments(evaluate, _evaluate)
     evaluate.add_argument("--label", default="model", help="name of the evaluation in the metrics")
@@ -150,6 +153,8 @@ def _load(options: argparse.Namespace) -> Config:
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
+    if options.dry_run:
+        return dry_run(_load(options), console)
     return _until_death(lambda: launch.run(_load(options), console))
 
 
