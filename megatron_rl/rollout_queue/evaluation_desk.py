@@ -1,8 +1,9 @@
 """Which evaluations are due, which one runs, and what it found.
 
-Used by the rollout queue. One evaluation runs at a time and measures exactly one policy version: no
-later version comes out while it runs, because `allows_batch` holds back the batch that would make
-it. Training groups are leased meanwhile, to slots that the evaluation does not need.
+Used by the rollout queue. One evaluation runs at a time and measures exactly one policy version.
+With evaluators (`evaluators.py`) these keep that version, and training goes on with the others.
+Without, no later version comes out while it runs, because `allows_batch` holds back the batch that
+would make it; training groups are leased meanwhile, to slots that the evaluation does not need.
 """
 
 import collections
@@ -13,9 +14,17 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize
-from megatron_rl.rollout_queue.failures import TooManyFailures
+from megatron_rl.rollout_queue.evaluation import (
+    FINAL_LABEL,
+    Evaluation,
+    label_at,
+    select_held_out,
+    summarize,
+)
+from megatron_rl.rollout_queue.evaluators import Evaluators
+from megatron_rl.rollout_queue.failures import EVALUATOR_LOST, TooManyFailures
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -44,6 +53,9 @@ class EvaluationDesk:
         self._only = only
         self._due = collections.deque([only] if only else [])
         self._running: Evaluation | None = None
+        self.evaluators = Evaluators(0 if only else config.evaluators)
+        self._let_go = False
+        """A later version than the one that is measured comes, or has come."""
         self.done: list[str] = []
         """Labels of the evaluations that have ended."""
 
@@ -70,17 +82,30 @@ class EvaluationDesk:
     def allows_batch(self, step: int, published: int) -> bool:
         """Whether the batch of a step may be formed: also while version `step` is being published.
 
-        Not while an evaluation runs, or before one: an update would change what it measures.
+        Not before an evaluation, nor while one runs without evaluators: an update would change
+        what it measures.
         """
-        if self._running is not None or step > published + 1:
+        if self._due or step > published + 1:
+            return False
+        if self._running is not None and not self.evaluators.hold_all:
             return False
         return step <= published or not self._labels_at(step, is_final=False)
 
-    def advance(self, published: int, now: float, *, has_generator: bool) -> None:
+    def note_batch(self) -> None:
+        """A batch is formed: a later version than the one that is measured will come."""
+        self._let_go = self._running is not None
+
+    def advance(self, published: int, now: float, *, leases: Leases) -> None:
         """End an evaluation that is complete, and begin the next one that is due."""
+        generators = leases.peers
+        self.evaluators.note(generators)
+        if self._is_orphaned:
+            self._give_up(leases.pop_evaluation())
         if self._running is not None and self._running.is_complete:
             self._finish(self._running, now)
             self._running = None
+            self.evaluators.release()
+        has_generator = any(peer.room and peer.version >= 0 for peer in generators)
         # Where evaluating is all there is to do, its clock starts with the first generator.
         if self._running is None and self._due and (has_generator or not self._only):
             label = self._due.popleft()
@@ -93,6 +118,22 @@ class EvaluationDesk:
                 version=max(published, 0),
                 now=now,
             )
+            self._let_go = False
+            # After the last step nobody else has anything to do.
+            if label != FINAL_LABEL:
+                self.evaluators.choose(generators, published)
+
+    @property
+    def _is_orphaned(self) -> bool:
+        """Whether the running evaluation measures a version that nobody holds any more."""
+        return self._running is not None and self._let_go and self.evaluators.are_lost
+
+    def _give_up(self, incomplete: list[Group]) -> None:
+        """End without what nobody can generate any more; it is counted as lost."""
+        assert self._running is not None
+        for group in incomplete:
+            self.lose(group, EVALUATOR_LOST)
+        self._running.lose_unopened()
 
     def _finish(self, evaluation: Evaluation, now: float) -> None:
         seconds = now - evaluation.started_at
