@@ -24,7 +24,7 @@ from megatron_rl.config.tree import (
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
-from megatron_rl.rollout_queue.evaluation import select_held_out
+from megatron_rl.rollout_queue.evaluation import evaluation_sets
 from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
 from megatron_rl.rollout_queue.replay.traces import check_sources
 from megatron_rl.trainer.traces import read_traces
@@ -194,7 +194,7 @@ def check_prompts(config: Config) -> PromptReport:
     """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
     settings.check_sources(config.prompts)
     settings.check_functions(config.reward)
-    sets = load_prompts(config.prompts, config.run.seed)
+    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
     settings.check_prompts(sets.all, config.reward)
     tasks = sorted({prompt.task for prompt in sets.all})
     if any(config.reward.all_tasks[task].compare == CODE for task in tasks):
@@ -204,8 +204,13 @@ def check_prompts(config: Config) -> PromptReport:
             'there are no train prompts: lines need "split": "train" or none, and a question that '
             "is not held out; train.steps=0 only evaluates"
         )
-    select_held_out(sets.held_out, config.eval)
-    dropped = find_dropped(sets.all, config)
+    # A training prompt needs room for its completion alone, one of an evaluation for its set's.
+    limits = {
+        prompt.id: one.sampling.max_new_tokens
+        for one in evaluation_sets(config, sets)
+        for prompt in one.prompts
+    }
+    dropped = find_dropped(sets.all, config, limits)
     if dropped:
         sets = without(sets, frozenset(prompt.id for prompt in dropped))
         _check_kept(sets, dropped, config)
@@ -225,7 +230,7 @@ def _check_kept(sets: PromptSets, dropped: list[DroppedPrompt], config: Config) 
             "generator.context_tokens, or lower sampling.max_new_tokens"
         )
     try:
-        select_held_out(sets.held_out, config.eval)
+        evaluation_sets(config, sets)
     except InputError as error:
         raise InputError(f"{error}; {_describe_dropped(dropped)[0]}") from error
 

@@ -11,11 +11,23 @@ import logging
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.types import Prompt
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.rollout_queue.evaluation import Evaluation, label_at, select_held_out, summarize
-from megatron_rl.rollout_queue.failures import TooManyFailures
+from megatron_rl.rollout_queue.evaluated import first_free_number, keep_evaluated
+from megatron_rl.rollout_queue.evaluation import (
+    Evaluation,
+    EvaluationSet,
+    evaluation_sets,
+    label_at,
+    summarize,
+)
+from megatron_rl.rollout_queue.failures import (
+    CLASSES_NOT_GRADED,
+    CLASSES_UNGRADABLE,
+    GroupFailure,
+    TooManyFailures,
+)
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -27,25 +39,30 @@ class EvaluationDesk:
     def __init__(
         self,
         config: Config,
-        held_out: list[Prompt],
+        prompts: PromptSets,
         *,
         recorder: Recorder,
         metrics: JsonlWriter,
         only: str,
     ) -> None:
         """only: label of the one evaluation to run; empty for training. Raises InputError."""
-        if only and not config.eval.prompts:
-            raise InputError("an evaluation is asked for, but eval.prompts = 0: raise it")
+        if only and not config.eval.is_wanted:
+            raise InputError(
+                "an evaluation is asked for, but eval.prompts = 0 and there are no eval.sets: "
+                "raise the former, or add the latter"
+            )
         self._config = config.eval
-        self._sampling = config.sampling
-        self._held_out = select_held_out(held_out, config.eval)
+        self._sets = evaluation_sets(config, prompts)
         self._recorder = recorder
         self._metrics = metrics
         self._only = only
-        self._due = collections.deque([only] if only else [])
+        self.first_number = first_free_number(recorder.run_dir) if recorder.keeps_evaluated else 0
+        """Of the groups that it opens."""
+        self._due: collections.deque[tuple[str, EvaluationSet]]
+        self._due = collections.deque(self._on_all_sets([only] if only else []))
         self._running: Evaluation | None = None
         self.done: list[str] = []
-        """Labels of the evaluations that have ended."""
+        """Names of the evaluations that have ended."""
 
     @property
     def is_running(self) -> bool:
@@ -59,13 +76,17 @@ class EvaluationDesk:
 
     def ask(self, version: int, *, is_final: bool) -> None:
         """Note the evaluations that a published version asks for."""
-        self._due.extend(self._labels_at(version, is_final=is_final))
+        self._due.extend(self._due_at(version, is_final=is_final))
 
-    def _labels_at(self, version: int, *, is_final: bool) -> list[str]:
-        if not self._config.prompts or self._only:
+    def _due_at(self, version: int, *, is_final: bool) -> list[tuple[str, EvaluationSet]]:
+        if self._only:
             return []
         labels = label_at(version, is_final=is_final, every_steps=self._config.every_steps)
-        return [label for label in labels if label not in self.done]
+        return [due for due in self._on_all_sets(labels) if due[0] not in self.done]
+
+    def _on_all_sets(self, labels: list[str]) -> list[tuple[str, EvaluationSet]]:
+        """The evaluations of these labels, each with its whole name."""
+        return [(one.label(label), one) for label in labels for one in self._sets]
 
     def allows_batch(self, step: int, published: int) -> bool:
         """Whether the batch of a step may be formed: also while version `step` is being published.
@@ -74,7 +95,7 @@ class EvaluationDesk:
         """
         if self._running is not None or step > published + 1:
             return False
-        return step <= published or not self._labels_at(step, is_final=False)
+        return step <= published or not self._due_at(step, is_final=False)
 
     def advance(self, published: int, now: float, *, has_generator: bool) -> None:
         """End an evaluation that is complete, and begin the next one that is due."""
@@ -83,16 +104,16 @@ class EvaluationDesk:
             self._running = None
         # Where evaluating is all there is to do, its clock starts with the first generator.
         if self._running is None and self._due and (has_generator or not self._only):
-            label = self._due.popleft()
-            log.info("evaluation %r of version %d starts", label, published)
-            self._running = Evaluation(
-                label,
-                self._held_out,
-                config=self._config,
-                sampling=self._sampling,
-                version=max(published, 0),
-                now=now,
-            )
+            self._begin(*self._due.popleft(), published, now)
+
+    def _begin(self, label: str, what: EvaluationSet, published: int, now: float) -> None:
+        log.info("evaluation %r of version %d starts", label, published)
+        done = {}
+        if self._recorder.keeps_evaluated:
+            done = keep_evaluated(self._recorder.run_dir, label, what)
+            log.info("%d of its %d prompts were evaluated earlier", len(done), len(what.prompts))
+        self._recorder.begin_evaluation(label, keeps_lines=bool(done))
+        self._running = Evaluation(label, what, version=max(published, 0), now=now, done=done)
 
     def _finish(self, evaluation: Evaluation, now: float) -> None:
         seconds = now - evaluation.started_at
@@ -107,7 +128,6 @@ class EvaluationDesk:
                 "the logs of generators and verifiers"
             )
         results |= {"eval/lost": evaluation.lost, "eval/not_graded": evaluation.not_graded}
-        self._recorder.write_evaluation(evaluation.label, evaluation.complete)
         self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
         self.done.append(evaluation.label)
         self._log_results(evaluation, results)
@@ -143,9 +163,21 @@ class EvaluationDesk:
         return self._running.open_group(number)
 
     def close(self, group: Group) -> None:
-        """Note that a group is complete."""
+        """Note that a group is complete, and write it down: what is written is not lost."""
         assert self._running is not None and self._running.label == group.evaluation
+        self._recorder.write_evaluation(group.evaluation, [group])
         self._running.close(group)
+
+    def goes_on_without(self, failure: GroupFailure) -> bool:
+        """Whether a group is complete all the same: an evaluation needs classes for votes alone."""
+        group = failure.group
+        if group.is_abandoned or not group.evaluation:
+            return False
+        if failure.reason not in (CLASSES_UNGRADABLE, CLASSES_NOT_GRADED):
+            return False
+        log.warning("no vote on prompt %r, %s: %r", group.prompt.id, failure.reason, failure.detail)
+        group.needs_classes = False
+        return True
 
     def lose(self, group: Group, reason: str) -> None:
         """Note that a group failed: the results are over the others, and say how many are lost."""
