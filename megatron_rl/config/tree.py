@@ -322,6 +322,12 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
             )
+        used = {self.sampling.top_p, self.eval.top_p, *(one.top_p for one in self.eval.sets)}
+        if self.generator.engine == "hf" and used - {1.0, None}:
+            raise ValueError(
+                "generator.engine='hf' samples with top_p = 1 alone: leave sampling.top_p, "
+                "eval.top_p and that of eval.sets at 1, or use 'sglang'"
+            )
         if self.train.router_replay and self.generator.engine == "hf":
             raise ValueError(
                 "train.router_replay needs an engine that returns its expert choices: "

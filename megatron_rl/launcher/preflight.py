@@ -43,10 +43,14 @@ class PromptReport(NamedTuple):
     """Prompts that are left out."""
 
 
-def check(config: Config) -> PromptReport:
-    """Run every check, cheapest first; returns what was found of the prompts. Raises InputError."""
+def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
+    """Run every check, cheapest first; returns what was found of the prompts. Raises InputError.
+
+    is_known_folder: the caller has looked at the run folder.
+    """
     check_tools()
-    check_run_folder(config)
+    if not is_known_folder:
+        check_run_folder(config)
     check_names(config)
     check_model_folder(config.model.path)
     if config.train.steps or config.sft.steps:
@@ -192,7 +196,7 @@ def check_replay(config: Config) -> None:
 
 def check_prompts(config: Config) -> PromptReport:
     """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
-    settings.check_sources(config.prompts)
+    settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
     settings.check_functions(config.reward)
     sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
     settings.check_prompts(sets.all, config.reward)

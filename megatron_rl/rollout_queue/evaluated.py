@@ -22,28 +22,45 @@ from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import EvaluationSet
 
 
-def keep_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:
-    """Problems of the set with all their completions graded, by id; other lines are taken out.
+def read_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:
+    """Problems of the set with all their completions graded, by id.
 
-    So a problem that lost a completion, or was cut short with the file, is made again as a whole.
     Raises InputError for a file that is damaged elsewhere than at its end.
     """
-    path = run_dir / FOLDER / f"eval_{label}{LINES}"
+    return {problem.prompt_id: problem for problem in of_records(_whole(run_dir, label, what))}
+
+
+def keep_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:
+    """The same; all other lines are taken out of the file.
+
+    So a problem that lost a completion, or was cut short with the file, is made again as a whole.
+    """
+    path = _path(run_dir, label)
     if not path.exists():
         return {}
-    records = list(read_records(path))
-    counts = Counter(record.prompt_id for record in records)
-    prompts = {prompt.id: prompt for prompt in what.prompts}
-    kept = [
-        record
-        for record in records
-        if counts[record.prompt_id] == what.samples and _is_of(record, prompts)
-    ]
+    kept = _whole(run_dir, label, what)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(msgspec.json.Encoder().encode_lines(kept))
     partial.replace(path)
     _cut_to_words(path.with_suffix(WORDS))
     return {problem.prompt_id: problem for problem in of_records(kept)}
+
+
+def _path(run_dir: Path, label: str) -> Path:
+    return run_dir / FOLDER / f"eval_{label}{LINES}"
+
+
+def _whole(run_dir: Path, label: str, what: EvaluationSet) -> list[RolloutRecord]:
+    """Records of the problems that have all their completions."""
+    path = _path(run_dir, label)
+    records = list(read_records(path)) if path.exists() else []
+    counts = Counter(record.prompt_id for record in records)
+    prompts = {prompt.id: prompt for prompt in what.prompts}
+    return [
+        record
+        for record in records
+        if counts[record.prompt_id] == what.samples and _is_of(record, prompts)
+    ]
 
 
 def _is_of(record: RolloutRecord, prompts: dict[str, Prompt]) -> bool:
