@@ -22,6 +22,8 @@ from megatron_rl.rollout_queue.prompts import PromptSets
 FINAL_LABEL = "after"
 AUTO_PROMPTS = 256
 """Most prompts that eval.prompts = "auto" evaluates on."""
+VOTED_SAMPLES = 128
+"""Votes of more completions are left to eval.json: they take seconds, and peers would wait."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ def problem_of(group: Group) -> ProblemSamples:
 def summarize(problems: Sequence[ProblemSamples], seconds: float) -> dict[str, float]:
     """Results of an evaluation by metric name; its errors are over problems."""
     accuracy = mean_figure([problem.accuracy for problem in problems])
-    votes = maj_figures(problems)
+    votes = maj_figures([problem for problem in problems if problem.n <= VOTED_SAMPLES])
     unknown = sum(problem.classes is None and problem.n > 1 for problem in problems)
     return {
         "eval/accuracy": accuracy.value,

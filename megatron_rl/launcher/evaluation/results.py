@@ -27,10 +27,20 @@ HELD_OUT = "held_out"
 Report = dict[str, Any]
 
 
-def make_report(config: Config, label: str, sets: Sequence[EvaluationSet]) -> Report:
-    """The content of eval.json. Raises InputError where nothing of a set is recorded."""
+def make_report(
+    config: Config, label: str, sets: Sequence[EvaluationSet], *, left_out: int = 0
+) -> Report:
+    """The content of eval.json. Raises InputError where nothing of a set is recorded.
+
+    left_out: prompts without room for a completion.
+    """
     reports = {one.name or HELD_OUT: _report_of(config.run.dir, label, one) for one in sets}
-    return {"model": str(config.model.path), "label": label, "sets": reports}
+    return {
+        "model": str(config.model.path),
+        "label": label,
+        "prompts_left_out": left_out,
+        "sets": reports,
+    }
 
 
 def _report_of(run_dir: Path, label: str, one: EvaluationSet) -> Report:

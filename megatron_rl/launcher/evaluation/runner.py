@@ -56,7 +56,7 @@ def evaluate(config: Config, label: str, console: Console) -> None:
         if missing:
             config = prepare_run_folder(config, None, prompts, console, replaces_config=is_again)
             _generate(config, label, console, lock=lock)
-        report = make_report(config, label, sets)
+        report = make_report(config, label, sets, left_out=loaded.dropped)
         write_report(config.run.dir, report)
     print_report(report, console)
     _say_where(config, label, report, console)
