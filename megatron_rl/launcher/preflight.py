@@ -24,7 +24,7 @@ from megatron_rl.config.tree import (
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
-from megatron_rl.rollout_queue.evaluation import evaluation_sets
+from megatron_rl.rollout_queue.evaluation import completion_limits, evaluation_sets
 from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
 from megatron_rl.rollout_queue.replay.traces import check_sources
 from megatron_rl.trainer.traces import read_traces
@@ -208,13 +208,8 @@ def check_prompts(config: Config) -> PromptReport:
             'there are no train prompts: lines need "split": "train" or none, and a question that '
             "is not held out; train.steps=0 only evaluates"
         )
-    # A training prompt needs room for its completion alone, one of an evaluation for its set's.
-    limits = {
-        prompt.id: one.sampling.max_new_tokens
-        for one in evaluation_sets(config, sets)
-        for prompt in one.prompts
-    }
-    dropped = find_dropped(sets.all, config, limits)
+    evaluation_sets(config, sets)
+    dropped = find_dropped(sets.all, config, completion_limits(config, sets))
     if dropped:
         sets = without(sets, frozenset(prompt.id for prompt in dropped))
         _check_kept(sets, dropped, config)

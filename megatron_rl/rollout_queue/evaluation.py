@@ -66,6 +66,16 @@ def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
     return sets
 
 
+def completion_limits(config: Config, prompts: PromptSets) -> dict[str, int]:
+    """Tokens that a completion of each prompt that may be evaluated on can have, by its id."""
+    default = config.eval.max_new_tokens or config.sampling.max_new_tokens
+    limits = {prompt.id: default for prompt in prompts.held_out}
+    for one in config.eval.sets:
+        own = one.max_new_tokens or default
+        limits |= {prompt.id: own for prompt in prompts.eval_sets[one.name]}
+    return limits
+
+
 def select_held_out(held_out: list[Prompt], config: EvalConfig) -> list[Prompt]:
     """The held-out prompts to evaluate on; InputError when there are too few."""
     is_auto = config.prompts == "auto"
