@@ -18,6 +18,7 @@ MAX_LINES = 400
 # that are not named here. The order matters to people alone: what is imported comes first.
 CONFIG, PROTOCOL, ALGORITHMS = (f"megatron_rl/{n}" for n in ("config", "protocol", "algorithms"))
 KERNELS, BACKEND, QUEUE = (f"megatron_rl/{n}" for n in ("kernels", "backend", "rollout_queue"))
+EVALUATION = "megatron_rl/evaluation"
 LAYOUT, EXCHANGE, FOLDERS, PUBLISH = (
     f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "publish")
 )
@@ -32,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     EXCHANGE: {PROTOCOL, LAYOUT},
     FOLDERS: {CONFIG, PROTOCOL, BACKEND, LAYOUT},
     PUBLISH: {CONFIG, PROTOCOL, LAYOUT, EXCHANGE},
-    QUEUE: {CONFIG, PROTOCOL, ALGORITHMS},
+    EVALUATION: {CONFIG, PROTOCOL, ALGORITHMS},
+    QUEUE: {CONFIG, PROTOCOL, ALGORITHMS, EVALUATION},
     MODEL: {CONFIG, PROTOCOL, KERNELS, BACKEND, LAYOUT, FOLDERS},
     TRAINER: {
         CONFIG, PROTOCOL, ALGORITHMS, KERNELS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, PUBLISH, MODEL,

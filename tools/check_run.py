@@ -136,11 +136,12 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
     how: dict[str, object] = {"do_sample": False}
     if cfg.eval.temperature > 0:
         torch.manual_seed(SAMPLING_SEED)
-        how = {"do_sample": True, "temperature": cfg.eval.temperature, "top_k": 0, "top_p": 1.0}
+        how = {"do_sample": True, "temperature": cfg.eval.temperature, "top_k": 0}
+        how["top_p"] = cfg.eval.top_p
+    limit = cfg.eval.max_new_tokens or cfg.sampling.max_new_tokens
     correct = 0
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
-        limit = cfg.sampling.max_new_tokens
         ids = [renderer.render(p.messages, limit, task=p.task) for p in batch]
         width = max(map(len, ids))
         pad = renderer.stop_ids[0]
@@ -149,7 +150,7 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
         output = model.generate(
             tokens,
             attention_mask=mask,
-            max_new_tokens=cfg.sampling.max_new_tokens,
+            max_new_tokens=limit,
             **how,
             pad_token_id=pad,
             eos_token_id=list(renderer.stop_ids),

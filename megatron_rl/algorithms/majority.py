@@ -1,4 +1,6 @@
-"""What each completion adds to the vote of a majority. Pure numpy; used by `credit.py`.
+"""What a vote of a majority is worth, and what each completion adds to it. Pure numpy.
+
+Used by `credit.py`, and by evaluations.
 
 f(S) is the probability that an answer is right which is drawn uniformly from the most frequent ones
 of a set S of completions. All right answers are one class; a completion without an answer casts no
@@ -37,9 +39,8 @@ def majority_credit(classes: np.ndarray, is_correct: np.ndarray, k: int) -> np.n
     samples, for every k from 1 to n.
     """
     n = len(classes)
-    right = int(is_correct.sum())
-    sizes = Counter(int(c) for c in classes[~is_correct] if c != NO_ANSWER)
-    vote = _Vote(right, tuple(sorted(sizes.values())), n - right - sizes.total())
+    sizes = _sizes_of_wrong(classes, is_correct)
+    vote = _vote(sizes, is_correct)
     credit = np.zeros(n)
     for i in range(n):
         if is_correct[i]:
@@ -52,6 +53,27 @@ def majority_credit(classes: np.ndarray, is_correct: np.ndarray, k: int) -> np.n
         gain = _sums_of_f(vote, k)[k] - _sums_of_f(others, k)[k] - _sums_of_f(others, k)[k - 1]
         credit[i] = gain / comb(n, k)
     return np.where(np.abs(credit) < _ROUNDING, 0.0, credit)
+
+
+def majority_value(classes: np.ndarray, is_correct: np.ndarray, k: int) -> float:
+    """Mean of f over the k-subsets; k from 1 to n. Exact but for rounding, up to n = 1024.
+
+    classes: [n] int64, read where is_correct [n] is False.
+    """
+    vote = _vote(_sizes_of_wrong(classes, is_correct), is_correct)
+    # What rounding leaves of a share of 1.
+    return min(1.0, _sums_of_f(vote, k)[k] / comb(len(classes), k))
+
+
+def _sizes_of_wrong(classes: np.ndarray, is_correct: np.ndarray) -> Counter[int]:
+    """Members of each class of wrong answers."""
+    return Counter(int(c) for c in classes[~is_correct] if c != NO_ANSWER)
+
+
+def _vote(sizes: Counter[int], is_correct: np.ndarray) -> _Vote:
+    right = int(is_correct.sum())
+    silent = len(is_correct) - right - sizes.total()
+    return _Vote(right, tuple(sorted(sizes.values())), silent)
 
 
 def _less_one(sizes: tuple[int, ...], size: int) -> tuple[int, ...]:

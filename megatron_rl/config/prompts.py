@@ -21,7 +21,7 @@ class PromptSource(Section):
     """One source of prompts."""
 
     kind: str = "jsonl"
-    """Entry of SOURCES: "jsonl" or "reasoning_gym"; or package.module:function."""
+    """Entry of SOURCES: "jsonl", "reasoning_gym" or "human_eval"; or package.module:function."""
     path: Path | None = None
     """jsonl: the file; one prompt a line (README.md)."""
     task: str = "math"

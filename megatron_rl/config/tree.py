@@ -5,11 +5,12 @@ overrides; the resolved tree is saved in the run folder as `config.toml`, which 
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
@@ -134,26 +135,6 @@ class GeneratorConfig(Section):
     """Serve only after the trainer's first publish; false serves the folder's own weights."""
 
 
-class EvalConfig(Section):
-    """Evaluation on held-out prompts by the generators."""
-
-    prompts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Held-out prompts; auto: all that there are, at most 256; 0 skips evaluation."""
-    samples: PositiveInt = 1
-    """Completions a prompt."""
-    temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy."""
-    every_steps: int = Field(default=0, ge=0)
-    """Also evaluate every so many steps; 0: only before and after."""
-    replicas: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Generators that keep the version which an evaluation measures, while the others generate for
-    training; 0: all evaluate, and the batch that makes the next version waits. auto: a quarter of
-    generator.replicas, at least one where there are two."""
-    timeout_s: PositiveFloat = 600.0
-    """An evaluation whose completions take longer ends the run; one that waits for grades alone
-    ends without these, and counts them."""
-
-
 class WeightsConfig(Section):
     """Publishing weights to the generators."""
 
@@ -237,6 +218,12 @@ class Config(Section):
             raise ValueError(
                 f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
                 f"prompt beside sampling.max_new_tokens={self.sampling.max_new_tokens}: raise it"
+            )
+        longest = self.eval.longest(self.sampling.max_new_tokens)
+        if self.generator.context_tokens <= longest:
+            raise ValueError(
+                f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
+                f"prompt beside the max_new_tokens={longest} of eval or of eval.sets: raise it"
             )
         if self.generator.request_timeout_s >= self.queue.lease_timeout_s:
             raise ValueError(
@@ -347,6 +334,12 @@ class Config(Section):
             raise ValueError(
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 "quantises: generator.engine='hf' does not; use 'sglang'"
+            )
+        used = {self.sampling.top_p, self.eval.top_p, *(one.top_p for one in self.eval.sets)}
+        if self.generator.engine == "hf" and used - {1.0, None}:
+            raise ValueError(
+                "generator.engine='hf' samples with top_p = 1 alone: leave sampling.top_p, "
+                "eval.top_p and that of eval.sets at 1, or use 'sglang'"
             )
         if self.train.router_replay and self.generator.engine == "hf":
             raise ValueError(

@@ -21,6 +21,7 @@ from megatron_rl.launcher import algorithms_command, doctor, verify_command
 from megatron_rl.launcher import hosts as cluster
 from megatron_rl.launcher import run as launch
 from megatron_rl.launcher.dry_run import dry_run
+from megatron_rl.launcher.evaluation import command as eval_command
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.sizing.gpus import GPUS
@@ -44,9 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train, evaluate, export, summarize")
     _add_run_arguments(run, _run)
     run.add_argument("--dry-run", action="store_true", help="only check: could anything be earned?")
-    evaluate = commands.add_parser("eval", help="evaluate a model folder on the held-out prompts")
-    _add_run_arguments(evaluate, _evaluate)
-    evaluate.add_argument("--label", default="model", help="name of the evaluation in the metrics")
+    evaluate = commands.add_parser("eval", help="evaluate a model folder, or compare evaluations")
+    eval_command.add_arguments(evaluate, _until_death)
     compare = commands.add_parser("sweep", help="run variants over seeds, and compare them")
     sweep_command.add_arguments(compare)
     _add_run_arguments(commands.add_parser("prepare", help="several hosts: once, first"), _prepare)
@@ -156,10 +156,6 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     if options.dry_run:
         return dry_run(_load(options), console)
     return _until_death(lambda: launch.run(_load(options), console))
-
-
-def _evaluate(options: argparse.Namespace, console: Console) -> int:
-    return _until_death(lambda: launch.evaluate(_load(options), options.label, console))
 
 
 def _prepare(options: argparse.Namespace, console: Console) -> int:

@@ -270,9 +270,11 @@ def evaluation_line(row: Row) -> str:
     ungraded = f", {lost} completions could not be graded" if lost else ""
     if "eval/accuracy" not in row:
         return f"evaluation {row['label']}: not measured{ungraded}"
+    # An evaluation of a set has the set's name behind a full stop.
+    what = "prompts" if "." in row["label"] else "held-out prompts"
     return (
         f"evaluation {row['label']}: accuracy {row['eval/accuracy']:.3f} +- "
-        f"{row.get('eval/accuracy_se', 0.0):.3f} on {row.get('eval/n', 0)} held-out prompts, "
+        f"{row.get('eval/accuracy_se', 0.0):.3f} on {row.get('eval/n', 0)} {what}, "
         f"format {_cell(row, 'eval/format', '.3f')}, "
         f"length {_cell(row, 'eval/length_tokens', '.1f')}{ungraded}"
     )

@@ -29,7 +29,10 @@ class HostRoles:
 
 def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
     """The roles of each host. Raises InputError when they do not fit."""
-    ranks, width = config.parallel.world_size, config.generator.tensor_parallel
+    # Without training, every GPU is there for the engines.
+    is_training = config.train.steps or config.sft.steps
+    ranks = config.parallel.world_size if is_training else 0
+    width = config.generator.tensor_parallel
     if ranks > gpus_per_host and ranks % gpus_per_host:
         raise InputError(
             f"{ranks} trainer ranks do not fill whole hosts of {gpus_per_host} GPUs: choose "

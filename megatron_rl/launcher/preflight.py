@@ -24,7 +24,7 @@ from megatron_rl.config.tree import (
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
-from megatron_rl.rollout_queue.evaluation import select_held_out
+from megatron_rl.rollout_queue.evaluation import completion_limits, evaluation_sets
 from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
 from megatron_rl.rollout_queue.replay.traces import check_sources
 from megatron_rl.trainer.traces import read_traces
@@ -43,10 +43,14 @@ class PromptReport(NamedTuple):
     """Prompts that are left out."""
 
 
-def check(config: Config) -> PromptReport:
-    """Run every check, cheapest first; returns what was found of the prompts. Raises InputError."""
+def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
+    """Run every check, cheapest first; returns what was found of the prompts. Raises InputError.
+
+    is_known_folder: the caller has looked at the run folder.
+    """
     check_tools()
-    check_run_folder(config)
+    if not is_known_folder:
+        check_run_folder(config)
     check_names(config)
     check_model_folder(config.model.path)
     if config.train.steps or config.sft.steps:
@@ -192,9 +196,9 @@ def check_replay(config: Config) -> None:
 
 def check_prompts(config: Config) -> PromptReport:
     """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
-    settings.check_sources(config.prompts)
+    settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
     settings.check_functions(config.reward)
-    sets = load_prompts(config.prompts, config.run.seed)
+    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
     settings.check_prompts(sets.all, config.reward)
     tasks = sorted({prompt.task for prompt in sets.all})
     if any(config.reward.all_tasks[task].compare == CODE for task in tasks):
@@ -204,8 +208,8 @@ def check_prompts(config: Config) -> PromptReport:
             'there are no train prompts: lines need "split": "train" or none, and a question that '
             "is not held out; train.steps=0 only evaluates"
         )
-    select_held_out(sets.held_out, config.eval)
-    dropped = find_dropped(sets.all, config)
+    evaluation_sets(config, sets)
+    dropped = find_dropped(sets.all, config, completion_limits(config, sets))
     if dropped:
         sets = without(sets, frozenset(prompt.id for prompt in dropped))
         _check_kept(sets, dropped, config)
@@ -225,7 +229,7 @@ def _check_kept(sets: PromptSets, dropped: list[DroppedPrompt], config: Config) 
             "generator.context_tokens, or lower sampling.max_new_tokens"
         )
     try:
-        select_held_out(sets.held_out, config.eval)
+        evaluation_sets(config, sets)
     except InputError as error:
         raise InputError(f"{error}; {_describe_dropped(dropped)[0]}") from error
 

@@ -1,6 +1,6 @@
 """Runs all roles of a run on this host, in order, and ends them all.
 
-Used by `megatron-rl run` and `megatron-rl eval`. One process, one thread.
+Used by `megatron-rl run`, and in part by `megatron-rl eval`. One process, one thread.
 
 | phase            | runs                                               | ends when                |
 |------------------|----------------------------------------------------|--------------------------|
@@ -17,13 +17,11 @@ the run.
 
 import json
 import logging
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, override
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
@@ -31,6 +29,7 @@ from megatron_rl.launcher.facts import COLD_START, CONTROL, FINAL
 from megatron_rl.launcher.ports import ports_text, resolve_ports
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import (
+    CONFIG,
     check_run_folder,
     locked,
     set_aside,
@@ -64,7 +63,7 @@ def run(config: Config, console: Console) -> None:
         resumed = beginning.checkpoint
         if beginning.is_again and resumed is None:
             console.print(_restart_text(config.run.dir), highlight=False, soft_wrap=True)
-        config = _prepare_run_folder(config, resumed, prompts, console)
+        config = prepare_run_folder(config, resumed, prompts, console)
         if resumed is not None:
             console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
         _run_phases(config, console, lock=lock, is_resumed=resumed is not None)
@@ -92,7 +91,7 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
         else:
             _evaluate_only(session)
         # The control spends what reinforcement learning spent: without a step there is none.
-        if config.sft.control and config.train.steps and config.eval.prompts:
+        if config.sft.control and config.train.steps and config.eval.is_wanted:
             _evaluate_control(session)
     facts = session.facts()
     summary = summarize(read_jsonl(config.run.dir / "metrics.jsonl"), facts)
@@ -100,31 +99,6 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
     # Found anew: the summary is one of the files that the text names.
     text = render_text(summary, session.facts())
     console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
-
-
-def evaluate(config: Config, label: str, console: Console) -> None:
-    """Evaluate the model folder on the held-out prompts, without training. Raises as `run` does."""
-    if not config.eval.prompts:
-        raise InputError("eval.prompts is 0: say how many held-out prompts to evaluate on")
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
-        raise InputError(f"--label {label!r}: it names files; use letters, digits, - and _")
-    no_training = {
-        "sft": config.sft.model_copy(update={"steps": 0, "control": False}),
-        "train": config.train.model_copy(update={"steps": 0}),
-        "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
-    }
-    config = config.model_copy(update=no_training)
-    prompts = preflight.check(config)
-    with locked(config.run.dir) as lock:
-        config = _prepare_run_folder(config, None, prompts, console)
-        with (
-            Session(config, console, lock=lock) as session,
-            session.phase("evaluation", f"evaluation {label}"),
-        ):
-            queue = _serve_evaluation(session, label, config.model.path)
-            session.wait_for(queue, f"evaluation {label}", _eval_limit_s(config))
-            session.end_serving()
-    console.print(f"Completions: {config.run.dir}/rollouts/eval_{label}.jsonl", soft_wrap=True)
 
 
 def _train(session: Session) -> None:
@@ -139,17 +113,17 @@ def _train(session: Session) -> None:
     if config.sft.control:
         _continue_cold_start(session, model)
     with session.phase("last_evaluation", "evaluation after the last step"):
-        session.wait_for("queue", "the last evaluation", _eval_limit_s(config))
+        session.wait_for("queue", "the last evaluation", eval_limit_s(config))
     session.end_serving()
 
 
 def _evaluate_only(session: Session) -> None:
     """Cold start if any, then its accuracy: a run without a step of reinforcement learning."""
     model = _cold_start(session)
-    if session.config.eval.prompts:
+    if session.config.eval.is_wanted:
         with session.phase("evaluation", "evaluation"):
-            queue = _serve_evaluation(session, "before", model)
-            session.wait_for(queue, "the evaluation", _eval_limit_s(session.config))
+            queue = serve_evaluation(session, "before", model)
+            session.wait_for(queue, "the evaluation", eval_limit_s(session.config))
         session.end_serving()
 
 
@@ -176,8 +150,8 @@ def _continue_cold_start(session: Session, model: Path) -> None:
 
 def _evaluate_control(session: Session) -> None:
     with session.phase("control_evaluation", "evaluation of the control"):
-        queue = _serve_evaluation(session, CONTROL, session.hf_folder(CONTROL))
-        session.wait_for(queue, "the control's evaluation", _eval_limit_s(session.config))
+        queue = serve_evaluation(session, CONTROL, session.hf_folder(CONTROL))
+        session.wait_for(queue, "the control's evaluation", eval_limit_s(session.config))
     session.end_serving()
 
 
@@ -188,7 +162,9 @@ def _serve(session: Session) -> None:
     _start_serving(session, session.config_path, queue_arguments=cold_start)
 
 
-def _serve_evaluation(session: Session, label: str, model: Path) -> str:
+def serve_evaluation(
+    session: Session, label: str, model: Path, *, queue_arguments: Sequence[str] = ()
+) -> str:
     """Start the same to evaluate a model folder once; returns the queue's name."""
     config = session.config
     changed = {
@@ -196,8 +172,8 @@ def _serve_evaluation(session: Session, label: str, model: Path) -> str:
         "generator": config.generator.model_copy(update={"wait_for_publish": False}),
     }
     path = config.run.dir / f"config.{label}.toml"
-    path.write_text(dump_toml(config.model_copy(update=changed)))
-    return _start_serving(session, path, label)
+    write_whole(path, dump_toml(config.model_copy(update=changed)))
+    return _start_serving(session, path, label, queue_arguments=queue_arguments)
 
 
 def _start_serving(
@@ -226,20 +202,33 @@ def _start_serving(
     return queue
 
 
-def _eval_limit_s(config: Config) -> float:
-    return config.generator.start_timeout_s + config.eval.timeout_s + _EVAL_MARGIN_S
+def eval_limit_s(config: Config) -> float:
+    """Within which all that is evaluated must be done; the queue itself gives up first."""
+    evaluations = bool(config.eval.prompts) + len(config.eval.sets)
+    return config.generator.start_timeout_s + evaluations * config.eval.timeout_s + _EVAL_MARGIN_S
 
 
-def _prepare_run_folder(
-    config: Config, resumed: Path | None, prompts: preflight.PromptReport, console: Console
+def prepare_run_folder(
+    config: Config,
+    resumed: Path | None,
+    prompts: preflight.PromptReport,
+    console: Console,
+    *,
+    replaces_config: bool = False,
 ) -> Config:
-    """Resolve ports and save the tree that all processes read; say what is known of the prompts."""
+    """Resolve ports and save the tree that all processes read; say what is known of the prompts.
+
+    replaces_config: an evaluation goes on, perhaps on other ports.
+    """
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = resolve_ports(config.model_copy(update={"run": run_config}))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, CONTROL, FINAL):
         recover(resolved.run.dir / "hf" / name)
-    write_config(resolved, resumed)
+    if replaces_config:
+        write_whole(resolved.run.dir / CONFIG, dump_toml(resolved))
+    else:
+        write_config(resolved, resumed)
     write_dropped(resolved.run.dir, prompts.dropped)
     notes = [*prompts.notes, *prepare_traces(resolved)]
     handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")

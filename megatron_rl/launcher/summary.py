@@ -15,6 +15,7 @@ from megatron_rl.launcher.activity_text import ActivityTotals, groups_text, roll
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
     GROUPS_DROPPED,
+    MAJ_AT,
     PASS_AT,
     without_superseded,
 )
@@ -118,16 +119,26 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
         "control_accuracy": control.get("eval/accuracy"),
         "control_se": control.get("eval/accuracy_se"),
         "control": CONTROL_TEXT if control else None,
-        "pass_at": {label: _pass_at(row) for label, row in evaluations.items() if _pass_at(row)},
+        "pass_at": _by_k(evaluations, PASS_AT),
+        "maj_at": _by_k(evaluations, MAJ_AT),
+        "evaluation_sets": {
+            label: {"accuracy": row["eval/accuracy"], "se": row["eval/accuracy_se"]}
+            | {"n": row["eval/n"]}
+            for label, row in evaluations.items()
+            if "." in label
+        },
         "rl_minus_control": gain,
         "rl_minus_control_standard_errors": sigmas,
     }
 
 
-def _pass_at(evaluation: Row) -> dict[str, float]:
-    """pass@k by k, and its standard error by k and "_se"; without k = 1, which is the accuracy."""
-    names = [name for name in evaluation if name.startswith(PASS_AT)]
-    return {name.removeprefix(PASS_AT): evaluation[name] for name in names}
+def _by_k(evaluations: dict[str, Row], prefix: str) -> dict[str, dict[str, float]]:
+    """By label, what is measured by k: k and k with "_se"; without k = 1, the accuracy."""
+    found = {
+        label: {name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)}
+        for label, row in evaluations.items()
+    }
+    return {label: by_k for label, by_k in found.items() if by_k}
 
 
 def _measured(evaluation: Row) -> tuple[Any, Any]:
@@ -200,7 +211,7 @@ def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
 
 def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     if summary["accuracy_before"] is None and summary["accuracy_after"] is None:
-        return ["No evaluation was made."]
+        return _set_lines(summary) or ["No evaluation was made."]
     how = "greedy" if facts.eval_temperature == 0 else f"sampled, T={facts.eval_temperature:g}"
     before = summary["accuracy_before"], summary["accuracy_se_before"]
     after = summary["accuracy_after"], summary["accuracy_se_after"]
@@ -218,12 +229,24 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         lines.append(f"    (control: {summary['control']})")
         if after[0] is not None:
             lines.append(f"  RL beside control {_change(control, after, 'control').strip()}")
-    for label, found in summary["pass_at"].items():
-        ks = [k for k in found if not k.endswith("_se")]
-        texts = [f"pass@{k} {_with_error(found[k], found[f'{k}_se'])}" for k in ks]
-        lines.append(f"  {label:17s} {', '.join(texts)}")
+    lines += _set_lines(summary)
     if facts.traces_remark:
         lines.append(f"  cold start        {facts.traces_remark}")
+    return lines
+
+
+def _set_lines(summary: dict[str, Any]) -> list[str]:
+    """Evaluation sets, and what was measured of several samples."""
+    sets = summary.get("evaluation_sets", {})
+    lines = [
+        f"  {label:17s} {_with_error(found['accuracy'], found['se'])} on {found['n']} prompts"
+        for label, found in sets.items()
+    ]
+    for name in ("pass", "maj"):
+        for label, found in summary.get(f"{name}_at", {}).items():
+            ks = [k for k in found if not k.endswith("_se")]
+            texts = [f"{name}@{k} {_with_error(found[k], found[f'{k}_se'])}" for k in ks]
+            lines.append(f"  {label:17s} {', '.join(texts)}")
     return lines
 
 

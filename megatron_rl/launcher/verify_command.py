@@ -43,10 +43,10 @@ def verify(
 
 
 def _prompts_by_id(config: Config) -> dict[str, Prompt]:
-    if not config.prompts:
+    if not config.prompts and not config.eval.sets:
         return {}
-    sets = load_prompts(config.prompts, config.run.seed)
-    return {prompt.id: prompt for part in (*sets.train, sets.held_out) for prompt in part}
+    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    return {prompt.id: prompt for prompt in sets.all}
 
 
 def _print_reasons(

@@ -18,6 +18,8 @@ COMPLETIONS_DROPPED = "queue/completions_dropped_"
 """The same of single completions, which could not be graded."""
 PASS_AT = "eval/pass_at_"
 """Metrics of an evaluation with several samples a prompt: k, or k and "_se"."""
+MAJ_AT = "eval/maj_at_"
+"""The same of votes."""
 
 Reduce = Literal["mean", "sum", "max"]
 

@@ -95,6 +95,9 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     spans: list[RecordedSpan] = []
     times: RolloutTimes | None = None
+    answer_class: int | None = None
+    """In an evaluation of several samples: answers of the prompt that are the same have the same
+    number, right ones 0; -1: no answer. None: not asked, or not known."""
     words: tuple[int, int] | None = None
     """Words of the file beside before its prompt ids, and before its token ids; None without
     queue.record_tokens."""

@@ -68,7 +68,7 @@ class Coordinator:
         self._metrics = metrics
         self._evaluate_only = evaluate_only
         self._evaluations = EvaluationDesk(
-            config, prompts.held_out, recorder=recorder, metrics=metrics, only=evaluate_only
+            config, prompts, recorder=recorder, metrics=metrics, only=evaluate_only
         )
         self._training = None
         if config.train.steps and not evaluate_only:
@@ -86,7 +86,7 @@ class Coordinator:
         )
         self._scoring = Scoring(config.queue, config.reward)
         self._desk = BatchDesk(config.train.steps)
-        opened = prompts.train if self._training is not None else [prompts.held_out]
+        opened = prompts.train if self._training is not None else prompts.evaluated
         self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
         tellers = Tellers(recorder, self._activity, self._breaker)
         self._ungraded = Ungraded(
@@ -235,8 +235,7 @@ class Coordinator:
         self._states.append((peer, self._training.state(asked.step, self._groups, **counts)))
 
     def _abandon_groups(self) -> None:
-        groups = self._groups.abandon()
-        if groups:
+        if groups := self._groups.abandon():
             for group in groups:
                 self._withdraw(group)
                 self._recorder.write_dropped(group, NOT_NEEDED)
@@ -247,7 +246,9 @@ class Coordinator:
     def _drop_failed(self) -> None:
         """Drop what failed, each under its reason. Raises TooManyFailures."""
         for failure in self._leases.pop_failures() + self._scoring.pop_class_failures():
-            if not failure.group.is_abandoned:
+            if self._evaluations.goes_on_without(failure):
+                self._close(failure.group)
+            elif not failure.group.is_abandoned:
                 self._drop_group(failure)
                 self._failed.note_failed(failure)
         for lost in self._scoring.pop_failures():
@@ -382,8 +383,7 @@ class Coordinator:
         if self._finished_at is None or not self._evaluations.is_idle:
             return
         is_late = now - self._finished_at > self._patience.dismissal_s
-        is_dismissed = self._desk.is_dismissed or is_late
-        self.is_over = is_dismissed or bool(self._evaluate_only)
+        self.is_over = self._desk.is_dismissed or is_late or bool(self._evaluate_only)
 
     def describe(self, now: float) -> str:
         """One line on what is open where."""

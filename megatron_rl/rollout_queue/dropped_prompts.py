@@ -4,7 +4,7 @@ The launcher finds them before a run and writes RUN/prompts_dropped.jsonl; the r
 out the prompts that this file names, and tools that repeat an evaluation do as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,11 +34,18 @@ class DroppedPrompt(msgspec.Struct, frozen=True):
         return self.place or f"prompt {self.id!r}"
 
 
-def find_dropped(prompts: Sequence[Prompt], config: Config) -> list[DroppedPrompt]:
-    """The prompts that generators could not render. Raises InputError for a bad tokenizer."""
+def find_dropped(
+    prompts: Sequence[Prompt], config: Config, limits: Mapping[str, int] | None = None
+) -> list[DroppedPrompt]:
+    """The prompts that generators could not render. Raises InputError for a bad tokenizer.
+
+    limits: tokens of a completion by the id of the prompt; others: sampling.max_new_tokens.
+    """
     conversations = [Conversation(prompt.task, prompt.messages) for prompt in prompts]
+    default = config.sampling.max_new_tokens
+    room = [(limits or {}).get(prompt.id, default) for prompt in prompts]
     refusals = call_in_child(
-        find_refusals, config, conversations, what="rendering the prompts", limit_s=_RENDER_S
+        find_refusals, config, conversations, room, what="rendering the prompts", limit_s=_RENDER_S
     )
     return [
         DroppedPrompt(prompts[index].id, prompts[index].place, reason)
@@ -46,10 +53,20 @@ def find_dropped(prompts: Sequence[Prompt], config: Config) -> list[DroppedPromp
     ]
 
 
-def find_refusals(config: Config, conversations: Sequence[Conversation]) -> dict[int, str]:
-    """Why the run's renderer refuses conversations, by index; imports transformers."""
+def find_refusals(
+    config: Config, conversations: Sequence[Conversation], limits: Sequence[int]
+) -> dict[int, str]:
+    """Why the run's renderer refuses conversations, by index; imports transformers.
+
+    limits: tokens of each one's completion.
+    """
     renderer = open_renderer(config)
-    return renderer.find_refusals(conversations, config.sampling.max_new_tokens)
+    refusals = {}
+    for limit in set(limits):
+        places = [place for place, mine in enumerate(limits) if mine == limit]
+        found = renderer.find_refusals([conversations[place] for place in places], limit)
+        refusals.update({places[index]: reason for index, reason in found.items()})
+    return refusals
 
 
 def write_dropped(run_dir: Path, dropped: Sequence[DroppedPrompt]) -> None:

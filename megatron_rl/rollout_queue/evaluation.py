@@ -1,26 +1,86 @@
-"""Evaluation of one policy version on the held-out prompts, by the generators.
+"""Evaluation of one policy version on a set of prompts, by the generators.
 
 Used by the rollout queue.
 """
 
 import hashlib
-import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.tree import EvalConfig, SamplingConfig
-from megatron_rl.protocol.metrics import PASS_AT
-from megatron_rl.protocol.types import Prompt, Sampling, ScoredRollout
+from megatron_rl.config.tree import Config, EvalConfig
+from megatron_rl.evaluation.figures import Figure, maj_figures, mean_figure, pass_figures
+from megatron_rl.evaluation.samples import ProblemSamples
+from megatron_rl.protocol.metrics import MAJ_AT, PASS_AT
+from megatron_rl.protocol.types import Prompt, Sampling
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.prompts import PromptSets
 
 FINAL_LABEL = "after"
 AUTO_PROMPTS = 256
 """Most prompts that eval.prompts = "auto" evaluates on."""
+VOTED_SAMPLES = 128
+"""Votes of more completions are left to eval.json: they take seconds, and peers would wait."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """What is evaluated on, and how."""
+
+    name: str
+    """Empty: the held-out prompts."""
+    prompts: list[Prompt]
+    samples: int
+    """Completions a prompt."""
+    sampling: Sampling
+    """Of all of them, but for the seed, which each prompt has for itself."""
+
+    def label(self, label: str) -> str:
+        """Name of an evaluation on this set, in metrics and files."""
+        return f"{label}.{self.name}" if self.name else label
+
+
+def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
+    """All sets that are evaluated on, the held-out prompts first. Raises InputError."""
+    own = config.eval
+    default = Sampling(
+        own.max_new_tokens or config.sampling.max_new_tokens, own.temperature, own.top_p
+    )
+    sets = []
+    if held_out := select_held_out(prompts.held_out, own):
+        sets.append(EvaluationSet("", held_out, own.samples, default))
+    for one in own.sets:
+        given = one.model_dump(include={"temperature", "top_p", "max_new_tokens"})
+        changed = {name: value for name, value in given.items() if value is not None}
+        sampling = msgspec.structs.replace(default, **changed)
+        if not prompts.eval_sets[one.name]:
+            raise InputError(
+                f"no prompt of the evaluation set {one.name!r} can be rendered: raise "
+                "generator.context_tokens, or lower its max_new_tokens"
+            )
+        chosen = prompts.eval_sets[one.name]
+        sets.append(EvaluationSet(one.name, chosen, one.samples or own.samples, sampling))
+    return sets
+
+
+def completion_limits(config: Config, prompts: PromptSets) -> dict[str, int]:
+    """Tokens that a completion of each prompt that may be evaluated on can have, by its id."""
+    default = config.eval.max_new_tokens or config.sampling.max_new_tokens
+    limits = {prompt.id: default for prompt in prompts.held_out}
+    for one in config.eval.sets:
+        own = one.max_new_tokens or default
+        limits |= {prompt.id: own for prompt in prompts.eval_sets[one.name]}
+    return limits
 
 
 def select_held_out(held_out: list[Prompt], config: EvalConfig) -> list[Prompt]:
-    """The prompts to evaluate on; InputError when there are too few."""
+    """The held-out prompts to evaluate on; InputError when there are too few."""
     is_auto = config.prompts == "auto"
-    wanted = 1 if is_auto else config.prompts
+    # With sets of their own there may be none held out.
+    wanted = (0 if config.sets else 1) if is_auto else config.prompts
     if len(held_out) < wanted:
         raise InputError(
             f"eval.prompts={config.prompts}, but the prompt sources have only {len(held_out)} "
@@ -42,27 +102,27 @@ def label_at(version: int, *, is_final: bool, every_steps: int) -> list[str]:
 
 
 class Evaluation:
-    """A running evaluation: groups to lease, and those complete."""
+    """A running evaluation: groups to lease, and what is known of those complete."""
 
     def __init__(
         self,
         label: str,
-        prompts: list[Prompt],
+        what: EvaluationSet,
         *,
-        config: EvalConfig,
-        sampling: SamplingConfig,
         version: int,
         now: float,
+        done: Mapping[str, ProblemSamples] | None = None,
     ) -> None:
+        """label: of the whole, the set's name included. done: by id, prompts evaluated earlier."""
         self.label = label
         self.version = version
         self.started_at = now
-        self._config = config
-        self._max_new_tokens = sampling.max_new_tokens
-        self._unopened = list(reversed(prompts))
-        self._left = len(prompts)
-        self.complete: list[Group] = []
-        """Groups whose rollouts are all scored."""
+        self._set = what
+        self.complete: list[ProblemSamples] = list((done or {}).values())
+        """Problems whose rollouts are all scored."""
+        left = [prompt for prompt in what.prompts if prompt.id not in (done or {})]
+        self._unopened = left[::-1]
+        self._left = len(left)
         self.lost = 0
         """Groups that failed: the evaluation ends without them."""
         self.not_graded = 0
@@ -83,28 +143,25 @@ class Evaluation:
     @property
     def group_size(self) -> int:
         """Completions of one prompt."""
-        return self._config.samples
+        return self._set.samples
 
     def open_group(self, number: int) -> Group:
         """The group of the next prompt."""
         prompt = self._unopened.pop()
-        sampling = Sampling(
-            max_new_tokens=self._max_new_tokens,
-            temperature=self._config.temperature,
-            seed=_seed_of(prompt),
-        )
         return Group(
             number,
             prompt,
-            sampling,
-            self._config.samples,
+            msgspec.structs.replace(self._set.sampling, seed=_seed_of(prompt)),
+            self._set.samples,
             self.version,
             evaluation=self.label,
+            # The vote of one completion is its verdict.
+            needs_classes=self._set.samples > 1,
         )
 
     def close(self, group: Group) -> None:
         """Note that a group is complete."""
-        self.complete.append(group)
+        self.complete.append(problem_of(group))
         self._left -= 1
 
     def lose(self, group: Group) -> None:
@@ -127,57 +184,58 @@ class Evaluation:
         )
 
 
-def summarize(groups: list[Group], seconds: float) -> dict[str, float]:
-    """Results of an evaluation by metric name.
+def problem_of(group: Group) -> ProblemSamples:
+    """What is known of a group whose rollouts are all scored, at least one."""
+    prompt, scored = group.prompt, group.ordered
+    # Of one completion nobody asks.
+    is_known = group.size > 1 and len(group.classes) == len(scored)
+    classes = [group.classes[index] for index in sorted(group.scored)] if is_known else None
+    return ProblemSamples(
+        prompt_id=prompt.id,
+        question=prompt.question,
+        answer=prompt.answer,
+        task=prompt.task,
+        language=prompt.language,
+        is_correct=np.array([one.score.is_correct for one in scored]),
+        is_well_formed=np.array([one.score.is_well_formed for one in scored]),
+        is_cut=np.array([one.rollout.finish_reason == "length" for one in scored]),
+        tokens=np.array([len(one.rollout.token_ids) for one in scored], np.int64),
+        rewards=np.array(group.rewards, np.float64),
+        classes=None if classes is None else np.array(classes, np.int64),
+    )
 
-    The standard error is over prompts, of each prompt's share of correct completions:
-    sqrt(p (1 - p) / n) for one completion a prompt.
-    """
-    of_groups = [[scored.score.is_correct for scored in group.ordered] for group in groups]
-    shares = [_mean(verdicts) for verdicts in of_groups]
-    rollouts: list[ScoredRollout] = [scored for group in groups for scored in group.ordered]
-    accuracy = _mean(shares)
-    variance = _mean([(share - accuracy) ** 2 for share in shares])
+
+def summarize(problems: Sequence[ProblemSamples], seconds: float) -> dict[str, float]:
+    """Results of an evaluation by metric name; its errors are over problems."""
+    accuracy = mean_figure([problem.accuracy for problem in problems])
+    votes = maj_figures([problem for problem in problems if problem.n <= VOTED_SAMPLES])
+    unknown = sum(problem.classes is None and problem.n > 1 for problem in problems)
     return {
-        "eval/accuracy": accuracy,
-        "eval/accuracy_se": math.sqrt(variance / len(shares)),
-        "eval/format": _mean([scored.score.is_well_formed for scored in rollouts]),
-        "eval/length_tokens": _mean([len(scored.rollout.token_ids) for scored in rollouts]),
-        "eval/reward": _mean([scored.score.reward for scored in rollouts]),
-        "eval/n": len(groups),
+        "eval/accuracy": accuracy.value,
+        "eval/accuracy_se": accuracy.se,
+        "eval/format": float(np.concatenate([p.is_well_formed for p in problems]).mean()),
+        "eval/length_tokens": float(np.concatenate([p.tokens for p in problems]).mean()),
+        "eval/reward": float(np.concatenate([p.rewards for p in problems]).mean()),
+        "eval/n": len(problems),
         "eval/seconds": seconds,
-        **_pass_at(of_groups),
+        **_named(PASS_AT, pass_figures(problems)),
+        **_named(MAJ_AT, votes),
+        **({"eval/without_classes": unknown} if unknown else {}),
     }
 
 
-def _pass_at(of_groups: list[list[bool]]) -> dict[str, float]:
-    """pass@k for k = 2, 4, 8 ... and all samples: the chance that one of k is right.
-
-    Unbiased for each prompt: 1 - (n - c choose k) / (n choose k) with c of n right. Over prompts of
-    which so many could be graded. Source: arXiv 2107.03374, eq. 1.
-    """
-    most = max(map(len, of_groups))
-    results = {}
-    for k in sorted({most, *(2**power for power in range(1, most.bit_length()))} - {1}):
-        chances = [
-            1 - math.comb(len(verdicts) - sum(verdicts), k) / math.comb(len(verdicts), k)
-            for verdicts in of_groups
-            if len(verdicts) >= k
-        ]
-        results[f"{PASS_AT}{k}"] = _mean(chances)
-        variance = _mean([(chance - results[f"{PASS_AT}{k}"]) ** 2 for chance in chances])
-        results[f"{PASS_AT}{k}_se"] = math.sqrt(variance / len(chances))
-    return results
+def _named(prefix: str, figures: Mapping[int, Figure]) -> dict[str, float]:
+    named = {}
+    for k, figure in figures.items():
+        named |= {f"{prefix}{k}": figure.value, f"{prefix}{k}_se": figure.se}
+    return named
 
 
 def _seed_of(prompt: Prompt) -> int:
-    """Seed of a prompt's group, below 2**31: the same in every evaluation.
+    """Seed of a prompt's group, below 2**31: the same in every evaluation, in every run.
 
     Tests of a program are drawn by it; by another, two evaluations would measure different things.
+    Of the question, as ids depend on the name and the place of a file.
     """
-    digest = hashlib.sha256(prompt.id.encode()).digest()
+    digest = hashlib.sha256(prompt.normalized_question.encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

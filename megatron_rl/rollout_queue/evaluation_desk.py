@@ -8,26 +8,46 @@ would make it; training groups are leased meanwhile, to slots that the evaluatio
 
 import collections
 import logging
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.types import Prompt
 from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.rollout_queue.evaluated import first_free_number, keep_evaluated
 from megatron_rl.rollout_queue.evaluation import (
-    FINAL_LABEL,
     Evaluation,
+    EvaluationSet,
+    evaluation_sets,
     label_at,
-    select_held_out,
     summarize,
 )
 from megatron_rl.rollout_queue.evaluators import Evaluators
-from megatron_rl.rollout_queue.failures import EVALUATOR_LOST, TooManyFailures
+from megatron_rl.rollout_queue.failures import (
+    CLASSES_NOT_GRADED,
+    CLASSES_UNGRADABLE,
+    EVALUATOR_LOST,
+    GroupFailure,
+    TooManyFailures,
+)
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
+from megatron_rl.rollout_queue.peers import Peer
+from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 
 log = logging.getLogger(__name__)
+
+
+class _Due(NamedTuple):
+    """An evaluation to come."""
+
+    label: str
+    """Its whole name."""
+    what: EvaluationSet
+    version: int
+    is_final: bool
 
 
 class EvaluationDesk:
@@ -36,28 +56,34 @@ class EvaluationDesk:
     def __init__(
         self,
         config: Config,
-        held_out: list[Prompt],
+        prompts: PromptSets,
         *,
         recorder: Recorder,
         metrics: JsonlWriter,
         only: str,
     ) -> None:
         """only: label of the one evaluation to run; empty for training. Raises InputError."""
-        if only and not config.eval.prompts:
-            raise InputError("an evaluation is asked for, but eval.prompts = 0: raise it")
+        if only and not config.eval.is_wanted:
+            raise InputError(
+                "an evaluation is asked for, but eval.prompts = 0 and there are no eval.sets: "
+                "raise the former, or add the latter"
+            )
         self._config = config.eval
-        self._sampling = config.sampling
-        self._held_out = select_held_out(held_out, config.eval)
+        self._sets = evaluation_sets(config, prompts)
         self._recorder = recorder
         self._metrics = metrics
         self._only = only
-        self._due = collections.deque([only] if only else [])
+        self.first_number = first_free_number(recorder.run_dir) if recorder.keeps_evaluated else 0
+        """Of the groups that it opens."""
+        self._due: collections.deque[_Due] = collections.deque()
+        if only:
+            self._due.extend(_Due(one.label(only), one, 0, False) for one in self._sets)
         self._running: Evaluation | None = None
         self.evaluators = Evaluators(0 if only else config.evaluators)
         self._let_go = False
         """A later version than the one that is measured comes, or has come."""
         self.done: list[str] = []
-        """Labels of the evaluations that have ended."""
+        """Names of the evaluations that have ended."""
 
     @property
     def is_running(self) -> bool:
@@ -71,13 +97,16 @@ class EvaluationDesk:
 
     def ask(self, version: int, *, is_final: bool) -> None:
         """Note the evaluations that a published version asks for."""
-        self._due.extend(self._labels_at(version, is_final=is_final))
+        self._due.extend(self._due_at(version, is_final=is_final))
 
-    def _labels_at(self, version: int, *, is_final: bool) -> list[str]:
-        if not self._config.prompts or self._only:
+    def _due_at(self, version: int, *, is_final: bool) -> list[_Due]:
+        if self._only:
             return []
         labels = label_at(version, is_final=is_final, every_steps=self._config.every_steps)
-        return [label for label in labels if label not in self.done]
+        due = [
+            _Due(one.label(label), one, version, is_final) for label in labels for one in self._sets
+        ]
+        return [one for one in due if one.label not in self.done]
 
     def allows_batch(self, step: int, published: int) -> bool:
         """Whether the batch of a step may be formed: also while version `step` is being published.
@@ -85,15 +114,18 @@ class EvaluationDesk:
         Not before an evaluation, nor while one runs without evaluators: an update would change
         what it measures.
         """
-        if self._due or step > published + 1:
+        if step > published + 1:
             return False
-        if self._running is not None and not self.evaluators.hold_all:
+        held = self.evaluators.version if self.evaluators.hold_all else None
+        if any(due.version != held for due in self._due):
             return False
-        return step <= published or not self._labels_at(step, is_final=False)
+        if self._running is not None and self._running.version != held:
+            return False
+        return step <= published or not self._due_at(step, is_final=False)
 
     def note_batch(self) -> None:
         """A batch is formed: a later version than the one that is measured will come."""
-        self._let_go = self._running is not None
+        self._let_go = not self.is_idle
 
     def advance(self, published: int, now: float, *, leases: Leases) -> None:
         """End an evaluation that is complete, and begin the next one that is due."""
@@ -104,24 +136,26 @@ class EvaluationDesk:
         if self._running is not None and self._running.is_complete:
             self._finish(self._running, now)
             self._running = None
-            self.evaluators.release()
+            if not any(due.version == self.evaluators.version for due in self._due):
+                self.evaluators.release()
         has_generator = any(peer.room and peer.version >= 0 for peer in generators)
         # Where evaluating is all there is to do, its clock starts with the first generator.
         if self._running is None and self._due and (has_generator or not self._only):
-            label = self._due.popleft()
-            log.info("evaluation %r of version %d starts", label, published)
-            self._running = Evaluation(
-                label,
-                self._held_out,
-                config=self._config,
-                sampling=self._sampling,
-                version=max(published, 0),
-                now=now,
-            )
+            self._begin(self._due.popleft(), generators, now)
+
+    def _begin(self, due: _Due, generators: Sequence[Peer], now: float) -> None:
+        label, what = due.label, due.what
+        log.info("evaluation %r of version %d starts", label, due.version)
+        done = {}
+        if self._recorder.keeps_evaluated:
+            done = keep_evaluated(self._recorder.run_dir, label, what)
+            log.info("%d of its %d prompts were evaluated earlier", len(done), len(what.prompts))
+        self._recorder.begin_evaluation(label, keeps_lines=bool(done))
+        self._running = Evaluation(label, what, version=due.version, now=now, done=done)
+        # The sets of a version share its evaluators. After the last step nobody else has work.
+        if due.version != self.evaluators.version and not due.is_final:
             self._let_go = False
-            # After the last step nobody else has anything to do.
-            if label != FINAL_LABEL:
-                self.evaluators.choose(generators, published)
+            self.evaluators.choose(generators, due.version)
 
     @property
     def _is_orphaned(self) -> bool:
@@ -140,7 +174,7 @@ class EvaluationDesk:
         results = {"eval/n": 0, "eval/seconds": seconds}
         if evaluation.complete:
             results = summarize(evaluation.complete, seconds)
-        elif self._only or not evaluation.lost_ungraded:
+        elif self._only or not (evaluation.lost_ungraded or self._is_orphaned):
             # Where evaluating is all there is to do, no result is a failure.
             raise TooManyFailures(
                 f"evaluation {evaluation.label!r} lost all its {evaluation.lost} prompts, "
@@ -148,7 +182,6 @@ class EvaluationDesk:
                 "the logs of generators and verifiers"
             )
         results |= {"eval/lost": evaluation.lost, "eval/not_graded": evaluation.not_graded}
-        self._recorder.write_evaluation(evaluation.label, evaluation.complete)
         self._metrics.write(evaluation.version, {"label": evaluation.label, **results})
         self.done.append(evaluation.label)
         self._log_results(evaluation, results)
@@ -156,7 +189,7 @@ class EvaluationDesk:
     def _log_results(self, evaluation: Evaluation, results: dict[str, float]) -> None:
         if not evaluation.complete:
             log.error(
-                "evaluation %r: nothing could be graded of its %d prompts",
+                "evaluation %r: nothing is known of its %d prompts",
                 evaluation.label,
                 evaluation.lost,
             )
@@ -184,9 +217,21 @@ class EvaluationDesk:
         return self._running.open_group(number)
 
     def close(self, group: Group) -> None:
-        """Note that a group is complete."""
+        """Note that a group is complete, and write it down: what is written is not lost."""
         assert self._running is not None and self._running.label == group.evaluation
+        self._recorder.write_evaluation(group.evaluation, [group])
         self._running.close(group)
+
+    def goes_on_without(self, failure: GroupFailure) -> bool:
+        """Whether a group is complete all the same: an evaluation needs classes for votes alone."""
+        group = failure.group
+        if group.is_abandoned or not group.evaluation:
+            return False
+        if failure.reason not in (CLASSES_UNGRADABLE, CLASSES_NOT_GRADED):
+            return False
+        log.warning("no vote on prompt %r, %s: %r", group.prompt.id, failure.reason, failure.detail)
+        group.needs_classes = False
+        return True
 
     def lose(self, group: Group, reason: str) -> None:
         """Note that a group failed: the results are over the others, and say how many are lost."""

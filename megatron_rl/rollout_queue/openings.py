@@ -28,7 +28,7 @@ class Openings:
         self._evaluations = evaluations
         self._training = training
         self._book = book
-        self.count = 0
+        self.count = evaluations.first_number
         """Groups opened so far; new ones get numbers from here on."""
 
     def rules(self, published: int) -> LeaseRules:

@@ -5,10 +5,12 @@ Used by the rollout queue, and by tools that need the same split.
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.queue_state import PromptCursor
@@ -32,39 +34,55 @@ class PromptSets:
     """Train prompts left out because their question is held out."""
     dropped: int = 0
     """Prompts left out because they cannot be rendered."""
+    eval_sets: dict[str, list[Prompt]] = dataclasses.field(default_factory=dict)
+    """By name, in the order of the configuration."""
 
     @property
     def all(self) -> list[Prompt]:
-        """Train and held-out prompts."""
-        return [prompt for prompts in (*self.train, self.held_out) for prompt in prompts]
+        """Train and held-out prompts, and those of evaluation sets."""
+        return [prompt for prompts in (*self.train, *self.evaluated) for prompt in prompts]
+
+    @property
+    def evaluated(self) -> list[list[Prompt]]:
+        """The held-out prompts, and those of each evaluation set."""
+        return [self.held_out, *self.eval_sets.values()]
 
     def describe(self) -> str:
         """One line on how many there are."""
         train = " + ".join(str(len(prompts)) for prompts in self.train) or "none"
         text = f"prompts: {train} for training, {len(self.held_out)} held out"
+        for name, prompts in self.eval_sets.items():
+            text += f", {len(prompts)} of the evaluation set {name}"
         if self.duplicates_removed:
             text += (
                 f"; {self.duplicates_removed} train prompts removed because their question is "
-                "held out"
+                "held out" + (" or in an evaluation set" if self.eval_sets else "")
             )
         return text + (f"; {self.dropped} left out ({DROPPED})" if self.dropped else "")
 
 
 def load_prompts(
-    sources: list[PromptSource], seed: int, dropped: frozenset[str] = frozenset()
+    sources: list[PromptSource],
+    seed: int,
+    dropped: frozenset[str] = frozenset(),
+    *,
+    eval_sets: Sequence[EvalSet] = (),
 ) -> PromptSets:
     """Load all sources and separate the splits. Raises InputError.
 
     dropped: ids of prompts to leave out, because they cannot be rendered.
     """
-    if not sources:
+    if not sources and not eval_sets:
         raise InputError("no prompts are configured: add a [[prompts]] section")
     loaded = [
         find_function(SOURCES, source.kind, key="prompts.kind")(source, seed) for source in sources
     ]
     loaded = _with_unique_ids(loaded)
     held_out = _interleave([[p for p in prompts if p.split == "held_out"] for prompts in loaded])
+    evaluated = {one.name: _load_eval_set(one, seed) for one in eval_sets}
     held_out_questions = {prompt.normalized_question for prompt in held_out}
+    for prompts in evaluated.values():
+        held_out_questions |= {prompt.normalized_question for prompt in prompts}
     train, removed = [], 0
     for prompts in loaded:
         candidates = [prompt for prompt in prompts if prompt.split == "train"]
@@ -73,9 +91,33 @@ def load_prompts(
         train.append(kept)
     used = [i for i, prompts in enumerate(train) if prompts]
     sets = PromptSets(
-        [train[i] for i in used], [sources[i].weight for i in used], held_out, removed
+        [train[i] for i in used],
+        [sources[i].weight for i in used],
+        held_out,
+        removed,
+        eval_sets=evaluated,
     )
     return without(sets, dropped)
+
+
+def _load_eval_set(wanted: EvalSet, seed: int) -> list[Prompt]:
+    """The prompts of an evaluation set, with ids that begin with its name. Raises InputError."""
+    key = f"eval.sets, {wanted.name}: prompts.kind"
+    # Nothing of it is there to be trained on.
+    source = wanted.prompts.model_copy(update={"held_out_share": 1.0, "train_size": 0})
+    [loaded] = _with_unique_ids([find_function(SOURCES, source.kind, key=key)(source, seed)])
+    prompts = [
+        msgspec.structs.replace(prompt, id=f"{wanted.name}/{prompt.id}")
+        for prompt in loaded
+        if prompt.split == "held_out"
+    ]
+    if len(prompts) < (wanted.problems or 1):
+        raise InputError(
+            f"the evaluation set {wanted.name!r} has {len(prompts)} prompts that may be evaluated "
+            f'on, expected {wanted.problems or "one or more"}: add lines (those of "split": '
+            '"train" do not count), or lower eval.sets.problems'
+        )
+    return prompts[: wanted.problems]
 
 
 def without(sets: PromptSets, dropped: frozenset[str]) -> PromptSets:
@@ -83,14 +125,19 @@ def without(sets: PromptSets, dropped: frozenset[str]) -> PromptSets:
     train = [[p for p in prompts if p.id not in dropped] for prompts in sets.train]
     used = [i for i, prompts in enumerate(train) if prompts]
     held_out = [prompt for prompt in sets.held_out if prompt.id not in dropped]
-    left = sum(len(prompts) for prompts in train) + len(held_out)
-    return PromptSets(
+    eval_sets = {
+        name: [prompt for prompt in prompts if prompt.id not in dropped]
+        for name, prompts in sets.eval_sets.items()
+    }
+    kept = PromptSets(
         [train[i] for i in used],
         [sets.weights[i] for i in used],
         held_out,
         sets.duplicates_removed,
-        dropped=sets.dropped + len(sets.all) - left,
+        eval_sets=eval_sets,
     )
+    left_out = len(sets.all) - len(kept.all)
+    return dataclasses.replace(kept, dropped=sets.dropped + left_out)
 
 
 def _with_unique_ids(loaded: list[list[Prompt]]) -> list[list[Prompt]]:

@@ -6,7 +6,7 @@
 | dropped_NNNNNN.jsonl     | groups dropped since the batch before, those not | as they go     |
 |                          | needed at the end, and completions that cannot   |                |
 |                          | be graded; none: no file                         |                |
-| eval_LABEL.jsonl         | groups of an evaluation                          | at its end     |
+| eval_LABEL.jsonl         | groups of an evaluation                          | as they go     |
 | dropped_eval_LABEL.jsonl | what it lost: groups that failed, and            | as they go     |
 |                          | completions that cannot be graded; none: no file |                |
 | the same with .int32     | prompt ids, token ids and logprobs of the lines; | before the     |
@@ -57,10 +57,19 @@ class Recorder:
     """Writes into the `rollouts` folder of a run. Times are the coordinator's: monotonic."""
 
     def __init__(
-        self, run_dir: Path, *, keeps_tokens: bool = True, unix_offset_s: float = 0.0
+        self,
+        run_dir: Path,
+        *,
+        keeps_tokens: bool = True,
+        keeps_evaluated: bool = False,
+        unix_offset_s: float = 0.0,
     ) -> None:
-        """keeps_tokens: write arrays too. unix_offset_s: unix seconds less monotonic ones."""
-        self._run_dir = run_dir
+        """keeps_tokens: write arrays too. unix_offset_s: unix seconds less monotonic ones.
+
+        keeps_evaluated: evaluations that the folder holds are gone on with, not made anew.
+        """
+        self.keeps_evaluated = keeps_evaluated
+        self.run_dir = run_dir
         self._dir = run_dir / FOLDER
         self._dir.mkdir(parents=True, exist_ok=True)
         self._keeps_tokens = keeps_tokens
@@ -70,6 +79,8 @@ class Recorder:
         """Rollouts dropped since the last batch."""
         self._evaluations: set[str] = set()
         """Those of which rollouts were dropped."""
+        self._begun: set[str] = set()
+        """Evaluations whose files are ours, and not of an earlier part of the run."""
 
     def resume_at(self, step: int) -> None:
         """The next batch is that of `step`; call before any write.
@@ -80,7 +91,7 @@ class Recorder:
         self._next_step = step
         stale = [
             file.path
-            for file in rollout_files(self._run_dir)
+            for file in rollout_files(self.run_dir)
             if file.step is not None and file.step >= step
         ]
         if not stale:
@@ -126,12 +137,22 @@ class Recorder:
         )
         return self._write_dropped(failure.group.evaluation, [entry])
 
-    def write_evaluation(self, label: str, groups: list[Group]) -> None:
-        """Write the groups of an evaluation."""
+    def begin_evaluation(self, label: str, *, keeps_lines: bool = False) -> None:
+        """Put what an earlier part of the run wrote of an evaluation out of the way.
+
+        keeps_lines: of what it lost alone.
+        """
         if label not in self._evaluations:
             self._remove(_dropped_stem(label))
+        self._begun.add(label)
+        self._write(f"eval_{label}", [], is_first=not keeps_lines)
+
+    def write_evaluation(self, label: str, groups: list[Group]) -> None:
+        """Write groups of an evaluation, after those that are written."""
+        if label not in self._begun:
+            self.begin_evaluation(label)
         entries = [entry for group in groups for entry in _entries(group)]
-        self._write(f"eval_{label}", entries, is_first=True)
+        self._write(f"eval_{label}", entries, is_first=False)
 
     def _remove(self, stem: str) -> None:
         """Remove what an interrupted run left; lines first, as words alone are read by nobody."""
@@ -207,6 +228,7 @@ def _record(entry: _Entry, words: tuple[int, int] | None, times: RolloutTimes) -
         finish_reason=rollout.finish_reason,
         seed=group.sampling.seed,
         prompt_tail=rollout.prompt_tail,
+        answer_class=group.classes.get(rollout.index) if group.evaluation else None,
         dropped=entry.dropped,
         detail=entry.detail,
         generator=group.origins[rollout.index].generator,

@@ -78,9 +78,12 @@ def _send(
             coordinator.lose(endpoint, peer)
 
 
-def main(config: Config, *, evaluate_only: str, cold_start: Path | None) -> None:
+def main(
+    config: Config, *, evaluate_only: str, keeps_evaluated: bool, cold_start: Path | None
+) -> None:
     """Load the prompts, open the endpoints, serve."""
-    prompts = load_prompts(config.prompts, config.run.seed, read_dropped(config.run.dir))
+    dropped = read_dropped(config.run.dir)
+    prompts = load_prompts(config.prompts, config.run.seed, dropped, eval_sets=config.eval.sets)
     log.info("%s", prompts.describe())
     with ExitStack() as stack:
         metrics = JsonlWriter(config.run.dir / "metrics.jsonl", "queue")
@@ -91,6 +94,7 @@ def main(config: Config, *, evaluate_only: str, cold_start: Path | None) -> None
             recorder=Recorder(
                 config.run.dir,
                 keeps_tokens=config.queue.record_tokens,
+                keeps_evaluated=keeps_evaluated,
                 unix_offset_s=time.time() - time.monotonic(),
             ),
             metrics=metrics,
@@ -123,6 +127,11 @@ def start() -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--evaluate-only", metavar="LABEL", default="")
     parser.add_argument(
+        "--keep-evaluated",
+        action="store_true",
+        help="with --evaluate-only: go on with what the run folder holds of that evaluation",
+    )
+    parser.add_argument(
         "--after",
         metavar="FOLDER",
         type=Path,
@@ -137,7 +146,12 @@ def start() -> int:
 def _load_and_run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     set_up_logging("queue", config.run.dir / "logs")
-    main(config, evaluate_only=options.evaluate_only, cold_start=options.after)
+    main(
+        config,
+        evaluate_only=options.evaluate_only,
+        keeps_evaluated=options.keep_evaluated,
+        cold_start=options.after,
+    )
 
 
 if __name__ == "__main__":

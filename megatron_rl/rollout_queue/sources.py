@@ -1,4 +1,4 @@
-"""Where prompts come from: JSONL files and reasoning_gym datasets; table SOURCES.
+"""Where prompts come from: JSONL files, reasoning_gym datasets, HumanEval; table SOURCES.
 
 Used by the rollout queue at start, and by tools that need the same prompts. To add a source, write
 `f(source: PromptSource, seed: int) -> list[Prompt]`, train and held-out prompts together.
@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import ChatMessage, Prompt
+from megatron_rl.rollout_queue.human_eval_source import load_human_eval
 from megatron_rl.rollout_queue.jsonl_source import load_jsonl
 
 log = logging.getLogger(__name__)
@@ -140,4 +141,5 @@ def _to_prompt(
 SOURCES: dict[str, Callable[[PromptSource, int], list[Prompt]]] = {
     "jsonl": load_jsonl,
     "reasoning_gym": load_reasoning_gym,
+    "human_eval": load_human_eval,
 }

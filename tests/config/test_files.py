@@ -158,3 +158,11 @@ def test_a_file_of_own_prompts_needs_a_path_alone(tmp_path: Path) -> None:
     [source] = config.prompts
     assert (source.kind, source.task, source.held_out_share) == ("jsonl", "math", 0.1)
     assert config.eval.prompts == "auto"
+
+
+def test_an_engine_that_has_no_nucleus_is_not_asked_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[[eval.sets]]\nname = "a"\nprompts = {path = "x"}\ntop_p = 0.9\n')
+    assert load_config(path).eval.sets[0].top_p == 0.9
+    with pytest.raises(ConfigError, match="generator.engine='hf' samples with top_p = 1 alone"):
+        load_config(path, ["generator.engine=hf"])

@@ -90,3 +90,10 @@ def test_a_role_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_environment(range(1, 3), names) == {"CUDA_VISIBLE_DEVICES": "3,GPU-5a"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert listed_gpus() == [] and gpu_environment(range(1), []) == {}
+
+
+def test_an_evaluation_alone_has_all_gpus() -> None:
+    sections = {"parallel": {"data": 4}, "generator": {"tensor_parallel": 2, "replicas": 2}}
+    config = Config.model_validate({**sections, "train": {"steps": 0}})
+    [roles] = place(config, hosts=1, gpus_per_host=4)
+    assert (roles.trainer_ranks, roles.engines) == (0, {0: range(2), 1: range(2, 4)})

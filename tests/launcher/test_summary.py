@@ -28,7 +28,7 @@ ADDED_KEYS = {
     "control", "control_accuracy", "control_se", "max_staleness", "generator_restarts",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
     "rl_minus_control", "rl_minus_control_standard_errors", "sampled_accuracy_first",
-    "sampled_accuracy_last", "pass_at",
+    "sampled_accuracy_last", "pass_at", "maj_at", "evaluation_sets",
 }  # fmt: skip
 
 PASS_AT_4 = {"eval/pass_at_2": 0.6, "eval/pass_at_2_se": 0.02, "eval/pass_at_4": 0.75,
@@ -277,3 +277,17 @@ def test_completions_without_a_grade_are_those_that_the_batches_and_the_evaluati
     assert summary["pass_at"] == {"after": {"2": 0.6, "2_se": 0.02, "4": 0.75, "4_se": 0.03}}
     assert "  after             pass@2 0.600 +- 0.020, pass@4 0.750 +- 0.030" in text
     assert "standard error; 7 completions could not be graded and count neither way" in text
+
+
+def test_evaluation_sets_and_votes_are_named_beside_the_held_out_prompts() -> None:
+    votes = {"eval/maj_at_4": 0.9, "eval/maj_at_4_se": 0.05}
+    rows = [eval_row("before", 100.0, 0.4), eval_row("before.aime", 101.0, 0.2) | votes]
+    summary = summarize(rows, RunFacts())
+    assert summary["accuracy_before"] == 0.4
+    assert summary["maj_at"] == {"before.aime": {"4": 0.9, "4_se": 0.05}}
+    [(label, found)] = summary["evaluation_sets"].items()
+    assert (label, found["accuracy"]) == ("before.aime", 0.2)
+    text = render_text(summary, RunFacts())
+    assert "before.aime       0.200" in text and "maj@4 0.900 +- 0.050" in text
+    alone = summarize(rows[1:], RunFacts())
+    assert alone["accuracy_before"] is None and "before.aime" in render_text(alone, RunFacts())

@@ -48,9 +48,12 @@ class PlayedQueue:
         held_out: int = 0,
         tasks: tuple[str, ...] = ("math",),
         classify: Classify = lambda request: None,
+        evaluate_only: str = "",
+        keeps_evaluated: bool = False,
+        eval_sets: dict[str, int] | None = None,
         **sections: dict,
     ) -> None:
-        """tasks: those of the train prompts, in turn."""
+        """tasks: those of the train prompts, in turn. eval_sets: prompts of each set by name."""
         train = {"steps": 4, "groups_per_batch": 2, "group_size": 4} | sections.pop("train", {})
         eval_ = {"prompts": held_out} | sections.pop("eval", {})
         self.config = Config.model_validate(
@@ -62,17 +65,28 @@ class PlayedQueue:
         self.version = 0
         """That of the generator."""
         self.batches: list[RankBatch] = []
+        self.leases: list[Lease] = []
         self.leased: list[tuple[str, int]] = []
         """(prompt, index) of each completion, in the order of their leases."""
         self.requests: list[ScoreRequest] = []
         self.class_requests: list[ClassRequest] = []
         train = [make_prompt(f"p{n}", task=tasks[n % len(tasks)]) for n in range(train_prompts)]
         held = [make_prompt(f"h{n}", split="held_out") for n in range(held_out)]
-        prompts = PromptSets([train], [1.0], held, 0)
-        metrics = JsonlWriter(folder / "metrics.jsonl", "queue")
-        recorder = Recorder(folder, keeps_tokens=self.config.queue.record_tokens)
+        sets = {
+            name: [make_prompt(f"{name}{n}", split="held_out") for n in range(count)]
+            for name, count in (eval_sets or {}).items()
+        }
         self.coordinator = Coordinator(
-            self.config, prompts, recorder=recorder, metrics=metrics, now=self.now
+            self.config,
+            PromptSets([train], [1.0], held, 0, eval_sets=sets),
+            recorder=Recorder(
+                folder,
+                keeps_tokens=self.config.queue.record_tokens,
+                keeps_evaluated=keeps_evaluated,
+            ),
+            metrics=JsonlWriter(folder / "metrics.jsonl", "queue"),
+            evaluate_only=evaluate_only,
+            now=self.now,
         )
 
     @property
@@ -86,6 +100,11 @@ class PlayedQueue:
         self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
         self.coordinator.handle(BATCHES, "t", Published(version), self.now)
         self.coordinator.handle(BATCHES, "t", NextBatch(version, 0, 1), self.now)
+
+    def serve(self) -> None:
+        """Generator and verifier are there; no trainer is needed for an evaluation alone."""
+        self.coordinator.handle(PROMPTS, "g", GeneratorReady(8, self.version, 1), self.now)
+        self.coordinator.handle(VERIFY, "v", VerifierReady(ROOM, 1), self.now)
 
     def publish(self, version: int) -> None:
         """A later version is out, and the trainer asks for its next batch."""
@@ -116,6 +135,7 @@ class PlayedQueue:
         for _, _, message in list(self.coordinator.outgoing(self.now)):
             match message:
                 case Lease():
+                    self.leases.append(message)
                     self.open += [(message, index) for index in message.indices]
                     self.leased += [(message.prompt.id, index) for index in message.indices]
                 case ScoreRequest():
@@ -151,4 +171,5 @@ class PlayedQueue:
 
     def _rollout(self, lease: Lease, index: int) -> Rollout:
         text = f"{lease.prompt.id}/{index}"
-        return make_rollout(index, lease_id=lease.lease_id, text=text)
+        versions = (self.version,) if lease.prompt.split == "held_out" else (0,)
+        return make_rollout(index, lease_id=lease.lease_id, text=text, versions=versions)

@@ -45,6 +45,15 @@ def test_prompts_without_room_are_found_with_their_place(tmp_path: Path) -> None
     assert dropped[1].reason.startswith("the prompt has 501 tokens")
 
 
+def test_room_is_what_the_completions_of_a_prompt_need(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    prompts = [Prompt(name, "math", [ChatMessage("user", "1" * 19)], "1") for name in "abc"]
+    # 20 tokens each, of 32: there is room for 12.
+    dropped = find_dropped(prompts, config, {"a": 13, "b": 4})
+    assert [prompt.id for prompt in dropped] == ["a"]
+    assert "allowed are 1 to 19 = " in dropped[0].reason
+
+
 def test_bad_tokenizer_is_bad_input_also_from_the_child(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     (tmp_path / "model" / "tokenizer.json").unlink()

@@ -6,28 +6,35 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.config.tree import EvalConfig, QueueConfig, SamplingConfig
-from megatron_rl.protocol.types import ScoreRequest, VerifierReady
+from megatron_rl.config.tree import EvalConfig, QueueConfig
+from megatron_rl.protocol.types import Sampling, ScoreRequest, VerifierReady
 from megatron_rl.rollout_queue.evaluation import (
     AUTO_PROMPTS,
     Evaluation,
+    EvaluationSet,
     label_at,
+    problem_of,
     select_held_out,
     summarize,
 )
+from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.scoring import Scoring
 from tests.rollout_queue.makers import make_group, make_prompt, make_rollout
 
 
+def summarized(groups: list[Group], seconds: float) -> dict[str, float]:
+    return summarize([problem_of(group) for group in groups], seconds)
+
+
 def test_standard_error_of_single_samples_is_the_binomial_one() -> None:
-    results = summarize([make_group(n, [float(n < 3)]) for n in range(8)], 2.0)
+    results = summarized([make_group(n, [float(n < 3)]) for n in range(8)], 2.0)
     assert results["eval/accuracy"] == 3 / 8
     assert results["eval/accuracy_se"] == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 8))
     assert (results["eval/n"], results["eval/seconds"]) == (8, 2.0)
 
 
 def test_standard_error_of_several_samples_is_over_prompts() -> None:
-    results = summarize([make_group(0, [1, 1, 1, 1]), make_group(1, [1, 0, 0, 0])], 1.0)
+    results = summarized([make_group(0, [1, 1, 1, 1]), make_group(1, [1, 0, 0, 0])], 1.0)
     # Shares 1 and 1/4: mean 5/8, deviation 3/8 each.
     assert results["eval/accuracy"] == 5 / 8
     assert results["eval/accuracy_se"] == pytest.approx(3 / 8 / math.sqrt(2))
@@ -36,7 +43,7 @@ def test_standard_error_of_several_samples_is_over_prompts() -> None:
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
     rewards = [[1, 0, 0, 1, 0, 0], [0] * 6, [0, 0, 0, 0, 0, 1], [1, 1, 0, 1, 1, 1]]
-    results = summarize([make_group(n, mine) for n, mine in enumerate(rewards)], 1.0)
+    results = summarized([make_group(n, mine) for n, mine in enumerate(rewards)], 1.0)
     for k in (2, 4, 6):
         shares = [
             np.mean([any(subset) for subset in itertools.combinations(mine, k)]) for mine in rewards
@@ -46,9 +53,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
         assert results[f"eval/pass_at_{k}_se"] == pytest.approx(error)
     assert not {"eval/pass_at_1", "eval/pass_at_3", "eval/pass_at_5"} & results.keys()
     # One completion could not be graded: too few for k = 6, enough for k = 4.
-    shorter = summarize([make_group(0, [1] + [0] * 4), make_group(1, [0] * 6)], 1.0)
+    shorter = summarized([make_group(0, [1] + [0] * 4), make_group(1, [0] * 6)], 1.0)
     assert shorter["eval/pass_at_6"] == 0 and shorter["eval/pass_at_4"] == pytest.approx(4 / 5 / 2)
-    single = summarize([make_group(0, [1.0])], 1.0)
+    single = summarized([make_group(0, [1.0])], 1.0)
     assert not any(name.startswith("eval/pass_at") for name in single)
 
 
@@ -72,9 +79,8 @@ def test_too_few_held_out_prompts_are_an_error_that_says_what_to_do() -> None:
 def requests_of_an_evaluation(label: str, first_number: int) -> dict[str, ScoreRequest]:
     """What verifiers are asked about each prompt, in an evaluation whose groups begin there."""
     prompts = [make_prompt(name, task="code") for name in ("a", "b", "c")]
-    evaluation = Evaluation(
-        label, prompts, config=EvalConfig(), sampling=SamplingConfig(), version=0, now=0.0
-    )
+    what = EvaluationSet("", prompts, 1, Sampling(16, 0.0))
+    evaluation = Evaluation(label, what, version=0, now=0.0)
     scoring = Scoring(QueueConfig(), RewardConfig())
     scoring.announce("v", VerifierReady({"code": 9}, session=1), 0.0)
     for prompt in prompts:
@@ -92,8 +98,8 @@ def test_every_evaluation_draws_the_same_tests_for_a_prompt() -> None:
     seeds = [request.seed for request in before.values()]
     assert [request.seed for request in after.values()] == seeds
     assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
-    # The first 31 bits of the prompt's SHA-256, as `printf a | sha256sum` prints them.
-    assert seeds[0] == 0xCA978112 >> 1
+    # The first 31 bits of the question's SHA-256, by `printf 'question a' | sha256sum`.
+    assert seeds[0] == 0xAE425D11 >> 1
 
 
 def test_automatic_size_takes_what_there_is_up_to_a_limit() -> None:

@@ -112,6 +112,23 @@ def test_training_leases_never_stop_beside_an_evaluation_of_one_version(tmp_path
     assert [record["versions"] for record in records] == [[0]] * 6
 
 
+def test_all_sets_of_a_version_are_measured_while_training_goes_on(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, held_out=2, sets=("one", "two"), **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        for step in range(3):
+            while pair.batches != list(range(step + 1)):
+                assert pair.finish("train") > 0, "training has no lease"
+            pair.publish(step + 1)
+            # One set a version: held-out prompts, then each set by name.
+            assert pair.finish("held_out") > 0 and pair.versions["b"] == 0
+        assert pair.held == {"a": False, "b": False}
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+    assert [(row["label"], row["step"], row["eval/n"]) for row in rows] == [
+        ("before", 0, 2), ("before.one", 0, 1), ("before.two", 0, 1),
+    ]  # fmt: skip
+
+
 def test_no_version_comes_before_the_evaluator_holds_its_own(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, held_out=2, **BESIDE) as coordinator:
         pair = Pair(coordinator)

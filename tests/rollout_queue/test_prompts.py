@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream, load_prompts
@@ -187,3 +188,23 @@ def test_cursor_of_other_sources_and_missing_train_prompts_are_refused() -> None
         stream.restore(PromptStream(mixture(), seed=5).state())
     with pytest.raises(InputError, match="no train prompts"):
         PromptStream(PromptSets([], [], [make_prompt()], 0), seed=0).next()
+
+
+def test_evaluation_sets_have_prompts_of_their_own_which_are_not_trained_on(tmp_path: Path) -> None:
+    train = tmp_path / "train.jsonl"
+    lines = [{"question": f"Q{n}", "answer": "1", "split": "train"} for n in range(3)]
+    train.write_text("\n".join(map(json.dumps, lines)))
+    aime = tmp_path / "aime.jsonl"
+    lines = [{"question": "q1", "answer": "1"}, {"question": "other", "answer": "2"},
+             {"question": "shown", "answer": "2", "split": "train"}]  # fmt: skip
+    aime.write_text("\n".join(map(json.dumps, lines)))
+    wanted = EvalSet(name="aime", prompts=PromptSource(path=aime))
+    sets = load_prompts([PromptSource(path=train)], seed=0, eval_sets=[wanted])
+    assert [p.id for p in sets.eval_sets["aime"]] == ["aime/aime:1", "aime/aime:2"]
+    assert [p.question for p in sets.train[0]] == ["Q0", "Q2"]
+    assert "2 of the evaluation set aime; 1 train prompts removed" in sets.describe()
+    # The sets alone will do; what cannot be rendered is left out of them.
+    alone = load_prompts([], 0, frozenset({"aime/aime:2"}), eval_sets=[wanted])
+    assert [p.id for p in alone.all] == ["aime/aime:1"] and alone.dropped == 1
+    with pytest.raises(InputError, match="'aime' has 2 prompts .* expected 5"):
+        load_prompts([], 0, eval_sets=[wanted.model_copy(update={"problems": 5})])

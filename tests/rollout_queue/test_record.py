@@ -72,7 +72,12 @@ def judge(prompt: str, index: int) -> Score | str:
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[SendingQueue, Path]:
     folder = tmp_path_factory.mktemp("run")
     queue = SendingQueue(
-        folder, judge, held_out=4, eval={"prompts": 4, "samples": 2}, queue={"max_attempts": 1}
+        folder,
+        judge,
+        classify=lambda request: [0] * len(request.texts),
+        held_out=4,
+        eval={"prompts": 4, "samples": 2},
+        queue={"max_attempts": 1},
     )
     queue.start()
     queue.play(14)

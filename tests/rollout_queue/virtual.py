@@ -16,15 +16,25 @@ VERIFIER_ROOM = {"answers": 1024, "code": 256, "custom": 256}
 
 @contextmanager
 def open_coordinator(
-    run_dir: Path, *, held_out: int = 0, evaluate_only: str = "", **sections: dict
+    run_dir: Path,
+    *,
+    held_out: int = 0,
+    evaluate_only: str = "",
+    sets: tuple[str, ...] = (),
+    **sections: dict,
 ) -> Iterator[Coordinator]:
-    """A coordinator at time 0 over 100 train prompts; `sections` of the configuration."""
-    config = Config.model_validate({"eval": {"prompts": held_out}, **sections})
+    """A coordinator at time 0 over 100 train prompts; `sections` of the configuration.
+
+    sets: names of evaluation sets of one prompt each.
+    """
+    named = [{"name": name, "prompts": {"path": f"{name}.jsonl"}} for name in sets]
+    config = Config.model_validate({"eval": {"prompts": held_out, "sets": named}, **sections})
     prompts = PromptSets(
         train=[[make_prompt(f"t{n}") for n in range(100)]],
         weights=[1.0],
         held_out=[make_prompt(f"h{n}", split="held_out") for n in range(held_out)],
         duplicates_removed=0,
+        eval_sets={name: [make_prompt(f"{name}0", split="held_out")] for name in sets},
     )
     with closing(JsonlWriter(run_dir / "metrics.jsonl", "queue")) as metrics:
         yield Coordinator(

@@ -1,0 +1,76 @@
+"""The section `[eval]`: what models are evaluated on, and how. Part of the configuration tree."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.config.section import Section
+
+MAX_SAMPLES = 1024
+"""Completions a prompt; the exact count of votes needs this bound."""
+_Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+
+
+class EvalSet(Section):
+    """One evaluation set: prompts of its own, sampled in its own way. Not given: as in [eval]."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    """Names figures and files: letters, digits, - and _."""
+    prompts: PromptSource
+    """Where they come from, as in [[prompts]]. All count but for lines of "split": "train"; no
+    question of them is trained on."""
+    problems: PositiveInt | None = None
+    """The first so many of them; not given: all."""
+    samples: _Samples | None = None
+    """Completions a prompt."""
+    temperature: float | None = Field(default=None, ge=0)
+    """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus."""
+    max_new_tokens: PositiveInt | None = None
+    """Limit of a completion."""
+
+
+class EvalConfig(Section):
+    """Evaluation by the generators, on held-out prompts and on sets by name."""
+
+    prompts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Held-out prompts; auto: all that there are, at most 256; 0: none."""
+    samples: _Samples = 1
+    """Completions a prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus."""
+    max_new_tokens: PositiveInt | None = None
+    """Limit of a completion; not given: sampling.max_new_tokens."""
+    sets: list[EvalSet] = []
+    """Evaluated beside the held-out prompts, each for itself."""
+    every_steps: int = Field(default=0, ge=0)
+    """Also evaluate every so many steps; 0: only before and after."""
+    replicas: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Generators that keep the version which an evaluation measures, while the others generate for
+    training; 0: all evaluate, and the batch that makes the next version waits. auto: a quarter of
+    generator.replicas, at least one where there are two."""
+    timeout_s: PositiveFloat = 600.0
+    """An evaluation whose completions take longer ends the run; one that waits for grades alone
+    ends without these, and counts them. For each set anew."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [one.name for one in self.sets]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"eval.sets: the name {repeated[0]!r} is given twice: choose another")
+        return self
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.prompts or self.sets)
+
+    def longest(self, training: int) -> int:
+        """The largest limit of a completion; training: sampling.max_new_tokens."""
+        default = self.max_new_tokens or training
+        return max([default, *(one.max_new_tokens or default for one in self.sets)])

@@ -1,0 +1,108 @@
+"""The figures of an evaluation set, as a whole and by task, language, length and truncation.
+
+Used by the launcher, for eval.json. What it returns can be written as JSON as it stands.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.evaluation.figures import (
+    Figure,
+    clustered_figure,
+    maj_figures,
+    mean_figure,
+    most_samples,
+    pass_figures,
+)
+from megatron_rl.evaluation.samples import ProblemSamples
+
+OF_QUESTION = "of the question"
+"""Language of problems that ask for none."""
+LENGTH_BINS = 4
+_Report = dict[str, Any]
+
+
+def set_report(problems: Sequence[ProblemSamples]) -> _Report:
+    """All figures of one set, of at least one problem.
+
+    Each is {"value", "se", "problems"}; `by_length` and `by_truncation` are over completions, whose
+    errors allow for those that belong to one problem.
+    """
+    return {
+        **figures_report(problems),
+        "by_task": _by(problems, lambda problem: problem.task),
+        "by_language": _by(problems, lambda problem: problem.language or OF_QUESTION),
+        "by_length": _by_length(problems),
+        "by_truncation": _by_truncation(problems),
+    }
+
+
+def figures_report(problems: Sequence[ProblemSamples]) -> _Report:
+    """The figures of some problems, at least one."""
+    return {
+        "problems": len(problems),
+        "completions": sum(problem.n for problem in problems),
+        "samples": most_samples(problems),
+        "accuracy": _plain(mean_figure([problem.accuracy for problem in problems])),
+        "pass_at": {str(k): _plain(figure) for k, figure in pass_figures(problems).items()},
+        "maj_at": {str(k): _plain(figure) for k, figure in maj_figures(problems).items()},
+        "without_classes": sum(problem.classes is None for problem in problems),
+        "format": _plain(mean_figure([float(p.is_well_formed.mean()) for p in problems])),
+        "truncated": _plain(mean_figure([float(p.is_cut.mean()) for p in problems])),
+        "length_tokens": _plain(mean_figure([float(p.tokens.mean()) for p in problems])),
+        "reward": _plain(mean_figure([float(p.rewards.mean()) for p in problems])),
+    }
+
+
+def _by(problems: Sequence[ProblemSamples], key: Callable[[ProblemSamples], str]) -> _Report:
+    """The figures of the problems with each key."""
+    found: dict[str, list[ProblemSamples]] = {}
+    for problem in problems:
+        found.setdefault(key(problem), []).append(problem)
+    return {name: figures_report(found[name]) for name in sorted(found)}
+
+
+def _by_length(problems: Sequence[ProblemSamples]) -> list[_Report]:
+    """Accuracy of the completions in each quarter of the lengths, short ones first.
+
+    Equal lengths stay together, so a quarter may be missing or hold more.
+    """
+    tokens = np.concatenate([problem.tokens for problem in problems])
+    is_correct = np.concatenate([problem.is_correct for problem in problems])
+    clusters = _clusters(problems)
+    inner = np.quantile(tokens, np.arange(1, LENGTH_BINS) / LENGTH_BINS, method="lower")
+    bins = np.searchsorted(np.unique(inner), tokens, side="left")
+    reports = []
+    for number in np.unique(bins):
+        mine = bins == number
+        reports.append({
+            "tokens_from": int(tokens[mine].min()),
+            "tokens_to": int(tokens[mine].max()),
+            "completions": int(mine.sum()),
+            "accuracy": _plain(clustered_figure(is_correct[mine].astype(float), clusters[mine])),
+        })  # fmt: skip
+    return reports
+
+
+def _by_truncation(problems: Sequence[ProblemSamples]) -> _Report:
+    """Accuracy of the completions that ended by themselves, and of those that were cut."""
+    is_cut = np.concatenate([problem.is_cut for problem in problems])
+    is_correct = np.concatenate([problem.is_correct for problem in problems])
+    clusters = _clusters(problems)
+    reports = {}
+    for name, mine in (("finished", ~is_cut), ("cut", is_cut)):
+        if mine.any():
+            accuracy = clustered_figure(is_correct[mine].astype(float), clusters[mine])
+            reports[name] = {"completions": int(mine.sum()), "accuracy": _plain(accuracy)}
+    return reports
+
+
+def _clusters(problems: Sequence[ProblemSamples]) -> np.ndarray:
+    """[completions]: the problem of each."""
+    return np.repeat(np.arange(len(problems)), [problem.n for problem in problems])
+
+
+def _plain(figure: Figure) -> _Report:
+    return {"value": figure.value, "se": figure.se, "problems": figure.problems}

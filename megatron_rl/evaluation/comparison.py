@@ -1,0 +1,71 @@
+"""Two evaluations side by side: the same problems paired, and what only one of them has.
+
+Used by the launcher.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_rl.evaluation.paired_test import PairedTest, paired_test
+from megatron_rl.evaluation.samples import ProblemSamples
+
+_Key = tuple[str, str, str, int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One set of two evaluations."""
+
+    test: PairedTest | None
+    """None where no problem is in both."""
+    first_accuracy: float | None
+    """Over the problems of both, as the second one."""
+    second_accuracy: float | None
+    only_first: int
+    """Problems that the second evaluation has not, or has no verdict of."""
+    only_second: int
+    other_samples: int
+    """Paired problems of which the two have different numbers of graded completions: the level of
+    the test is then approximate."""
+
+
+def compare(first: Sequence[ProblemSamples], second: Sequence[ProblemSamples]) -> Comparison:
+    """The second evaluation of a set less the first.
+
+    Problems are the same where task, question and reference answer are; where a set repeats one,
+    its occurrences are paired in order.
+    """
+    ours, theirs = _by_key(first), _by_key(second)
+    pairs = [(problem, theirs[key]) for key, problem in ours.items() if key in theirs]
+    test = None
+    if pairs:
+        test = paired_test([_share(b) - _share(a) for a, b in pairs])
+    return Comparison(
+        test,
+        _mean([a.accuracy for a, _ in pairs]),
+        _mean([b.accuracy for _, b in pairs]),
+        only_first=len(ours) - len(pairs),
+        only_second=len(theirs) - len(pairs),
+        other_samples=sum(a.n != b.n for a, b in pairs),
+    )
+
+
+def _by_key(problems: Sequence[ProblemSamples]) -> dict[_Key, ProblemSamples]:
+    seen: Counter[tuple[str, str, str]] = Counter()
+    found = {}
+    # By id: the order of the records is that in which completions ended.
+    for problem in sorted(problems, key=lambda problem: problem.prompt_id):
+        name = (problem.task, problem.question, problem.answer)
+        found[(*name, seen[name])] = problem
+        seen[name] += 1
+    return found
+
+
+def _share(problem: ProblemSamples) -> Fraction:
+    return Fraction(problem.right, problem.n)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,108 @@
+"""avg@k, pass@k and maj@k of evaluated problems, with standard errors over problems.
+
+Used by the rollout queue and the launcher. Completions of one problem are not independent: whatever
+is measured is first averaged over them, and errors are of the mean over problems.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+from megatron_rl.algorithms.majority import majority_value
+from megatron_rl.evaluation.samples import ProblemSamples
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over problems."""
+
+    value: float
+    se: float
+    """Standard error: sqrt(mean squared deviation / problems); sqrt(p (1 - p) / n) for verdicts."""
+    problems: int
+
+
+def mean_figure(values: Sequence[float] | np.ndarray) -> Figure:
+    """Mean of one value a problem. For problems of equally many completions the error is the
+    clustered one of arXiv 2411.00640, eq. 4, with problems as clusters.
+    """
+    array = np.asarray(values, np.float64)
+    mean = float(array.mean())
+    # Of the differences: a constant has none, whatever the rounding of its mean.
+    variance = 0.0 if (array == array[0]).all() else float(np.mean((array - mean) ** 2))
+    return Figure(mean, math.sqrt(variance / len(array)), len(array))
+
+
+def clustered_figure(values: np.ndarray, clusters: np.ndarray) -> Figure:
+    """Mean over completions that are only some of each problem's: long ones, say.
+
+    values: [m] float; clusters: [m], the problem of each. The error allows for completions of a
+    problem that go together: sqrt(sum over problems of (sum of its deviations)^2) / m. Source:
+    arXiv 2411.00640, eq. 4.
+    """
+    mean = float(values.mean())
+    _, places = np.unique(clusters, return_inverse=True)
+    sums = np.bincount(places, weights=values - mean)
+    return Figure(mean, math.sqrt(float((sums**2).sum())) / len(values), len(sums))
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Chance that one at least of k completions is right that are drawn from n without return.
+
+    1 - (n - right choose k) / (n choose k), in whole numbers up to the division: no n is too large,
+    and no chance too small. Source: arXiv 2107.03374, eq. 1.
+    """
+    _check_k(n, k)
+    every = comb(n, k)
+    return (every - comb(n - right, k)) / every
+
+
+def maj_at_k(classes: np.ndarray, is_correct: np.ndarray, k: int) -> float:
+    """Chance that the vote of k of the n completions is right, drawn without return.
+
+    Exact: over all k-subsets, ties drawn uniformly. A completion without an answer has no vote, and
+    where nobody votes the vote is not right. classes: [n], as in ProblemSamples.
+    """
+    _check_k(len(classes), k)
+    return majority_value(classes, is_correct, k)
+
+
+def _check_k(n: int, k: int) -> None:
+    if not 1 <= k <= n:
+        raise ValueError(f"k={k} of n={n} completions: k is from 1 to n")
+
+
+def sizes(most: int) -> list[int]:
+    """The k that are reported of so many completions: 2, 4, 8 ... and all of them."""
+    return sorted({most, *(2**power for power in range(1, most.bit_length()))} - {0, 1})
+
+
+def pass_figures(problems: Sequence[ProblemSamples]) -> dict[int, Figure]:
+    """pass@k by k, each over the problems of which so many completions are graded."""
+    return {
+        k: mean_figure([pass_at_k(p.n, p.right, k) for p in problems if p.n >= k])
+        for k in sizes(most_samples(problems))
+    }
+
+
+def maj_figures(problems: Sequence[ProblemSamples]) -> dict[int, Figure]:
+    """maj@k by k, each over the problems whose classes are known, of so many completions."""
+    known = [p for p in problems if p.classes is not None]
+    return {
+        k: mean_figure(
+            [
+                maj_at_k(p.classes, p.is_correct, k)
+                for p in known
+                if p.n >= k and p.classes is not None
+            ]
+        )
+        for k in sizes(most_samples(known))
+    }
+
+
+def most_samples(problems: Iterable[ProblemSamples]) -> int:
+    """Completions of the problem that has most; 0 of none."""
+    return max((problem.n for problem in problems), default=0)
