@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.files import load_config
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.launcher.ports import find_free
 from megatron_rl.protocol.render import Renderer, open_renderer
@@ -59,7 +60,7 @@ def main() -> int:
 def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
     """Distances of trainer's and transformers' logits from float32 ones, on the prompts' tokens."""
     sequences = [
-        renderer.render(p.messages, cfg.sampling.max_new_tokens, task=p.task)
+        renderer.render(p.messages, longest_stage(cfg).sampling.max_new_tokens, task=p.task)
         + renderer.render_response(f"<think></think>\\boxed{{{p.answer}}}")
         for p in prompts
     ]
@@ -140,7 +141,7 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
     correct = 0
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
-        limit = cfg.sampling.max_new_tokens
+        limit = longest_stage(cfg).sampling.max_new_tokens
         ids = [renderer.render(p.messages, limit, task=p.task) for p in batch]
         width = max(map(len, ids))
         pad = renderer.stop_ids[0]
@@ -149,7 +150,7 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
         output = model.generate(
             tokens,
             attention_mask=mask,
-            max_new_tokens=cfg.sampling.max_new_tokens,
+            max_new_tokens=limit,
             **how,
             pad_token_id=pad,
             eos_token_id=list(renderer.stop_ids),

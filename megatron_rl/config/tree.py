@@ -15,6 +15,7 @@ from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.config.section import Section
+from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.trainer import (
     CheckpointConfig,
     ModelConfig,
@@ -203,6 +204,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
     sft: SftConfig = SftConfig()
+    stages: list[StageConfig] = []
     prompts: list[PromptSource] = []
     render: RenderConfig = RenderConfig()
     sampling: SamplingConfig = SamplingConfig()

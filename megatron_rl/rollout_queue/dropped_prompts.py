@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import Conversation, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -49,7 +50,9 @@ def find_dropped(prompts: Sequence[Prompt], config: Config) -> list[DroppedPromp
 def find_refusals(config: Config, conversations: Sequence[Conversation]) -> dict[int, str]:
     """Why the run's renderer refuses conversations, by index; imports transformers."""
     renderer = open_renderer(config)
-    return renderer.find_refusals(conversations, config.sampling.max_new_tokens)
+    # A prompt is drawn in any stage, so it must leave room for the longest completions of all.
+    limit = longest_stage(config).sampling.max_new_tokens
+    return renderer.find_refusals(conversations, limit)
 
 
 def write_dropped(run_dir: Path, dropped: Sequence[DroppedPrompt]) -> None:

@@ -9,6 +9,7 @@ import collections
 import logging
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import Prompt
@@ -37,7 +38,8 @@ class EvaluationDesk:
         if only and not config.eval.prompts:
             raise InputError("an evaluation is asked for, but eval.prompts = 0: raise it")
         self._config = config.eval
-        self._sampling = config.sampling
+        # One limit for all evaluations, so that they can be compared.
+        self._sampling = longest_stage(config).sampling
         self._held_out = select_held_out(held_out, config.eval)
         self._recorder = recorder
         self._metrics = metrics
