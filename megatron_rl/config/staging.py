@@ -34,7 +34,7 @@ def check_stages(config: Config) -> None:
 
 def name_of(config: Config, number: int) -> str:
     """What messages call a stage: its number, and its name where it has one."""
-    name = config.stages[number - 1].name if number else "the configuration itself"
+    name = config.stages[number - 1].name if number else "from the start"
     return f"stage {number}" + (f" ({name})" if name else "")
 
 
