@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
@@ -205,6 +206,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     sft: SftConfig = SftConfig()
     stages: list[StageConfig] = []
+    curriculum: CurriculumConfig = CurriculumConfig()
     prompts: list[PromptSource] = []
     render: RenderConfig = RenderConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -205,6 +205,8 @@ class Coordinator:
     def _drop(self, group: Group, reason: str) -> None:
         """Release a training group that is not trained on; the reason appears in all metrics."""
         self._groups.drop(group, reason)
+        if self._training is not None:
+            self._training.note_dropped(group)
         self._recorder.write_dropped(group, reason)
         self._activity.add_dropped(reason)
 

@@ -45,6 +45,7 @@ class Formation:
             return None
         training.schedule.log_beginning(step)
         groups, dropped = self._book.take(numbers, step)
+        training.note_trained(groups)
         shares = form_batch(
             step,
             groups,
@@ -53,7 +54,7 @@ class Formation:
             config=training.schedule.at(step).train,
             crediting=self._crediting,
             dp_size=dp_size,
-            more=training.schedule.metrics(step),
+            more=training.metrics(step),
         )
         training.note_batch(shares[0], self._book)
         return Formed(step, shares, groups, dropped)

@@ -180,8 +180,8 @@ class PromptStream:
             weights = [w * bool(may_draw.count(place)) for place, w in enumerate(weights)]
         if not any(weights):
             raise InputError(
-                "no source with a weight above 0 has a train prompt: raise prompts.weight, or the "
-                "weight that the stage gives"
+                "no source with a weight above 0 has a train prompt that may be drawn: raise "
+                "prompts.weight, or the weight that the stage gives, or lower curriculum.bands"
             )
         chance = random.Random(f"{self._seed}/draw/{self._draws}")
         source = chance.choices(range(len(weights)), weights=weights)[0]

@@ -4,14 +4,18 @@ Used by the rollout queue.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.staging import name_of
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
 from megatron_rl.protocol.types import Prompt, RankBatch, Sampling
 from megatron_rl.rollout_queue import admission
+from megatron_rl.rollout_queue.curriculum import Curriculum, Visit
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream
 from megatron_rl.rollout_queue.schedule import Schedule, length_rule
@@ -37,6 +41,9 @@ class TrainingGroups:
         self._stream = PromptStream(prompts, config.run.seed)
         self._crediting = find_crediting(config.algorithm)
         self._again: list[_Again] = []
+        self._curriculum = None
+        if config.curriculum.is_on:
+            self._curriculum = Curriculum(config.curriculum, prompts)
 
     def open(self, number: int, version: int, stage: int = 0) -> Group:
         """The next group, opened under the published `version` by the rules of a stage.
@@ -49,7 +56,7 @@ class TrainingGroups:
         if again is not None:
             number, prompt = again.number, again.prompt
         else:
-            prompt = self._stream.next(self._prompts.weights_of(config))
+            prompt = self._draw(self._prompts.weights_of(config))
         return Group(
             number,
             prompt,
@@ -66,6 +73,11 @@ class TrainingGroups:
             needs_classes=self._crediting.needs_classes,
             flat_on=self._crediting.flat_on,
         )
+
+    def _draw(self, weights: Sequence[float]) -> Prompt:
+        if self._curriculum is not None:
+            self._curriculum.make_room(weights)
+        return self._stream.next(weights, self._curriculum)
 
     def _pop_again(self, stage: int) -> _Again | None:
         """The next group that a stage generates again.
@@ -118,6 +130,23 @@ class TrainingGroups:
             is_strict=config.queue.strict_staleness,
         )
 
+    def note_dropped(self, group: Group) -> None:
+        """Tell the curriculum of a dropped group at once: it may have to draw other prompts before
+        there is a batch at all."""
+        if self._curriculum is not None:
+            self._curriculum.note([_visit_of(group)])
+
+    def note_trained(self, groups: Sequence[Group]) -> None:
+        """Tell the curriculum of the groups of a batch, which counts those dropped before it."""
+        if self._curriculum is not None:
+            self._curriculum.note(map(_visit_of, groups))
+            self._curriculum.settle()
+
+    def metrics(self, step: int) -> list[Metric]:
+        """Of a batch: its stage, and what the curriculum draws from after it."""
+        of_curriculum = self._curriculum.metrics() if self._curriculum is not None else []
+        return [*self.schedule.metrics(step), *of_curriculum]
+
     def note_batch(self, batch: RankBatch, book: GroupBook) -> None:
         """A batch is formed: a stage that waits for a plateau may be next."""
         self.schedule.note_batch(batch, book.untaken_of(self.schedule.stage_at(batch.step)))
@@ -134,12 +163,15 @@ class TrainingGroups:
             unfinished=sorted(book.unfinished() + again, key=lambda group: group.number),
             evaluated=evaluated,
             stages=self.schedule.state(),
+            curriculum=self._curriculum.state() if self._curriculum is not None else None,
         )
 
     def restore(self, state: QueueState) -> None:
         """Go on where the state was taken. Raises InputError when the prompts are others."""
         self._stream.restore(state.cursor)
         self.schedule.restore(state.stages, state.step)
+        if self._curriculum is not None and state.curriculum is not None:
+            self._curriculum.restore(state.curriculum)
         by_id = {prompt.id: prompt for prompts in self._prompts.train for prompt in prompts}
         for group in state.unfinished:
             if group.prompt_id not in by_id:
@@ -151,6 +183,21 @@ class TrainingGroups:
         log.info(
             "resumed after step %d: %d groups are generated again", state.step, len(self._again)
         )
+
+
+def check_draws(prompts: PromptSets, config: Config) -> None:
+    """Raise InputError for a stage that would find no prompt to draw."""
+    for stage in range(len(config.stages) + 1):
+        try:
+            TrainingGroups(prompts, config).open(0, version=0, stage=stage)
+        except InputError as error:
+            where = f"{name_of(config, stage)}: " if config.stages else ""
+            raise InputError(f"{where}{error}") from error
+
+
+def _visit_of(group: Group) -> Visit:
+    right = sum(scored.score.is_correct for scored in group.scored.values())
+    return Visit(group.prompt.id, right, graded=len(group.scored), size=group.size)
 
 
 def _group_seed(run_seed: int, number: int) -> int:

@@ -4,6 +4,7 @@ Half of the completions in flight end at a time, in any order, so that groups ov
 """
 
 import random
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,
     NextBatch,
+    Prompt,
     Published,
     RankBatch,
     Rollout,
@@ -35,6 +37,7 @@ from verification.rules import RewardRules
 from verification.score import score
 
 SLOTS = 24
+PROMPTS_OF_A_RUN = tuple(make_prompt(f"p{n}") for n in range(60))
 PATIENCE = 2000
 """Turns without a batch after which the queue is stuck."""
 
@@ -43,16 +46,22 @@ class StagedRun:
     """One process of the queue, from its start or from a saved state."""
 
     def __init__(
-        self, config: Config, *, seed: int, state: QueueState | None = None, solves: float = 0.5
+        self,
+        config: Config,
+        *,
+        seed: int,
+        state: QueueState | None = None,
+        solves: Callable[[Prompt], float] = lambda prompt: 0.5,
+        prompts: Sequence[Prompt] = PROMPTS_OF_A_RUN,
     ) -> None:
         """solves: chance of a right completion."""
         self.config, self.solves = config, solves
         self.chance = random.Random(seed)
         self.rules = RewardRules.of(config)
-        prompts = PromptSets([[make_prompt(f"p{n}") for n in range(60)]], [1.0], [], 0)
+        sets = PromptSets([list(prompts)], [1.0], [], 0)
         self._metrics = JsonlWriter(config.run.dir / "metrics.jsonl", "queue")
         self.coordinator = Coordinator(
-            config, prompts, recorder=Recorder(config.run.dir), metrics=self._metrics, now=0.0
+            config, sets, recorder=Recorder(config.run.dir), metrics=self._metrics, now=0.0
         )
         if state is not None:
             self.coordinator.resume(state)
@@ -122,7 +131,7 @@ class StagedRun:
     def _rollout(self, lease: Lease, index: int) -> Rollout:
         limit = lease.sampling.max_new_tokens
         tokens = self.chance.randint(1, limit)
-        answer = 1 if self.chance.random() < self.solves else 2
+        answer = 1 if self.chance.random() < self.solves(lease.prompt) else 2
         text = f"<think>{lease.lease_id}/{index}</think>\\boxed{{{answer}}}"
         self._leases[text] = lease
         return Rollout(

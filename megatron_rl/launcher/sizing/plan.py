@@ -192,7 +192,7 @@ def begins(config: Config, stage: int) -> str:
         return "batch 0"
     trigger = config.stages[stage - 1]
     if trigger.plateau is not None:
-        return f"plateau of {trigger.plateau.metric}"
+        return f"plateau of {trigger.plateau.metric.removeprefix('rollout/')}"
     at_step = trigger.at_step
     never = at_step is not None and at_step >= config.train.steps
     return f"batch {at_step}" + (" (never: train.steps)" if never else "")
