@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.files import load_config
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.launcher.ports import find_free
 from megatron_rl.protocol.render import Renderer, open_renderer
@@ -59,7 +60,7 @@ def main() -> int:
 def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
     """Distances of trainer's and transformers' logits from float32 ones, on the prompts' tokens."""
     sequences = [
-        renderer.render(p.messages, cfg.sampling.max_new_tokens, task=p.task)
+        renderer.render(p.messages, longest_stage(cfg).sampling.max_new_tokens, task=p.task)
         + renderer.render_response(f"<think></think>\\boxed{{{p.answer}}}")
         for p in prompts
     ]
@@ -138,7 +139,7 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
         torch.manual_seed(SAMPLING_SEED)
         how = {"do_sample": True, "temperature": cfg.eval.temperature, "top_k": 0}
         how["top_p"] = cfg.eval.top_p
-    limit = cfg.eval.max_new_tokens or cfg.sampling.max_new_tokens
+    limit = cfg.eval.max_new_tokens or longest_stage(cfg).sampling.max_new_tokens
     correct = 0
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]

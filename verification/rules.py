@@ -5,7 +5,9 @@ from typing import Self
 import pydantic
 
 from megatron_rl.config.reward import RewardConfig, TaskConfig
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.prompt import LengthRule
 from verification.verdict import GradingError
 
 
@@ -21,7 +23,15 @@ class RewardRules(pydantic.BaseModel):
     @classmethod
     def of(cls, config: Config) -> Self:
         """The rules of a run."""
-        return cls(reward=config.reward, max_tokens=config.sampling.max_new_tokens)
+        # Training completions bring the rule of their stage along; evaluations are judged by this.
+        longest = longest_stage(config)
+        return cls(reward=longest.reward, max_tokens=longest.sampling.max_new_tokens)
+
+    @property
+    def length_rule(self) -> LengthRule:
+        """How the length of a completion is judged whose request does not say it."""
+        reward = self.reward
+        return LengthRule(self.max_tokens, reward.length_margin_tokens, reward.length)
 
     def task(self, name: str) -> TaskConfig:
         """The task of that name; GradingError when there is none."""

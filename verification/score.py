@@ -106,15 +106,15 @@ def _refused(request: ScoreRequest, gated: Gated) -> Score:
 
 def _basic_parts(request: ScoreRequest, rules: RewardRules) -> dict[str, float]:
     """What is known before the answer is judged."""
-    reward = rules.reward
+    length = request.length_rule or rules.length_rule
     return {
-        "format": reward.format,
+        "format": rules.reward.format,
         "correct": 0.0,
         "length": length_penalty(
             request.completion_tokens,
-            rules.max_tokens,
-            reward.length_margin_tokens,
-            largest=reward.length,
+            length.max_tokens,
+            length.margin_tokens,
+            largest=length.largest,
         ),
     }
 

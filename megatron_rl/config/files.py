@@ -11,6 +11,7 @@ from typing import Any
 import pydantic
 import tomli_w
 
+from megatron_rl.config.staging import check_stages
 from megatron_rl.config.tree import Config
 
 _PRESET = "algorithm.preset="
@@ -40,9 +41,13 @@ def load_config(path: Path | None, overrides: list[str] | None = None) -> Config
     for override in [*presets, *(overrides or [])]:
         _apply_override(tree, override)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
+        check_stages(config)
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error)) from error
+    except ValueError as error:
+        raise ConfigError(f"the configuration is wrong:\n  {error}") from error
+    return config
 
 
 def _forget_other_preset(tree: dict[str, Any], override: str) -> None:

@@ -5,7 +5,7 @@ Imported by every process, as part of the configuration tree.
 
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat
 
 from megatron_rl.config.section import Section
 
@@ -30,7 +30,7 @@ class PromptSource(Section):
     """jsonl: share of the lines without "split" that is held out, chosen by a hash of the question:
     a question stays where it is when others are added."""
     name: str = ""
-    """reasoning_gym: dataset name, e.g. chain_sum."""
+    """reasoning_gym: dataset name, e.g. chain_sum; jsonl: what stages call the source, if named."""
     options: dict[str, int | float | str | bool] = {}
     """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
     template: str = "{question}"
@@ -41,8 +41,8 @@ class PromptSource(Section):
     """reasoning_gym: train prompts to make."""
     held_out_size: int = Field(default=500, ge=0)
     """reasoning_gym: held-out prompts to make; no train prompt shares a question with them."""
-    weight: PositiveFloat = 1.0
-    """Share in the mixture of train prompts."""
+    weight: NonNegativeFloat = 1.0
+    """Share in the mixture of train prompts; 0: none is drawn, unless a stage says otherwise."""
 
 
 class SystemPrompts(Section):

@@ -10,12 +10,14 @@ from typing import Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.config.section import Section
+from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.trainer import (
     CheckpointConfig,
     ModelConfig,
@@ -188,6 +190,8 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
     sft: SftConfig = SftConfig()
+    stages: list[StageConfig] = []
+    curriculum: CurriculumConfig = CurriculumConfig()
     prompts: list[PromptSource] = []
     render: RenderConfig = RenderConfig()
     sampling: SamplingConfig = SamplingConfig()

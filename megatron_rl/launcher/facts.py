@@ -6,6 +6,7 @@ Used by the launcher, for a run that it ends and for the folder of an earlier on
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.summary import RunFacts
 from megatron_rl.protocol.metrics import read_jsonl
@@ -25,7 +26,7 @@ def run_facts(
     return RunFacts(
         wall_s=wall_s,
         hf_export=hf_export,
-        max_staleness=config.queue.max_staleness,
+        max_staleness=max(stage.queue.max_staleness for stage in resolve_stages(config)),
         strict_staleness=config.queue.strict_staleness,
         eval_temperature=config.eval.temperature,
         sampled_accuracy=sampled_accuracy(run_dir / "rollouts"),

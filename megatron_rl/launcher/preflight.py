@@ -27,6 +27,7 @@ from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, fi
 from megatron_rl.rollout_queue.evaluation import completion_limits, evaluation_sets
 from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
 from megatron_rl.rollout_queue.replay.traces import check_sources
+from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.traces import read_traces
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, check_teacher, read_shape
 from verification import settings
@@ -213,6 +214,8 @@ def check_prompts(config: Config) -> PromptReport:
     if dropped:
         sets = without(sets, frozenset(prompt.id for prompt in dropped))
         _check_kept(sets, dropped, config)
+    if _samples_for_training(config):
+        check_draws(sets, config)
     notes = [sets.describe(), *_describe_dropped(dropped), *_describe_system_prompts(config, tasks)]
     return PromptReport(notes, dropped)
 

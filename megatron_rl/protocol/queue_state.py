@@ -24,6 +24,39 @@ class UnfinishedGroup(msgspec.Struct, frozen=True):
 
     number: int
     prompt_id: str
+    stage: int = 0
+    """By whose rules it was sampled, and is generated again."""
+
+
+class StageState(msgspec.Struct, frozen=True):
+    """Where the stages of the run stand."""
+
+    first_steps: list[int]
+    """The first batch of each stage, as far as it is known."""
+    values: list[float]
+    """Of the metric that the next stage waits for, by batch."""
+
+
+class PromptVisits(msgspec.Struct, frozen=True):
+    """What the curriculum knows of a prompt."""
+
+    visits: int
+    """Groups of it that were counted."""
+    solved: int
+    """Of these, the latest ones in a row in which all completions were right."""
+    is_retired: bool
+
+
+class CurriculumState(msgspec.Struct, frozen=True):
+    """Where the curriculum stands."""
+
+    admitted_bands: int
+    window: list[tuple[int, int]]
+    """(right, graded completions) of the latest visits since a band was admitted, oldest first."""
+    prompts: dict[str, PromptVisits]
+    """By id."""
+    readmitted: int
+    """Prompts that were retired and are drawn again, so far."""
 
 
 class QueueState(msgspec.Struct, frozen=True, tag="QueueState"):
@@ -37,3 +70,6 @@ class QueueState(msgspec.Struct, frozen=True, tag="QueueState"):
     """Opened, but neither trained on nor counted as dropped: they are generated again."""
     evaluated: list[str]
     """Labels of the evaluations that are done."""
+    stages: StageState = StageState([0], [])
+    curriculum: CurriculumState | None = None
+    """None without one."""

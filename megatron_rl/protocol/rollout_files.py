@@ -101,6 +101,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     words: tuple[int, int] | None = None
     """Words of the file beside before its prompt ids, and before its token ids; None without
     queue.record_tokens."""
+    stage: int = 0
+    """Stage of the run by whose rules it was sampled and judged; 0: the configuration itself."""
 
 
 class RolloutFile(NamedTuple):

@@ -15,7 +15,8 @@ from megatron_rl.protocol.generator_messages import (
     Hold,
     RolloutFailed,
 )
-from megatron_rl.protocol.questions import normalized
+from megatron_rl.protocol.prompt import ChatMessage as ChatMessage
+from megatron_rl.protocol.prompt import LengthRule, Prompt
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.weight_messages import (
     Ack,
@@ -31,41 +32,6 @@ from megatron_rl.protocol.weight_messages import (
     Receive,
     Resume,
 )
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """A question with its reference answer."""
-
-    id: str
-    task: str
-    """How it is judged: "math", "exact", "reasoning_gym", "code", or one of reward.tasks."""
-    messages: list[ChatMessage]
-    answer: str
-    split: str = "train"
-    """"train" or "held_out"; never both for the same question."""
-    entry: str = ""
-    """JSON that the task's judge needs: the reasoning_gym entry, the tests of a program."""
-    language: str = ""
-    """Language that the response must be in, as "fr"; empty: that of the question."""
-    place: str = ""
-    """Where it was read, as file:line, for messages to the user."""
-
-    @property
-    def question(self) -> str:
-        """What the user wrote last."""
-        return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
-
-    @property
-    def normalized_question(self) -> str:
-        """Text that prompts with the same question share: case and spacing do not count."""
-        return normalized(" ".join(m.content for m in self.messages))
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -271,6 +237,9 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
     """The same for all completions of a group: what is drawn for grading is drawn by it."""
     prompt_tail: str = ""
     """As in Rollout."""
+    length_rule: LengthRule | None = None
+    """That of the stage by whose rules it was sampled; None: that of the stage with the longest
+    completions, by which evaluations are judged."""
 
 
 class ScoreDone(msgspec.Struct, frozen=True, tag="ScoreDone"):

@@ -34,8 +34,9 @@ def form_batch(
     config: TrainConfig,
     crediting: Crediting,
     dp_size: int,
+    more: Sequence[Metric] = (),
 ) -> list[RankBatch]:
-    """Each data-parallel rank's share of the batch; `dropped` only enters the metrics.
+    """Each data-parallel rank's share of the batch; `dropped` and `more` only enter the metrics.
 
     groups: sampled for it; replayed: others, which only count in metrics of their own.
     """
@@ -59,7 +60,7 @@ def form_batch(
                 )
             )
     metrics = MetricSet()
-    metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step)])
+    metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])
     return [
         RankBatch(step, rank, minibatches, metrics.entries() if rank == 0 else {})
         for rank, minibatches in enumerate(ranks)

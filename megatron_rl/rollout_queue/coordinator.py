@@ -7,7 +7,6 @@ Used by the rollout queue's server, which calls `handle` for every message, then
 import logging
 from collections.abc import Iterator
 
-from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.queue_state import QueueState
@@ -28,11 +27,11 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
-from megatron_rl.rollout_queue.batches import form_batch
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.classes import find_without_asking
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
+from megatron_rl.rollout_queue.formation import Formation
 from megatron_rl.rollout_queue.groups import NOT_NEEDED, Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.openings import Openings
@@ -73,7 +72,6 @@ class Coordinator:
         self._training = None
         if config.train.steps and not evaluate_only:
             self._training = TrainingGroups(prompts, config)
-        self._crediting = find_crediting(config.algorithm)
         self._groups = GroupBook()
         self._activity = ActivityLog(config, prompts, metrics, recorder)
         self._leases = Leases(config.queue)
@@ -97,6 +95,9 @@ class Coordinator:
             tellers=tellers,
         )
         self._replay = open_replay(config, prompts.held_out) if self._training else NoReplay()
+        self._formation = None
+        if self._training is not None:
+            self._formation = Formation(config, self._training, self._groups, self._replay)
         self._selection = Selection(config.algorithm, self._groups, tellers)
         self._failed = FailureCount(config.queue.max_failed_groups)
         self._patience = Patience(config, now)
@@ -204,6 +205,8 @@ class Coordinator:
     def _drop(self, group: Group, reason: str) -> None:
         """Release a training group that is not trained on; the reason appears in all metrics."""
         self._groups.drop(group, reason)
+        if self._training is not None:
+            self._training.note_dropped(group)
         self._recorder.write_dropped(group, reason)
         self._activity.add_dropped(reason)
 
@@ -324,34 +327,23 @@ class Coordinator:
         asked = self._desk.next_to_form()
         if asked is None or not self._evaluations.allows_batch(asked[0], self._published):
             return None
-        assert self._training is not None
-        step, dp_size = asked
-        numbers = self._training.choose_batch(self._groups, step)
-        if numbers is None:
+        assert self._formation is not None
+        formed = self._formation.form(*asked)
+        if formed is None:
             return None
         self._evaluations.note_batch()
-        groups, dropped = self._groups.take(numbers, step)
-        replayed = self._replay.draw(step, groups)
-        batch = form_batch(
-            step,
-            groups,
-            replayed=replayed,
-            dropped=dropped,
-            config=self._config.train,
-            crediting=self._crediting,
-            dp_size=dp_size,
-        )
-        self._desk.put(batch)
+        self._desk.put(formed.shares)
+        step, groups, reasons = formed.step, formed.groups, dict(formed.dropped.reasons)
         late, untaken = self._leases.late_rollouts, self._groups.untaken
         text = "batch of step %d: %d groups, dropped before it %s, %d open, %d late rollouts so far"
-        log.info(text, step, len(groups), dict(dropped.reasons), untaken, late)
+        log.info(text, step, len(groups), reasons, untaken, late)
         return step, groups
 
     def _next_lease(self, now: float) -> Outgoing | None:
         is_training = self._published >= 0 and self._finished_at is None
         next_step = max(self._desk.formed_steps, self._published) if is_training else None
         issued = self._leases.issue(
-            self._openings.rules(self._published),
+            self._openings.rules(self._published, next_step),
             lambda: self._openings.open(self._published, next_step),
             now,
         )
@@ -385,12 +377,19 @@ class Coordinator:
         is_late = now - self._finished_at > self._patience.dismissal_s
         self.is_over = self._desk.is_dismissed or is_late or bool(self._evaluate_only)
 
+    @property
+    def _wanted_groups(self) -> int:
+        """Sampled groups of the next batch."""
+        if self._training is None:
+            return self._config.sampled_groups
+        return self._training.schedule.at(self._desk.formed_steps).sampled_groups
+
     def describe(self, now: float) -> str:
         """One line on what is open where."""
         parts = [
             f"version {self._published} published",
             f"{self._groups.untaken - self._groups.complete} groups open, {self._groups.complete} "
-            f"complete of {self._config.sampled_groups} for a batch",
+            f"complete of {self._wanted_groups} for a batch",
             self._leases.describe(now),
             self._scoring.describe(now),
             f"batch asked for by data-parallel ranks {self._desk.waiting_ranks}",

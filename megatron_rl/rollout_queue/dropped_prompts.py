@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.render import Conversation, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -39,10 +40,12 @@ def find_dropped(
 ) -> list[DroppedPrompt]:
     """The prompts that generators could not render. Raises InputError for a bad tokenizer.
 
-    limits: tokens of a completion by the id of the prompt; others: sampling.max_new_tokens.
+    limits: tokens of a completion by the id of the prompt; others: the largest
+    sampling.max_new_tokens of the stages.
     """
     conversations = [Conversation(prompt.task, prompt.messages) for prompt in prompts]
-    default = config.sampling.max_new_tokens
+    # A prompt is drawn in any stage, so it must leave room for the longest completions of all.
+    default = longest_stage(config).sampling.max_new_tokens
     room = [(limits or {}).get(prompt.id, default) for prompt in prompts]
     refusals = call_in_child(
         find_refusals, config, conversations, room, what="rendering the prompts", limit_s=_RENDER_S

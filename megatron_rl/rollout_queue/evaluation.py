@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config, EvalConfig
 from megatron_rl.evaluation.figures import Figure, maj_figures, mean_figure, pass_figures
 from megatron_rl.evaluation.samples import ProblemSamples
@@ -46,9 +47,7 @@ class EvaluationSet:
 def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
     """All sets that are evaluated on, the held-out prompts first. Raises InputError."""
     own = config.eval
-    default = Sampling(
-        own.max_new_tokens or config.sampling.max_new_tokens, own.temperature, own.top_p
-    )
+    default = Sampling(_default_limit(config), own.temperature, own.top_p)
     sets = []
     if held_out := select_held_out(prompts.held_out, own):
         sets.append(EvaluationSet("", held_out, own.samples, default))
@@ -66,9 +65,14 @@ def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
     return sets
 
 
+def _default_limit(config: Config) -> int:
+    """Tokens of a completion: the same in all stages of a run, so that they can be compared."""
+    return config.eval.max_new_tokens or longest_stage(config).sampling.max_new_tokens
+
+
 def completion_limits(config: Config, prompts: PromptSets) -> dict[str, int]:
     """Tokens that a completion of each prompt that may be evaluated on can have, by its id."""
-    default = config.eval.max_new_tokens or config.sampling.max_new_tokens
+    default = _default_limit(config)
     limits = {prompt.id: default for prompt in prompts.held_out}
     for one in config.eval.sets:
         own = one.max_new_tokens or default

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import UnfinishedGroup
 from megatron_rl.protocol.types import ROUNDING_NATS, Prompt, Rollout, Sampling, ScoredRollout
 from megatron_rl.rollout_queue.admission import UntrainedGroup
@@ -46,6 +47,10 @@ class Group:
     sampling: Sampling
     size: int
     opened_version: int
+    stage: int = 0
+    """By whose rules it is sampled and judged, to its end."""
+    length_rule: LengthRule | None = None
+    """None: that of evaluations."""
     evaluation: str = ""
     """Label of the evaluation that it belongs to; empty for training."""
     needs_classes: bool = False
@@ -128,7 +133,7 @@ class DroppedGroups:
         """Count a group in."""
         self.tally.add(group.ordered)
         self.reasons[reason] += 1
-        self.unfinished.append(UnfinishedGroup(group.number, group.prompt.id))
+        self.unfinished.append(unfinished_of(group))
 
 
 class GroupBook:
@@ -136,8 +141,8 @@ class GroupBook:
 
     def __init__(self) -> None:
         self._untaken: dict[int, Group] = {}
-        self._in_training: Counter[int] = Counter()
-        """Groups by the step that trains on them."""
+        self._in_training: Counter[tuple[int, int]] = Counter()
+        """Groups by the step that trains on them, and their stage."""
         self._dropped = DroppedGroups()
         self._abandoned: list[UnfinishedGroup] = []
 
@@ -146,10 +151,19 @@ class GroupBook:
         """Groups that are open or complete and in no batch yet."""
         return len(self._untaken)
 
+    def untaken_of(self, stage: int) -> int:
+        """Those of a stage."""
+        return sum(group.stage == stage for group in self._untaken.values())
+
     @property
     def untrained(self) -> int:
         """Groups that hold a place of the admission bound."""
         return len(self._untaken) + self._in_training.total()
+
+    def untrained_of(self, stage: int) -> int:
+        """Those of a stage."""
+        taken = sum(count for (_, of), count in self._in_training.items() if of == stage)
+        return self.untaken_of(stage) + taken
 
     @property
     def complete(self) -> int:
@@ -170,11 +184,12 @@ class GroupBook:
         """Count a completion that its group goes on without."""
         self._dropped.completions[reason] += 1
 
-    def candidates(self) -> list[UntrainedGroup]:
-        """What admission needs to know of the groups in no batch."""
+    def candidates(self, stage: int = 0) -> list[UntrainedGroup]:
+        """What admission needs to know of the groups of a stage in no batch."""
         return [
             UntrainedGroup(group.opened_version, group.number, group.is_complete)
             for group in self._untaken.values()
+            if group.stage == stage
         ]
 
     def take(self, numbers: list[int], step: int) -> tuple[list[Group], DroppedGroups]:
@@ -183,14 +198,14 @@ class GroupBook:
         Returns them, and what is known of the groups dropped since the last call.
         """
         groups = [self._untaken.pop(number) for number in numbers]
-        self._in_training[step] += len(groups)
+        self._in_training.update((step, group.stage) for group in groups)
         dropped, self._dropped = self._dropped, DroppedGroups()
         return groups, dropped
 
     def finish_training(self, version: int) -> None:
         """A version is out: the groups of the steps before it are trained."""
-        for step in [step for step in self._in_training if step < version]:
-            del self._in_training[step]
+        for key in [key for key in self._in_training if key[0] < version]:
+            del self._in_training[key]
 
     def unfinished(self) -> list[UnfinishedGroup]:
         """Groups that are neither trained on nor counted as dropped, by number.
@@ -198,7 +213,7 @@ class GroupBook:
         Dropped groups are counted with the next batch only; abandoned ones count when a run that
         has ended is resumed for more steps.
         """
-        open_groups = [UnfinishedGroup(g.number, g.prompt.id) for g in self._untaken.values()]
+        open_groups = [unfinished_of(group) for group in self._untaken.values()]
         groups = [*open_groups, *self._dropped.unfinished, *self._abandoned]
         return sorted(groups, key=lambda group: group.number)
 
@@ -207,9 +222,14 @@ class GroupBook:
         groups = list(self._untaken.values())
         for group in groups:
             group.is_abandoned = True
-        self._abandoned += [UnfinishedGroup(group.number, group.prompt.id) for group in groups]
+        self._abandoned += [unfinished_of(group) for group in groups]
         self._untaken.clear()
         return groups
+
+
+def unfinished_of(group: Group) -> UnfinishedGroup:
+    """What a checkpoint keeps of a group that is not trained on."""
+    return UnfinishedGroup(group.number, group.prompt.id, group.stage)
 
 
 def find_fault(rollout: Rollout) -> str:

@@ -19,7 +19,7 @@ _QUESTIONS = ("messages", "prompt", "question", "problem")
 _EXPECTED = (
     'expected one JSON object a line: {"question": "...", "answer": "..."}, or "messages": '
     '[{"role": "user", "content": "..."}] in place of the question; with optional "task", '
-    '"split" ("train" or "held_out"), "id", "entry", "language"'
+    '"split" ("train" or "held_out"), "id", "entry", "language", "pass_rate" (0 to 1)'
 )
 
 
@@ -38,6 +38,8 @@ class _Line(msgspec.Struct, frozen=True):
     """Empty: chosen by a hash of the question."""
     entry: str = ""
     language: str = ""
+    pass_rate: float | None = None
+    """From 0 to 1; for the curriculum."""
 
     @property
     def conversation(self) -> list[ChatMessage]:
@@ -80,6 +82,8 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> Prompt:
         raise InputError(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
     if not line.conversation:
         raise InputError(f"{place}: there is no question; {_EXPECTED}")
+    if line.pass_rate is not None and not 0 <= line.pass_rate <= 1:
+        raise InputError(f'{place}: "pass_rate" is {line.pass_rate:g}; expected 0 to 1')
     return Prompt(
         id=str(line.id) or f"{path.stem}:{number}",
         task=line.task or task,
@@ -88,6 +92,7 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> Prompt:
         split=line.split,
         entry=line.entry,
         language=line.language,
+        pass_rate=line.pass_rate,
         place=place,
     )
 

@@ -31,12 +31,15 @@ class Openings:
         self.count = evaluations.first_number
         """Groups opened so far; new ones get numbers from here on."""
 
-    def rules(self, published: int) -> LeaseRules:
+    def rules(self, published: int, next_step: int | None) -> LeaseRules:
         """Which generators may take which groups while that version is the published one."""
+        staleness = self._config.max_staleness
+        if self._training is not None and next_step is not None:
+            staleness = self._training.lowest_staleness(next_step)
         evaluators = self._evaluations.evaluators
         return LeaseRules(
             published,
-            self._config.max_staleness,
+            staleness,
             self._config.strict_staleness,
             evaluators.names,
             evaluators.version,
@@ -48,16 +51,16 @@ class Openings:
         Training groups are opened while an evaluation waits for its last completions, too.
         next_step: the first step that a new group could be trained in; None when training is over.
         """
-        rules = self.rules(published)
+        rules = self.rules(published, next_step)
         if self._evaluations.has_unopened and self._has_room(rules, is_evaluation=True):
             group = self._evaluations.open_group(self.count)
         elif (
             next_step is not None
             and self._training is not None
-            and self._training.is_due(self._book, next_step)
+            and (stage := self._training.due_stage(self._book, next_step, published)) is not None
             and self._has_room(rules, is_evaluation=False)
         ):
-            group = self._training.open(self.count, published)
+            group = self._training.open(self.count, published, stage)
             self._book.open(group)
         else:
             return None

@@ -6,13 +6,14 @@ Used by the rollout queue, and by tools that need the same split.
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import EvalSet
 from megatron_rl.config.lookup import find_function
-from megatron_rl.config.tree import PromptSource
+from megatron_rl.config.tree import Config, PromptSource
 from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED
@@ -36,6 +37,15 @@ class PromptSets:
     """Prompts left out because they cannot be rendered."""
     eval_sets: dict[str, list[Prompt]] = dataclasses.field(default_factory=dict)
     """By name, in the order of the configuration."""
+    sources: tuple[int, ...] = ()
+    """Numbers in the configuration of the sources that have train prompts; empty: all have."""
+
+    def weights_of(self, config: Config) -> list[float]:
+        """The weights that a configuration gives the sources that have train prompts."""
+        if not config.prompts:
+            return self.weights
+        used = self.sources or range(len(self.train))
+        return [config.prompts[source].weight for source in used]
 
     @property
     def all(self) -> list[Prompt]:
@@ -96,6 +106,7 @@ def load_prompts(
         held_out,
         removed,
         eval_sets=evaluated,
+        sources=tuple(used),
     )
     return without(sets, dropped)
 
@@ -135,6 +146,7 @@ def without(sets: PromptSets, dropped: frozenset[str]) -> PromptSets:
         held_out,
         sets.duplicates_removed,
         eval_sets=eval_sets,
+        sources=tuple(sets.sources[i] for i in used) if sets.sources else (),
     )
     left_out = len(sets.all) - len(kept.all)
     return dataclasses.replace(kept, dropped=sets.dropped + left_out)
@@ -166,10 +178,21 @@ def _interleave(lists: list[list[Prompt]]) -> list[Prompt]:
     return [items[i] for i in range(longest) for items in lists if i < len(items)]
 
 
+class MayDraw(Protocol):
+    """Which prompts are drawn at all."""
+
+    def __call__(self, prompt: Prompt) -> bool:
+        """Whether this one is."""
+
+    def count(self, source: int) -> int:
+        """How many of a source are."""
+
+
 class PromptStream:
     """Endless train prompts: a source by weight, then the next of its shuffled epoch.
 
-    The n-th prompt depends on seed, n and the prompts only, so a restored stream continues exactly.
+    The n-th prompt depends on seed, n, the prompts, the weights and which prompts were passed over
+    only, so a restored stream continues exactly.
     """
 
     def __init__(self, sets: PromptSets, seed: int) -> None:
@@ -182,20 +205,37 @@ class PromptStream:
             for source, prompts in enumerate(sets.train)
         ]
 
-    def next(self) -> Prompt:
-        """The next train prompt. Raises InputError where there are none."""
+    def next(
+        self, weights: Sequence[float] | None = None, may_draw: MayDraw | None = None
+    ) -> Prompt:
+        """The next train prompt. Raises InputError where there are none.
+
+        weights: of the sources; None: those of the configuration. may_draw: which prompts are not
+        passed over; None: all are drawn.
+        """
         if not self._sets.train:
             raise InputError(
                 'there are no train prompts: lines need "split": "train", and a question that '
                 "is not held out"
             )
-        sources = range(len(self._sets.train))
+        weights = list(self._sets.weights if weights is None else weights)
+        if may_draw is not None:
+            weights = [w * bool(may_draw.count(place)) for place, w in enumerate(weights)]
+        if not any(weights):
+            raise InputError(
+                "no source with a weight above 0 has a train prompt that may be drawn: raise "
+                "prompts.weight, or the weight that the stage gives, or lower curriculum.bands"
+            )
         chance = random.Random(f"{self._seed}/draw/{self._draws}")
-        source = chance.choices(sources, weights=self._sets.weights)[0]
-        index = self._epochs[source].at(self._taken[source])
+        source = chance.choices(range(len(weights)), weights=weights)[0]
         self._draws += 1
-        self._taken[source] += 1
-        return self._sets.train[source][index]
+        while True:
+            index = self._epochs[source].at(self._taken[source])
+            self._taken[source] += 1
+            prompt = self._sets.train[source][index]
+            # Ends within two epochs: the source has a prompt that may be drawn.
+            if may_draw is None or may_draw(prompt):
+                return prompt
 
     def state(self) -> PromptCursor:
         """Where the stream stands."""

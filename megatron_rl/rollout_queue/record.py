@@ -236,4 +236,5 @@ def _record(entry: _Entry, words: tuple[int, int] | None, times: RolloutTimes) -
         spans=[RecordedSpan(span.version, span.start, span.end) for span in rollout.spans],
         times=times,
         words=words,
+        stage=group.stage,
     )

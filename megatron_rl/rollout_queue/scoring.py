@@ -99,6 +99,7 @@ class Scoring:
             language=prompt.language,
             seed=group.sampling.seed,
             prompt_tail=rollout.prompt_tail,
+            length_rule=group.length_rule,
         )
         self._put(_Pending(group, rollout, request, self._lanes_of_task[prompt.task]))
 

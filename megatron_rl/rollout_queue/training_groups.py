@@ -3,19 +3,32 @@
 Used by the rollout queue.
 """
 
-import collections
 import logging
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.staging import name_of
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
-from megatron_rl.protocol.types import Prompt, Sampling
+from megatron_rl.protocol.types import Prompt, RankBatch, Sampling
 from megatron_rl.rollout_queue import admission
+from megatron_rl.rollout_queue.curriculum import Curriculum, Visit
 from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream
+from megatron_rl.rollout_queue.schedule import Schedule, length_rule
 
 log = logging.getLogger(__name__)
+
+
+class _Again(NamedTuple):
+    """A group that a resumed run generates again."""
+
+    number: int
+    prompt: Prompt
+    stage: int
 
 
 class TrainingGroups:
@@ -24,76 +37,141 @@ class TrainingGroups:
     def __init__(self, prompts: PromptSets, config: Config) -> None:
         self._config = config
         self._prompts = prompts
+        self.schedule = Schedule(config)
         self._stream = PromptStream(prompts, config.run.seed)
         self._crediting = find_crediting(config.algorithm)
-        self._again: collections.deque[tuple[int, Prompt]] = collections.deque()
+        self._again: list[_Again] = []
+        self._curriculum = None
+        if config.curriculum.is_on:
+            self._curriculum = Curriculum(config.curriculum, prompts)
 
-    def open(self, number: int, version: int) -> Group:
-        """The next group, opened under the published `version`; `number` is for a new one.
+    def open(self, number: int, version: int, stage: int = 0) -> Group:
+        """The next group, opened under the published `version` by the rules of a stage.
 
-        With queue.strict_staleness no token of the group is older; without it a generator that
-        lags may sample it (`admission.py` says how far).
+        number: for a new one. With queue.strict_staleness no token of the group is older than the
+        version; without it a generator that lags may sample it (`admission.py` says how far).
         """
-        if self._again:
-            number, prompt = self._again.popleft()
+        config = self.schedule.stages[stage]
+        again = self._pop_again(stage)
+        if again is not None:
+            number, prompt = again.number, again.prompt
         else:
-            prompt = self._stream.next()
-        sampling = self._config.sampling
+            prompt = self._draw(self._prompts.weights_of(config))
         return Group(
             number,
             prompt,
             Sampling(
-                sampling.max_new_tokens,
-                sampling.temperature,
-                sampling.top_p,
-                seed=_group_seed(self._config.run.seed, number),
+                config.sampling.max_new_tokens,
+                config.sampling.temperature,
+                config.sampling.top_p,
+                seed=_group_seed(config.run.seed, number),
             ),
-            self._config.train.group_size,
+            config.train.group_size,
             version,
+            stage=stage,
+            length_rule=length_rule(config),
             needs_classes=self._crediting.needs_classes,
             flat_on=self._crediting.flat_on,
         )
 
-    def is_due(self, book: GroupBook, next_step: int) -> bool:
-        """Whether one more group keeps the bound of staleness and is needed from next_step on."""
-        train = self._config.train
-        return admission.may_open_group(
-            book.untrained,
-            max_staleness=self._config.queue.max_staleness,
-            groups_per_batch=self._config.sampled_groups,
-        ) and admission.is_group_needed(
-            book.untaken,
-            next_step=next_step,
-            steps=train.steps,
-            groups_per_batch=self._config.sampled_groups,
-        )
+    def _draw(self, weights: Sequence[float]) -> Prompt:
+        if self._curriculum is not None:
+            self._curriculum.make_room(weights)
+        return self._stream.next(weights, self._curriculum)
+
+    def _pop_again(self, stage: int) -> _Again | None:
+        """The next group that a stage generates again.
+
+        Its own, or one of an earlier stage whose batches are all formed: nothing of it is sampled
+        yet, and its prompt does not vanish.
+        """
+        for place, again in enumerate(self._again):
+            if again.stage <= stage:
+                return self._again.pop(place)
+        return None
+
+    def due_stage(self, book: GroupBook, next_step: int, published: int) -> int | None:
+        """The stage of which one more group is needed from next_step on; None: of no stage.
+
+        A group keeps the bound of staleness. First those of the batch that is formed next; of the
+        stage after it, as soon as its first batch is within the bound.
+        """
+        for stage in self.schedule.open_stages(next_step):
+            config = self.schedule.stages[stage]
+            first = self.schedule.first_step(stage)
+            assert first is not None
+            if admission.may_open_group(
+                book.untrained_of(stage),
+                # The batches before its first one have no room for it.
+                max_staleness=config.queue.max_staleness - max(0, first - published),
+                groups_per_batch=config.sampled_groups,
+            ) and admission.is_group_needed(
+                book.untaken_of(stage),
+                next_step=max(next_step, first),
+                steps=self.schedule.end_step(stage),
+                groups_per_batch=config.sampled_groups,
+            ):
+                return stage
+        return None
+
+    def lowest_staleness(self, next_step: int) -> int:
+        """Versions that a generator may lag, whichever stage a group is of that it gets."""
+        stages = self.schedule.open_stages(next_step)
+        return min(self.schedule.stages[stage].queue.max_staleness for stage in stages)
 
     def choose_batch(self, book: GroupBook, step: int) -> list[int] | None:
-        """Numbers of the groups of batch `step`; None to wait."""
+        """Numbers of the groups of batch `step`, all of its stage; None to wait."""
+        config = self.schedule.at(step)
         return admission.choose_batch(
-            book.candidates(),
+            book.candidates(self.schedule.stage_at(step)),
             step=step,
-            groups_per_batch=self._config.sampled_groups,
-            max_staleness=self._config.queue.max_staleness,
-            is_strict=self._config.queue.strict_staleness,
+            groups_per_batch=config.sampled_groups,
+            max_staleness=config.queue.max_staleness,
+            is_strict=config.queue.strict_staleness,
         )
+
+    def note_dropped(self, group: Group) -> None:
+        """Tell the curriculum of a dropped group at once: it may have to draw other prompts before
+        there is a batch at all."""
+        if self._curriculum is not None:
+            self._curriculum.note([_visit_of(group)])
+
+    def note_trained(self, groups: Sequence[Group]) -> None:
+        """Tell the curriculum of the groups of a batch, which counts those dropped before it."""
+        if self._curriculum is not None:
+            self._curriculum.note(map(_visit_of, groups))
+            self._curriculum.settle()
+
+    def metrics(self, step: int) -> list[Metric]:
+        """Of a batch: its stage, and what the curriculum draws from after it."""
+        of_curriculum = self._curriculum.metrics() if self._curriculum is not None else []
+        return [*self.schedule.metrics(step), *of_curriculum]
+
+    def note_batch(self, batch: RankBatch, book: GroupBook) -> None:
+        """A batch is formed: a stage that waits for a plateau may be next."""
+        self.schedule.note_batch(batch, book.untaken_of(self.schedule.stage_at(batch.step)))
 
     def state(
         self, step: int, book: GroupBook, *, groups_opened: int, evaluated: list[str]
     ) -> QueueState:
         """The state of the queue when batch number `step` is trained on and no later one formed."""
-        again = [UnfinishedGroup(number, prompt.id) for number, prompt in self._again]
+        again = [UnfinishedGroup(number, prompt.id, stage) for number, prompt, stage in self._again]
         return QueueState(
             step=step,
             cursor=self._stream.state(),
             groups_opened=groups_opened,
             unfinished=sorted(book.unfinished() + again, key=lambda group: group.number),
             evaluated=evaluated,
+            stages=self.schedule.state(),
+            curriculum=self._curriculum.state() if self._curriculum is not None else None,
         )
 
     def restore(self, state: QueueState) -> None:
         """Go on where the state was taken. Raises InputError when the prompts are others."""
         self._stream.restore(state.cursor)
+        self.schedule.restore(state.stages, state.step)
+        if self._curriculum is not None and state.curriculum is not None:
+            self._curriculum.restore(state.curriculum)
         by_id = {prompt.id: prompt for prompts in self._prompts.train for prompt in prompts}
         for group in state.unfinished:
             if group.prompt_id not in by_id:
@@ -101,10 +179,25 @@ class TrainingGroups:
                     f"the saved state of the queue names the prompt {group.prompt_id!r}, which the "
                     "prompt sources lack: resume with the prompts of the saved run"
                 )
-            self._again.append((group.number, by_id[group.prompt_id]))
+            self._again.append(_Again(group.number, by_id[group.prompt_id], group.stage))
         log.info(
             "resumed after step %d: %d groups are generated again", state.step, len(self._again)
         )
+
+
+def check_draws(prompts: PromptSets, config: Config) -> None:
+    """Raise InputError for a stage that would find no prompt to draw."""
+    for stage in range(len(config.stages) + 1):
+        try:
+            TrainingGroups(prompts, config).open(0, version=0, stage=stage)
+        except InputError as error:
+            where = f"{name_of(config, stage)}: " if config.stages else ""
+            raise InputError(f"{where}{error}") from error
+
+
+def _visit_of(group: Group) -> Visit:
+    right = sum(scored.score.is_correct for scored in group.scored.values())
+    return Visit(group.prompt.id, right, graded=len(group.scored), size=group.size)
 
 
 def _group_seed(run_seed: int, number: int) -> int:

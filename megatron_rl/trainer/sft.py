@@ -23,6 +23,7 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
@@ -93,8 +94,11 @@ def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
     rows = [row for row in rows if row["source"] == "trainer"]
     trained = sum(row.get("train/padded_tokens", 0.0) for row in rows)
     groups = ("queue/groups_trained", "queue/groups_dropped_flat")
+    sizes = [stage.train.group_size for stage in resolve_stages(cfg)]
     generated = sum(
-        sum(row[name] for name in groups) * cfg.train.group_size * row["rollout/length_tokens"]
+        sum(row[name] for name in groups)
+        * sizes[int(row.get("queue/stage", 0))]
+        * row["rollout/length_tokens"]
         for row in rows
         if "rollout/length_tokens" in row
     )

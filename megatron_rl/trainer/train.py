@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
+from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import failures_noted, run_main, set_up_logging
@@ -82,9 +83,13 @@ def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
     objective = find_objective(cfg.algorithm, cfg.sampling.temperature)
     with open_policy(cfg) as policy:
-        total_steps = cfg.train.steps * cfg.train.minibatches
         trainer = Trainer(
-            policy, objective, cfg.optimizer, total_steps, train=cfg.train, run_dir=cfg.run.dir
+            policy,
+            objective,
+            cfg.optimizer,
+            optimizer_steps(cfg),
+            train=cfg.train,
+            run_dir=cfg.run.dir,
         )
         with (
             open_batches(cfg, policy) as batches,

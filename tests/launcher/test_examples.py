@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_rl.config.files import load_config
+from megatron_rl.config.staging import resolve_stages
 from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
 
@@ -74,6 +75,22 @@ def test_an_example_fits_the_gpus_that_it_names(tmp_path: Path, example: Example
     # All GPUs are used, and no publish is longer than its deadline.
     assert not [text for text in plan.advice if "idle" in text or "deadline_s" in text]
     place(config, hosts=example.hosts, gpus_per_host=example.gpus_per_host)
+
+
+def test_the_staged_example_follows_the_papers_schedule(tmp_path: Path) -> None:
+    shape = next(example.shape for example in SLURM if example.name == "magistral_24b")
+    (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape}))
+    config = load_config(EXAMPLES / "magistral_stages.toml", [f"model.path={tmp_path}"])
+    plan = make_plan(config, Hardware(gpus=128))
+    assert plan.problems == ()
+    stages = resolve_stages(config)
+    free_of_penalty = [s.sampling.max_new_tokens - s.reward.length_margin_tokens for s in stages]
+    assert free_of_penalty == [16 * 1024, 24 * 1024, 32 * 1024]
+    assert [stage.plan.step.sequences for stage in plan.stages] == [8192, 4096, 2048]
+    # The longest completions and 2,048 tokens of prompt: so many fit into 500,000 tokens of cache.
+    held = [stage.plan.kv_tokens // stage.plan.context_tokens for stage in plan.stages]
+    assert held == [500_000 // (length * 1024 + 4096 + 2048) for length in (16, 24, 32)]
+    place(config, hosts=16, gpus_per_host=8)
 
 
 @pytest.mark.parametrize("example", SLURM, ids=lambda example: example.name)

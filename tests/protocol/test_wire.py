@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
-from megatron_rl.protocol.queue_state import PromptCursor, QueueState, UnfinishedGroup
+from megatron_rl.protocol.prompt import LengthRule
+from megatron_rl.protocol.queue_state import (
+    CurriculumState,
+    PromptCursor,
+    PromptVisits,
+    QueueState,
+    StageState,
+    UnfinishedGroup,
+)
 from megatron_rl.protocol.types import (
     AnyMessage,
     ChatMessage,
@@ -64,7 +72,11 @@ def examples() -> list[Any]:
     special = [
         RolloutDone(rollout), Lease(1, prompt, [0, 3], Sampling(8, 0.0)), batch,
         ScoreDone(5, Score(1.0, {"format": 0.1}, "correct")),
-        QueueState(6, PromptCursor(9, [9], [4], 1), 12, [UnfinishedGroup(11, "id")], ["before"]),
+        QueueState(
+            6, PromptCursor(9, [9], [4], 1), 12, [UnfinishedGroup(11, "id", 1)], ["before"],
+            StageState([0, 5], [0.25]),
+            CurriculumState(1, [(3, 4)], {"id": PromptVisits(2, 1, False)}, 0),
+        ),
     ]  # fmt: skip
     kinds = set(map(type, special))
     return special + [plain(kind) for kind in get_args(AnyMessage) if kind not in kinds]
@@ -76,6 +88,7 @@ def plain(kind: type) -> Any:
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
         list[int]: [0, -1],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
+        LengthRule | None: LengthRule(8, 2, 0.1),
     }  # fmt: skip
     return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})
 

@@ -1,8 +1,10 @@
 import math
 
+import msgspec
 import pytest
 
 from megatron_rl.config.reward import ExtraReward, TaskConfig
+from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Score, ScoreRequest
 from tests.verification.requests import RULES, boxed, make_request, make_rules
 from verification.draft import Draft
@@ -31,6 +33,15 @@ def test_length_penalty_follows_the_paper(n_tokens: int, penalty: float) -> None
 def test_length_penalty_without_margin_is_nothing() -> None:
     assert length_penalty(100, 100, 0) == 0.0
     assert length_penalty(101, 100, 0) == 0.0
+
+
+def test_a_request_may_bring_its_own_length_rule() -> None:
+    # 30 tokens of a margin of 50 beyond 150; the configured rule, with its limit of 100, has no
+    # margin.
+    request = make_request(boxed("7"), completion_tokens=180)
+    staged = msgspec.structs.replace(request, length_rule=LengthRule(200, 50, 0.2))
+    assert score(request, RULES).parts["length"] == 0.0
+    assert math.isclose(score(staged, RULES).parts["length"], -0.2 * 30 / 50)
 
 
 def test_right_answer_gets_both_rewards() -> None:

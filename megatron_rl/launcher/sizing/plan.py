@@ -3,9 +3,10 @@
 Used by `megatron-rl plan`. Pure, but that it reads the model's config.json.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.staging import longest_stage, name_of, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.sizing.fit import HOST_GPUS, nearest_engine_fit, nearest_fit
 from megatron_rl.launcher.sizing.flops import (
@@ -84,6 +85,8 @@ class SizingPlan:
     """Why the run cannot work as it is."""
     advice: tuple[str, ...]
     """What could be better."""
+    stages: "tuple[PlannedStage, ...]" = ()
+    """With the configuration itself as the first; empty for a run without stages."""
 
     @property
     def free_bytes(self) -> int:
@@ -94,6 +97,20 @@ class SizingPlan:
     def kv_completions(self) -> int:
         """Completions of context_tokens that an engine's KV cache could hold at once."""
         return self.engine.kv_tokens // self.context_tokens
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """The figures of a stage of the run."""
+
+    name: str
+    begins: str
+    max_new_tokens: int
+    minibatches: int
+    max_staleness: int
+    plan: SizingPlan
+    """Of a run that is all this stage, with a context that just holds its longest completions: its
+    prompts have the room that those of all stages have."""
 
 
 def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None) -> SizingPlan:
@@ -119,6 +136,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         bytes_per_s=hardware.bytes_per_s,
     )
     step = _step(shape, config, hardware, mean)
+    stages = _stages(config, hardware, mean_tokens) if config.stages else ()
     return SizingPlan(
         parameters=model_parameters(shape),
         active_parameters=active_parameters(shape),
@@ -138,9 +156,46 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
             *_engine_problems(shape, config, engine, gpu),
             *_sharing_problems(config, trainer, engine, gpu),
             *_count_problems(config, hardware.gpus),
+            *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
         advice=tuple(_advice(config, hardware.gpus, step, publish)),
+        stages=stages,
     )
+
+
+def _stages(
+    config: Config, hardware: Hardware, mean_tokens: int | None
+) -> tuple[PlannedStage, ...]:
+    """The plan of each stage as if it were the whole run, but for its GPUs."""
+    prompt_room = config.generator.context_tokens - longest_stage(config).sampling.max_new_tokens
+    found = []
+    for number, stage in enumerate(resolve_stages(config)):
+        limit = stage.sampling.max_new_tokens
+        generator = stage.generator.model_copy(update={"context_tokens": prompt_room + limit})
+        sized = stage.model_copy(update={"generator": generator})
+        found.append(
+            PlannedStage(
+                name=name_of(config, number),
+                begins=begins(config, number),
+                max_new_tokens=limit,
+                minibatches=stage.train.minibatches,
+                max_staleness=stage.queue.max_staleness,
+                plan=make_plan(sized, replace(hardware, gpus=None), mean_tokens),
+            )
+        )
+    return tuple(found)
+
+
+def begins(config: Config, stage: int) -> str:
+    """When a stage begins, for people."""
+    if not stage:
+        return "batch 0"
+    trigger = config.stages[stage - 1]
+    if trigger.plateau is not None:
+        return f"plateau of {trigger.plateau.metric.removeprefix('rollout/')}"
+    at_step = trigger.at_step
+    never = at_step is not None and at_step >= config.train.steps
+    return f"batch {at_step}" + (" (never: train.steps)" if never else "")
 
 
 def _generator_gpus(config: Config) -> int:

@@ -1,14 +1,16 @@
 """`megatron-rl plan CONFIG`: prints the figures of a configuration before anything is started."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_rl.launcher.sizing.gpus import GIB
-from megatron_rl.launcher.sizing.plan import SizingPlan
+from megatron_rl.launcher.sizing.plan import PlannedStage, SizingPlan
+
+_STAGE_FIELDS = ("name", "begins", "max_new_tokens", "minibatches", "max_staleness")
 
 
 def print_plan(plan: SizingPlan, console: Console, *, as_json: bool) -> None:
@@ -20,6 +22,8 @@ def print_plan(plan: SizingPlan, console: Console, *, as_json: bool) -> None:
     for name, value in (*_model_rows(plan), *_trainer_rows(plan), *_other_rows(plan)):
         table.add_row(name, value)
     console.print(table, markup=False)
+    if plan.stages:
+        console.print(_stage_table(plan), markup=False)
     for text in plan.problems:
         console.print(f"does not work: {text}", markup=False, highlight=False, soft_wrap=True)
     for text in plan.advice:
@@ -36,7 +40,44 @@ def as_tree(plan: SizingPlan) -> dict:
     tree["step"]["flops"]["total"] = plan.step.flops.total
     tree["engine"]["kv_tokens"] = plan.engine.kv_tokens
     tree["kv_completions"] = plan.kv_completions
+    tree["stages"] = [
+        {field: getattr(stage, field) for field in _STAGE_FIELDS} | {"plan": as_tree(stage.plan)}
+        for stage in plan.stages
+    ]
     return tree
+
+
+def _stage_table(plan: SizingPlan) -> Table:
+    """A column a stage: its batch, and the memory that it needs."""
+    names = [stage.name.removeprefix("stage ") for stage in plan.stages]
+    table = Table(
+        Column("stage", no_wrap=True), *names, title="stages of the run", title_justify="left"
+    )
+    for name, values in _stage_rows(plan.stages):
+        table.add_row(name, *values)
+    return table
+
+
+def _stage_rows(stages: Sequence[PlannedStage]) -> Iterable[tuple[str, list[str]]]:
+    plans = [stage.plan for stage in stages]
+    yield "begins with", [stage.begins for stage in stages]
+    yield "sampling.max_new_tokens", [f"{stage.max_new_tokens:,}" for stage in stages]
+    yield "sequences of a batch", [f"{plan.step.sequences:,}" for plan in plans]
+    yield "  tokens of each (assumed mean)", [f"{plan.step.mean_tokens:,}" for plan in plans]
+    yield "minibatches of a batch", [str(stage.minibatches) for stage in stages]
+    yield "microbatches of a replica", [f"{plan.step.microbatches:,}" for plan in plans]
+    yield "queue.max_staleness", [str(stage.max_staleness) for stage in stages]
+    yield (
+        "  sequences untrained, at most",
+        [f"{(stage.max_staleness + 1) * stage.plan.step.sequences:,}" for stage in stages],
+    )
+    yield "seconds of a step", [f"{plan.step.seconds:.1f}" for plan in plans]
+    yield "fullest trainer rank", [_gib(plan.trainer.total) for plan in plans]
+    yield "  free", [_gib(plan.free_bytes) for plan in plans]
+    yield (
+        "longest ones in generator.kv_tokens",
+        [str(plan.kv_tokens // plan.context_tokens) for plan in plans],
+    )
 
 
 def _model_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:

@@ -13,6 +13,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher import cli
 from megatron_rl.launcher.sizing.gpus import GIB, GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, SizingPlan, make_plan
+from megatron_rl.launcher.sizing.report import as_tree
 from megatron_rl.protocol.process import EXIT_BAD_INPUT
 
 # Llama 3.1 8B, as published.
@@ -203,3 +204,40 @@ def test_it_loads_no_framework() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_each_stage_is_planned_with_its_own_batch_and_lengths(config_path: Path) -> None:
+    text = config_path.read_text()
+    config_path.write_text(
+        text
+        + """
+[[stages]]
+name = "longer"
+at_step = 50
+sampling = {max_new_tokens = 6144}
+train = {groups_per_batch = 8}
+
+[[stages]]
+at_step = 100
+queue = {max_staleness = 1}
+"""
+    )
+    plan = planned(config_path, "train.microbatch_tokens=4096", "train.steps=90")
+    first, second, third = plan.stages
+    # Prompts have 8192 - 6144 tokens; stage 0 has completions of 1024.
+    assert [stage.plan.context_tokens for stage in plan.stages] == [3072, 8192, 8192]
+    assert [stage.plan.step.sequences for stage in plan.stages] == [256, 128, 128]
+    assert [stage.plan.step.mean_tokens for stage in plan.stages] == [1536, 4096, 4096]
+    # A microbatch of 4096 tokens holds no sequence of 8192: it is one of its own.
+    assert second.plan.trainer.activations == plan.trainer.activations
+    assert first.plan.trainer.activations < second.plan.trainer.activations
+    assert [stage.begins for stage in plan.stages] == [
+        "batch 0", "batch 50", "batch 100 (never: train.steps)",
+    ]  # fmt: skip
+    assert third.max_staleness == 1 and plan.problems == ()
+    tree = as_tree(plan)
+    assert [stage["plan"]["step"]["sequences"] for stage in tree["stages"]] == [256, 128, 128]
+    small = planned(config_path, "generator.kv_tokens=8000")
+    assert any(
+        text.startswith("stage 1 (longer): generator.kv_tokens=8000") for text in small.problems
+    )

@@ -1,0 +1,52 @@
+"""A prompt, and how the length of its completions is judged. Imported by every process."""
+
+import msgspec
+
+from megatron_rl.protocol.questions import normalized
+
+
+class LengthRule(msgspec.Struct, frozen=True):
+    """The soft penalty near the length limit (`verification/score.py`)."""
+
+    max_tokens: int
+    """The paper's l_max."""
+    margin_tokens: int
+    """The paper's l_cache; 0: no penalty."""
+    largest: float
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A question with its reference answer."""
+
+    id: str
+    task: str
+    """How it is judged: "math", "exact", "reasoning_gym", "code", or one of reward.tasks."""
+    messages: list[ChatMessage]
+    answer: str
+    split: str = "train"
+    """"train" or "held_out"; never both for the same question."""
+    entry: str = ""
+    """JSON that the task's judge needs: the reasoning_gym entry, the tests of a program."""
+    language: str = ""
+    """Language that the response must be in, as "fr"; empty: that of the question."""
+    pass_rate: float | None = None
+    """Share of completions that were right when the prompts were graded before; None: unknown."""
+    place: str = ""
+    """Where it was read, as file:line, for messages to the user."""
+
+    @property
+    def question(self) -> str:
+        """What the user wrote last."""
+        return next((m.content for m in reversed(self.messages) if m.role == "user"), "")
+
+    @property
+    def normalized_question(self) -> str:
+        """Text that prompts with the same question share: case and spacing do not count."""
+        return normalized(" ".join(m.content for m in self.messages))

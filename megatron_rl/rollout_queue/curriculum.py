@@ -1,0 +1,199 @@
+"""Which train prompts are drawn: solved ones are retired, harder bands admitted. Pure.
+
+Used by the rollout queue. A checkpoint holds what was known when the last batch was formed, and the
+groups that were dropped since: a resumed run generates these again and learns of them then. So no
+group is counted twice, and from the same state and the same verdicts the same prompts are drawn.
+"""
+
+import collections
+import logging
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from megatron_rl.config.curriculum import CurriculumConfig
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.queue_state import CurriculumState, PromptVisits
+from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.prompts import PromptSets
+
+log = logging.getLogger(__name__)
+
+_ALWAYS, _NEVER = -1, -2
+"""Bands of prompts without a pass rate, and of those below the last band."""
+_UNVISITED = PromptVisits(visits=0, solved=0, is_retired=False)
+
+
+class Visit(NamedTuple):
+    """What became of one group."""
+
+    prompt_id: str
+    right: int
+    graded: int
+    """Completions with a score."""
+    size: int
+    """Completions of the group."""
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether all completions were right; one without a score leaves it open."""
+        return self.right == self.size
+
+
+class Curriculum:
+    """Statistics by prompt, and which prompts follow from them."""
+
+    def __init__(self, config: CurriculumConfig, sets: PromptSets) -> None:
+        """Raises InputError where bands name pass rates that no prompt has."""
+        self._config = config
+        self._sets = sets
+        self._source_of = {p.id: n for n, prompts in enumerate(sets.train) for p in prompts}
+        self._band_of = {
+            p.id: _band(p.pass_rate, config.bands) for prompts in sets.train for p in prompts
+        }
+        self._visits: dict[str, PromptVisits] = {}
+        self._window: collections.deque[tuple[int, int]]
+        self._window = collections.deque(maxlen=config.window_visits)
+        self._admitted = 1
+        self._readmitted = 0
+        self._counts = self._count_active()
+        self._settled = self._current()
+        bands = self._band_of.values()
+        if config.bands and bands and all(band == _ALWAYS for band in bands):
+            raise InputError(
+                f"curriculum.bands={config.bands} go by the pass rates of prompts, and no train "
+                'prompt has one: add "pass_rate" to its line, or set curriculum.bands=[]'
+            )
+        never = sum(band == _NEVER for band in bands)
+        if never:
+            log.info("%d prompts are below curriculum.bands=%s: never drawn", never, config.bands)
+
+    # --- drawing --------------------------------------------------------------------------------
+
+    def __call__(self, prompt: Prompt) -> bool:
+        """Whether a prompt is drawn at present."""
+        return self._is_active(prompt.id)
+
+    def count(self, source: int) -> int:
+        """How many prompts of a source are drawn at present."""
+        return self._counts[source]
+
+    def make_room(self, weights: Sequence[float]) -> None:
+        """See to it that there is something to draw from the sources with a weight.
+
+        Where nothing is: admit the next band; after the last one, draw those again that were
+        retired, which begin anew.
+        """
+        while not self._has_room(weights) and self._admitted < len(self._config.bands):
+            self._admit("no admitted prompt is left")
+        if self._has_room(weights):
+            return
+        again = [
+            prompt_id
+            for prompt_id, known in self._visits.items()
+            if known.is_retired and weights[self._source_of[prompt_id]]
+        ]
+        for prompt_id in again:
+            known = self._visits[prompt_id]
+            self._visits[prompt_id] = PromptVisits(known.visits, solved=0, is_retired=False)
+        self._readmitted += len(again)
+        self._counts = self._count_active()
+        log.warning(
+            "all prompts are retired (curriculum.retire_after): %d are drawn again", len(again)
+        )
+
+    def _has_room(self, weights: Sequence[float]) -> bool:
+        return any(w and count for w, count in zip(weights, self._counts, strict=True))
+
+    def _is_active(self, prompt_id: str) -> bool:
+        known = self._visits.get(prompt_id, _UNVISITED)
+        return self._is_admitted(prompt_id) and not known.is_retired
+
+    def _is_admitted(self, prompt_id: str) -> bool:
+        band = self._band_of[prompt_id]
+        return band != _NEVER and band < self._admitted
+
+    def _count_active(self) -> list[int]:
+        return [sum(map(self, prompts)) for prompts in self._sets.train]
+
+    # --- learning -------------------------------------------------------------------------------
+
+    def note(self, visits: Iterable[Visit]) -> None:
+        """Take in groups that are trained on or dropped."""
+        for visit in visits:
+            if visit.graded:
+                self._note(visit)
+                self._look_at_band(visit)
+
+    def _note(self, visit: Visit) -> None:
+        known = self._visits.get(visit.prompt_id, _UNVISITED)
+        solved = known.solved + 1 if visit.is_solved else 0
+        # It stays retired: groups that were open when it was may come later.
+        is_done = known.is_retired or 0 < self._config.retire_after <= solved
+        if is_done and not known.is_retired and self._is_admitted(visit.prompt_id):
+            self._counts[self._source_of[visit.prompt_id]] -= 1
+        self._visits[visit.prompt_id] = PromptVisits(known.visits + 1, solved, is_done)
+
+    def _look_at_band(self, visit: Visit) -> None:
+        if self._admitted >= len(self._config.bands):
+            return
+        self._window.append((visit.right, visit.graded))
+        right, graded = (sum(counts) for counts in zip(*self._window, strict=True))
+        if len(self._window) == self._window.maxlen and right >= self._config.admit_at * graded:
+            self._admit(f"{right} of {graded} completions were right")
+
+    def _admit(self, why: str) -> None:
+        self._admitted += 1
+        self._window.clear()
+        self._counts = self._count_active()
+        edge = self._config.bands[self._admitted - 1]
+        log.info("%s: prompts with a pass rate from %g on are drawn", why, edge)
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def metrics(self) -> list[Metric]:
+        """For the row of a batch."""
+        retired = sum(known.is_retired for known in self._visits.values())
+        counts = {
+            "prompts_active": sum(self._counts),
+            "prompts_retired": retired,
+            "prompts_admitted": sum(map(self._is_admitted, self._band_of)),
+            "prompts_readmitted": self._readmitted,
+        }
+        if self._config.bands:
+            counts["bands_admitted"] = self._admitted
+        return [Metric(f"curriculum/{name}", count, "max") for name, count in counts.items()]
+
+    def settle(self) -> None:
+        """A batch counts all that was noted: from here on a resumed run does not see it again."""
+        self._settled = self._current()
+
+    def state(self) -> CurriculumState:
+        """What was known when `settle` was called last."""
+        return self._settled
+
+    def _current(self) -> CurriculumState:
+        return CurriculumState(
+            self._admitted, list(self._window), dict(self._visits), self._readmitted
+        )
+
+    def restore(self, state: CurriculumState) -> None:
+        """Go on where the state was taken. Raises InputError when the prompts are others."""
+        unknown = sorted(state.prompts.keys() - self._band_of.keys())
+        if unknown:
+            raise InputError(
+                f"the saved curriculum names the prompt {unknown[0]!r}, which the prompt sources "
+                "lack: resume with the prompts of the saved run"
+            )
+        self._visits = dict(state.prompts)
+        self._window.extend(state.window)
+        self._admitted = min(state.admitted_bands, max(1, len(self._config.bands)))
+        self._readmitted = state.readmitted
+        self._counts = self._count_active()
+        self._settled = state
+
+
+def _band(pass_rate: float | None, bands: Sequence[float]) -> int:
+    if pass_rate is None or not bands:
+        return _ALWAYS
+    return next((number for number, edge in enumerate(bands) if edge <= pass_rate), _NEVER)

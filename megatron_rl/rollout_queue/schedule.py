@@ -1,0 +1,139 @@
+"""Which stage each batch belongs to, and when the next stage begins. Pure; used by the queue.
+
+A batch is of one stage: all its groups were opened, sampled and judged under that stage's rules,
+and it has that stage's sizes. So a stage begins with a batch, and groups for it are opened ahead,
+while the last batches of the stage before it are still collected.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.staging import name_of, resolve_stages
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.queue_state import StageState
+from megatron_rl.protocol.types import LengthRule, RankBatch
+
+log = logging.getLogger(__name__)
+
+
+def has_plateaued(values: Sequence[float], *, window: int, min_gain: float) -> bool:
+    """Whether the mean of the last `window` values exceeds that of as many before by less than
+    min_gain; False while there are fewer than two windows."""
+    if len(values) < 2 * window:
+        return False
+    recent, before = values[-window:], values[-2 * window : -window]
+    return sum(recent) / window - sum(before) / window < min_gain
+
+
+def length_rule(stage: Config) -> LengthRule:
+    """How the length of a completion of a stage is judged."""
+    reward = stage.reward
+    return LengthRule(stage.sampling.max_new_tokens, reward.length_margin_tokens, reward.length)
+
+
+class Schedule:
+    """The stages of a run, and the batch with which each begins, as far as that is known."""
+
+    def __init__(self, config: Config) -> None:
+        self.stages = resolve_stages(config)
+        self._config = config
+        self._triggers = config.stages
+        self._first_steps = [0]
+        self._values: list[float] = []
+        """Of the metric that the next stage waits for, by batch of the stage before it."""
+        self._extend()
+
+    def first_step(self, stage: int) -> int | None:
+        """The first batch of a stage; None while it is not known."""
+        return self._first_steps[stage] if stage < len(self._first_steps) else None
+
+    def end_step(self, stage: int) -> int:
+        """The batch after the last one of a stage, as things stand."""
+        steps = self._config.train.steps
+        following = self.first_step(stage + 1)
+        return steps if following is None else min(following, steps)
+
+    def stage_at(self, step: int) -> int:
+        """The stage of a batch."""
+        return max(n for n, first in enumerate(self._first_steps) if first <= step)
+
+    def open_stages(self, step: int) -> range:
+        """Stages of which groups may be opened when the next batch is that of `step`."""
+        return range(self.stage_at(step), len(self._first_steps))
+
+    def at(self, step: int) -> Config:
+        """The configuration of a batch."""
+        return self.stages[self.stage_at(step)]
+
+    def metrics(self, step: int) -> list[Metric]:
+        """For the row of a batch."""
+        return [Metric("queue/stage", self.stage_at(step), "max")] if self._triggers else []
+
+    def note_batch(self, batch: RankBatch, untaken: int) -> None:
+        """Look at a batch that was formed; untaken: groups of its stage that are in no batch.
+
+        Where the stage has stopped to gain, the next one begins after the batches that these
+        groups fill: no group is left behind, and none is judged by two stages.
+        """
+        stage = self.stage_at(batch.step)
+        if stage + 1 != len(self._first_steps) or stage == len(self._triggers):
+            return
+        plateau = self._triggers[stage].plateau
+        assert plateau is not None, "a stage with at_step follows at once"
+        total, count, _ = batch.metrics.get(plateau.metric, (0.0, 0.0, "mean"))
+        if count:
+            self._values.append(total / count)
+        if not has_plateaued(self._values, window=plateau.window, min_gain=plateau.min_gain):
+            return
+        per_batch = self.stages[stage].sampled_groups
+        left = math.ceil(untaken / per_batch) if per_batch else 0
+        self._begin(batch.step + 1 + left)
+        log.info(
+            "%s stopped to gain by batch %d: %s begins with batch %d",
+            name_of(self._config, stage), batch.step,
+            name_of(self._config, stage + 1), self._first_steps[stage + 1],
+        )  # fmt: skip
+        self._extend()
+
+    def _begin(self, step: int) -> None:
+        self._first_steps.append(step)
+        self._values = []
+
+    def _extend(self) -> None:
+        """Fix the beginnings that are known by now; each stage has at least one batch."""
+        for trigger in self._triggers[len(self._first_steps) - 1 :]:
+            if trigger.at_step is None:
+                return
+            self._begin(max(trigger.at_step, self._first_steps[-1] + 1))
+
+    def log_beginning(self, step: int) -> None:
+        """Say it where a stage begins with this batch."""
+        stage = self.stage_at(step)
+        if stage and self._first_steps[stage] == step:
+            log.info("batch %d is the first of %s", step, name_of(self._config, stage))
+
+    def state(self) -> StageState:
+        """Where the schedule stands."""
+        return StageState(list(self._first_steps), list(self._values))
+
+    def restore(self, state: StageState, step: int) -> None:
+        """Go on where the state was taken, at a step. Raises InputError for a lost stage.
+
+        Stages that have not begun follow the configuration, which may have changed.
+        """
+        begun = [first for first in state.first_steps if first <= step] or [0]
+        if len(begun) > len(self.stages):
+            raise InputError(
+                f"the saved run was in stage {len(begun) - 1}, but this configuration has only "
+                f"{len(self._triggers)} [[stages]]: resume with the stages of the saved run"
+            )
+        self._first_steps, self._values = begun, list(state.values)
+        decided = state.first_steps[len(begun) : len(begun) + 1]
+        is_next = len(begun) < len(self.stages)
+        if decided and is_next and self._triggers[len(begun) - 1].plateau is not None:
+            self._begin(decided[0])
+        self._extend()
+        log.info("resumed in %s", name_of(self._config, self.stage_at(step)))
