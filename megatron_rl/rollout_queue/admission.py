@@ -23,6 +23,13 @@ j >= k, those with deadline <= j number at most (j - k + 1) * G: they fit into t
 A set timely at k + 1 holds no group with deadline <= k, so every group is trained in time.
 Waiting only for groups that are due in batch k itself would not do: with two batches' worth of slow
 groups due in the batches k and k + 1, newer groups could fill k and leave too many for k + 1.
+
+With stages (`schedule.py`) a batch holds groups of its stage alone, and all this is true of each
+stage by itself: only its own batches count, with its own G and s. Groups of a stage that begins
+with batch f may be opened under an earlier version v, but only for the batches f .. v + s; and no
+more groups of a stage are opened than its remaining batches take (`TrainingGroups.due_stage`). So
+in 1. new groups still have the latest deadline of their stage, and their room is counted in its
+batches. A stage that a plateau ends keeps as many batches as its open groups fill.
 """
 
 from collections.abc import Iterable

@@ -24,6 +24,20 @@ from tests.end_to_end.test_lost_generator import (
 pytestmark = [pytest.mark.slow(170), pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 PROMPTS = 45
+# The run is killed in stage 2, at a checkpoint of step 6 or later.
+STAGES = """
+[[stages]]
+at_step = 3
+sampling = {max_new_tokens = 28}
+reward = {length_margin_tokens = 28}
+
+[[stages]]
+at_step = 5
+sampling = {max_new_tokens = 32}
+reward = {length_margin_tokens = 16}
+"""
+# (first step, limit, margin) of each stage.
+RULES = [(0, 24, 24), (3, 28, 28), (5, 32, 16)]
 __all__ = ["folder"]
 
 
@@ -32,6 +46,8 @@ def few_prompts(folder: Path) -> list[str]:  # noqa: F811
     """Overrides: so few prompts that the run takes more than one epoch of them."""
     lines = (folder / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
     (folder / "few.jsonl").write_text("\n".join(lines) + "\n")
+    config = folder / "config.toml"
+    config.write_text(config.read_text() + STAGES)
     return [f"prompts.0.path={folder / 'few.jsonl'}", "checkpoint.every_steps=3"]
 
 
@@ -69,6 +85,7 @@ def test_killed_run_is_resumed_and_ends_as_if_it_had_not_been(
     assert run.returncode == 0, output
     assert f"Resuming {run_dir} after step {newest} of {STEPS}, from" in output.replace("\n", " ")
     check_ledger(run_dir, newest)
+    check_stages(run_dir)
     with launched(folder, "run", run_dir, *few_prompts) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 2 and "has ended: it is complete after step 20" in output
@@ -82,6 +99,25 @@ def test_killed_run_is_resumed_and_ends_as_if_it_had_not_been(
 
 def newest_step(run_dir: Path) -> int:
     return max(complete_checkpoints(run_dir / CHECKPOINTS), default=0)
+
+
+def check_stages(run_dir: Path) -> None:
+    """Each batch is of its stage, and each completion was judged by the length rule of its own."""
+    seen = set()
+    for path in sorted((run_dir / "rollouts").glob("*_??????.jsonl")):
+        step = int(path.stem[-6:])
+        for record in read_jsonl(path):
+            stage = record.get("stage", 0)
+            seen.add(stage)
+            _, limit, margin = RULES[stage]
+            excess = max(0, record["tokens"] - (limit - margin)) / margin
+            assert record["tokens"] <= limit
+            # An empty completion does not pass the gate, and has no parts.
+            is_judged = record["parts"]["format"] > 0
+            assert abs(record["parts"]["length"] + 0.1 * excess * is_judged) < 1e-9
+            if path.stem.startswith("step"):
+                assert stage == sum(step >= first for first, *_ in RULES) - 1
+    assert seen == {0, 1, 2}
 
 
 def check_ledger(run_dir: Path, newest: int) -> None:

@@ -41,10 +41,10 @@ class SavingPeers(ScriptedPeers):
         self.trainers[0].send(NextBatch(self.step, 0, 1))
 
 
-def make_config(folder: Path) -> Config:
+def make_config(folder: Path, **sections: object) -> Config:
     train = {"steps": STEPS, "groups_per_batch": GROUPS, "group_size": 4}
     return write_config(
-        folder, PROMPTS, 10, train=train, eval={"prompts": 4, "every_steps": SAVED_AT}
+        folder, PROMPTS, 10, train=train, eval={"prompts": 4, "every_steps": SAVED_AT}, **sections
     )
 
 
@@ -98,6 +98,36 @@ def test_no_prompt_vanishes_and_none_is_trained_twice(tmp_path: Path) -> None:
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     labels = [row["label"] for row in rows if "eval/accuracy" in row]
     assert labels.count("before") == 1 and labels.count("after") == 1
+
+
+STAGES = [
+    {"at_step": 1, "train": {"groups_per_batch": 3}, "sampling": {"max_new_tokens": 1100}},
+    {"at_step": 2, "train": {"group_size": 6}, "sampling": {"max_new_tokens": 1200}},
+]
+
+
+def test_a_queue_killed_in_stage_2_resumes_in_stage_2(tmp_path: Path) -> None:
+    config = make_config(tmp_path, stages=STAGES, curriculum={"retire_after": 3})
+    state = run_until_killed(config)
+    assert state.stages.first_steps == [0, 1, 2] and state.curriculum is not None
+    assert {group.stage for group in state.unfinished} == {2}
+    save(config, state)
+    queue = start_queue(config)
+    peers = SavingPeers(config, first_step=SAVED_AT)
+    try:
+        assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
+    finally:
+        queue.kill()
+        peers.close()
+    assert "resumed in stage 2" in queue.stderr.read()
+    training = [lease for _, lease in peers.leases if lease.prompt.split == "train"]
+    assert {lease.sampling.max_new_tokens for lease in training} == {1200}
+    sizes = [(4, 4), (3, 4), *[(3, 6)] * (STEPS - 2)]
+    for step, (groups, size) in enumerate(sizes):
+        records = read_jsonl(tmp_path / "rollouts" / f"step_{step:06d}.jsonl")
+        assert {record.get("stage", 0) for record in records} == {min(step, 2)}
+        of_group = collections.Counter(record["group"] for record in records)
+        assert len(of_group) == groups and set(of_group.values()) == {size}
 
 
 def trained_groups(folder: Path, step: int) -> list[tuple[int, str]]:
