@@ -11,5 +11,5 @@ def write_whole(path: Path, text: str) -> None:
     """Replace the content of a file at once; writers at the same time do not disturb each other."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         made = Path(folder) / path.name
-        made.write_text(text)
+        made.write_text(text, encoding="utf-8")
         made.replace(path)

@@ -1,0 +1,131 @@
+"""`megatron-rl data TOOL`: reads files, calls a tool, writes its rows and its report.
+
+The report is printed as a table and written beside the output as OUT.report.json.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.data.difficulty import DifficultyOptions, filter_difficulty, open_classes
+from megatron_rl.data.labels import LabelRules
+from megatron_rl.data.report import Report
+from megatron_rl.data.rows import Row, encode_lines, read_rows
+from megatron_rl.data.samples import read_samples
+from megatron_rl.launcher.terminal_text import printable
+from megatron_rl.launcher.whole_file import write_whole
+
+Handler = Callable[[argparse.Namespace, Console], int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of all tools."""
+    tools = parser.add_subparsers(dest="tool", required=True)
+    _add_difficulty(tools.add_parser("difficulty", help="keep what is neither too hard nor easy"))
+
+
+def _add_files(parser: argparse.ArgumentParser, handler: Handler) -> None:
+    """Input and output, which all tools have."""
+    parser.add_argument("prompts", type=Path, help="JSONL of prompts")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL to write")
+    parser.add_argument("--task", default="math", help="of lines that name none (%(default)s)")
+    parser.set_defaults(handler=handler)
+
+
+def _add_difficulty(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser, _difficulty)
+    parser.add_argument(
+        "--samples", type=Path, required=True,
+        help="folder with rollouts, a file of them, or JSONL of {id, correct, answers}",
+    )  # fmt: skip
+    parser.add_argument("--label", default="", help="one evaluation of the folder of samples")
+    parser.add_argument("--config", type=Path, help="TOML file whose [reward] has your tasks")
+    rules, options = LabelRules(), DifficultyOptions()
+    parser.add_argument("--labels", choices=["keep", "drop", "relabel"], default=rules.action)
+    for name in ("label_share", "max_label_share", "relabel_share"):
+        _add_number(parser, name, getattr(rules, name))
+    for name in ("above", "up_to", "min_samples"):
+        _add_number(parser, name, getattr(options, name))
+
+
+def _add_number(parser: argparse.ArgumentParser, name: str, default: float) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    parser.add_argument(flag, type=type(default), default=default, help="default %(default)s")
+
+
+def _difficulty(options: argparse.Namespace, console: Console) -> int:
+    rules = LabelRules(
+        action=options.labels,
+        label_share=options.label_share,
+        max_label_share=options.max_label_share,
+        relabel_share=options.relabel_share,
+    )
+    wanted = DifficultyOptions(options.above, options.up_to, options.min_samples, rules)
+    _check_output(options)
+    rows = read_rows(options.prompts, task=options.task)
+    config = _config(options.config)
+    samples = read_samples(options.samples, config.reward, label=options.label)
+    with open_classes(config.reward, config.verifier) as classify:
+        kept, report = filter_difficulty(
+            rows, samples, options=wanted, reward=config.reward, classify=classify
+        )
+    return _write_rows(options, kept, report, console)
+
+
+def _config(path: Path | None) -> Config:
+    """The configuration whose tasks count; without a file the defaults."""
+    return load_config(path, [])
+
+
+# --- output -------------------------------------------------------------------------------------
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    """Raise InputError for an output that cannot be written, or that is the input."""
+    folder = options.out.resolve().parent
+    if not folder.is_dir():
+        raise InputError(f"--out {options.out}: there is no folder {folder}")
+    given = [value for name, value in vars(options).items() if name != "out"]
+    files = [value for value in given if isinstance(value, Path)]
+    if any(file.resolve() == options.out.resolve() for file in files):
+        raise InputError(f"--out {options.out} is a file that is read: name another one")
+
+
+def _write_rows(
+    options: argparse.Namespace, rows: list[Row], report: Report, console: Console
+) -> int:
+    return _write(options.out, [row.line() for row in rows], report, console)
+
+
+def _write(out: Path, lines: list[Any], report: Report, console: Console) -> int:
+    """Write lines and report, and print the counts; exit code 0."""
+    write_whole(out, encode_lines(lines))
+    beside = out.with_name(f"{out.name}.report.json")
+    write_whole(beside, msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+    print_report(report, console)
+    console.print(f"{out}, {beside}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Counts as a table."""
+    table = Table(f"data {report.tool}", "rows")
+    table.add_row("read", str(report.read))
+    for kind, counts in (
+        ("dropped", report.dropped), ("added", report.added), ("changed", report.changed)
+    ):  # fmt: skip
+        for name, count in counts.items():
+            table.add_row(f"{kind}: {printable(name)}", str(count))
+    table.add_row("written", str(report.written))
+    for name, value in report.figures.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(name, printable(shown))
+    console.print(table, markup=False)
