@@ -63,6 +63,11 @@ class Tally:
         """The same for what is no prompt."""
         self._drops.append(Drop(name, place, reason))
 
+    def dropped_text(self) -> str:
+        """What was dropped, in words."""
+        counts = Counter(drop.reason for drop in self._drops).most_common()
+        return ", ".join(f"{count} {reason}" for reason, count in counts) or "nothing was dropped"
+
     def report(self, *, written: int) -> Report:
         """The report; every row must have been kept, added or dropped."""
         dropped = Counter(drop.reason for drop in self._drops)
@@ -74,8 +79,8 @@ class Tally:
             read=self._read,
             written=written,
             dropped=dict(dropped.most_common()),
-            added=dict(self.added.most_common()),
-            changed=dict(self.changed.most_common()),
+            added={name: n for name, n in self.added.most_common() if n},
+            changed={name: n for name, n in self.changed.most_common() if n},
             figures=self.figures,
             drops=self._drops,
         )

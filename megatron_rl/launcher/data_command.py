@@ -5,6 +5,7 @@ The report is printed as a table and written beside the output as OUT.report.jso
 
 import argparse
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from megatron_rl.data.labels import LabelRules
 from megatron_rl.data.report import Report
 from megatron_rl.data.rows import Row, encode_lines, read_rows
 from megatron_rl.data.samples import read_samples
+from megatron_rl.data.traces import TraceOptions, mine_traces, read_training_rollouts
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.trainer.traces import read_traces
 
 Handler = Callable[[argparse.Namespace, Console], int]
 
@@ -30,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of all tools."""
     tools = parser.add_subparsers(dest="tool", required=True)
     _add_difficulty(tools.add_parser("difficulty", help="keep what is neither too hard nor easy"))
+    _add_traces(tools.add_parser("traces", help="mine a run for traces of a cold start"))
 
 
 def _add_files(parser: argparse.ArgumentParser, handler: Handler) -> None:
@@ -56,6 +60,20 @@ def _add_difficulty(parser: argparse.ArgumentParser) -> None:
         _add_number(parser, name, getattr(options, name))
 
 
+def _add_traces(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL to write")
+    parser.add_argument("--prompts", type=Path, help="the run's prompts, for all their messages")
+    parser.add_argument("--instructions", type=Path, help="traces to mix in")
+    parser.add_argument("--instruction-task", help="task of those; default: as they are")
+    parser.add_argument("--template-opens-thoughts", action="store_true")
+    defaults = TraceOptions()
+    for field in fields(defaults):
+        if field.name != "template_opens_thoughts":
+            _add_number(parser, field.name, getattr(defaults, field.name))
+    parser.set_defaults(handler=_traces)
+
+
 def _add_number(parser: argparse.ArgumentParser, name: str, default: float) -> None:
     flag = f"--{name.replace('_', '-')}"
     parser.add_argument(flag, type=type(default), default=default, help="default %(default)s")
@@ -78,6 +96,22 @@ def _difficulty(options: argparse.Namespace, console: Console) -> int:
             rows, samples, options=wanted, reward=config.reward, classify=classify
         )
     return _write_rows(options, kept, report, console)
+
+
+def _traces(options: argparse.Namespace, console: Console) -> int:
+    wanted = TraceOptions(**{f.name: getattr(options, f.name) for f in fields(TraceOptions)})
+    _check_output(options)
+    given = [] if options.instructions is None else read_traces(options.instructions)
+    if options.instruction_task is not None:
+        given = [msgspec.structs.replace(trace, task=options.instruction_task) for trace in given]
+    rows = [] if options.prompts is None else read_rows(options.prompts)
+    traces, report = mine_traces(
+        read_training_rollouts(options.run_dir),
+        instructions=given,
+        prompts={row.prompt.id: row.prompt for row in rows},
+        options=wanted,
+    )
+    return _write(options.out, traces, report, console)
 
 
 def _config(path: Path | None) -> Config:
