@@ -17,6 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.data.difficulty import DifficultyOptions, filter_difficulty, open_classes
+from megatron_rl.data.format_filter import filter_format
 from megatron_rl.data.labels import LabelRules
 from megatron_rl.data.report import Report
 from megatron_rl.data.rows import Row, encode_lines, read_rows
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tools = parser.add_subparsers(dest="tool", required=True)
     _add_difficulty(tools.add_parser("difficulty", help="keep what is neither too hard nor easy"))
     _add_traces(tools.add_parser("traces", help="mine a run for traces of a cold start"))
+    _add_filter_format(tools.add_parser("filter-format", help="one comparable answer a problem"))
 
 
 def _add_files(parser: argparse.ArgumentParser, handler: Handler) -> None:
@@ -58,6 +60,18 @@ def _add_difficulty(parser: argparse.ArgumentParser) -> None:
         _add_number(parser, name, getattr(rules, name))
     for name in ("above", "up_to", "min_samples"):
         _add_number(parser, name, getattr(options, name))
+
+
+def _add_filter_format(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser, _filter_format)
+    parser.add_argument("--tasks", nargs="+", default=["math"], help="to filter; default: math")
+
+
+def _filter_format(options: argparse.Namespace, console: Console) -> int:
+    _check_output(options)
+    rows = read_rows(options.prompts, task=options.task)
+    kept, report = filter_format(rows, tasks=options.tasks)
+    return _write_rows(options, kept, report, console)
 
 
 def _add_traces(parser: argparse.ArgumentParser) -> None:
