@@ -16,9 +16,11 @@ from rich.table import Table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.data.dedupe import decontaminate, dedupe
 from megatron_rl.data.difficulty import DifficultyOptions, filter_difficulty, open_classes
 from megatron_rl.data.format_filter import filter_format
 from megatron_rl.data.labels import LabelRules
+from megatron_rl.data.near_duplicates import DEFAULT_THRESHOLD
 from megatron_rl.data.report import Report
 from megatron_rl.data.rows import Row, encode_lines, read_rows
 from megatron_rl.data.samples import read_samples
@@ -36,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_difficulty(tools.add_parser("difficulty", help="keep what is neither too hard nor easy"))
     _add_traces(tools.add_parser("traces", help="mine a run for traces of a cold start"))
     _add_filter_format(tools.add_parser("filter-format", help="one comparable answer a problem"))
+    _add_dedupe(tools.add_parser("dedupe", help="drop near duplicates within a file"))
+    _add_decontaminate(tools.add_parser("decontaminate", help="drop what evaluations ask"))
 
 
 def _add_files(parser: argparse.ArgumentParser, handler: Handler) -> None:
@@ -71,6 +75,35 @@ def _filter_format(options: argparse.Namespace, console: Console) -> int:
     _check_output(options)
     rows = read_rows(options.prompts, task=options.task)
     kept, report = filter_format(rows, tasks=options.tasks)
+    return _write_rows(options, kept, report, console)
+
+
+def _add_dedupe(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser, _dedupe)
+    _add_number(parser, "threshold", DEFAULT_THRESHOLD)
+
+
+def _add_decontaminate(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser, _decontaminate)
+    parser.add_argument(
+        "--against", type=Path, nargs="+", required=True, help="JSONL of evaluation problems"
+    )
+    _add_number(parser, "threshold", DEFAULT_THRESHOLD)
+
+
+def _dedupe(options: argparse.Namespace, console: Console) -> int:
+    _check_output(options)
+    kept, report = dedupe(
+        read_rows(options.prompts, task=options.task), threshold=options.threshold
+    )
+    return _write_rows(options, kept, report, console)
+
+
+def _decontaminate(options: argparse.Namespace, console: Console) -> int:
+    _check_output(options)
+    rows = read_rows(options.prompts, task=options.task)
+    evaluations = [row for path in options.against for row in read_rows(path, task=options.task)]
+    kept, report = decontaminate(rows, evaluations, threshold=options.threshold)
     return _write_rows(options, kept, report, console)
 
 
@@ -141,7 +174,10 @@ def _check_output(options: argparse.Namespace) -> None:
     folder = options.out.resolve().parent
     if not folder.is_dir():
         raise InputError(f"--out {options.out}: there is no folder {folder}")
-    given = [value for name, value in vars(options).items() if name != "out"]
+    given: list[Any] = []
+    for name, value in vars(options).items():
+        if name != "out":
+            given += value if isinstance(value, list) else [value]
     files = [value for value in given if isinstance(value, Path)]
     if any(file.resolve() == options.out.resolve() for file in files):
         raise InputError(f"--out {options.out} is a file that is read: name another one")
