@@ -4,6 +4,7 @@ The report is printed as a table and written beside the output as OUT.report.jso
 """
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -16,18 +17,22 @@ from rich.table import Table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.data.code_tests import CodeTestOptions, check_tests, run_on_tests
 from megatron_rl.data.dedupe import decontaminate, dedupe
 from megatron_rl.data.difficulty import DifficultyOptions, filter_difficulty, open_classes
 from megatron_rl.data.format_filter import filter_format
 from megatron_rl.data.labels import LabelRules
 from megatron_rl.data.near_duplicates import DEFAULT_THRESHOLD
+from megatron_rl.data.options import check_at_least
 from megatron_rl.data.report import Report
 from megatron_rl.data.rows import Row, encode_lines, read_rows
 from megatron_rl.data.samples import read_samples
+from megatron_rl.data.solutions import check_sandbox, read_solutions
 from megatron_rl.data.traces import TraceOptions, mine_traces, read_training_rollouts
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.trainer.traces import read_traces
+from verification.comparisons import code_limits
 
 Handler = Callable[[argparse.Namespace, Console], int]
 
@@ -40,13 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_filter_format(tools.add_parser("filter-format", help="one comparable answer a problem"))
     _add_dedupe(tools.add_parser("dedupe", help="drop near duplicates within a file"))
     _add_decontaminate(tools.add_parser("decontaminate", help="drop what evaluations ask"))
+    _add_code_tests(tools.add_parser("code-tests", help="hold tests against solutions"))
 
 
-def _add_files(parser: argparse.ArgumentParser, handler: Handler) -> None:
+def _add_files(parser: argparse.ArgumentParser, handler: Handler, task: str = "math") -> None:
     """Input and output, which all tools have."""
     parser.add_argument("prompts", type=Path, help="JSONL of prompts")
     parser.add_argument("--out", type=Path, required=True, help="JSONL to write")
-    parser.add_argument("--task", default="math", help="of lines that name none (%(default)s)")
+    parser.add_argument("--task", default=task, help="of lines that name none (%(default)s)")
     parser.set_defaults(handler=handler)
 
 
@@ -104,6 +110,37 @@ def _decontaminate(options: argparse.Namespace, console: Console) -> int:
     rows = read_rows(options.prompts, task=options.task)
     evaluations = [row for path in options.against for row in read_rows(path, task=options.task)]
     kept, report = decontaminate(rows, evaluations, threshold=options.threshold)
+    return _write_rows(options, kept, report, console)
+
+
+def _add_code_tests(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser, _code_tests, task="code")
+    parser.add_argument(
+        "--solutions", type=Path, required=True,
+        help="folder with rollouts, a file of them, or JSONL of {id, language, source}",
+    )  # fmt: skip
+    parser.add_argument("--config", type=Path, help="TOML file with [reward]: limits, tasks")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    defaults = CodeTestOptions()
+    parser.add_argument("--languages", nargs="*", default=list(defaults.languages))
+    for name in ("min_solutions", "agreement", "relabel_agreement", "min_tests"):
+        _add_number(parser, name, getattr(defaults, name))
+
+
+def _code_tests(options: argparse.Namespace, console: Console) -> int:
+    names = [field.name for field in fields(CodeTestOptions) if field.name != "languages"]
+    wanted = CodeTestOptions(
+        **{name: getattr(options, name) for name in names}, languages=tuple(options.languages)
+    )
+    check_at_least("--workers", options.workers, 1)
+    _check_output(options)
+    rows = read_rows(options.prompts, task=options.task)
+    config = _config(options.config)
+    solutions = read_solutions(options.solutions, config.reward)
+    limits = check_sandbox(code_limits(config.reward))
+    printed, figures = run_on_tests(rows, solutions, limits, workers=options.workers)
+    kept, report = check_tests(rows, printed, options=wanted)
+    report.figures.update(figures)
     return _write_rows(options, kept, report, console)
 
 
