@@ -29,6 +29,13 @@ from megatron_rl.data.rows import Row, encode_lines, read_rows
 from megatron_rl.data.samples import read_samples
 from megatron_rl.data.solutions import check_sandbox, read_solutions
 from megatron_rl.data.traces import TraceOptions, mine_traces, read_training_rollouts
+from megatron_rl.data.translate import (
+    TranslateOptions,
+    choose,
+    read_translations,
+    request_of,
+    translate,
+)
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.trainer.traces import read_traces
@@ -46,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_dedupe(tools.add_parser("dedupe", help="drop near duplicates within a file"))
     _add_decontaminate(tools.add_parser("decontaminate", help="drop what evaluations ask"))
     _add_code_tests(tools.add_parser("code-tests", help="hold tests against solutions"))
+    _add_translate(tools.add_parser("translate", help="a share of the problems in six languages"))
 
 
 def _add_files(parser: argparse.ArgumentParser, handler: Handler, task: str = "math") -> None:
@@ -141,6 +149,46 @@ def _code_tests(options: argparse.Namespace, console: Console) -> int:
     printed, figures = run_on_tests(rows, solutions, limits, workers=options.workers)
     kept, report = check_tests(rows, printed, options=wanted)
     report.figures.update(figures)
+    return _write_rows(options, kept, report, console)
+
+
+def _add_translate(parser: argparse.ArgumentParser) -> None:
+    _add_files(parser, _translate)
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument(
+        "--requests", action="store_true", help="write what is to be translated to --out"
+    )
+    how.add_argument("--translations", type=Path, help="JSONL of {id, language, text}")
+    defaults = TranslateOptions()
+    for name in ("share", "seed"):
+        _add_number(parser, name, getattr(defaults, name))
+    parser.add_argument("--languages", nargs="+", default=list(defaults.languages))
+    parser.add_argument("--tasks", nargs="+", default=list(defaults.tasks))
+    parser.add_argument("--keep-source", action="store_true", help="add translations")
+
+
+def _translate(options: argparse.Namespace, console: Console) -> int:
+    wanted = TranslateOptions(
+        share=options.share,
+        languages=tuple(options.languages),
+        tasks=tuple(options.tasks),
+        keep_source=options.keep_source,
+        seed=options.seed,
+    )
+    _check_output(options)
+    rows = read_rows(options.prompts, task=options.task)
+    chosen, ineligible = choose(rows, wanted)
+    if options.requests:
+        write_whole(options.out, encode_lines([request_of(item) for item in chosen]))
+        said = ", ".join(f"{count} {reason}" for reason, count in ineligible.most_common())
+        console.print(
+            f"{options.out}: {len(chosen)} of {len(rows)} problems to translate; not eligible: "
+            f"{said or 'none'}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return 0
+    found = read_translations(options.translations)
+    kept, report = translate(rows, lambda r: found.get((r.id, r.language), ""), wanted)
     return _write_rows(options, kept, report, console)
 
 
@@ -247,6 +295,8 @@ def print_report(report: Report, console: Console) -> None:
             table.add_row(f"{kind}: {printable(name)}", str(count))
     table.add_row("written", str(report.written))
     for name, value in report.figures.items():
+        if isinstance(value, list):
+            continue  # Of rows: in the file alone.
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(name, printable(shown))
     console.print(table, markup=False)
