@@ -3,13 +3,17 @@
 The index is datasketch's. With b bands of r hashes two texts of Jaccard index J become a candidate
 with probability 1 - (1 - J^r)^b. `bands` takes the largest r with which a pair at the threshold is
 missed at most once in a thousand times: r = 4, b = 32 for 0.7, 1.5 in 10,000.
+
+What must be equal is mixed into every hash, so that only questions with the same numbers and
+decisive tokens are proposed. Else each question of a template, with numbers of its own, would be
+compared with all others of it.
 """
 
 from typing import Any, NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.data.options import check_share
-from megatron_rl.data.similarity import Fingerprint, decides_alike, fingerprint, jaccard
+from megatron_rl.data.similarity import Fingerprint, decides_alike, fingerprint, jaccard, key_of
 
 HASHES = 128
 SCHEME = "affine32"
@@ -94,7 +98,8 @@ class NearDuplicates:
         hashed = self._library.MinHash(
             num_perm=HASHES, permutations=self._permutations, scheme=SCHEME, hashfunc=_low_bits
         )
-        hashed.update_batch(known.shingles.tolist())
+        key = key_of(known, ordered=self._ordered)
+        hashed.update_batch((known.shingles ^ key).tolist())
         return hashed
 
 

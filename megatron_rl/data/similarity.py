@@ -19,6 +19,7 @@ import xxhash
 
 _LAYOUT = re.compile(
     r"\\(?:q?quad|left|right|displaystyle|limits|[bB]igg?[lr]?|text|textbf|textit|mathrm|mbox"
+    r"|mathbf|mathbb|operatorname|[lc]?dots"
     r"|hspace\{[^{}]*\}|[ ,;:!()\[\]])(?![a-z])|\\\\|[~${}]"
 )
 _GROUPS = re.compile(r"(?<=\d)(?:\{,\}|,|\\,)(?=\d{3}(?!\d))")
@@ -93,6 +94,13 @@ def jaccard(one: Fingerprint, other: Fingerprint) -> float:
     """Common shingles over all shingles; 0 for two texts without any."""
     common = len(np.intersect1d(one.shingles, other.shingles, assume_unique=True))
     return common / max(1, len(one.shingles) + len(other.shingles) - common)
+
+
+def key_of(known: Fingerprint, *, ordered: bool) -> np.uint64:
+    """A digest of what `decides_alike` compares: equal where that is true."""
+    numbers = known.numbers if ordered else sorted(known.numbers)
+    text = "\0".join([*numbers, "", *sorted(known.decisive)])
+    return np.uint64(xxhash.xxh3_64_intdigest(text.encode()))
 
 
 def decides_alike(one: Fingerprint, other: Fingerprint, *, ordered: bool) -> bool:

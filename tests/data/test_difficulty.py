@@ -14,6 +14,7 @@ from megatron_rl.data.difficulty import DifficultyOptions, Outcome, filter_diffi
 from megatron_rl.data.labels import LabelRules
 from megatron_rl.data.rows import Row, read_rows
 from megatron_rl.data.samples import Graded, Sample, SampleFile, read_samples
+from megatron_rl.protocol.types import ScoreFailed
 
 SAMPLES = 16
 Filter = Callable[..., Outcome]
@@ -71,7 +72,7 @@ def test_planted_wrong_labels_are_found_and_right_ones_are_kept(
     tmp_path: Path, filtered: Filter
 ) -> None:
     rng = random.Random(4)
-    problems = [Problem(number, rng) for number in range(4000)]
+    problems = [Problem(number, rng) for number in range(1600)]
     rows = read_rows(
         write(
             tmp_path / "prompts.jsonl",
@@ -97,7 +98,7 @@ def test_planted_wrong_labels_are_found_and_right_ones_are_kept(
     found = (dropped | relabelled) & solved
     false = (dropped | relabelled) & sound
     print(f"found {len(found)} of {len(solved)}, false {len(false)} of {len(sound)}")
-    assert len(solved) > 60 and len(found) >= 0.9 * len(solved)
+    assert len(solved) >= 30 and len(found) >= 0.9 * len(solved)
     assert 0 < len(false) <= 0.01 * len(sound)
     # What the majority says of a problem that is solved is its true answer.
     for name in relabelled & solved:
@@ -155,6 +156,29 @@ def test_an_answer_that_only_leaves_work_undone_is_no_rival_of_the_label(
     options = DifficultyOptions(**ALL, labels=LabelRules(action="drop"))
     outcome = filtered(row(tmp_path), [Graded("p", "", samples)], options)
     assert outcome.report.dropped == {} and outcome.report.figures["labels_compared"] == 1
+
+
+def test_a_label_that_could_not_be_compared_is_dropped_under_its_own_reason(
+    tmp_path: Path,
+) -> None:
+    outcome = filter_difficulty(
+        row(tmp_path),
+        SampleFile([Graded("p", "", [Sample(False, "8")] * SAMPLES)], 0),
+        options=DifficultyOptions(**ALL, labels=LabelRules(action="drop")),
+        reward=RewardConfig(),
+        classify=lambda requests: [ScoreFailed(0, "no time") for _ in requests],
+    )
+    assert outcome.report.dropped == {"label_not_comparable": 1}
+    assert outcome.report.drops[0].detail == "no time"
+
+
+def test_programs_have_no_vote_on_their_label(tmp_path: Path, filtered: Filter) -> None:
+    samples = [Sample(False, "print(8)")] * SAMPLES
+    options = DifficultyOptions(**ALL, labels=LabelRules(action="drop"))
+    outcome = filtered(row(tmp_path, task="code"), [Graded("p", "", samples)], options)
+    assert outcome.report.figures["labels_not_checked"] == 1 and len(outcome.rows) == 1
+    with pytest.raises(InputError, match="unknown task 'mine'"):
+        filtered(row(tmp_path, task="mine"), [Graded("p", "", samples)], options)
 
 
 def test_samples_are_read_from_the_rollouts_of_a_run(tmp_path: Path, filtered: Filter) -> None:
