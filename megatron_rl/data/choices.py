@@ -9,13 +9,21 @@ import re
 from typing import NamedTuple
 
 _STYLE = r"(?:\\(?:textbf|textrm|text|mathbf|mathrm|bf|rm)\s*\{\s*)"
-_MARKED = re.compile(
-    rf"(?:{_STYLE}\(([A-J])\)\s*\.?(?:\\\s|~|\s)*\}}|\{{\s*\\bf\s*\(([A-J])\)\s*\}}"
-    rf"|(?<![\w)])\(([A-J])\)(?!\w))"
-)
-_LISTED = re.compile(
-    rf"(?:(?<=\s)|(?<=^)|(?<=\$))(?:{_STYLE}([A-J])[.):]\s*\}}|([A-J])[.):](?=\s|\$))", re.MULTILINE
-)
+
+
+def _patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Marks in parentheses, and those of a list; one group of each match is the letter."""
+    marked = (
+        rf"{_STYLE}\(({letters})\)\s*\.?(?:\\\s|~|\s)*\}}|\{{\s*\\bf\s*\(({letters})\)\s*\}}"
+        rf"|\({_STYLE}({letters})\}}\)|(?<![\w)])\(({letters})\)(?!\w)"
+    )
+    listed = (
+        rf"(?:(?<=\s)|(?<=^)|(?<=\$))(?:{_STYLE}({letters})[.):]\s*\}}|({letters})[.):](?=\s|\$))"
+    )
+    return re.compile(marked), re.compile(listed, re.MULTILINE)
+
+
+_UPPER, _LOWER = _patterns("[A-J]"), _patterns("[a-j]")
 _GAP = r"(?:\\(?:q?quad|hfill|hspace\*?\{[^{}]*\}|newline|item|[ ,;:!])|\\\\|[~&;,]|\s)+"
 _GAP_BEFORE = re.compile(rf"^{_GAP}")
 _GAP_BEHIND = re.compile(rf"{_GAP}$")
@@ -31,12 +39,13 @@ class Asked(NamedTuple):
     """By letter."""
 
 
-def find_choices(question: str) -> Asked | None:
+def find_choices(question: str, *, is_lower: bool = False) -> Asked | None:
     """What is asked and what there is to choose from; None where no choices are found.
 
-    A choice is empty where its text cannot be told from what surrounds it.
+    is_lower: marks are small letters, which number the parts of a problem as well. A choice is
+    empty where its text cannot be told from what surrounds it.
     """
-    for pattern in (_MARKED, _LISTED):
+    for pattern in _LOWER if is_lower else _UPPER:
         marks = _last_sequence(question, pattern)
         begins_lines = all(_begins_line(question, mark) for mark in marks)
         if len(marks) >= 3 or (len(marks) == 2 and begins_lines):
@@ -47,7 +56,7 @@ def find_choices(question: str) -> Asked | None:
 def _last_sequence(question: str, pattern: re.Pattern[str]) -> list[re.Match[str]]:
     """The marks A, B, ... that begin at the last A from which there is a B."""
     marks = list(pattern.finditer(question))
-    letters = [next(letter for letter in mark.groups() if letter) for mark in marks]
+    letters = [next(letter for letter in mark.groups() if letter).upper() for mark in marks]
     found: list[re.Match[str]] = []
     for start in [place for place, letter in enumerate(letters) if letter == "A"]:
         count = 0

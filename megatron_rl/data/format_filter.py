@@ -71,6 +71,7 @@ _OF_CHOICES = re.compile(
     r"|\binsufficient\b|\b(?:only )?I{1,3}(?: and |,? ?only\b)|\bother\b|\bno correct\b",
     re.IGNORECASE,
 )
+_LETTER = re.compile(r"\(?[a-jA-J][).]?")
 _LATEX = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\(?:text|textrm|mathrm|mbox)\s*\{|\\[A-Za-z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _TWO_WAYS = {"true", "false", "yes", "no", "correct", "incorrect"}
@@ -123,6 +124,8 @@ def judge_format(question: str, answer: str) -> Verdict:
     if _NO_ANSWER.fullmatch(answer.strip()):
         return Verdict("no_answer")
     asked = find_choices(question)
+    if asked is None and _LETTER.fullmatch(answer.strip()):
+        asked = find_choices(question, is_lower=True)
     if asked is not None:
         opened = _open_choices(asked, answer)
         if opened.rule:

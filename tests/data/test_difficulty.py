@@ -135,6 +135,27 @@ def test_a_problem_with_few_samples_or_none_is_dropped(tmp_path: Path, filtered:
     assert filtered(row(tmp_path), [], DifficultyOptions()).report.dropped == {"too_few_samples": 1}
 
 
+def test_the_second_stage_takes_back_what_only_the_first_model_could_not_solve(
+    tmp_path: Path, filtered: Filter
+) -> None:
+    lines = [{"id": n, "question": f"{n}?", "answer": "7"} for n in ("hard", "mid", "easy", "bad")]
+    rows = read_rows(write(tmp_path / "all.jsonl", lines))
+
+    def solved(**counts: int) -> list[Graded]:
+        return [
+            Graded(name, "", [Sample(True, "7")] * n + [Sample(False, "9")] * (SAMPLES - n))
+            for name, n in counts.items()
+        ]
+
+    base = filtered(rows, solved(hard=0, mid=8, easy=15, bad=0), DifficultyOptions())
+    assert [row.prompt.id for row in base.rows] == ["mid"]
+    assert base.report.dropped == {"too_hard": 2, "too_easy": 1}
+    checked = DifficultyOptions(labels=LabelRules(action="drop"))
+    trained = filtered(rows, solved(hard=5, mid=12, easy=16, bad=0), checked)
+    assert [row.prompt.id for row in trained.rows] == ["hard", "mid"]
+    assert trained.report.dropped == {"too_easy": 1, "label_disagrees": 1}
+
+
 def test_a_relabelled_problem_is_judged_by_its_new_label(tmp_path: Path, filtered: Filter) -> None:
     samples = [Sample(False, "8") for _ in range(14)] + [Sample(False, None)] * 2
     rules = LabelRules(action="relabel")

@@ -26,6 +26,14 @@ OPENED = [
     ("Solve $x+1=3$.\nA) 1  B) 2  C) 3  D) 4", "B)", "Solve $x+1=3$.", "2"),
     ("Find the median. (A) 3. (B) 4. (C) 5.5", "C", "Find the median.", "5.5"),
     ("On what day?\n(A) Monday\n(B) Tuesday", "(B)", "On what day?", "Tuesday"),
+    ("Find $x$. (a) 3 (b) 4 (c) 5", "b", "Find $x$.", "4"),
+    ("Find $x$.\na) 3\nb) 4\nc) 5", "(C)", "Find $x$.", "5"),
+    ("Find $x$.\n$\\mathrm{(A) \\ } 3 \\qquad \\mathrm{(B) \\ } 4 \\qquad \\mathrm{(C) \\ } 5$",
+     "A", "Find $x$.", "3"),
+    ("Find $x$.\n$\\mathrm{(A)}\\ 3$\n$\\mathrm{(B)}\\ 4$\n$\\mathrm{(C)}\\ 5$", "A",
+     "Find $x$.", "3"),
+    ("Find $x$. $(\\text{A})\\ 3 \\quad (\\text{B})\\ 4 \\quad (\\text{C})~5$", "\\text{(C)}",
+     "Find $x$.", "5"),
     (
         "Find the area.\n\\begin{tabular}{ll}\n(A) $3\\pi$ & (B) $4\\pi$ \\\\\n"
         "(C) $5\\pi$ & (D) $6\\pi$\n\\end{tabular}",
@@ -64,6 +72,7 @@ DROPPED = [
 ]
 
 KEPT = [
+    ("Let (a) be even, (b) odd, (c) prime. What is c?", "7"),
     ("What is the least prime?", "2"),
     ("Points (A) and (B) are 3 apart. How far is the midpoint from each?", "1.5"),
     ("In triangle ABC, angle A. B is right. Find angle C.", "30"),
