@@ -10,14 +10,16 @@ from collections import Counter
 from typing import NamedTuple
 
 OPEN, CLOSE = "⟦", "⟧"
+# Bounded, so that a text of openings takes no quadratic time; of a longer formula every number and
+# command is a piece by itself.
 _PIECE = re.compile(
-    r"```.*?```"
+    r"```.{0,4000}?```"
     r"|`[^`\n]+`"
-    r"|\\begin\{(?P<name>[A-Za-z]+\*?)\}.*?\\end\{(?P=name)\}"
-    r"|(?<!\\)\$\$.+?(?<!\\)\$\$"
+    r"|\\begin\{(?P<name>[A-Za-z]+\*?)\}.{0,4000}?\\end\{(?P=name)\}"
+    r"|(?<!\\)\$\$.{1,4000}?(?<!\\)\$\$"
     # As in pandoc, so that "$5 and $7" are prices: no space inside, no digit behind.
     r"|(?<!\\)\$(?=\S)(?:\\.|[^$\\])*?(?<=\S)\$(?!\d)"
-    r"|\\\(.+?\\\)|\\\[.+?\\\]"
+    r"|\\\(.{1,2000}?\\\)|\\\[.{1,4000}?\\\]"
     r"|https?://[!-~]+"
     r"|\\[A-Za-z]+\*?|\\."
     r"|\$?[-\u2212+]?\d+(?:[.,:/]\d+)*\s?%|\$?[-\u2212+]?\d+(?:[.,:/]\d+)*"
