@@ -145,11 +145,13 @@ def check_tests(
     printed: Mapping[str, Sequence[list[Printed]]],
     *,
     options: CodeTestOptions,
+    counts: Mapping[str, int] | None = None,
 ) -> Outcome:
     """The problems with the tests that are kept, in a version for each language.
 
-    printed: by id of the row, for each solution what it prints for each case. Rows of other tasks,
-    and tests that are no inputs and outputs, stay as they are.
+    printed: by id of the row, for each solution what it prints for each case. counts: what the
+    report says of the solutions, from `run_on_tests`. Rows of other tasks, and tests that are no
+    inputs and outputs, stay as they are.
     """
     tally = Tally("code-tests", asdict(options), read=len(rows))
     tests_by_verdict: Counter[str] = Counter()
@@ -179,7 +181,11 @@ def check_tests(
         versions = _versions(_with(row, cases=cases), tests, options)
         tally.added["language_version"] += len(versions) - 1
         kept += versions
-    tally.figures = {"not_examined": unexamined, "tests": dict(tests_by_verdict.most_common())}
+    tally.figures = {
+        "not_examined": unexamined,
+        "tests": dict(tests_by_verdict.most_common()),
+        **(counts or {}),
+    }
     return Outcome(kept, tally.report(written=len(kept)))
 
 

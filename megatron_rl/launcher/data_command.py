@@ -146,9 +146,8 @@ def _code_tests(options: argparse.Namespace, console: Console) -> int:
     config = _config(options.config)
     solutions = read_solutions(options.solutions, config.reward)
     limits = check_sandbox(code_limits(config.reward))
-    printed, figures = run_on_tests(rows, solutions, limits, workers=options.workers)
-    kept, report = check_tests(rows, printed, options=wanted)
-    report.figures.update(figures)
+    printed, counts = run_on_tests(rows, solutions, limits, workers=options.workers)
+    kept, report = check_tests(rows, printed, options=wanted, counts=counts)
     return _write_rows(options, kept, report, console)
 
 
