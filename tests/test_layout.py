@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "generation": {CONFIG, PROTOCOL, KERNELS, LAYOUT, EXCHANGE},
     "verification": {CONFIG, PROTOCOL},
 }  # fmt: skip
+ALLOWED["megatron_rl/data"] = {CONFIG, PROTOCOL, QUEUE, TRAINER, "verification"}
 ALLOWED["megatron_rl/launcher"] = set(ALLOWED)
 ALLOWED["tools"] = set(ALLOWED)
 OUR_TOP_LEVELS = {*PACKAGES, "tests", "examples"}

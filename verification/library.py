@@ -8,14 +8,17 @@ Used by `megatron-rl verify`, by benchmarks, and from Python:
 
 import select
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
+from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
 from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed, ScoreRequest
+from verification.class_desk import ClassDesk
 from verification.draft import Draft
 from verification.pool.pool import Pool
 from verification.rules import RewardRules
@@ -23,6 +26,8 @@ from verification.score import screen
 from verification.verdict import GradingError
 
 MAX_PENDING = 512
+CLASSES_AT_ONCE = 32
+"""Class requests under way: each has at most one comparison in the pool."""
 POLL_S = 0.1
 
 
@@ -61,7 +66,10 @@ class Grading:
     ) -> None:
         """max_tokens: limit of a completion, to which the length penalty refers."""
         self._rules = RewardRules(reward=reward or RewardConfig(), max_tokens=max_tokens)
-        self.pool = Pool(verifier or VerifierConfig(), self._rules)
+        verifier = verifier or VerifierConfig()
+        self.pool = Pool(verifier, self._rules)
+        # One for all calls: its numbers for comparisons are never used twice in a pool.
+        self._desk = ClassDesk(self.pool, self._rules, answer_within_s=verifier.answer_within_s)
 
     def __enter__(self) -> Self:
         self.pool.__enter__()
@@ -98,16 +106,51 @@ class Grading:
         while self.pool.pending:
             yield from self._collect(POLL_S)
 
+    def classes(self, requests: Sequence[ClassRequest]) -> list[ClassDone | ScoreFailed]:
+        """Which texts of each request give the same answer, in the order of the requests.
+
+        A request that fails is asked once more, when nothing else is; ScoreFailed if that fails.
+        """
+        found = dict(self._classify(list(enumerate(requests)), at_once=CLASSES_AT_ONCE))
+        failed = [n for n, answer in sorted(found.items()) if isinstance(answer, ScoreFailed)]
+        found.update(self._classify([(n, requests[n]) for n in failed], at_once=1))
+        return [found[number] for number in range(len(requests))]
+
+    def _classify(
+        self, numbered: list[tuple[int, ClassRequest]], *, at_once: int
+    ) -> Iterator[tuple[int, ClassDone | ScoreFailed]]:
+        waiting = deque(numbered)
+        while waiting or self._desk.pending:
+            while waiting and self._desk.pending < at_once:
+                number, request = waiting.popleft()
+                try:
+                    self._desk.take(msgspec.structs.replace(request, request_id=number))
+                except GradingError as error:
+                    yield number, ScoreFailed(number, str(error))
+            answered = self._desk.advance(time.monotonic())
+            if not answered and not self._desk.has_work:
+                self._await_pool(POLL_S)
+            for finished in self.pool.collect():
+                answered += self._desk.take_verdict(finished)
+            for answer in answered:
+                yield answer.request_id, answer
+
     def _collect(self, limit_s: float) -> Iterator[tuple[int, Score | ScoreFailed]]:
         """What is finished, after waiting for at most limit_s; items have their own deadlines."""
         if limit_s:
-            deadline_s = self.pool.next_deadline_s
-            if deadline_s is not None:
-                limit_s = min(limit_s, max(0.0, deadline_s - time.monotonic()))
-            select.select([self.pool], [], [], limit_s)
+            self._await_pool(limit_s)
         for finished in self.pool.collect():
+            if self._desk.owns(finished):
+                continue  # Its class request was given up.
             score = finished.score if isinstance(finished, ScoreDone) else finished
             yield finished.request_id, score
+
+    def _await_pool(self, limit_s: float) -> None:
+        """Wait until the pool has something to be collected, at most limit_s."""
+        deadline_s = self.pool.next_deadline_s
+        if deadline_s is not None:
+            limit_s = min(limit_s, max(0.0, deadline_s - time.monotonic()))
+        select.select([self.pool], [], [], limit_s)
 
 
 def _request(number: int, sample: Sample) -> ScoreRequest:

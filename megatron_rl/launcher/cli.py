@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl run | eval | sweep | verify | report | plan | convert | ...`.
+"""The command line: `megatron-rl run | eval | sweep | verify | data | report | plan | ...`.
 
 On several hosts `megatron-rl prepare | host` instead of `run`; `megatron-rl doctor` looks at one.
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import algorithms_command, doctor, verify_command
+from megatron_rl.launcher import algorithms_command, data_command, doctor, verify_command
 from megatron_rl.launcher import hosts as cluster
 from megatron_rl.launcher import run as launch
 from megatron_rl.launcher.dry_run import dry_run
@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", metavar="section.key=value")
     plan.set_defaults(handler=_plan_weights)
     _add_convert_arguments(commands.add_parser("convert", help="convert a model folder"))
+    data_command.add_arguments(commands.add_parser("data", help="make prompts and traces"))
     algorithms = commands.add_parser("algorithms", help="list the presets of [algorithm]")
     algorithms.add_argument("--json", action="store_true", help="print JSON")
     algorithms.set_defaults(handler=_algorithms)

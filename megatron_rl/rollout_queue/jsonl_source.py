@@ -1,12 +1,13 @@
 """Prompts of a JSONL file: the shapes that a line may have, and the split of lines without one.
 
-Used by the rollout queue at start, and by tools that need the same prompts.
+Used by the rollout queue at start, and by tools that need the same prompts, or lines.
 """
 
 import difflib
 import functools
 import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -50,31 +51,44 @@ class _Line(msgspec.Struct, frozen=True):
         return found
 
 
+class PromptLine(NamedTuple):
+    """A line: all that it holds, and the prompt that it stands for."""
+
+    fields: dict[str, msgspec.Raw]
+    """Its keys with their JSON as it was written, those that are not ours too."""
+    prompt: Prompt
+
+
 _KEYS = [field.name for field in msgspec.structs.fields(_Line)]
 
 
 def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
     """Prompts of a file with one `_Line` a line; errors name file and line."""
-    path = source.path
-    if path is None:
+    if source.path is None:
         raise InputError('a prompt source of kind "jsonl" needs a path (prompts.path)')
+    prompts = [line.prompt for line in read_lines(source.path, task=source.task)]
+    return _with_splits(prompts, source.held_out_share)
+
+
+def read_lines(path: Path, *, task: str) -> list[PromptLine]:
+    """Lines of a file as they are; `split` is empty where a line has none. Raises InputError."""
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the prompts {path}: {error}") from error
-    prompts = [
-        _parse_line(line, path, number, source.task)
+    return [
+        _parse_line(line, path, number, task)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
-    return _with_splits(prompts, source.held_out_share)
 
 
-def _parse_line(text: str, path: Path, number: int, task: str) -> Prompt:
+def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
     place = f"{path}:{number}"
     try:
-        _check_keys(msgspec.json.decode(text, type=dict[str, msgspec.Raw]), place)
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        _check_keys(fields, place)
         line = msgspec.json.decode(text, type=_Line)
     except msgspec.DecodeError as error:
         raise InputError(f"{place}: {error}; {_EXPECTED}") from error
@@ -84,7 +98,7 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> Prompt:
         raise InputError(f"{place}: there is no question; {_EXPECTED}")
     if line.pass_rate is not None and not 0 <= line.pass_rate <= 1:
         raise InputError(f'{place}: "pass_rate" is {line.pass_rate:g}; expected 0 to 1')
-    return Prompt(
+    prompt = Prompt(
         id=str(line.id) or f"{path.stem}:{number}",
         task=line.task or task,
         messages=line.conversation,
@@ -95,6 +109,7 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> Prompt:
         pass_rate=line.pass_rate,
         place=place,
     )
+    return PromptLine({key: raw.copy() for key, raw in fields.items()}, prompt)
 
 
 def _check_keys(line: dict[str, msgspec.Raw], place: str) -> None:

@@ -1,6 +1,7 @@
 import json
 
 from megatron_rl.config.reward import LaneConfig, RewardConfig, TaskConfig, VerifierConfig
+from megatron_rl.protocol.class_messages import ClassRequest
 from megatron_rl.protocol.types import Score, ScoreFailed
 from tests.verification.requests import boxed
 from verification.library import MAX_PENDING, Grading, Sample
@@ -41,6 +42,22 @@ def test_more_samples_than_the_pool_takes_at_once_all_come_back() -> None:
         scores = grading.score(samples)
     # Every second reference is off by one.
     assert [isinstance(s, Score) and s.is_correct for s in scores] == [True, False] * (count // 2)
+
+
+def test_classes_of_answers_come_in_the_order_of_the_requests() -> None:
+    def request(*answers: str, task: str = "math") -> ClassRequest:
+        texts = [boxed(answer) for answer in answers]
+        return ClassRequest(0, task, texts, prompt_tails=[""] * len(texts))
+
+    polynomials = [request(f"(x+{i})(x-1)", f"x^2+{i - 1}x-{i}", "x^2", "7") for i in range(1, 60)]
+    with Grading() as grading:
+        first = grading.classes([*polynomials, request("1/2", "0.5", "2"), request(task="no")])
+        [again] = grading.classes([request("2", "x", "2.0")])
+        [score] = grading.score([Sample(text=boxed("7"), answer="7")])
+    assert [found.classes for found in first[:-2]] == [[0, 0, 1, 2]] * 59
+    assert first[-2].classes == [0, 0, 1]
+    assert isinstance(first[-1], ScoreFailed) and "unknown task" in first[-1].reason
+    assert again.classes == [0, 1, 0] and score.reason == "correct"
 
 
 def test_length_penalty_and_settings_apply() -> None:

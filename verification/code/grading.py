@@ -67,7 +67,7 @@ def grade(
     cases = draw_cases(tests, seed=seed, count=limits.cases)
     jobs = make_jobs(source, tests, cases) if is_called(tests) else None
     with open_sandbox(name, limits, tests.packages) as sandbox:
-        verdict = _compile(sandbox, name, code, limits)
+        verdict = compile_program(sandbox, name, code, limits)
         # Without unit tests the cases of an entry point are calls, and all in one job.
         calls = cases if tests.entry_point and not tests.unit_tests else []
         total = len(cases) + (jobs is not None and not calls)
@@ -112,7 +112,7 @@ def _count_calls(
     return min(passed, len(calls) - 1)
 
 
-def _compile(sandbox: Sandbox, name: str, code: bytes, limits: CodeLimits) -> Verdict:
+def compile_program(sandbox: Sandbox, name: str, code: bytes, limits: CodeLimits) -> Verdict:
     language = LANGUAGES[name]
     if not language.compiler:
         return CORRECT
@@ -137,7 +137,7 @@ def _run_case(
     command = [f"{sandbox.build_folder}/{program}"] if program else None
     stdin = case.stdin.encode("utf-8", "surrogatepass")
     result = sandbox.run(command, b"" if command else code, stdin=stdin, limits=allowed)
-    verdict = _failure(result, result.endings[0], allowed, is_python=not program)
+    verdict = failure_of(result, result.endings[0], allowed, is_python=not program)
     if verdict is not None:
         return verdict
     if tests.comparison == CHECKER:
@@ -147,7 +147,7 @@ def _run_case(
     return CORRECT if is_same(result.output, expected, tests.tolerance) else WRONG_OUTPUT
 
 
-def _failure(
+def failure_of(
     result: ProgramResult, ending: Ending, allowed: Limits, *, is_python: bool
 ) -> Verdict | None:
     """Why a program failed whatever its output; None if it ended well."""
@@ -211,12 +211,12 @@ def run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimi
     if result.is_late:
         return Verdict(False, "test_timeout")
     if not report.is_complete:
-        return _failure(result, result.endings[0], allowed, is_python=True) or Verdict(
+        return failure_of(result, result.endings[0], allowed, is_python=True) or Verdict(
             False, "runtime_error"
         )
     if report.is_gone:
         blank = msgspec.structs.replace(result, output=b"", errors="")
-        failure = _failure(blank, solution, allowed, is_python=True)
+        failure = failure_of(blank, solution, allowed, is_python=True)
         return failure or Verdict(False, "runtime_error")
     if report.ended_by == "assertion" or report.has_failed_inside:
         return WRONG_OUTPUT

@@ -1,0 +1,65 @@
+"""What a program prints for each of some inputs, in the sandbox in which programs are graded.
+
+`python -m verification.code.outputs` answers one `Job` on standard input with the `Printed` of each
+input, in msgpack. It is a process of its own, as a grading process is, so that whoever asks can
+kill it, and with it all that it started. Used by `megatron-rl data code-tests`.
+"""
+
+import sys
+
+import msgspec
+
+from verification.code.grading import compile_program, failure_of
+from verification.code.languages import LANGUAGES, find_language
+from verification.code.setup import CodeLimits, limits_of_test, open_sandbox
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A program and what to run it on."""
+
+    source: str
+    tag: str
+    """Of its code fence."""
+    inputs: list[str]
+    limits: CodeLimits
+    packages: list[str] = []
+
+
+class Printed(msgspec.Struct, frozen=True):
+    """What came of one input."""
+
+    output: bytes = b""
+    failure: str = ""
+    """Why the output does not count: a reason of grading; empty where the program ended well."""
+
+
+def collect(job: Job) -> list[Printed]:
+    """What the program prints for each input. GradingError, HostBusy: our own failure."""
+    name = find_language(job.tag)
+    if name is None:
+        return [Printed(failure="unknown_language")] * len(job.inputs)
+    code = job.source.encode("utf-8", "surrogatepass")
+    program = LANGUAGES[name].program
+    allowed = limits_of_test(job.limits)
+    found = []
+    with open_sandbox(name, job.limits, job.packages) as sandbox:
+        verdict = compile_program(sandbox, name, code, job.limits)
+        if not verdict.is_correct:
+            return [Printed(failure=verdict.reason)] * len(job.inputs)
+        command = [f"{sandbox.build_folder}/{program}"] if program else None
+        for text in job.inputs:
+            stdin = text.encode("utf-8", "surrogatepass")
+            result = sandbox.run(command, b"" if command else code, stdin=stdin, limits=allowed)
+            failure = failure_of(result, result.endings[0], allowed, is_python=not program)
+            found.append(Printed(failure=failure.reason) if failure else Printed(result.output))
+    return found
+
+
+def main() -> None:
+    """Answer the job on standard input."""
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(collect(job)))
+
+
+if __name__ == "__main__":
+    main()
