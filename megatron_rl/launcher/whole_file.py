@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the content of a file at once; writers at the same time do not disturb each other."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         made = Path(folder) / path.name
-        made.write_text(text)
+        made.write_bytes(content.encode() if isinstance(content, str) else content)
         made.replace(path)
