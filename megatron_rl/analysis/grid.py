@@ -151,12 +151,14 @@ def read_grid(folder: Path) -> Grid:
         ) from error
 
 
-def collect_grid(folder: Path, set_name: str | None) -> PlaneResult:
+def collect_grid(folder: Path, weights: WeightsResult, set_name: str | None) -> PlaneResult:
     """Figures of the evaluated points; set_name may be left out where there is one set.
 
-    Raises InputError for a file that is no evaluation, and where no point is evaluated.
+    Raises InputError for a grid of other directions than those of `weights`, for a file that is no
+    evaluation, and where no point is evaluated.
     """
     grid = read_grid(folder)
+    _check_same_plane(grid, weights, folder)
     results: list[PointResult] = []
     missing: list[str] = []
     for point in grid.points:
@@ -177,6 +179,21 @@ def collect_grid(folder: Path, set_name: str | None) -> PlaneResult:
             f"{folder / grid.points[0].name / EVALUATION}"
         )
     return PlaneResult(str(folder), set_name, grid.first, grid.second, results, missing)
+
+
+def _check_same_plane(grid: Grid, weights: WeightsResult, folder: Path) -> None:
+    is_same = grid.checkpoints == [one.folder for one in weights.checkpoints]
+    if is_same:
+        principal = weights.principal
+        is_same = all(
+            np.allclose(point.weights, principal.weights_of((point.first, point.second)), atol=1e-6)
+            for point in grid.points
+        )
+    if not is_same:
+        raise InputError(
+            f"{folder} is a grid of other directions than those of --out: name the folder from "
+            "which it was written"
+        )
 
 
 def read_figures(path: Path, set_name: str | None) -> tuple[str, PointFigures]:

@@ -110,7 +110,9 @@ def fit_lengths(run_dir: Path) -> LengthsResult:
 
 def _bins(found: Lengths) -> list[Means]:
     """Equal lengths stay together, so that bins may be fewer."""
-    edges = np.unique(np.quantile(found.tokens, np.arange(1, BINS) / BINS, method="lower"))
+    edges = np.unique(found.tokens)
+    if len(edges) > BINS:
+        edges = np.unique(np.quantile(found.tokens, np.arange(1, BINS) / BINS, method="lower"))
     numbers = np.searchsorted(edges, found.tokens, side="left")
     return [_means(found, numbers == number, None) for number in np.unique(numbers)]
 

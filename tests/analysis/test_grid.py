@@ -93,10 +93,10 @@ def test_figures_of_points_are_collected_and_missing_ones_named(tmp_path: Path) 
     target = tmp_path / "grid"
     write(weights, grid, target)
     with pytest.raises(InputError, match="no point of .* is evaluated"):
-        collect_grid(target, None)
+        collect_grid(target, weights, None)
     (target / "point_00_01" / "eval.json").write_text(evaluation(0.5, 0.4, 321.0))
     (target / "point_01_00" / "eval.json").write_text(evaluation(0.7, 0.6, 654.0))
-    found = collect_grid(target, None)
+    found = collect_grid(target, weights, None)
     assert (found.set_name, found.missing) == ("aime", ["point_00_00", "point_01_01"])
     assert [p.figures.length_tokens.value for p in found.points] == [321.0, 654.0]
     first, second = found.points
@@ -104,7 +104,9 @@ def test_figures_of_points_are_collected_and_missing_ones_named(tmp_path: Path) 
     assert (first.first, first.second) == (grid.first[1], grid.second[0])
     assert (second.first, second.second) == (grid.first[0], grid.second[1])
     with pytest.raises(InputError, match="has the sets aime: choose"):
-        collect_grid(target, "gpqa")
+        collect_grid(target, weights, "gpqa")
+    with pytest.raises(InputError, match="other directions"):
+        collect_grid(target, analysed(folders[:3]), None)
 
 
 def test_a_file_that_is_no_evaluation_is_refused(tmp_path: Path) -> None:
