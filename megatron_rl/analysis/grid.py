@@ -4,7 +4,7 @@ Used by `megatron-rl analyse plane`.
 
     GRID/grid.json                 which points there are, and where
     GRID/point_ROW_COLUMN/         a Hugging Face folder; its weights may go once it is evaluated
-    GRID/point_ROW_COLUMN/eval.json
+    GRID/point_ROW_COLUMN/eval.json, or eval/eval.json in it: the folder of an evaluation
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,8 @@ from megatron_rl.analysis.results import (
 from megatron_rl.config.errors import InputError
 
 FILE = "grid.json"
-EVALUATION = "eval.json"
+EVALUATIONS = ("eval.json", "eval/eval.json")
+"""Where a point's folder may have its figures."""
 
 
 class GridPoint(msgspec.Struct, frozen=True):
@@ -162,8 +163,9 @@ def collect_grid(folder: Path, weights: WeightsResult, set_name: str | None) -> 
     results: list[PointResult] = []
     missing: list[str] = []
     for point in grid.points:
-        path = folder / point.name / EVALUATION
-        if not path.exists():
+        places = [folder / point.name / place for place in EVALUATIONS]
+        path = next((place for place in places if place.exists()), None)
+        if path is None:
             missing.append(point.name)
             continue
         set_name, figures = read_figures(path, set_name)
@@ -175,8 +177,8 @@ def collect_grid(folder: Path, weights: WeightsResult, set_name: str | None) -> 
         )  # fmt: skip
     if set_name is None or not results:
         raise InputError(
-            f"no point of {folder} is evaluated: each needs its {EVALUATION}, such as "
-            f"{folder / grid.points[0].name / EVALUATION}"
+            f"no point of {folder} is evaluated: each needs {' or '.join(EVALUATIONS)}, such as "
+            f"{folder / grid.points[0].name / EVALUATIONS[0]}"
         )
     return PlaneResult(str(folder), set_name, grid.first, grid.second, results, missing)
 

@@ -95,7 +95,8 @@ def test_figures_of_points_are_collected_and_missing_ones_named(tmp_path: Path) 
     with pytest.raises(InputError, match="no point of .* is evaluated"):
         collect_grid(target, weights, None)
     (target / "point_00_01" / "eval.json").write_text(evaluation(0.5, 0.4, 321.0))
-    (target / "point_01_00" / "eval.json").write_text(evaluation(0.7, 0.6, 654.0))
+    (target / "point_01_00" / "eval").mkdir()
+    (target / "point_01_00" / "eval" / "eval.json").write_text(evaluation(0.7, 0.6, 654.0))
     found = collect_grid(target, weights, None)
     assert (found.set_name, found.missing) == ("aime", ["point_00_00", "point_01_01"])
     assert [p.figures.length_tokens.value for p in found.points] == [321.0, 654.0]
