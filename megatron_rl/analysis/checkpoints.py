@@ -26,7 +26,7 @@ from megatron_rl.weights.folders.sources import HfSource, Source, files_to_carry
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
 
 RUN_CONFIG = "config.toml"
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
 """Of all checkpoints' float64 values together that are held at a time."""
 
 
@@ -133,22 +133,31 @@ class OpenCheckpoints:
     ) -> Iterator[tuple[slice, np.ndarray]]:
         """(rows, [checkpoints, elements of these rows] float64) of a tensor, in order.
 
-        A chunk has at least one row. Raises InputError for values that are not finite.
+        A chunk has at least one row, and is overwritten by the next. Values may be not finite: see
+        `check_finite`.
         """
         size = self.sizes[name]
         row = math.prod(size[1:])
         step = max(1, chunk_bytes // (8 * self.count * row))
+        # Fresh memory for each chunk would take longer than the reading.
+        held = np.empty(self.count * min(step, size[0]) * row)
         for start in range(0, size[0], step):
             stop = min(start + step, size[0])
-            chunk = np.empty((self.count, (stop - start) * row))
+            chunk = held[: self.count * (stop - start) * row].reshape(self.count, -1)
             for number, rows in enumerate(self._rows):
                 torch.from_numpy(chunk[number]).copy_(rows.read_rows(name, start, stop).view(-1))
-            if not np.isfinite(chunk).all():
-                bad = int(np.argmin(np.isfinite(chunk).all(axis=1)))
-                raise InputError(
-                    f"{self.names[bad]}: {name} has values that are not finite: leave it out"
-                )
             yield slice(start, stop), chunk
+
+    def check_finite(self, name: str) -> None:
+        """Raise InputError, naming the checkpoint, when a tensor has values that are not finite.
+
+        For when a result shows it: to look at every value first would take as long as the work.
+        """
+        for _, chunk in self.chunks(name):
+            are_finite = np.isfinite(chunk).all(axis=1)
+            if not are_finite.all():
+                bad = self.names[int(np.argmin(are_finite))]
+                raise InputError(f"{bad}: {name} has values that are not finite: leave it out")
 
 
 @contextmanager

@@ -31,14 +31,18 @@ def gram_matrix(
     """[checkpoints, checkpoints] float64: sums over all parameters of products of differences.
 
     progress is told the parameters done, and all. Holds two chunks. Differences are taken before
-    products, so that nothing cancels when checkpoints are close together.
+    products, so that nothing cancels when checkpoints are close together. Raises InputError for
+    weights that are not finite.
     """
     gram = np.zeros((checkpoints.count, checkpoints.count))
     total, done = checkpoints.parameters, 0
     for name in checkpoints.sizes:
         for _, values in checkpoints.chunks(name, chunk_bytes):
             values -= values.mean(axis=0) if centre == "mean" else values[0].copy()
-            gram += values @ values.T
+            product = values @ values.T
+            if not np.isfinite(product).all():
+                checkpoints.check_finite(name)
+            gram += product
             done += values.shape[1]
             progress(done, total)
     return gram

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -100,10 +101,16 @@ class _Mixing:
             exact = torch.from_numpy(self._weights @ values)
             part = mixed[rows].view(-1)
             part.copy_(exact)
-            self.rounding += float(((part.double() - exact) ** 2).sum())
-        if not mixed.isfinite().all():
-            raise InputError(
-                f"{self._target}: {name} would have values beyond the range of {mixed.dtype}: take "
-                "a point nearer to the checkpoints, or --dtype float32"
-            )
+            error = part.double().sub_(exact)
+            square = float(error @ error)
+            if not math.isfinite(square):
+                self._refuse(name, mixed.dtype)
+            self.rounding += square
         return mixed
+
+    def _refuse(self, name: str, dtype: torch.dtype) -> NoReturn:
+        self._checkpoints.check_finite(name)
+        raise InputError(
+            f"{self._target}: {name} would have values beyond the range of {dtype}: take a point "
+            "nearer to the checkpoints, or --dtype float32"
+        )

@@ -45,7 +45,12 @@ def growth_of(folders: list[Path]) -> tuple[int, int]:
         [sys.executable, "-c", PROGRAM, str(CHUNK_BYTES), *map(str, folders)],
         cwd=ROOT,
         # Freed blocks of this size go back to the system at once.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "100000"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "MALLOC_MMAP_THRESHOLD_": "100000",
+            "OMP_NUM_THREADS": "1",
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
