@@ -22,6 +22,8 @@ PATH, EXPLAINED, SURFACE, FIT = "path.png", "explained.png", "plane.png", "lengt
 _DPI = 120
 _SHOWN_DIRECTIONS = 10
 _LABEL = {"boxstyle": "round,pad=0.1", "facecolor": "white", "alpha": 0.6, "linewidth": 0}
+_DOT_AREA = 20
+"""Square points, of the mean of a bin or step of mean size."""
 _LABELLED = 12
 """More checkpoints than so many are labelled in part."""
 
@@ -104,11 +106,16 @@ def _fitted(axes: "Axes", means: list[Means], fit: LineFit | None, title: str) -
     """Means, and the line that was fitted."""
     tokens = np.array([one.length_tokens for one in means])
     axes.set_xscale("log")
-    axes.plot(tokens, [one.reward for one in means], "o", markersize=4)
+    completions = np.array([one.completions for one in means])
+    # The area of a dot grows with what it stands for.
+    areas = np.maximum(_DOT_AREA * completions / completions.mean(), 4)
+    axes.scatter(tokens, [one.reward for one in means], s=areas)
     if fit is not None and tokens.min() < tokens.max():
         line = np.geomspace(tokens.min(), tokens.max(), 50)
         label = f"{fit.slope:.3g} log(length) {fit.intercept:+.3g}"
-        axes.plot(line, fit.slope * np.log(line) + fit.intercept, "-", label=label)
+        axes.plot(
+            line, fit.slope * np.log(line) + fit.intercept, "-", color="tab:orange", label=label
+        )
         axes.legend()
     for labels in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         labels("{x:g}")

@@ -25,6 +25,7 @@ from megatron_rl.protocol.checkpoint_folder import folder_name, seal
 from megatron_rl.weights.folders.conversion import Request, convert
 from tests.analysis.planted import plant, read_vector
 from tests.tiny_models import write_model
+from tests.weights.folders.test_mistral_format import write_mistral
 
 PLANE = [(0.0, 0.0), (1.0, 0.0), (2.0, 0.5), (2.5, 1.5), (4.0, 1.0)]
 
@@ -128,6 +129,13 @@ def test_a_megatron_checkpoint_counts_as_the_folder_that_it_was_made_from(tmp_pa
         found = gram_matrix(opened, "mean", chunk_bytes=1 << 14)
     with open_checkpoints(find_checkpoints(folders)) as opened:
         np.testing.assert_array_equal(found, gram_matrix(opened, "mean", chunk_bytes=1 << 14))
+
+
+def test_a_folder_in_mistral_format_counts_as_the_same_model(tmp_path: Path) -> None:
+    write_mistral(tmp_path / "mistral", tmp_path / "hf", files=2)
+    found = find_checkpoints([tmp_path / "hf", tmp_path / "mistral"])
+    with open_checkpoints(found, tmp_path) as opened:
+        np.testing.assert_array_equal(gram_matrix(opened, "first"), np.zeros((2, 2)))
 
 
 def write_run(folder: Path, models: dict[int, Path], model: Path) -> None:
