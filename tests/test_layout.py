@@ -23,6 +23,7 @@ LAYOUT, EXCHANGE, FOLDERS, PUBLISH = (
     f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "publish")
 )
 MODEL, TRAINER = "megatron_rl/trainer/model", "megatron_rl/trainer"
+ANALYSIS = "megatron_rl/analysis"
 ALLOWED: dict[str, set[str]] = {
     CONFIG: set(),
     PROTOCOL: {CONFIG},
@@ -39,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     TRAINER: {
         CONFIG, PROTOCOL, ALGORITHMS, KERNELS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, PUBLISH, MODEL,
     },
+    ANALYSIS: {CONFIG, PROTOCOL, LAYOUT, FOLDERS},
     "generation": {CONFIG, PROTOCOL, KERNELS, LAYOUT, EXCHANGE},
     "verification": {CONFIG, PROTOCOL},
 }  # fmt: skip

@@ -17,7 +17,13 @@ from rich.console import Console
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import algorithms_command, data_command, doctor, verify_command
+from megatron_rl.launcher import (
+    algorithms_command,
+    analyse_command,
+    data_command,
+    doctor,
+    verify_command,
+)
 from megatron_rl.launcher import hosts as cluster
 from megatron_rl.launcher import run as launch
 from megatron_rl.launcher.dry_run import dry_run
@@ -70,6 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
     algorithms = commands.add_parser("algorithms", help="list the presets of [algorithm]")
     algorithms.add_argument("--json", action="store_true", help="print JSON")
     algorithms.set_defaults(handler=_algorithms)
+    analyse = commands.add_parser("analyse", help="weights, and reward against length, of a run")
+    analyse_command.add_arguments(analyse)
     check = commands.add_parser("doctor", help="say what this machine has and lacks")
     check.set_defaults(handler=_doctor)
     return parser

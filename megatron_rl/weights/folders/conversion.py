@@ -77,7 +77,7 @@ def convert(request: Request, progress: Callable[[int, int], None]) -> Done:
         to: Kind = request.to or ("hf" if source.kind == "megatron" else "megatron")
         dtype = None if request.dtype is None else DTYPES[request.dtype]
         reading = _Reading(source, dtype, progress, verify=request.verify)
-        _check_space(request.target, reading.size_bytes)
+        check_space(request.target, reading.size_bytes)
         with staged(request.target) as staging:
             copy_files(files, staging)
             if _declared_dtype(source.config) != reading.main_dtype or source.kind == "mistral":
@@ -176,7 +176,8 @@ def _verify(folder: Path, reading: _Reading) -> None:
             reading.advance(tensor.nbytes)
 
 
-def _check_space(target: Path, size_bytes: int) -> None:
+def check_space(target: Path, size_bytes: int) -> None:
+    """Raise InputError when the disk on which `target` is to be has no room for so much."""
     existing = next(path for path in target.absolute().parents if path.exists())
     if not existing.is_dir():
         raise InputError(f"cannot make {target}: {existing} is no folder")

@@ -44,6 +44,9 @@ class Source(Protocol):
     def read(self, name: str) -> Tensor:
         """A tensor, by its HF name. Raises InputError when its bytes are damaged."""
 
+    def release(self) -> None:
+        """Free what is kept from one `read` to the next."""
+
 
 @contextmanager
 def open_source(folder: Path, files: Sequence[Path]) -> Iterator[Source]:
@@ -124,6 +127,13 @@ class HfSource:
         """See Source."""
         return self._tensors[name][:]
 
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor as its file has them; reads no others."""
+        return self._tensors[name][start:stop]
+
+    def release(self) -> None:
+        """See Source; nothing is kept."""
+
 
 class MistralSource(HfSource):
     """A folder in mistral format."""
@@ -186,3 +196,7 @@ class MegatronSource:
             self._held = None
             self._held = (block, self._region(block, (0,) * len(block.size), block.size))
         return self._held[1]
+
+    def release(self) -> None:
+        """See Source; the last block."""
+        self._held = None

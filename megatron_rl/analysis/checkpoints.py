@@ -1,0 +1,241 @@
+"""Checkpoints to compare: which folders they are, and their weights side by side in chunks.
+
+Used by `megatron-rl analyse`. A tensor is never held whole for several checkpoints at once: rows of
+Hugging Face files are read where they lie; a tensor of another format, which gives it only whole,
+goes through a scratch file, one checkpoint after the other.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
+from megatron_rl.weights.folders.hf_folder import shown
+from megatron_rl.weights.folders.megatron_folder import is_megatron_folder
+from megatron_rl.weights.folders.sources import HfSource, Source, files_to_carry, open_source
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
+
+RUN_CONFIG = "config.toml"
+CHUNK_BYTES = 8 << 20
+"""Of all checkpoints' float64 values together that are held at a time."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model folder to compare."""
+
+    name: str
+    folder: Path
+    files_from: Path | None = None
+    """Where the configuration and tokenizer are that the folder lacks."""
+
+
+def find_checkpoints(paths: Sequence[Path], files_from: Path | None = None) -> list[Checkpoint]:
+    """What the paths name, in order: model folders, runs or their folders of checkpoints.
+
+    A run stands for its complete checkpoints by step; their configuration is that of `files_from`,
+    else of the run's model. Raises InputError, also for fewer than two.
+    """
+    folders = [pair for path in paths for pair in _expand(path, files_from)]
+    if len(folders) < 2:
+        raise InputError(
+            f"{len(folders)} checkpoint in {', '.join(map(str, paths))}: give two or more, such as "
+            "model folders, or a run with checkpoint.every_steps"
+        )
+    resolved = [folder.resolve() for folder, _ in folders]
+    for number, folder in enumerate(resolved):
+        if folder in resolved[:number]:
+            raise InputError(f"{folders[number][0]} is given twice: leave one out")
+    short = [folder.name for folder in resolved]
+    are_unique = len(set(short)) == len(short)
+    return [
+        Checkpoint(name if are_unique else str(folder), folder, files)
+        for name, (folder, files) in zip(short, folders, strict=True)
+    ]
+
+
+def _expand(path: Path, files_from: Path | None) -> Iterator[tuple[Path, Path | None]]:
+    """Folders of a path, each with where its configuration is."""
+    if not path.is_dir():
+        raise InputError(f"there is no folder {path}: give a model folder or a run")
+    inside = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = complete_checkpoints(inside)
+    if steps:
+        files = files_from or _model_of(inside.parent)
+        yield from ((folder, files) for folder in steps.values())
+    elif inside != path or (path / RUN_CONFIG).is_file():
+        raise InputError(
+            f"{path} has no complete checkpoint in {CHECKPOINTS}/: run with checkpoint.every_steps "
+            "(and checkpoint.keep_last), or give folders of hf/"
+        )
+    elif is_megatron_folder(path) and files_from is None and path.parent.name == CHECKPOINTS:
+        yield path, _model_of(path.parent.parent)
+    else:
+        yield path, files_from
+
+
+def _model_of(run_dir: Path) -> Path:
+    config = run_dir / RUN_CONFIG
+    if not config.is_file():
+        raise InputError(
+            f"{run_dir} has no {RUN_CONFIG} that names the model of its checkpoints: name a folder "
+            "with its config.json and tokenizer by --files-from"
+        )
+    path = load_config(config).model.path
+    if not path.is_dir():
+        raise InputError(
+            f"{config}: model.path {path} is not there: name a folder with its config.json and "
+            "tokenizer by --files-from"
+        )
+    return path
+
+
+class _Rows(Protocol):
+    """Gives rows of a checkpoint's tensors."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
+class OpenCheckpoints:
+    """Checkpoints with the same tensors."""
+
+    def __init__(
+        self, sources: Sequence[Source], rows: Sequence[_Rows], names: Sequence[str]
+    ) -> None:
+        self.sources = sources
+        self.names = names
+        self.sizes = hf_shapes(sources[0].shape)
+        """HF name -> shape."""
+        self._rows = rows
+
+    @property
+    def count(self) -> int:
+        """Checkpoints."""
+        return len(self.sources)
+
+    @property
+    def parameters(self) -> int:
+        """Of one model; a matrix that is used twice counts once."""
+        return sum(math.prod(size) for size in self.sizes.values())
+
+    def chunks(
+        self, name: str, chunk_bytes: int = CHUNK_BYTES
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """(rows, [checkpoints, elements of these rows] float64) of a tensor, in order.
+
+        A chunk has at least one row, and is overwritten by the next. Values may be not finite: see
+        `check_finite`.
+        """
+        size = self.sizes[name]
+        row = math.prod(size[1:])
+        step = max(1, chunk_bytes // (8 * self.count * row))
+        # Fresh memory for each chunk would take longer than the reading.
+        held = np.empty(self.count * min(step, size[0]) * row)
+        for start in range(0, size[0], step):
+            stop = min(start + step, size[0])
+            chunk = held[: self.count * (stop - start) * row].reshape(self.count, -1)
+            for number, rows in enumerate(self._rows):
+                torch.from_numpy(chunk[number]).copy_(rows.read_rows(name, start, stop).view(-1))
+            yield slice(start, stop), chunk
+
+    def check_finite(self, name: str) -> None:
+        """Raise InputError, naming the checkpoint, when a tensor has values that are not finite.
+
+        For when a result shows it: to look at every value first would take as long as the work.
+        """
+        for _, chunk in self.chunks(name):
+            are_finite = np.isfinite(chunk).all(axis=1)
+            if not are_finite.all():
+                bad = self.names[int(np.argmin(are_finite))]
+                raise InputError(f"{bad}: {name} has values that are not finite: leave it out")
+
+
+@contextmanager
+def open_checkpoints(
+    checkpoints: Sequence[Checkpoint], scratch: Path | None = None
+) -> Iterator[OpenCheckpoints]:
+    """Open them all. scratch: a folder for files of one tensor a checkpoint; default: the system's.
+
+    Raises InputError unless all have the same tensors in the same shapes.
+    """
+    with ExitStack() as stack:
+        sources, rows = [], []
+        for checkpoint in checkpoints:
+            files = files_to_carry(checkpoint.folder, checkpoint.files_from)
+            source = stack.enter_context(open_source(checkpoint.folder, files))
+            if sources:
+                _check_same(checkpoints[0], sources[0], checkpoint, source)
+            sources.append(source)
+            if source.kind == "hf":
+                assert isinstance(source, HfSource)
+                rows.append(source)
+            else:
+                file = stack.enter_context(tempfile.TemporaryFile(dir=scratch))
+                rows.append(_ScratchRows(source, file.fileno()))
+        yield OpenCheckpoints(sources, rows, [checkpoint.name for checkpoint in checkpoints])
+
+
+def _check_same(first: Checkpoint, known: Source, other: Checkpoint, source: Source) -> None:
+    expected, found = hf_shapes(known.shape), hf_shapes(source.shape)
+    for has, lacks, names in (
+        (first, other, expected.keys() - found.keys()),
+        (other, first, found.keys() - expected.keys()),
+    ):
+        if names:
+            raise InputError(
+                f"{lacks.folder} lacks {len(names)} tensors that {has.folder} has: {shown(names)}; "
+                "give checkpoints of one model"
+            )
+    for name, size in expected.items():
+        if found[name] != size:
+            raise InputError(
+                f"{name} has shape {found[name]} in {other.folder}, but {size} in {first.folder}: "
+                "give checkpoints of one model"
+            )
+
+
+class _ScratchRows:
+    """Rows of a format that gives tensors whole: the last tensor lies in a file."""
+
+    def __init__(self, source: Source, file: int) -> None:
+        """file: descriptor of an empty file, open for both."""
+        self._source = source
+        self._file = file
+        self._name = ""
+        self._size: tuple[int, ...] = ()
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """See HfSource."""
+        dtype = self._source.dtype_of(name)
+        if name != self._name:
+            self._fill(name)
+        row_bytes = math.prod(self._size[1:]) * dtype.itemsize
+        held = bytearray((stop - start) * row_bytes)
+        with open(self._file, "rb", buffering=0, closefd=False) as file:
+            file.seek(start * row_bytes)
+            at = memoryview(held)
+            while at:
+                count = file.readinto(at)
+                assert count, "the scratch file was cut"
+                at = at[count:]
+        return torch.frombuffer(held, dtype=dtype).view(stop - start, *self._size[1:])
+
+    def _fill(self, name: str) -> None:
+        tensor = self._source.read(name).contiguous()
+        self._source.release()
+        with open(self._file, "wb", buffering=0, closefd=False) as file:
+            file.seek(0)
+            left = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            while left:
+                left = left[file.write(left) :]
+        self._name, self._size = name, tuple(tensor.shape)

@@ -1,0 +1,222 @@
+"""A grid of points of the plane: models are written, evaluated by others, and their figures read.
+
+Used by `megatron-rl analyse plane`.
+
+    GRID/grid.json                 which points there are, and where
+    GRID/point_ROW_COLUMN/         a Hugging Face folder; its weights may go once it is evaluated
+    GRID/point_ROW_COLUMN/eval.json, or eval/eval.json in it: the folder of an evaluation
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from megatron_rl.analysis.checkpoints import open_checkpoints
+from megatron_rl.analysis.point import PointFormat, write_point
+from megatron_rl.analysis.results import (
+    PLANE,
+    PlaneResult,
+    PointFigures,
+    PointResult,
+    WeightsResult,
+)
+from megatron_rl.config.errors import InputError
+
+FILE = "grid.json"
+EVALUATIONS = ("eval.json", "eval/eval.json")
+"""Where a point's folder may have its figures."""
+
+
+class GridPoint(msgspec.Struct, frozen=True):
+    """A point."""
+
+    name: str
+    """Of its folder."""
+    row: int
+    column: int
+    first: float
+    second: float
+    weights: list[float]
+    """The point as a combination of checkpoints."""
+    rounding: float | None = None
+    """Distance between the model as written and the point; None: not written yet."""
+
+
+class Grid(msgspec.Struct, frozen=True):
+    """The content of grid.json."""
+
+    checkpoints: list[str]
+    """Their folders."""
+    dtype: str | None
+    first: list[float]
+    second: list[float]
+    points: list[GridPoint]
+
+
+class _Evaluation(msgspec.Struct, frozen=True):
+    """What is read of eval.json."""
+
+    sets: dict[str, PointFigures]
+
+
+def plan_grid(weights: WeightsResult, side: int, margin: float, dtype: str | None) -> Grid:
+    """side x side points over the checkpoints' extent, and `margin` of it beyond on each side.
+
+    Raises InputError where the checkpoints span no plane.
+    """
+    principal = weights.principal
+    if principal.coordinates.shape[1] < PLANE:
+        raise InputError(
+            f"{len(weights.checkpoints)} checkpoints on one line span no plane: analyse three or "
+            "more"
+        )
+    if side < 2:
+        raise InputError(f"--points {side}: a grid needs 2 points a side or more")
+    axes = []
+    for coordinates in principal.coordinates.T[:PLANE]:
+        low, high = coordinates.min(), coordinates.max()
+        room = margin * (high - low)
+        axes.append(np.linspace(low - room, high + room, side).tolist())
+    points = [
+        GridPoint(
+            f"point_{row:02d}_{column:02d}", row, column, first, second,
+            principal.weights_of((first, second)).tolist(),
+        )
+        for row, second in enumerate(axes[1])
+        for column, first in enumerate(axes[0])
+    ]  # fmt: skip
+    return Grid([one.folder for one in weights.checkpoints], dtype, *axes, points)
+
+
+def write_grid(
+    weights: WeightsResult,
+    grid: Grid,
+    folder: Path,
+    form: PointFormat,
+    *,
+    at_most: int | None,
+    save: Callable[[Path, str], None],
+) -> Iterator[str]:
+    """Write points of the grid to `folder`, at most so many, and give the name of each.
+
+    What is there already is kept. save writes a file whole. Raises InputError where `folder` holds
+    another grid.
+    """
+    grid = _resume(grid, folder)
+    chosen = points_left(grid, folder)[:at_most]
+    if not chosen:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save(folder / FILE, _to_json(grid))
+    checkpoints = [one.checkpoint for one in weights.checkpoints]
+    with open_checkpoints(checkpoints, folder) as opened:
+        for point in chosen:
+            mixed = np.array(point.weights)
+            rounding = write_point(opened, checkpoints[0], mixed, folder / point.name, form)
+            written = msgspec.structs.replace(point, rounding=rounding)
+            points = [written if one.name == point.name else one for one in grid.points]
+            grid = msgspec.structs.replace(grid, points=points)
+            save(folder / FILE, _to_json(grid))
+            yield point.name
+
+
+def points_left(grid: Grid, folder: Path) -> list[GridPoint]:
+    """Points that have no folder yet."""
+    return [point for point in grid.points if not (folder / point.name).exists()]
+
+
+def _resume(grid: Grid, folder: Path) -> Grid:
+    """The grid in the folder, which must be the same but for what is written; else `grid`."""
+    if not (folder / FILE).exists():
+        return grid
+    found = read_grid(folder)
+    for name in ("checkpoints", "dtype", "first", "second"):
+        if getattr(found, name) != getattr(grid, name):
+            raise InputError(
+                f"{folder} holds another grid ({name} differ: other checkpoints, --points, "
+                "--margin or --dtype): name another folder, or delete it"
+            )
+    return found
+
+
+def read_grid(folder: Path) -> Grid:
+    """The content of grid.json. Raises InputError."""
+    path = folder / FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Grid)
+    except (OSError, msgspec.DecodeError) as error:
+        raise InputError(
+            f"cannot read {path} ({error}): give a folder that `analyse plane --write` made"
+        ) from error
+
+
+def collect_grid(folder: Path, weights: WeightsResult, set_name: str | None) -> PlaneResult:
+    """Figures of the evaluated points; set_name may be left out where there is one set.
+
+    Raises InputError for a grid of other directions than those of `weights`, for a file that is no
+    evaluation, and where no point is evaluated.
+    """
+    grid = read_grid(folder)
+    _check_same_plane(grid, weights, folder)
+    results: list[PointResult] = []
+    missing: list[str] = []
+    for point in grid.points:
+        places = [folder / point.name / place for place in EVALUATIONS]
+        path = next((place for place in places if place.exists()), None)
+        if path is None:
+            missing.append(point.name)
+            continue
+        set_name, figures = read_figures(path, set_name)
+        results.append(
+            PointResult(
+                point.name, point.row, point.column, point.first, point.second, point.rounding,
+                figures,
+            )
+        )  # fmt: skip
+    if set_name is None or not results:
+        raise InputError(
+            f"no point of {folder} is evaluated: each needs {' or '.join(EVALUATIONS)}, such as "
+            f"{folder / grid.points[0].name / EVALUATIONS[0]}"
+        )
+    return PlaneResult(str(folder), set_name, grid.first, grid.second, results, missing)
+
+
+def _check_same_plane(grid: Grid, weights: WeightsResult, folder: Path) -> None:
+    is_same = grid.checkpoints == [one.folder for one in weights.checkpoints]
+    if is_same:
+        principal = weights.principal
+        is_same = all(
+            np.allclose(point.weights, principal.weights_of((point.first, point.second)), atol=1e-6)
+            for point in grid.points
+        )
+    if not is_same:
+        raise InputError(
+            f"{folder} is a grid of other directions than those of --out: name the folder from "
+            "which it was written"
+        )
+
+
+def read_figures(path: Path, set_name: str | None) -> tuple[str, PointFigures]:
+    """(set, its figures) of an eval.json: {"sets": {NAME: {"reward": {"value", "se"}, ...}}}.
+
+    Raises InputError.
+    """
+    try:
+        sets = msgspec.json.decode(path.read_bytes(), type=_Evaluation).sets
+    except msgspec.DecodeError as error:
+        raise InputError(
+            f"{path} is no evaluation ({error}): expected sets of reward, accuracy, length_tokens"
+        ) from error
+    if set_name is None and len(sets) == 1:
+        set_name = next(iter(sets))
+    if set_name is None or set_name not in sets:
+        raise InputError(
+            f"{path} has the sets {', '.join(sorted(sets)) or '(none)'}: choose one by --set NAME"
+        )
+    return set_name, sets[set_name]
+
+
+def _to_json(grid: Grid) -> str:
+    return msgspec.json.format(msgspec.json.encode(grid)).decode() + "\n"

@@ -1,0 +1,98 @@
+"""Principal directions of checkpoints, from the inner products of their differences.
+
+Pure functions; used by `megatron-rl analyse`. A direction is never built as a vector of all
+parameters: it is a combination of checkpoints, and so is every point of the plane of two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.analysis.gram import Centre, centre_weights
+from megatron_rl.config.errors import InputError
+
+_RANK_TOLERANCE = 1e-13
+"""Eigenvalues below this share of the largest are rounding."""
+_SIGN_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Checkpoints in the space of their principal directions."""
+
+    centre: np.ndarray
+    """[checkpoints]: the centre as a combination of checkpoints; adds up to 1."""
+    coordinates: np.ndarray
+    """[checkpoints, directions] float64, in units of Euclidean distance between weights."""
+    combinations: np.ndarray
+    """[directions, checkpoints]: each direction, of length 1, as a combination; adds up to 0."""
+
+    @property
+    def explained(self) -> np.ndarray:
+        """[directions]: share of the sum of squared distances from the centre, descending."""
+        squares = (self.coordinates**2).sum(axis=0)
+        return squares / squares.sum()
+
+    def weights_of(self, point: Sequence[float]) -> np.ndarray:
+        """[checkpoints]: the point with the first few coordinates `point`, as a combination."""
+        return self.centre + np.asarray(point) @ self.combinations[: len(point)]
+
+    def residuals(self, directions: int) -> np.ndarray:
+        """[checkpoints]: distance of each from the space of the first few directions."""
+        return np.sqrt((self.coordinates[:, directions:] ** 2).sum(axis=1))
+
+
+def principal_directions(gram: np.ndarray, centre: Centre) -> Principal:
+    """Eigen-decomposition of the inner products; directions of rounding alone are left out.
+
+    The newest checkpoint with a coordinate along a direction has a positive one. Raises InputError
+    when all checkpoints are equal.
+    """
+    squares, vectors = np.linalg.eigh(gram)
+    squares, vectors = squares[::-1], vectors[:, ::-1]
+    if not squares[0] > 0:
+        raise InputError(
+            "all checkpoints have the same weights: there is no direction between them"
+        )
+    rank = int((squares > _RANK_TOLERANCE * squares[0]).sum())
+    lengths, vectors = np.sqrt(squares[:rank]), vectors[:, :rank]
+    for vector in vectors.T:
+        vector *= np.sign(vector[np.abs(vector) > _SIGN_TOLERANCE][-1])
+    offset = centre_weights(len(gram), centre)
+    differences = np.eye(len(gram)) - offset
+    combinations = (vectors / lengths).T @ differences
+    return Principal(offset, vectors * lengths, combinations)
+
+
+def distances(gram: np.ndarray) -> np.ndarray:
+    """[checkpoints, checkpoints]: Euclidean distance between the weights of each two."""
+    own = np.diag(gram)
+    return np.sqrt(np.maximum(own[:, None] + own - 2 * gram, 0))
+
+
+def step_cosines(gram: np.ndarray) -> np.ndarray:
+    """[checkpoints - 2]: cosine between each step to the next checkpoint and the step before.
+
+    NaN where a step has no length.
+    """
+    # Row k of `moves` is checkpoint k + 1 minus checkpoint k.
+    moves = np.diff(np.eye(len(gram)), axis=0)
+    products = moves @ gram @ moves.T
+    lengths = np.sqrt(np.diag(products))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.diag(products, 1) / (lengths[1:] * lengths[:-1])
+
+
+def random_walk_explained(count: int, centre: Centre) -> np.ndarray:
+    """Shares that the directions of a random walk explain, in a space of many dimensions.
+
+    Checkpoints at equal distances along steps that are all perpendicular to each other. A path
+    that explains no more by its first directions shows no preferred direction.
+    Source: Antognini and Sohl-Dickstein, "PCA of high dimensional random walks" (arXiv 1806.08805).
+    """
+    steps = np.arange(count)
+    gram = np.minimum.outer(steps, steps).astype(float)
+    differences = np.eye(count) - centre_weights(count, centre)
+    squares = np.linalg.eigvalsh(differences @ gram @ differences.T)[:0:-1]
+    return squares / squares.sum()
