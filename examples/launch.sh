@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks that a configuration fits, then runs it on this host or on all nodes of the Slurm job:
+# Checks that a configuration fits and can earn a reward, then runs it on this host or on all nodes of the Slurm job:
 #
 #   bash examples/launch.sh CONFIG.toml --model DIR --prompts FILE [--run-dir DIR]
 #        [--gpu h100-80g] [--gpus-per-node N] [section.key=value ...]
@@ -54,6 +54,7 @@ cli() {
 }
 
 cli plan "$CONFIG" --gpu "$GPU" "${OVERRIDES[@]}"
+cli run --dry-run --config "$CONFIG" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
 if [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ]; then
     exec "$PYTHON" -m megatron_rl.launcher.cli run --config "$CONFIG" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
 fi

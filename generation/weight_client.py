@@ -51,6 +51,13 @@ class WeightClient:
         self._is_known = False
         """Whether a publisher has answered and counts on us."""
         self._session = time.time_ns()
+        self.is_held = False
+        """Whether publishers are asked to pass us by."""
+
+    def hold(self, *, is_held: bool) -> None:
+        """Keep the version that the engine has, or take later ones again."""
+        self.is_held = is_held
+        self._dealer.send(self._hello())
 
     async def run(self) -> None:
         """Serve publishers for ever."""
@@ -70,6 +77,7 @@ class WeightClient:
             session=self._session,
             ffn_multiple=engine.ffn_multiple,
             version=engine.version if self._is_known else -1,
+            is_held=self.is_held,
         )
 
     async def _answer(self, message: AnyMessage) -> None:
@@ -120,5 +128,6 @@ class WeightClient:
     def _stand_apart(self) -> None:
         """Serve nothing new: what the engine holds is no version."""
         self._is_known = False
+        self.is_held = False
         self._engine.version = -1
         self._on_version()

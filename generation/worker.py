@@ -1,7 +1,7 @@
 """Generator process: leases completions from the queue and returns each as it finishes.
 
 Entry: `python -m generation.worker --config RUN_DIR/config.toml [--index 0]`. DEALER to the queue's
-prompts endpoint (GeneratorReady, Lease, Cancel, RolloutDone, RolloutFailed, Stop) and to the
+prompts endpoint (GeneratorReady, Lease, Cancel, Hold, RolloutDone, RolloutFailed, Stop) and to the
 trainer's weights endpoint (see `weight_client.py`). It never waits for the trainer.
 
 Concurrency, one event loop:
@@ -43,6 +43,7 @@ from generation.weight_client import WeightClient
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
 from megatron_rl.protocol.process import (
@@ -54,10 +55,10 @@ from megatron_rl.protocol.process import (
 )
 from megatron_rl.protocol.render import Renderer, RenderError, open_renderer
 from megatron_rl.protocol.types import (
-    PROMPT_UNRENDERABLE,
     Cancel,
     GeneratorReady,
     GoldAnswer,
+    Hold,
     Lease,
     Rollout,
     RolloutDone,
@@ -93,19 +94,29 @@ class GeneratorWorker:
         self._capacity = capacity
         self._session = time.time_ns()
         self._activity = Activity()
+        self._weights: WeightClient | None = None
 
     async def run(self, weights: AsyncDealer, metrics: JsonlWriter) -> None:
         """Serve until the queue says Stop. Raises EngineError when the engine dies."""
-        client = WeightClient(weights, self._engine, self.announce)
+        self._weights = WeightClient(weights, self._engine, self.announce)
         await end_with_first(
-            self._receive(), self._report(metrics), client.run(), self._watch_engine()
+            self._receive(), self._report(metrics), self._weights.run(), self._watch_engine()
         )
 
     def announce(self) -> None:
         """Tell the queue of our capacity and version."""
         if self._engine.version >= 0:
             self._activity.start(time.monotonic())
-        self._queue.send(GeneratorReady(self._capacity, self._engine.version, self._session))
+        is_held = self._weights is not None and self._weights.is_held
+        self._queue.send(
+            GeneratorReady(self._capacity, self._engine.version, self._session, is_held)
+        )
+
+    def _hold(self, *, is_held: bool) -> None:
+        assert self._weights is not None, "messages are received once there is a client"
+        # The publisher hears it first: once the queue knows, it lets a later version come.
+        self._weights.hold(is_held=is_held)
+        self.announce()
 
     async def _receive(self) -> None:
         """Serve leases until Stop. An error that `_serve` does not report back is raised."""
@@ -123,6 +134,8 @@ class GeneratorWorker:
                         if (task := serving.get(lease_id)) is not None:
                             log.info("lease %d is cancelled", lease_id)
                             task.cancel()
+                    case Hold(is_held):
+                        self._hold(is_held=is_held)
                     case Stop():
                         log.info("the queue said stop: %s", message.reason)
                         break

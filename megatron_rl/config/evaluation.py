@@ -49,6 +49,10 @@ class EvalConfig(Section):
     """Evaluated beside the held-out prompts, each for itself."""
     every_steps: int = Field(default=0, ge=0)
     """Also evaluate every so many steps; 0: only before and after."""
+    replicas: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Generators that keep the version which an evaluation measures, while the others generate for
+    training; 0: all evaluate, and the batch that makes the next version waits. auto: a quarter of
+    generator.replicas, at least one where there are two."""
     timeout_s: PositiveFloat = 600.0
     """An evaluation whose completions take longer ends the run; one that waits for grades alone
     ends without these, and counts them. For each set anew."""

@@ -108,6 +108,9 @@ class RenderConfig(Section):
     system_prompt of your own comes without."""
     demonstrations: Demonstrations = Demonstrations()
     """By gate."""
+    form_known: bool = False
+    """The model was taught the form that the gates demand, so that prompts need not ask for it:
+    `megatron-rl run --dry-run` then takes the form for given. Nothing else reads it."""
     chat_template: str = ""
     """Jinja chat template that replaces the tokenizer's own; empty keeps that."""
 

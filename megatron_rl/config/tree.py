@@ -232,6 +232,11 @@ class Config(Section):
                 "another generator before its engine has given up; set queue.lease_timeout_s to "
                 f"{1.2 * self.generator.request_timeout_s:g}, or lower the former"
             )
+        if self.eval.replicas != "auto" and self.eval.replicas >= self.generator.replicas > 1:
+            raise ValueError(
+                f"eval.replicas={self.eval.replicas} leaves none of generator.replicas="
+                f"{self.generator.replicas} to training: lower the former"
+            )
         self._check_algorithm()
         self._check_replay()
         self._check_verifier()
@@ -286,6 +291,14 @@ class Config(Section):
     def sampled_groups(self) -> int:
         """Groups of a batch that are sampled for it; the others are replayed."""
         return self.train.groups_per_batch - self.replay.groups_of(self.train.groups_per_batch)
+
+    @property
+    def evaluators(self) -> int:
+        """Generators of an evaluation beside training; 0: all evaluate, and training waits."""
+        replicas = self.generator.replicas
+        if replicas == 1:
+            return 0
+        return max(1, replicas // 4) if self.eval.replicas == "auto" else self.eval.replicas
 
     def _check_replay(self) -> None:
         replay = self.replay

@@ -20,6 +20,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher import algorithms_command, doctor, verify_command
 from megatron_rl.launcher import hosts as cluster
 from megatron_rl.launcher import run as launch
+from megatron_rl.launcher.dry_run import dry_run
 from megatron_rl.launcher.evaluation import command as eval_command
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.ports import ports_text
@@ -41,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog=PROGRAM, description="Asynchronous RL on Megatron-Core and SGLang"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_run_arguments(commands.add_parser("run", help="train, evaluate, export, summarize"), _run)
+    run = commands.add_parser("run", help="train, evaluate, export, summarize")
+    _add_run_arguments(run, _run)
+    run.add_argument("--dry-run", action="store_true", help="only check: could anything be earned?")
     evaluate = commands.add_parser("eval", help="evaluate a model folder, or compare evaluations")
     eval_command.add_arguments(evaluate, _until_death)
     compare = commands.add_parser("sweep", help="run variants over seeds, and compare them")
@@ -150,6 +153,8 @@ def _load(options: argparse.Namespace) -> Config:
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
+    if options.dry_run:
+        return dry_run(_load(options), console)
     return _until_death(lambda: launch.run(_load(options), console))
 
 

@@ -9,6 +9,12 @@ import msgspec
 import numpy as np
 
 from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
+from megatron_rl.protocol.generator_messages import (
+    Cancel,
+    GeneratorReady,
+    Hold,
+    RolloutFailed,
+)
 from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.weight_messages import (
@@ -218,20 +224,6 @@ class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):
 # --- prompts endpoint: queue (ROUTER) <-> generators (DEALER) -----------------------------------
 
 
-class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
-    """State of a generator, sent at start, after every change of version, and as heartbeat.
-
-    The queue counts what it leased: free room = capacity - leased and not yet returned.
-    """
-
-    capacity: int
-    """Completions it runs at once."""
-    version: int
-    """Policy version of its weights; -1 before the first publish, when it takes no leases."""
-    session: int
-    """Differs after a restart: leases of the earlier session are lost."""
-
-
 class Lease(msgspec.Struct, frozen=True, tag="Lease"):
     """Generate `indices` of a group of completions of one prompt: all of them, or as few as one."""
 
@@ -246,27 +238,6 @@ class RolloutDone(msgspec.Struct, frozen=True, tag="RolloutDone"):
     """One completion of a lease, sent as soon as it is finished."""
 
     rollout: Rollout
-
-
-class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
-    """The engine could not generate this completion; the queue leases it again."""
-
-    lease_id: int
-    index: int
-    reason: str
-    drop_as: str = ""
-    """Set where another try must fail too: the reason under which the group is dropped at once,
-    such as PROMPT_UNRENDERABLE."""
-
-
-PROMPT_UNRENDERABLE = "prompt_unrenderable"
-"""The prompt cannot be put into tokens, or leaves no room for a completion."""
-
-
-class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):
-    """Stop generating what is left of a lease: nobody waits for it any more. No answer."""
-
-    lease_id: int
 
 
 # --- verify endpoint: queue (ROUTER) <-> verifiers (DEALER) -------------------------------------
@@ -370,6 +341,7 @@ AnyMessage = (
     | GeneratorReady
     | Lease
     | Cancel
+    | Hold
     | RolloutDone
     | RolloutFailed
     | VerifierReady

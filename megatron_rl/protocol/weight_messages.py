@@ -18,6 +18,8 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """To what the engine pads the MLP units of a rank."""
     version: int = -1
     """Policy version that it serves; -1: none, it needs a whole publish."""
+    is_held: bool = False
+    """It keeps that version for now: pass it by."""
 
 
 class Receive(msgspec.Struct, frozen=True, tag="Receive"):

@@ -64,14 +64,24 @@ class LeaseRules(NamedTuple):
     published: int
     max_staleness: int
     is_strict: bool
+    evaluators: frozenset[str] = frozenset()
+    """Generators that evaluate and do nothing else; none: all do both."""
+    evaluated: int = -1
+    """Version that the evaluators hold."""
+
+    def may_take(self, generator: str, *, is_evaluation: bool) -> bool:
+        """Whether a generator may get completions of a group."""
+        return not self.evaluators or (generator in self.evaluators) == is_evaluation
 
     def oldest_version(self, *, is_evaluation: bool) -> int:
         """Policy version that a generator needs to get completions of a group.
 
         It counts when the completion is leased. That may be long after its group was opened; then
         the version is the newer one, so what was true of the group's first tokens remains true.
-        An evaluation measures the published version and no older one.
+        An evaluation measures the published version and no older one, or what evaluators hold.
         """
+        if is_evaluation and self.evaluators:
+            return self.evaluated
         return oldest_leasable_version(
             self.published,
             max_staleness=self.max_staleness,

@@ -282,15 +282,14 @@ class Coordinator:
         self._drop_failed()
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
-        has_generator = self._leases.has_room(min_version=0)
         # Before batches: an evaluation that ends here no longer holds back the next one.
-        self._evaluations.advance(self._published, now, has_generator=has_generator)
+        self._evaluations.advance(self._published, now, leases=self._leases)
         yield from self._batch_answers(now)
         while self._states:
             yield Outgoing(BATCHES, *self._states.pop())
         # Before leases: their slots are given out again, and the engine should be rid of the old.
-        for generator, cancel in self._leases.pop_cancels():
-            yield Outgoing(PROMPTS, generator, cancel)
+        for order in self._leases.pop_cancels() + self._evaluations.evaluators.pop_orders():
+            yield Outgoing(PROMPTS, *order)
         while (lease := self._next_lease(now)) is not None:
             yield lease
         self._check_over(now)
@@ -330,6 +329,7 @@ class Coordinator:
         numbers = self._training.choose_batch(self._groups, step)
         if numbers is None:
             return None
+        self._evaluations.note_batch()
         groups, dropped = self._groups.take(numbers, step)
         replayed = self._replay.draw(step, groups)
         batch = form_batch(

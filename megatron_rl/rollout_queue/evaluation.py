@@ -170,6 +170,12 @@ class Evaluation:
         self.lost_ungraded += bool(group.lost)
         self._left -= 1
 
+    def lose_unopened(self) -> None:
+        """Note that nobody will open the other prompts."""
+        self.lost += len(self._unopened)
+        self._left -= len(self._unopened)
+        self._unopened.clear()
+
     def describe(self, now: float) -> str:
         """One line on what is missing."""
         return (

@@ -1,12 +1,15 @@
 """Which evaluations are due, which one runs, and what it found.
 
-Used by the rollout queue. One evaluation runs at a time and measures exactly one policy version: no
-later version comes out while it runs, because `allows_batch` holds back the batch that would make
-it. Training groups are leased meanwhile, to slots that the evaluation does not need.
+Used by the rollout queue. One evaluation runs at a time and measures exactly one policy version.
+With evaluators (`evaluators.py`) these keep that version, and training goes on with the others.
+Without, no later version comes out while it runs, because `allows_batch` holds back the batch that
+would make it; training groups are leased meanwhile, to slots that the evaluation does not need.
 """
 
 import collections
 import logging
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
@@ -14,23 +17,41 @@ from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.evaluated import first_free_number, keep_evaluated
 from megatron_rl.rollout_queue.evaluation import (
+    FINAL_LABEL,
     Evaluation,
     EvaluationSet,
     evaluation_sets,
     label_at,
     summarize,
 )
+from megatron_rl.rollout_queue.evaluators import Evaluators
 from megatron_rl.rollout_queue.failures import (
     CLASSES_NOT_GRADED,
     CLASSES_UNGRADABLE,
+    EVALUATOR_LOST,
     GroupFailure,
     TooManyFailures,
 )
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.leases import Leases
+from megatron_rl.rollout_queue.peers import Peer
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 
 log = logging.getLogger(__name__)
+
+
+class _Due(NamedTuple):
+    """An evaluation that is to be made."""
+
+    round: str
+    """Label of the evaluations of one version, each on a set of its own."""
+    what: EvaluationSet
+
+    @property
+    def label(self) -> str:
+        """Its name in metrics and files."""
+        return self.what.label(self.round)
 
 
 class EvaluationDesk:
@@ -58,9 +79,13 @@ class EvaluationDesk:
         self._only = only
         self.first_number = first_free_number(recorder.run_dir) if recorder.keeps_evaluated else 0
         """Of the groups that it opens."""
-        self._due: collections.deque[tuple[str, EvaluationSet]]
         self._due = collections.deque(self._on_all_sets([only] if only else []))
+        self._round = ""
+        """Of the evaluation that began last."""
         self._running: Evaluation | None = None
+        self.evaluators = Evaluators(0 if only else config.evaluators)
+        self._let_go = False
+        """A later version than the one that is measured comes, or has come."""
         self.done: list[str] = []
         """Names of the evaluations that have ended."""
 
@@ -78,42 +103,83 @@ class EvaluationDesk:
         """Note the evaluations that a published version asks for."""
         self._due.extend(self._due_at(version, is_final=is_final))
 
-    def _due_at(self, version: int, *, is_final: bool) -> list[tuple[str, EvaluationSet]]:
+    def _due_at(self, version: int, *, is_final: bool) -> list[_Due]:
         if self._only:
             return []
         labels = label_at(version, is_final=is_final, every_steps=self._config.every_steps)
-        return [due for due in self._on_all_sets(labels) if due[0] not in self.done]
+        return [due for due in self._on_all_sets(labels) if due.label not in self.done]
 
-    def _on_all_sets(self, labels: list[str]) -> list[tuple[str, EvaluationSet]]:
-        """The evaluations of these labels, each with its whole name."""
-        return [(one.label(label), one) for label in labels for one in self._sets]
+    def _on_all_sets(self, labels: list[str]) -> list[_Due]:
+        return [_Due(label, one) for label in labels for one in self._sets]
 
     def allows_batch(self, step: int, published: int) -> bool:
         """Whether the batch of a step may be formed: also while version `step` is being published.
 
-        Not while an evaluation runs, or before one: an update would change what it measures.
+        Not before an evaluation, nor while one runs without evaluators: an update would change
+        what it measures.
         """
-        if self._running is not None or step > published + 1:
+        is_of_round = self._running is not None and all(d.round == self._round for d in self._due)
+        if (self._due and not is_of_round) or step > published + 1:
+            return False
+        if self._running is not None and not self.evaluators.hold_all:
             return False
         return step <= published or not self._due_at(step, is_final=False)
 
-    def advance(self, published: int, now: float, *, has_generator: bool) -> None:
+    def note_batch(self) -> None:
+        """A batch is formed: a later version than the one that is measured will come."""
+        self._let_go = self._running is not None
+
+    def advance(self, published: int, now: float, *, leases: Leases) -> None:
         """End an evaluation that is complete, and begin the next one that is due."""
+        generators = leases.peers
+        self.evaluators.note(generators)
+        if self._is_orphaned:
+            self._give_up(leases.pop_evaluation())
         if self._running is not None and self._running.is_complete:
             self._finish(self._running, now)
             self._running = None
+            if not (self._continues and self.evaluators.names):
+                self.evaluators.release()
+        has_generator = any(peer.room and peer.version >= 0 for peer in generators)
         # Where evaluating is all there is to do, its clock starts with the first generator.
         if self._running is None and self._due and (has_generator or not self._only):
-            self._begin(*self._due.popleft(), published, now)
+            self._begin(self._due.popleft(), published, now, generators=generators)
 
-    def _begin(self, label: str, what: EvaluationSet, published: int, now: float) -> None:
-        log.info("evaluation %r of version %d starts", label, published)
+    def _begin(self, due: _Due, published: int, now: float, *, generators: Iterable[Peer]) -> None:
+        # Those who hold a version for another set of the round go on with it.
+        is_continued = bool(self.evaluators.names)
+        if not is_continued:
+            self._let_go = False
+            # After the last step nobody else has anything to do.
+            if due.round != FINAL_LABEL:
+                self.evaluators.choose(generators, published)
+        version = self.evaluators.version if is_continued else max(published, 0)
+        label, what = due.label, due.what
+        log.info("evaluation %r of version %d starts", label, version)
         done = {}
         if self._recorder.keeps_evaluated:
             done = keep_evaluated(self._recorder.run_dir, label, what)
             log.info("%d of its %d prompts were evaluated earlier", len(done), len(what.prompts))
         self._recorder.begin_evaluation(label, keeps_lines=bool(done))
-        self._running = Evaluation(label, what, version=max(published, 0), now=now, done=done)
+        self._round = due.round
+        self._running = Evaluation(label, what, version=version, now=now, done=done)
+
+    @property
+    def _continues(self) -> bool:
+        """Whether what is due next measures the same version on another set."""
+        return bool(self._due) and self._due[0].round == self._round
+
+    @property
+    def _is_orphaned(self) -> bool:
+        """Whether the running evaluation measures a version that nobody holds any more."""
+        return self._running is not None and self._let_go and self.evaluators.are_lost
+
+    def _give_up(self, incomplete: list[Group]) -> None:
+        """End without what nobody can generate any more; it is counted as lost."""
+        assert self._running is not None
+        for group in incomplete:
+            self.lose(group, EVALUATOR_LOST)
+        self._running.lose_unopened()
 
     def _finish(self, evaluation: Evaluation, now: float) -> None:
         seconds = now - evaluation.started_at

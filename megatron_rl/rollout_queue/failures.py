@@ -10,6 +10,8 @@ from megatron_rl.protocol.types import Rollout
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.groups import Group
 
+EVALUATOR_LOST = "evaluator_lost"
+"""The generators that held the version of an evaluation are gone."""
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 """A completion failed as often as queue.max_attempts allows."""
 CLASSES_UNGRADABLE = "classes_ungradable"

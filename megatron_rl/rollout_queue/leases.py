@@ -77,7 +77,12 @@ class Leases:
     def announce(self, name: str, ready: GeneratorReady, now: float) -> None:
         """Take in a generator's state."""
         lost = self._generators.announce(
-            name, capacity=ready.capacity, session=ready.session, version=ready.version, now=now
+            name,
+            capacity=ready.capacity,
+            session=ready.session,
+            version=ready.version,
+            now=now,
+            is_held=ready.is_held,
         )
         self._lose(lost, f"generator {name} restarted")
 
@@ -92,6 +97,14 @@ class Leases:
     def has_room(self, min_version: int) -> bool:
         """Whether a generator of that version or a later one has room for a completion."""
         return self._generators.find_room(min_version) is not None
+
+    def can_take(self, rules: LeaseRules, *, is_evaluation: bool) -> bool:
+        """Whether a generator that may take completions of such a group has room for one."""
+        return any(peer.room for peer in self._able(rules, is_evaluation=is_evaluation))
+
+    def _able(self, rules: LeaseRules, *, is_evaluation: bool) -> list[Peer]:
+        able = self._generators.of_version(rules.oldest_version(is_evaluation=is_evaluation))
+        return [peer for peer in able if rules.may_take(peer.name, is_evaluation=is_evaluation)]
 
     def issue(
         self, rules: LeaseRules, open_group: Callable[[], Group | None], now: float
@@ -125,7 +138,7 @@ class Leases:
         group = held.group
         is_evaluation = bool(group.evaluation)
         anywhere |= rules.is_urgent(group.opened_version, is_evaluation=is_evaluation)
-        able = self._generators.of_version(rules.oldest_version(is_evaluation=is_evaluation))
+        able = self._able(rules, is_evaluation=is_evaluation)
         able = [peer for peer in able if peer.name != held.shunned] or able
         home = next((peer for peer in able if peer.name == held.home), None)
         if home is not None and (home.room or not anywhere):
@@ -161,6 +174,10 @@ class Leases:
         if fault:
             self.take_failure(name, RolloutFailed(rollout.lease_id, rollout.index, fault), now)
             return None
+        if self._is_mixed(rollout):
+            why = "its tokens are not all of the version that is measured"
+            self.take_failure(name, RolloutFailed(rollout.lease_id, rollout.index, why), now)
+            return None
         lease = self._return(name, rollout.lease_id, rollout.index, now)
         if lease is None:
             self.late_rollouts += 1
@@ -171,6 +188,13 @@ class Leases:
         if not held.unreturned:
             del self._groups[held.group.number]
         return held.group
+
+    def _is_mixed(self, rollout: Rollout) -> bool:
+        """Whether an evaluation would measure another version by it than its own."""
+        lease = self._open.get(rollout.lease_id)
+        if lease is None or not lease.holder.group.evaluation:
+            return False
+        return any(span.version != lease.holder.group.opened_version for span in rollout.spans)
 
     def take_failure(self, name: str, failure: RolloutFailed, now: float) -> None:
         """Queue a failed completion to be leased again, unless its group is to be dropped."""
@@ -263,6 +287,14 @@ class Leases:
         for lease_id in lease_ids:
             del self._open[lease_id]
 
+    def pop_evaluation(self) -> list[Group]:
+        """Forget the groups of an evaluation that nobody can complete, and return them."""
+        groups = [held.group for held in self._groups.values() if held.group.evaluation]
+        for group in groups:
+            self.cancel(group)
+            group.is_abandoned = True
+        return groups
+
     def _fail(self, held: _LeasedGroup, reason: str, detail: str) -> None:
         self.cancel(held.group)
         self._failures.append(GroupFailure(held.group, reason, detail))
@@ -304,6 +336,11 @@ class Leases:
     def generators(self) -> list[str]:
         """Names of the live generators."""
         return self._generators.names
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The live generators."""
+        return self._generators.of_version(-1)
 
     def describe(self, now: float) -> str:
         """One line on what is open where."""

@@ -33,7 +33,14 @@ class Openings:
 
     def rules(self, published: int) -> LeaseRules:
         """Which generators may take which groups while that version is the published one."""
-        return LeaseRules(published, self._config.max_staleness, self._config.strict_staleness)
+        evaluators = self._evaluations.evaluators
+        return LeaseRules(
+            published,
+            self._config.max_staleness,
+            self._config.strict_staleness,
+            evaluators.names,
+            evaluators.version,
+        )
 
     def open(self, published: int, next_step: int | None) -> Group | None:
         """A new group, if one is wanted and a generator has room for at least one completion.
@@ -59,4 +66,4 @@ class Openings:
         return group
 
     def _has_room(self, rules: LeaseRules, *, is_evaluation: bool) -> bool:
-        return self._leases.has_room(rules.oldest_version(is_evaluation=is_evaluation))
+        return self._leases.can_take(rules, is_evaluation=is_evaluation)

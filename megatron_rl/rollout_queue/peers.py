@@ -20,6 +20,8 @@ class Peer:
     version: int
     heard_at: float
     """Monotonic seconds."""
+    is_held: bool = False
+    """A generator that keeps its version."""
     held: dict[int, int] = dataclasses.field(default_factory=dict)
     """Id of a lease or a request -> items of it still out."""
 
@@ -42,7 +44,14 @@ class Peers:
         self._peers: dict[str, Peer] = {}
 
     def announce(
-        self, name: str, *, capacity: int, session: int, version: int, now: float
+        self,
+        name: str,
+        *,
+        capacity: int,
+        session: int,
+        version: int,
+        now: float,
+        is_held: bool = False,
     ) -> list[int]:
         """Take in a peer's state; returns the ids that an earlier session lost."""
         lost: list[int] = []
@@ -60,6 +69,7 @@ class Peers:
             log.info("%s %s is there: capacity %d", self._kind, name, capacity)
             known = self._peers[name] = Peer(name, capacity, session, version, now)
         known.capacity, known.version, known.heard_at = capacity, version, now
+        known.is_held = is_held
         return lost
 
     def hear(self, name: str, now: float) -> None:

@@ -47,6 +47,11 @@ SLURM = [
         "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 131072,
     }),
+    Example("magistral_medium_like", 64, 8, 122.6, {
+        "architectures": ["MistralForCausalLM"], "hidden_size": 12288, "intermediate_size": 28672,
+        "num_hidden_layers": 88, "num_attention_heads": 96, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 32768, "max_position_embeddings": 131072,
+    }),
     Example("qwen3_30b_a3b", 4, 8, 30.5, {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
-    PROMPT_UNRENDERABLE,
     Cancel,
     GeneratorReady,
     Lease,

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from megatron_rl.config.tree import QueueConfig
+from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.types import (
-    PROMPT_UNRENDERABLE,
     Cancel,
     GeneratorReady,
     RolloutFailed,

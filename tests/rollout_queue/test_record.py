@@ -44,13 +44,16 @@ class SendingQueue(PlayedQueue):
     def _rollout(self, lease: Lease, index: int) -> Rollout:
         plain = super()._rollout(lease, index)
         tokens = int(self.chance.integers(4, 30))
+        spans = [VersionSpan(0, 0, 3), VersionSpan(1, 3, tokens)]
+        if lease.prompt.split == "held_out":
+            spans = [VersionSpan(0, 0, tokens)]
         rollout = msgspec.structs.replace(
             plain,
             # The same for all completions of a prompt.
             prompt_ids=np.array([ord(letter) for letter in lease.prompt.id], np.int32),
             token_ids=self.chance.integers(0, 2**31 - 1, tokens).astype(np.int32),
             logprobs=-self.chance.random(tokens).astype(np.float32),
-            spans=[VersionSpan(0, 0, 3), VersionSpan(1, 3, tokens)],
+            spans=spans,
             first_token_s=0.25,
         )
         self.sent[rollout.token_ids.tobytes()] = rollout

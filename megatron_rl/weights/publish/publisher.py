@@ -142,7 +142,12 @@ class WeightPublisher(Closing):
         members: list[Member] = []
         if self._link is not None:
             self._link.listen()
-            members = [Member(name, hello) for name, hello in sorted(self._link.peers.items())]
+            # A held one evaluates its version; once it lets go it is late.
+            members = [
+                Member(name, hello)
+                for name, hello in sorted(self._link.peers.items())
+                if not hello.is_held
+            ]
             # Late are those that came back since the last publish, or came for the first time.
             if late_only:
                 members = [member for member in members if not self._is_current(member)]

@@ -59,18 +59,48 @@ class Scene:
         )
         self._dealers: dict[str, Dealer] = {}
 
-    def hello(self, name: str, session: int = 1) -> None:
+    def hello(self, name: str, session: int = 1, *, is_held: bool = False) -> None:
         """Returns when it has arrived."""
         if name not in self._dealers:
             self._dealers[name] = Dealer(self.address, name)
-        self._dealers[name].send(Hello(1, "scripted", "1", session=session))
+        self._dealers[name].send(Hello(1, "scripted", "1", session=session, is_held=is_held))
         ends_at = time.monotonic() + WAIT_S
-        while self.link.peers.get(name, Hello(0, "", "")).session != session:
+        sent = (session, is_held)
+        while (known := self.link.peers.get(name)) is None or (
+            known.session,
+            known.is_held,
+        ) != sent:
             assert time.monotonic() < ends_at
             self.link.listen(0.1)
 
     def metrics(self) -> dict[str, float]:
         return {metric.name: metric.value for metric in self.publisher.metrics}
+
+
+def held_and_let_go() -> list[tuple[str, Any]]:
+    scene = Scene(replicas=2)
+    scene.hello("a")
+    scene.hello("b")
+    scene.publisher.publish(0)
+    scene.hello("b", is_held=True)
+    scene.publisher.publish(1)
+    scene.publisher.admit()
+    scene.publisher.publish(2)
+    scene.hello("b", is_held=False)
+    scene.publisher.admit()
+    scene.publisher.publish(3)
+    return scene.method.calls
+
+
+def test_a_generator_that_holds_its_version_is_passed_by_until_it_lets_go() -> None:
+    [calls] = run_ranks(held_and_let_go, 1)
+    assert calls == [
+        ("publish", [0, "a", "b"]),
+        ("publish", [1, "a"]),
+        ("publish", [2, "a"]),
+        ("publish", [2, "b"]),
+        ("publish", [3, "a", "b"]),
+    ]
 
 
 def first_and_late() -> tuple[list[tuple[str, Any]], dict[str, float], dict[str, float]]:

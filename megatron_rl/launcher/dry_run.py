@@ -1,0 +1,263 @@
+"""`megatron-rl run --dry-run`: whether a completion could earn anything, before a GPU is rented.
+
+Every check of a run is made, and nothing of it is started. Then some prompts of each task are
+rendered, and for each a right and a wrong completion, made up in the form that the prompt asks for,
+are graded by the run's own rules in its own kind of grading processes.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.reward import GateName
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher import preflight
+from megatron_rl.launcher.terminal_text import printable
+from megatron_rl.protocol.render import open_renderer
+from megatron_rl.protocol.tokenizer_child import call_in_child
+from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
+from megatron_rl.rollout_queue.diagnosis import REFUSALS
+from megatron_rl.rollout_queue.prompts import load_prompts, without
+from megatron_rl.trainer.traces import read_traces
+from verification.canned import Canned, Form, find_form, make_canned
+from verification.library import Grading, Sample
+
+PROMPTS_PER_TASK = 16
+_RENDER_S = 120.0
+
+
+class Rendered(NamedTuple):
+    """A prompt as the model sees it."""
+
+    text: str
+    tail: str
+    """Its end, which a response may continue."""
+
+
+class Rehearsal(NamedTuple):
+    """A prompt with what was graded for it."""
+
+    prompt: Prompt
+    form: Form
+    right: Score | ScoreFailed | None
+    """None where no right answer can be made up."""
+    wrong: Score | ScoreFailed | None
+
+
+class TaskReport(NamedTuple):
+    """What was seen of one task."""
+
+    task: str
+    prompts: int
+    earned: float | None
+    """Mean reward of right completions; None where none could be made up."""
+    earned_wrong: float | None
+    problems: list[str]
+    """Why no completion, or every completion, earns the reward; empty: fine."""
+    warnings: list[str]
+    """What is wrong with single prompts."""
+
+
+def dry_run(config: Config, console: Console) -> int:
+    """Check a run without starting it; exit code 1 when it could learn nothing.
+
+    Raises InputError as `run` does.
+    """
+    found = preflight.check(config)
+    for note in found.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    sets = load_prompts(config.prompts, config.run.seed)
+    sets = without(sets, frozenset(prompt.id for prompt in found.dropped))
+    reports = rehearse(choose_prompts(sets.all), config)
+    _print(reports, console)
+    return int(any(report.problems for report in reports))
+
+
+def choose_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """At most PROMPTS_PER_TASK of each task, spread evenly over its prompts."""
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    chosen = []
+    for group in by_task.values():
+        step = max(1, -(-len(group) // PROMPTS_PER_TASK))
+        chosen += group[::step]
+    return chosen
+
+
+def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
+    """Grade a right and a wrong completion of each prompt; one report a task.
+
+    Raises InputError for a bad tokenizer, GradingError for tests that cannot be used.
+    """
+    rendered = call_in_child(
+        render_all, config, list(prompts), what="rendering the prompts", limit_s=_RENDER_S
+    )
+    taught = _taught_forms(config)
+    gates = config.reward.gates
+    rows: list[tuple[Prompt, Form, Rendered, Canned | None]] = []
+    for prompt, seen in zip(prompts, rendered, strict=True):
+        form = taught(prompt.task) or find_form(seen.text)
+        if config.render.form_known:
+            form = _form_of_gate(gates[prompt.task])
+        canned = make_canned(
+            prompt,
+            config.reward.all_tasks[prompt.task].compare,
+            form,
+            tail=seen.tail,
+            count=config.reward.tests_per_problem,
+        )
+        rows.append((prompt, form, seen, canned))
+    return _judge(_grade(rows, config), config)
+
+
+def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
+    """In a child: the prompts as the model sees them; imports transformers."""
+    renderer = open_renderer(config)
+    found = []
+    for prompt in prompts:
+        ids = renderer.render(prompt.messages, config.sampling.max_new_tokens, task=prompt.task)
+        found.append(Rendered(renderer.decode(ids), renderer.tail(ids)))
+    return found
+
+
+def _taught_forms(config: Config) -> Callable[[str], Form | None]:
+    """f(task): the form of most traces of the cold start, those of the task if there are any."""
+    if not config.sft.steps or config.sft.traces is None:
+        return lambda task: None
+    forms: dict[str, collections.Counter[Form]] = collections.defaultdict(collections.Counter)
+    for trace in read_traces(config.sft.traces):
+        forms[trace.task][find_form(trace.response)] += 1
+    of_all = sum(forms.values(), collections.Counter[Form]())
+    return lambda task: (forms.get(task) or of_all).most_common(1)[0][0]
+
+
+def _form_of_gate(gate: GateName) -> Form:
+    return Form(gate.startswith("think"), gate.endswith("box"), gate.endswith("code"))
+
+
+def _grade(
+    rows: Sequence[tuple[Prompt, Form, Rendered, Canned | None]], config: Config
+) -> list[Rehearsal]:
+    samples: list[Sample] = []
+    for prompt, _, seen, canned in rows:
+        for text in canned or ():
+            samples.append(
+                Sample(
+                    text=text,
+                    answer=prompt.answer,
+                    task=prompt.task,
+                    entry=prompt.entry,
+                    problem=prompt.question,
+                    language=prompt.language,
+                    tokens=1,
+                    prompt_tail=seen.tail,
+                )
+            )
+    with Grading(
+        config.reward, config.verifier, max_tokens=config.sampling.max_new_tokens
+    ) as grading:
+        scores = iter(grading.score(samples))
+    return [
+        Rehearsal(prompt, form, *((next(scores), next(scores)) if canned else (None, None)))
+        for prompt, form, _, canned in rows
+    ]
+
+
+def _judge(rehearsals: Sequence[Rehearsal], config: Config) -> list[TaskReport]:
+    by_task: dict[str, list[Rehearsal]] = {}
+    for rehearsal in rehearsals:
+        by_task.setdefault(rehearsal.prompt.task, []).append(rehearsal)
+    return [judge_task(task, group, config) for task, group in by_task.items()]
+
+
+def judge_task(task: str, group: Sequence[Rehearsal], config: Config) -> TaskReport:
+    """What the grades say about the configuration (problems) and about prompts (warnings)."""
+    right = [r for r in group if isinstance(r.right, Score)]
+    wrong = [r for r in group if isinstance(r.wrong, Score)]
+    problems, warnings = [], []
+    failed = [s for r in group for s in (r.right, r.wrong) if isinstance(s, ScoreFailed)]
+    if failed:
+        problems.append(f"{len(failed)} completions could not be graded: {failed[0].reason}")
+    missed = [r for r in right if r.right.parts["correct"] <= 0]
+    passed = {r.form for r in right if r.right.reason not in REFUSALS}
+    # A form that passes with other answers is not at fault: the answer itself spoils it.
+    refused = [r for r in missed if r.right.reason in REFUSALS and r.form not in passed]
+    missed = [r for r in missed if r not in refused]
+    if refused:
+        problems.append(_refusal(refused, len(right), task, config))
+    if missed and config.reward.correct > 0:
+        text = _missed(missed, len(right))
+        (problems if len(missed) == len(right) else warnings).append(text)
+    paid = [r for r in wrong if r.wrong.parts["correct"] > 0]
+    if paid:
+        problems.append(f"a wrong answer is paid as right for {_where(paid)}")
+    if config.reward.correct == 0 and not config.reward.extras_of(task):
+        problems.append(
+            "reward.correct is 0 and no reward.extra applies to the task: right and wrong answers "
+            "earn the same; set reward.correct (the paper's is 0.9)"
+        )
+    if config.reward.language and right and not any(r.right.parts.get("language") for r in right):
+        warnings.append(
+            "none of these answers earns reward.language, though each is in the words of its own "
+            "question: the questions are too short, or their language is not known"
+        )
+    if not right and not failed:
+        warnings.append("no right answer could be made up: only a program passes unit tests")
+    return TaskReport(
+        task,
+        len(group),
+        _mean([r.right.reward for r in right]),
+        _mean([r.wrong.reward for r in wrong]),
+        problems,
+        warnings,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _refusal(refused: Sequence[Rehearsal], count: int, task: str, config: Config) -> str:
+    reason = refused[0].right.reason
+    gate = config.reward.gates[task]
+    return (
+        f"no reward possible: the gate {gate!r} refuses ({reason}) a right answer in the form that "
+        f"the prompt asks for, {refused[0].form.describe()}, in {len(refused)} of {count} prompts. "
+        "Let render.system_prompts (or your render.system_prompt) ask for what the gate demands, "
+        f"or set reward.tasks.{task}.gate; for a model that was taught the form set "
+        "render.form_known=true"
+    )
+
+
+def _missed(missed: Sequence[Rehearsal], count: int) -> str:
+    first = missed[0]
+    return (
+        f"the reference answer itself is graded wrong ({first.right.reason}) in {len(missed)} of "
+        f"{count} prompts: {_where(missed)}"
+    )
+
+
+def _where(group: Sequence[Rehearsal]) -> str:
+    prompt = group[0].prompt
+    return f"{prompt.place or prompt.id!r} (answer {prompt.answer[:80]!r})"
+
+
+def _print(reports: Sequence[TaskReport], console: Console) -> None:
+    table = Table("task", "prompts", "right answer earns", "wrong answer earns", "verdict")
+    for report in reports:
+        earned = [
+            "-" if value is None else f"{value:.3f}"
+            for value in (report.earned, report.earned_wrong)
+        ]
+        verdict = "no" if report.problems else "ok"
+        table.add_row(report.task, str(report.prompts), *earned, verdict)
+    console.print(table, markup=False)
+    for report in reports:
+        for kind, texts in (("problem", report.problems), ("warning", report.warnings)):
+            for text in texts:
+                line = printable(f"{kind}: {report.task}: {text}")
+                console.print(line, markup=False, highlight=False, soft_wrap=True)

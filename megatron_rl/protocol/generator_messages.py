@@ -1,0 +1,48 @@
+"""What the rollout queue and generators say to each other beside leases and their rollouts.
+
+Imported by every process. On the prompts endpoint: queue (ROUTER) <-> generators (DEALER).
+"""
+
+import msgspec
+
+PROMPT_UNRENDERABLE = "prompt_unrenderable"
+"""The prompt cannot be put into tokens, or leaves no room for a completion."""
+
+
+class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
+    """State of a generator, sent at start, after every change of it, and as heartbeat.
+
+    The queue counts what it leased: free room = capacity - leased and not yet returned.
+    """
+
+    capacity: int
+    """Completions it runs at once."""
+    version: int
+    """Policy version of its weights; -1 before the first publish, when it takes no leases."""
+    session: int
+    """Differs after a restart: leases of the earlier session are lost."""
+    is_held: bool = False
+    """It keeps this version; the publisher was told so before."""
+
+
+class Hold(msgspec.Struct, frozen=True, tag="Hold"):
+    """Keep the weights that you have, or take part in publishes again; answered by its state."""
+
+    is_held: bool
+
+
+class RolloutFailed(msgspec.Struct, frozen=True, tag="RolloutFailed"):
+    """The engine could not generate this completion; the queue leases it again."""
+
+    lease_id: int
+    index: int
+    reason: str
+    drop_as: str = ""
+    """Set where another try must fail too: the reason under which the group is dropped at once,
+    such as PROMPT_UNRENDERABLE."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="Cancel"):
+    """Stop generating what is left of a lease: nobody waits for it any more. No answer."""
+
+    lease_id: int

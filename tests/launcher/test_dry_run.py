@@ -1,0 +1,191 @@
+"""A dry run tells configurations that can pay an answer from those that pay nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.cli import main
+from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, rehearse
+from megatron_rl.protocol.types import ChatMessage, Prompt
+from megatron_rl.rollout_queue.prompts import load_prompts
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}<s>assistant\n"
+)
+CASES = [{"stdin": "1 2\n", "stdout": "3\n"}]
+# Long enough that their language is known.
+QUESTIONS = (
+    "A farmer has one apple and buys two more of them. How many apples does he have now?",
+    "Un marchand avait six pommes et il en a vendu deux. Combien de pommes lui reste-t-il ?",
+    "Write a program that reads two numbers from a line and prints their sum.",
+    "A shepherd has one sheep and five lambs. How many animals are there in all?",
+)
+LINES = [
+    {"task": task, "messages": [{"role": "user", "content": question}], "answer": answer, **more}
+    for question, task, answer, more in zip(
+        QUESTIONS,
+        ("math", "math", "code", "math"),
+        ("3", "4", "", "6"),
+        ({}, {}, {"entry": json.dumps({"cases": CASES})}, {"split": "held_out"}),
+        strict=True,
+    )
+]
+
+
+def write_byte_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
+    """A tokenizer that knows every byte, as those of published models do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: index for index, token in enumerate(alphabet)} | {"</s>": len(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return path
+
+
+def load(name: str, model: Path, prompts: Path, *overrides: str) -> Config:
+    given = [f'model.path="{model}"', f'prompts.0.path="{prompts}"', *overrides]
+    return load_config(EXAMPLES / f"{name}.toml", given)
+
+
+def problems_of(config: Config) -> dict[str, list[str]]:
+    sets = load_prompts(config.prompts, config.run.seed)
+    return {r.task: r.problems for r in rehearse(choose_prompts(sets.all), config)}
+
+
+SHIPPED = sorted(
+    path.stem for path in EXAMPLES.glob("*.toml")
+    if path.stem not in ("quickstart", "tiny", "own_prompts")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_examples_pay_a_right_answer_of_every_task(
+    name: str, model: Path, prompts: Path
+) -> None:
+    config = load(name, model, prompts)
+    sets = load_prompts(config.prompts, config.run.seed)
+    reports = rehearse(choose_prompts(sets.all), config)
+    assert {r.task: (r.prompts, r.problems, r.warnings) for r in reports} == {
+        "math": (3, [], []), "code": (1, [], []),
+    }  # fmt: skip
+    reward = config.reward
+    for report in reports:
+        assert report.earned == pytest.approx(reward.format + reward.correct + reward.language)
+        assert report.earned_wrong == pytest.approx(reward.format + reward.language)
+
+
+def test_the_quickstart_teaches_its_form(model: Path, prompts: Path, tmp_path: Path) -> None:
+    traces = tmp_path / "traces.jsonl"
+    message = {"role": "user", "content": "1+1="}
+    good = {"messages": [message], "response": "<think>2</think>\\boxed{2}"}
+    bad = {"messages": [message], "response": "It is 2."}
+    room = ["sampling.max_new_tokens=32", "generator.context_tokens=512"]
+    only_math = tmp_path / "math.jsonl"
+    only_math.write_text("".join(json.dumps(line) + "\n" for line in LINES if line["answer"]))
+    for responses, is_fine in (([good, good, bad], True), ([good, bad, bad], False)):
+        traces.write_text("".join(json.dumps(line) + "\n" for line in responses))
+        config = load("quickstart", model, only_math, f'sft.traces="{traces}"', *room)
+        assert (problems_of(config)["math"] == []) == is_fine
+
+
+def test_a_gate_that_nothing_asks_for_is_found(model: Path, prompts: Path) -> None:
+    silent = load("one_node", model, prompts, 'render.system_prompt=""')
+    found = problems_of(silent)
+    assert "the gate 'think_box' refuses (no_think_start)" in found["math"][0]
+    assert "no thoughts, in 3 of 3 prompts" in found["math"][0]
+    assert "the gate 'think_code' refuses" in found["code"][0]
+    for cure in ('render.system_prompt="Think in <think></think>, answer in \\\\boxed{} or in ```"',
+                 "render.form_known=true"):  # fmt: skip
+        assert problems_of(load("one_node", model, prompts, cure)) == {"math": [], "code": []}
+
+
+def test_a_prompt_that_asks_for_thoughts_under_a_plain_gate_is_found(
+    model: Path, prompts: Path
+) -> None:
+    rule = 'reward.tasks={math={gate="none", compare="exact"}}'
+    think = 'render.system_prompt="Use <think></think> and ```"'
+    found = problems_of(load("one_node", model, prompts, rule, think))
+    # Thoughts and answer together are no exact answer.
+    assert found["code"] == []
+    assert found["math"][0].startswith("the reference answer itself is graded wrong")
+
+
+def test_templates_that_open_the_thoughts_are_understood(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    write_byte_tokenizer(model, TEMPLATE + "<think>\n")
+    asked = 'render.system_prompt="Answer in \\\\boxed{} or in a block like ```python"'
+    assert problems_of(load("one_node", model, prompts, asked)) == {"math": [], "code": []}
+
+
+def test_bad_labels_are_warnings_unless_all_are(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "labels.jsonl"
+    # Braces that do not close leave no box around the label.
+    lines = [dict(LINES[0], answer=label) for label in ("3", "\\frac{")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = load("one_node", model, path)
+    (report,) = rehearse(load_prompts(config.prompts, 0).all, config)
+    assert report.problems == [] and len(report.warnings) == 1
+    assert "in 1 of 2 prompts" in report.warnings[0] and "labels.jsonl:2" in report.warnings[0]
+    assert "unclosed_box" in report.warnings[0]
+
+
+def test_equal_rewards_are_found(model: Path, prompts: Path) -> None:
+    found = problems_of(load("one_node", model, prompts, "reward.correct=0"))
+    assert "right and wrong answers earn the same" in found["math"][0]
+
+
+def test_a_task_is_represented_by_prompts_from_all_over() -> None:
+    message = [ChatMessage(role="user", content="?")]
+    many = [Prompt(str(n), "math", message, "1") for n in range(100)]
+    chosen = [int(p.id) for p in choose_prompts([*many, Prompt("x", "exact", message, "1")])[:-1]]
+    assert len(chosen) <= PROMPTS_PER_TASK and chosen[0] == 0 and chosen[-1] >= 90
+
+
+def test_the_command_starts_nothing_and_says_what_it_found(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(shape))
+    (model / "model.safetensors").write_bytes(b"")
+    run_dir = tmp_path / "run"
+    command = [
+        "run", "--dry-run", "--config", str(EXAMPLES / "one_node.toml"), "--run-dir", str(run_dir),
+        f'model.path="{model}"', f'prompts.0.path="{prompts}"',
+    ]  # fmt: skip
+    assert main(command) == 0
+    assert "right answer earns" in capsys.readouterr().out
+    assert main([*command, 'render.system_prompt=""']) == 1
+    assert "problem: math: no reward possible" in capsys.readouterr().out
+    assert not run_dir.exists()

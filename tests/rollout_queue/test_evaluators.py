@@ -1,0 +1,227 @@
+"""Evaluation beside training: some generators keep the version that is measured."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.types import (
+    GeneratorReady,
+    Hold,
+    Lease,
+    NextBatch,
+    Published,
+    RankBatch,
+    RolloutDone,
+    ScoreDone,
+    ScoreRequest,
+    VerifierReady,
+)
+from megatron_rl.rollout_queue.coordinator import Coordinator
+from tests.rollout_queue.makers import make_rollout, make_score
+from tests.rollout_queue.virtual import VERIFIER_ROOM, open_coordinator
+
+TRAIN = {"steps": 4, "groups_per_batch": 2, "group_size": 4}
+
+
+class Pair:
+    """Generators a and b with room for 4 each, which do as they are told; scores come at once."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.versions, self.held = {"a": 0, "b": 0}, {"a": False, "b": False}
+        self.open: list[tuple[str, Lease, int]] = []
+        self.batches: list[int] = []
+        coordinator.handle("verify", "v", VerifierReady(VERIFIER_ROOM, session=1), 0.0)
+
+    def announce(self, name: str, session: int = 1) -> None:
+        ready = GeneratorReady(4, self.versions[name], session, self.held[name])
+        self.coordinator.handle("prompts", name, ready, 0.0)
+
+    def publish(self, version: int, *, is_final: bool = False) -> None:
+        """As the publisher does it: held generators are passed by."""
+        for name in self.versions:
+            if not self.held[name]:
+                self.versions[name] = version
+            self.announce(name)
+        self.coordinator.handle("batches", "t", Published(version, is_final), 0.0)
+        self.coordinator.handle("batches", "t", NextBatch(version, 0, 1), 0.0)
+        self.pump()
+
+    def pump(self, *, obeys: bool = True) -> None:
+        while sent := list(self.coordinator.outgoing(0.0)):
+            for _, peer, message in sent:
+                match message:
+                    case Lease() as lease:
+                        self.open += [(peer, lease, index) for index in lease.indices]
+                    case ScoreRequest() as asked:
+                        score = make_score(1.0 if asked.text == "0" else 0.0)
+                        done = ScoreDone(asked.request_id, score)
+                        self.coordinator.handle("verify", "v", done, 0.0)
+                    case RankBatch() as batch:
+                        self.batches.append(batch.step)
+                    case Hold(is_held) if obeys:
+                        self.held[peer] = is_held
+                        self.announce(peer)
+
+    def finish(self, split: str, count: int = 100, *, version: int | None = None) -> int:
+        """Return completions of a split; version: of their tokens, if not their generator's."""
+        done = [item for item in self.open if item[1].prompt.split == split][:count]
+        for item in done:
+            self.open.remove(item)
+            name, lease, index = item
+            sampled = self.versions[name] if version is None else version
+            rollout = make_rollout(
+                index, lease_id=lease.lease_id, versions=(sampled,), text=str(index)
+            )
+            self.coordinator.handle("prompts", name, RolloutDone(rollout), 0.0)
+        self.pump()
+        return len(done)
+
+    def of(self, split: str) -> set[str]:
+        """Who generates completions of a split."""
+        return {name for name, lease, _ in self.open if lease.prompt.split == split}
+
+
+BESIDE = {"train": TRAIN, "generator": {"replicas": 2}, "queue": {"max_staleness": 1}}
+
+
+def test_training_leases_never_stop_beside_an_evaluation_of_one_version(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, held_out=6, **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        assert pair.held == {"a": False, "b": True}
+        assert pair.of("held_out") == {"b"} and pair.of("train") == {"a"}
+        # Three versions come out while the evaluation has not returned a single completion.
+        for step in range(3):
+            while pair.batches != list(range(step + 1)):
+                assert pair.finish("train") > 0, "training has no lease"
+            pair.publish(step + 1)
+            assert pair.versions == {"a": step + 1, "b": 0} and pair.of("train") == {"a"}
+        while pair.finish("held_out"):
+            assert pair.of("held_out") <= {"b"} and pair.of("train") == {"a"}
+        # Let go, it trains again once it has got the version of now.
+        assert pair.held == {"a": False, "b": False} and pair.of("train") == {"a"}
+        pair.versions["b"] = 3
+        pair.announce("b")
+        pair.pump()
+        assert pair.of("train") == {"a", "b"}
+    [row] = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+    assert (row["label"], row["step"], row["eval/n"], row["eval/lost"]) == ("before", 0, 6, 0)
+    records = read_jsonl(tmp_path / "rollouts" / "eval_before.jsonl")
+    assert [record["versions"] for record in records] == [[0]] * 6
+
+
+def test_no_version_comes_before_the_evaluator_holds_its_own(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, held_out=2, **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        for name in pair.versions:
+            pair.announce(name)
+        coordinator.handle("batches", "t", Published(0), 0.0)
+        coordinator.handle("batches", "t", NextBatch(0, 0, 1), 0.0)
+        pair.pump(obeys=False)
+        done = [item for item in pair.open if item[1].prompt.split == "train"]
+        for _ in range(4):
+            for name, lease, index in done:
+                pair.open.remove((name, lease, index))
+                rollout = make_rollout(
+                    index, lease_id=lease.lease_id, versions=(0,), text=str(index)
+                )
+                coordinator.handle("prompts", name, RolloutDone(rollout), 0.0)
+            pair.pump(obeys=False)
+            done = [item for item in pair.open if item[1].prompt.split == "train"]
+        assert pair.batches == [] and pair.of("held_out") == {"b"}
+        pair.held["b"] = True
+        pair.announce("b")
+        pair.pump()
+        assert pair.batches == [0]
+
+
+def test_tokens_of_another_version_do_not_count_in_an_evaluation(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, held_out=1, **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        assert pair.finish("held_out", 1, version=1) == 1
+        assert len([item for item in pair.open if item[1].prompt.split == "held_out"]) == 1
+        pair.finish("held_out")
+    [record] = read_jsonl(tmp_path / "rollouts" / "eval_before.jsonl")
+    assert record["versions"] == [0]
+
+
+@pytest.mark.parametrize("has_moved_on", [False, True])
+def test_an_evaluator_that_is_lost_is_replaced_or_what_it_owed_is_counted(
+    tmp_path: Path, *, has_moved_on: bool
+) -> None:
+    with open_coordinator(tmp_path, held_out=6, **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        assert pair.finish("held_out", 3) == 3
+        if has_moved_on:
+            while pair.batches != [0]:
+                assert pair.finish("train") > 0
+            pair.publish(1)
+        pair.held["b"] = False
+        pair.versions["b"] = -1
+        pair.announce("b", session=2)
+        pair.open = [item for item in pair.open if item[0] != "b"]
+        pair.pump()
+        if not has_moved_on:
+            # Nothing newer is out: the other generator measures the same version.
+            while pair.finish("held_out") or pair.finish("train"):
+                pass
+    [row] = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+    counts = (3, 3) if has_moved_on else (6, 0)
+    assert (row["step"], row["eval/n"], row["eval/lost"]) == (0, *counts)
+
+
+def test_the_last_evaluation_has_all_generators(tmp_path: Path) -> None:
+    train = TRAIN | {"steps": 1}
+    with open_coordinator(tmp_path, held_out=8, **(BESIDE | {"train": train})) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        while pair.batches != [0] or pair.of("held_out"):
+            assert pair.finish("train") + pair.finish("held_out") > 0
+        pair.publish(1, is_final=True)
+        assert pair.of("held_out") == {"a", "b"} and pair.held == {"a": False, "b": False}
+
+
+def test_all_sets_of_an_evaluation_measure_one_version_while_training_goes_on(
+    tmp_path: Path,
+) -> None:
+    sets = {"aime": 5, "code": 5}
+    with open_coordinator(tmp_path, held_out=5, eval_sets=sets, **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        for step in range(3):
+            while pair.batches != list(range(step + 1)):
+                assert pair.finish("train") > 0, "training has no lease"
+            pair.publish(step + 1)
+            assert pair.versions == {"a": step + 1, "b": 0} and pair.of("train") == {"a"}
+            # One set a step ends; the next goes on with the same holder.
+            assert pair.finish("held_out", 4) + pair.finish("held_out", 1) == 5
+        assert pair.held == {"a": False, "b": False}
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+    assert [(row["label"], row["step"], row["eval/n"], row["eval/lost"]) for row in rows] == [
+        ("before", 0, 5, 0), ("before.aime", 0, 5, 0), ("before.code", 0, 5, 0),
+    ]  # fmt: skip
+
+
+def test_sets_after_the_loss_of_the_holder_measure_the_version_of_then(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, held_out=6, eval_sets={"aime": 2}, **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        assert pair.finish("held_out", 3) == 3
+        while pair.batches != [0]:
+            assert pair.finish("train") > 0
+        pair.publish(1)
+        pair.held["b"], pair.versions["b"] = False, -1
+        pair.announce("b", session=2)
+        pair.open = [item for item in pair.open if item[0] != "b"]
+        pair.pump()
+        # Alone, the other one does both; no version comes in between.
+        while pair.finish("held_out") or pair.finish("train"):
+            assert pair.batches == [0] or not pair.of("held_out")
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+    assert [(row["label"], row["step"], row["eval/n"], row["eval/lost"]) for row in rows] == [
+        ("before", 0, 3, 3), ("before.aime", 1, 2, 0),
+    ]  # fmt: skip

@@ -1,0 +1,154 @@
+"""Completions that nobody sampled: right and wrong ones in the form that a prompt asks for.
+
+Used by the dry run of a configuration, to find out whether any completion could earn its reward.
+The form is read from the prompt as the model sees it, never from the gate that will judge it.
+"""
+
+import json
+from typing import NamedTuple
+
+from megatron_rl.protocol.types import Prompt
+from verification.code.languages import find_language
+from verification.code.problem import Case, CodeTests, draw_cases, is_called, parse_tests
+from verification.format import THINK_END, THINK_START, has_box
+
+_FENCE = "```"
+_WRONG_NUMBER = "-987654321/13"
+
+
+class Form(NamedTuple):
+    """What a text asks for, or what a response looks like."""
+
+    has_thoughts: bool
+    """Thoughts between tags come first."""
+    has_box: bool
+    """The answer is in \\boxed{}."""
+    has_fence: bool
+    """A program is in a fenced block."""
+
+    def describe(self) -> str:
+        """For messages."""
+        parts = [
+            "<think>...</think>" if self.has_thoughts else "no thoughts",
+            *(["\\boxed{}"] if self.has_box else []),
+            *(["a fenced code block"] if self.has_fence else []),
+        ]
+        return " and ".join(parts)
+
+
+class Canned(NamedTuple):
+    """Two completions of a prompt."""
+
+    right: str
+    wrong: str
+
+
+def find_form(text: str) -> Form:
+    """The form that a rendered prompt asks for or shows, or that a response has.
+
+    By the marks that it names: a question with a fenced block of its own counts as asking for one.
+    """
+    return Form(THINK_START in text, has_box(text) or "\\boxed" in text, _FENCE in text)
+
+
+def make_canned(
+    prompt: Prompt, compare: str, form: Form, *, tail: str, count: int
+) -> Canned | None:
+    """A right and a wrong completion in this form; None where no right answer can be made up.
+
+    compare: the comparison of the prompt's task. tail: the end of the rendered prompt, which may
+    open the thoughts. count: cases that are drawn to grade a program. GradingError for tests that
+    cannot be used.
+    """
+    if compare == "code":
+        programs = _programs(parse_tests(prompt.entry), count)
+        if programs is None:
+            return None
+        language, *answers = programs
+        start, end = f"{_FENCE}{language}\n", f"\n{_FENCE}"
+        is_framed = form.has_fence
+    else:
+        answers = [prompt.answer, _WRONG_NUMBER if compare == "math" else f"not {prompt.answer}"]
+        start, end = "\\boxed{", "}"
+        is_framed = form.has_box
+    if is_framed:
+        start = _sentences(prompt.question) + start
+        answers = [start + answer + end for answer in answers]
+    opening = _thoughts(prompt.question, form, tail)
+    return Canned(opening + answers[0], opening + answers[1])
+
+
+def _sentences(question: str) -> str:
+    """Words before the answer, in the question's language; none where they could be an answer."""
+    return "" if "\\boxed" in question or _FENCE in question else f"{_plain(question)}\n"
+
+
+def _plain(question: str) -> str:
+    return question.replace(THINK_START, "").replace(THINK_END, "")
+
+
+def _thoughts(question: str, form: Form, tail: str) -> str:
+    """Thoughts in the language of the question: they are its own words."""
+    is_opened = tail.rstrip().endswith(THINK_START)
+    if not (form.has_thoughts or is_opened):
+        return ""
+    return f"{'' if is_opened else THINK_START}\n{_plain(question)}\n{THINK_END}\n"
+
+
+def _programs(tests: CodeTests, count: int) -> tuple[str, str, str] | None:
+    """(language, a right program, a wrong one): the right one looks its answers up in the cases.
+
+    Only the cases that seed 0 draws; None for unit tests, whose answers only a program knows.
+    """
+    if tests.unit_tests:
+        return None
+    cases = draw_cases(tests, seed=0, count=count)
+    if is_called(tests):
+        return "python", _look_up_calls(tests.entry_point, cases), _call("return 'none'", tests)
+    if find_language(tests.language) == "cpp":
+        return "cpp", _look_up_in_cpp(cases), _look_up_in_cpp([])
+    table = {case.stdin: case.stdout for case in cases}
+    read = "import sys\n"
+    return (
+        "python",
+        f"{read}print({table!r}[sys.stdin.read()], end='')",
+        f"{read}print('none of ' + str(len(sys.stdin.read())))",
+    )
+
+
+def _look_up_calls(entry_point: str, cases: list[Case]) -> str:
+    table = {
+        json.dumps([json.loads(line) for line in case.stdin.splitlines() if line.strip()]): (
+            json.loads(case.stdout)
+        )
+        for case in cases
+    }
+    tests = CodeTests(entry_point=entry_point)
+    body = _call("return TABLE[json.dumps(list(given))]", tests)
+    return f"import json\nTABLE = {table!r}\n{body}"
+
+
+def _call(body: str, tests: CodeTests) -> str:
+    """A definition of the entry point: `name`, `Class.method` or `Class().method`."""
+    holder, _, name = tests.entry_point.rpartition(".")
+    if not holder:
+        return f"def {name}(*given):\n    {body}\n"
+    if holder.endswith("()"):
+        return f"class {holder[:-2]}:\n    def {name}(self, *given):\n        {body}\n"
+    return f"class {holder}:\n    @staticmethod\n    def {name}(*given):\n        {body}\n"
+
+
+def _look_up_in_cpp(cases: list[Case]) -> str:
+    rows = "".join(f"    {{{_cpp(case.stdin)}, {_cpp(case.stdout)}}},\n" for case in cases)
+    return (
+        "#include <bits/stdc++.h>\nint main() {\n"
+        "  std::string text((std::istreambuf_iterator<char>(std::cin)), {});\n"
+        f"  std::map<std::string, std::string> table = {{\n{rows}  }};\n"
+        '  auto found = table.find(text);\n  std::cout << (found == table.end() ? "none" : '
+        "found->second);\n}"
+    )
+
+
+def _cpp(text: str) -> str:
+    """A string literal; octal escapes end after three digits, whatever follows."""
+    return '"' + "".join(f"\\{byte:03o}" for byte in text.encode()) + '"'
