@@ -8,7 +8,7 @@ would make it; training groups are leased meanwhile, to slots that the evaluatio
 
 import collections
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
@@ -17,7 +17,6 @@ from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.evaluated import first_free_number, keep_evaluated
 from megatron_rl.rollout_queue.evaluation import (
-    FINAL_LABEL,
     Evaluation,
     EvaluationSet,
     evaluation_sets,
@@ -42,16 +41,13 @@ log = logging.getLogger(__name__)
 
 
 class _Due(NamedTuple):
-    """An evaluation that is to be made."""
+    """An evaluation to come."""
 
-    round: str
-    """Label of the evaluations of one version, each on a set of its own."""
+    label: str
+    """Its whole name."""
     what: EvaluationSet
-
-    @property
-    def label(self) -> str:
-        """Its name in metrics and files."""
-        return self.what.label(self.round)
+    version: int
+    is_final: bool
 
 
 class EvaluationDesk:
@@ -79,9 +75,9 @@ class EvaluationDesk:
         self._only = only
         self.first_number = first_free_number(recorder.run_dir) if recorder.keeps_evaluated else 0
         """Of the groups that it opens."""
-        self._due = collections.deque(self._on_all_sets([only] if only else []))
-        self._round = ""
-        """Of the evaluation that began last."""
+        self._due: collections.deque[_Due] = collections.deque()
+        if only:
+            self._due.extend(_Due(one.label(only), one, 0, False) for one in self._sets)
         self._running: Evaluation | None = None
         self.evaluators = Evaluators(0 if only else config.evaluators)
         self._let_go = False
@@ -107,10 +103,10 @@ class EvaluationDesk:
         if self._only:
             return []
         labels = label_at(version, is_final=is_final, every_steps=self._config.every_steps)
-        return [due for due in self._on_all_sets(labels) if due.label not in self.done]
-
-    def _on_all_sets(self, labels: list[str]) -> list[_Due]:
-        return [_Due(label, one) for label in labels for one in self._sets]
+        due = [
+            _Due(one.label(label), one, version, is_final) for label in labels for one in self._sets
+        ]
+        return [one for one in due if one.label not in self.done]
 
     def allows_batch(self, step: int, published: int) -> bool:
         """Whether the batch of a step may be formed: also while version `step` is being published.
@@ -118,16 +114,18 @@ class EvaluationDesk:
         Not before an evaluation, nor while one runs without evaluators: an update would change
         what it measures.
         """
-        is_of_round = self._running is not None and all(d.round == self._round for d in self._due)
-        if (self._due and not is_of_round) or step > published + 1:
+        if step > published + 1:
             return False
-        if self._running is not None and not self.evaluators.hold_all:
+        held = self.evaluators.version if self.evaluators.hold_all else None
+        if any(due.version != held for due in self._due):
+            return False
+        if self._running is not None and self._running.version != held:
             return False
         return step <= published or not self._due_at(step, is_final=False)
 
     def note_batch(self) -> None:
         """A batch is formed: a later version than the one that is measured will come."""
-        self._let_go = self._running is not None
+        self._let_go = not self.is_idle
 
     def advance(self, published: int, now: float, *, leases: Leases) -> None:
         """End an evaluation that is complete, and begin the next one that is due."""
@@ -138,36 +136,26 @@ class EvaluationDesk:
         if self._running is not None and self._running.is_complete:
             self._finish(self._running, now)
             self._running = None
-            if not (self._continues and self.evaluators.names):
+            if not any(due.version == self.evaluators.version for due in self._due):
                 self.evaluators.release()
         has_generator = any(peer.room and peer.version >= 0 for peer in generators)
         # Where evaluating is all there is to do, its clock starts with the first generator.
         if self._running is None and self._due and (has_generator or not self._only):
-            self._begin(self._due.popleft(), published, now, generators=generators)
+            self._begin(self._due.popleft(), generators, now)
 
-    def _begin(self, due: _Due, published: int, now: float, *, generators: Iterable[Peer]) -> None:
-        # Those who hold a version for another set of the round go on with it.
-        is_continued = bool(self.evaluators.names)
-        if not is_continued:
-            self._let_go = False
-            # After the last step nobody else has anything to do.
-            if due.round != FINAL_LABEL:
-                self.evaluators.choose(generators, published)
-        version = self.evaluators.version if is_continued else max(published, 0)
+    def _begin(self, due: _Due, generators: Sequence[Peer], now: float) -> None:
         label, what = due.label, due.what
-        log.info("evaluation %r of version %d starts", label, version)
+        log.info("evaluation %r of version %d starts", label, due.version)
         done = {}
         if self._recorder.keeps_evaluated:
             done = keep_evaluated(self._recorder.run_dir, label, what)
             log.info("%d of its %d prompts were evaluated earlier", len(done), len(what.prompts))
         self._recorder.begin_evaluation(label, keeps_lines=bool(done))
-        self._round = due.round
-        self._running = Evaluation(label, what, version=version, now=now, done=done)
-
-    @property
-    def _continues(self) -> bool:
-        """Whether what is due next measures the same version on another set."""
-        return bool(self._due) and self._due[0].round == self._round
+        self._running = Evaluation(label, what, version=due.version, now=now, done=done)
+        # The sets of a version share its evaluators. After the last step nobody else has work.
+        if due.version != self.evaluators.version and not due.is_final:
+            self._let_go = False
+            self.evaluators.choose(generators, due.version)
 
     @property
     def _is_orphaned(self) -> bool:
@@ -186,7 +174,7 @@ class EvaluationDesk:
         results = {"eval/n": 0, "eval/seconds": seconds}
         if evaluation.complete:
             results = summarize(evaluation.complete, seconds)
-        elif self._only or not evaluation.lost_ungraded:
+        elif self._only or not (evaluation.lost_ungraded or self._is_orphaned):
             # Where evaluating is all there is to do, no result is a failure.
             raise TooManyFailures(
                 f"evaluation {evaluation.label!r} lost all its {evaluation.lost} prompts, "
@@ -201,7 +189,7 @@ class EvaluationDesk:
     def _log_results(self, evaluation: Evaluation, results: dict[str, float]) -> None:
         if not evaluation.complete:
             log.error(
-                "evaluation %r: nothing could be graded of its %d prompts",
+                "evaluation %r: nothing is known of its %d prompts",
                 evaluation.label,
                 evaluation.lost,
             )

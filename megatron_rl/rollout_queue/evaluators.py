@@ -23,7 +23,7 @@ class Evaluators:
         self._held: set[str] = set()
         self._orders: list[tuple[str, Hold]] = []
         self.names: frozenset[str] = frozenset()
-        """Those of the running evaluation; they take nothing else. None: all generators."""
+        """Those of the evaluations of a version; they take nothing else. None: all generators."""
         self.version = -1
         """What they hold."""
         self.are_lost = False
@@ -58,7 +58,7 @@ class Evaluators:
         self.are_lost = not self.names
 
     def release(self) -> None:
-        """The evaluation is over: let them go."""
+        """The version is measured: let them go."""
         self._orders += [(name, Hold(is_held=False)) for name in sorted(self.names)]
         self.names, self.version, self.are_lost = frozenset(), -1, False
         self._held.clear()

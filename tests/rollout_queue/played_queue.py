@@ -171,4 +171,5 @@ class PlayedQueue:
 
     def _rollout(self, lease: Lease, index: int) -> Rollout:
         text = f"{lease.prompt.id}/{index}"
-        return make_rollout(index, lease_id=lease.lease_id, text=text)
+        versions = (self.version,) if lease.prompt.split == "held_out" else (0,)
+        return make_rollout(index, lease_id=lease.lease_id, text=text, versions=versions)

@@ -10,8 +10,7 @@ from megatron_rl.evaluation.samples import of_records
 from megatron_rl.protocol.class_messages import ClassRequest
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.rollout_files import read_records, read_rollouts
-from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Lease, Published, Rollout, Score
-from tests.rollout_queue.makers import make_rollout
+from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Published, Score
 from tests.rollout_queue.played_queue import PlayedQueue
 
 RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
@@ -156,16 +155,8 @@ def test_a_problem_that_lost_a_completion_is_made_again(tmp_path: Path) -> None:
     assert not dropped.exists()
 
 
-class PublishedQueue(PlayedQueue):
-    """Its generator samples from the version that it holds."""
-
-    def _rollout(self, lease: Lease, index: int) -> Rollout:
-        text = f"{lease.prompt.id}/{index}"
-        return make_rollout(index, lease_id=lease.lease_id, text=text, versions=(self.version,))
-
-
 def test_training_evaluates_each_set_too(tmp_path: Path) -> None:
-    queue = PublishedQueue(
+    queue = PlayedQueue(
         tmp_path, mixed, classify=same, held_out=2,
         eval={"prompts": 2, "sets": [AIME]}, eval_sets={"aime": 3},
     )  # fmt: skip

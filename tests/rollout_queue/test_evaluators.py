@@ -112,6 +112,23 @@ def test_training_leases_never_stop_beside_an_evaluation_of_one_version(tmp_path
     assert [record["versions"] for record in records] == [[0]] * 6
 
 
+def test_all_sets_of_a_version_are_measured_while_training_goes_on(tmp_path: Path) -> None:
+    with open_coordinator(tmp_path, held_out=2, sets=("one", "two"), **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        for step in range(3):
+            while pair.batches != list(range(step + 1)):
+                assert pair.finish("train") > 0, "training has no lease"
+            pair.publish(step + 1)
+            # One set a version: held-out prompts, then each set by name.
+            assert pair.finish("held_out") > 0 and pair.versions["b"] == 0
+        assert pair.held == {"a": False, "b": False}
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+    assert [(row["label"], row["step"], row["eval/n"]) for row in rows] == [
+        ("before", 0, 2), ("before.one", 0, 1), ("before.two", 0, 1),
+    ]  # fmt: skip
+
+
 def test_no_version_comes_before_the_evaluator_holds_its_own(tmp_path: Path) -> None:
     with open_coordinator(tmp_path, held_out=2, **BESIDE) as coordinator:
         pair = Pair(coordinator)
@@ -183,45 +200,3 @@ def test_the_last_evaluation_has_all_generators(tmp_path: Path) -> None:
             assert pair.finish("train") + pair.finish("held_out") > 0
         pair.publish(1, is_final=True)
         assert pair.of("held_out") == {"a", "b"} and pair.held == {"a": False, "b": False}
-
-
-def test_all_sets_of_an_evaluation_measure_one_version_while_training_goes_on(
-    tmp_path: Path,
-) -> None:
-    sets = {"aime": 5, "code": 5}
-    with open_coordinator(tmp_path, held_out=5, eval_sets=sets, **BESIDE) as coordinator:
-        pair = Pair(coordinator)
-        pair.publish(0)
-        for step in range(3):
-            while pair.batches != list(range(step + 1)):
-                assert pair.finish("train") > 0, "training has no lease"
-            pair.publish(step + 1)
-            assert pair.versions == {"a": step + 1, "b": 0} and pair.of("train") == {"a"}
-            # One set a step ends; the next goes on with the same holder.
-            assert pair.finish("held_out", 4) + pair.finish("held_out", 1) == 5
-        assert pair.held == {"a": False, "b": False}
-    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
-    assert [(row["label"], row["step"], row["eval/n"], row["eval/lost"]) for row in rows] == [
-        ("before", 0, 5, 0), ("before.aime", 0, 5, 0), ("before.code", 0, 5, 0),
-    ]  # fmt: skip
-
-
-def test_sets_after_the_loss_of_the_holder_measure_the_version_of_then(tmp_path: Path) -> None:
-    with open_coordinator(tmp_path, held_out=6, eval_sets={"aime": 2}, **BESIDE) as coordinator:
-        pair = Pair(coordinator)
-        pair.publish(0)
-        assert pair.finish("held_out", 3) == 3
-        while pair.batches != [0]:
-            assert pair.finish("train") > 0
-        pair.publish(1)
-        pair.held["b"], pair.versions["b"] = False, -1
-        pair.announce("b", session=2)
-        pair.open = [item for item in pair.open if item[0] != "b"]
-        pair.pump()
-        # Alone, the other one does both; no version comes in between.
-        while pair.finish("held_out") or pair.finish("train"):
-            assert pair.batches == [0] or not pair.of("held_out")
-    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
-    assert [(row["label"], row["step"], row["eval/n"], row["eval/lost"]) for row in rows] == [
-        ("before", 0, 3, 3), ("before.aime", 1, 2, 0),
-    ]  # fmt: skip

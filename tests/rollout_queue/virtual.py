@@ -20,26 +20,21 @@ def open_coordinator(
     *,
     held_out: int = 0,
     evaluate_only: str = "",
-    eval_sets: dict[str, int] | None = None,
+    sets: tuple[str, ...] = (),
     **sections: dict,
 ) -> Iterator[Coordinator]:
     """A coordinator at time 0 over 100 train prompts; `sections` of the configuration.
 
-    eval_sets: prompts of each set by name.
+    sets: names of evaluation sets of one prompt each.
     """
-    if eval_sets:
-        sets = [{"name": name, "prompts": {"path": "unread"}} for name in eval_sets]
-        sections["eval"] = {"prompts": held_out, "sets": sets} | sections.get("eval", {})
-    config = Config.model_validate({"eval": {"prompts": held_out}, **sections})
+    named = [{"name": name, "prompts": {"path": f"{name}.jsonl"}} for name in sets]
+    config = Config.model_validate({"eval": {"prompts": held_out, "sets": named}, **sections})
     prompts = PromptSets(
         train=[[make_prompt(f"t{n}") for n in range(100)]],
         weights=[1.0],
         held_out=[make_prompt(f"h{n}", split="held_out") for n in range(held_out)],
         duplicates_removed=0,
-        eval_sets={
-            name: [make_prompt(f"{name}{n}", split="held_out") for n in range(count)]
-            for name, count in (eval_sets or {}).items()
-        },
+        eval_sets={name: [make_prompt(f"{name}0", split="held_out")] for name in sets},
     )
     with closing(JsonlWriter(run_dir / "metrics.jsonl", "queue")) as metrics:
         yield Coordinator(
