@@ -27,8 +27,8 @@ _Report = dict[str, Any]
 def set_report(problems: Sequence[ProblemSamples]) -> _Report:
     """All figures of one set, of at least one problem.
 
-    Each is {"value", "se", "problems"}; `by_length` and `by_truncation` are over completions, whose
-    errors allow for those that belong to one problem.
+    Each is {"value", "se", "problems"}, with se None of one problem; `by_length` and
+    `by_truncation` are over completions, whose errors allow for those that belong to one problem.
     """
     return {
         **figures_report(problems),
@@ -105,4 +105,6 @@ def _clusters(problems: Sequence[ProblemSamples]) -> np.ndarray:
 
 
 def _plain(figure: Figure) -> _Report:
-    return {"value": figure.value, "se": figure.se, "problems": figure.problems}
+    # Nothing can be said of how problems differ when there is one.
+    error = figure.se if figure.problems > 1 else None
+    return {"value": figure.value, "se": error, "problems": figure.problems}

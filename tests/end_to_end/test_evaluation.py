@@ -17,9 +17,9 @@ from megatron_rl.evaluation.figures import maj_at_k
 from megatron_rl.evaluation.samples import of_records
 from megatron_rl.protocol.rollout_files import read_records
 
-pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parent.parent.parent
-FEW, MANY = 40, 400
+FEW, MANY = 40, 160
 # A random model writes single characters: some are right by chance, many are the same.
 CONFIG = """
 [model]
@@ -96,7 +96,7 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     few, many = (results / "rollouts" / f"eval_model.{name}.jsonl" for name in ("few", "many"))
     with command(folder / "model", *arguments) as run:
         deadline = time.monotonic() + 90
-        while len(lines(many)) < 40:
+        while len(lines(many)) < 20:
             assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
             time.sleep(0.05)
         children = psutil.Process(run.pid).children(recursive=True)
@@ -106,10 +106,10 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     assert not any(child.is_running() and child.status() != "zombie" for child in children)
     assert not (results / "eval.json").exists()
     earlier, done = lines(few), len(lines(many))
-    assert len(earlier) == 8 * FEW and 40 <= done < 2 * MANY
+    assert len(earlier) == 8 * FEW and 20 <= done < 2 * MANY
 
     with command(folder / "model", *arguments) as run:
-        output, _ = run.communicate(timeout=120)
+        output, _ = run.communicate(timeout=180)
     assert run.returncode == 0, output
     assert f"{MANY - done // 2} problems are missing" in output
     # What was there is there, and nothing came twice.
@@ -127,6 +127,28 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     assert {name: (s["problems"], s["difference"], s["p"]) for name, s in compared.items()} == {
         "few": (FEW, 0.0, 1.0), "many": (MANY, 0.0, 1.0),
     }  # fmt: skip
+
+
+def test_a_dead_verifier_ends_an_evaluation_and_nothing_is_left(
+    folder: Path, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    with command("--config", folder / "run.toml", "--run-dir", results) as run:
+        deadline = time.monotonic() + 90
+        while not lines(results / "rollouts" / "eval_model.few.jsonl"):
+            assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
+            time.sleep(0.05)
+        children = psutil.Process(run.pid).children(recursive=True)
+        [verifier] = [
+            child
+            for child in psutil.Process(run.pid).children()
+            if "verification.worker" in child.cmdline()
+        ]
+        verifier.kill()
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 1 and "verifier-model ended with signal 9" in output, output
+    assert not any(child.is_running() and child.status() != "zombie" for child in children)
+    assert not (results / "eval.json").exists()
 
 
 def check_report(results: Path, few: Path) -> None:

@@ -36,8 +36,9 @@ def test_completions_fall_into_quarters_by_length() -> None:
     spans = [(b["tokens_from"], b["tokens_to"], b["completions"]) for b in bins]
     assert spans == [(1, 2, 2), (3, 4, 2), (5, 6, 2), (7, 8, 2)]
     assert [b["accuracy"]["value"] for b in bins] == [1.0, 1.0, 0.5, 0.0]
-    # Both of the third quarter are of one problem, and cancel.
-    assert bins[2]["accuracy"]["se"] == 0.0 and bins[2]["accuracy"]["problems"] == 1
+    # Both of the third quarter are of one problem, which has no spread over problems.
+    assert bins[2]["accuracy"]["se"] is None and bins[2]["accuracy"]["problems"] == 1
+    assert report["accuracy"]["se"] == pytest.approx(0.125 / math.sqrt(2))
 
 
 def test_equal_lengths_stay_together() -> None:

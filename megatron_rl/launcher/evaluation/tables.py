@@ -27,7 +27,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(parts, markup=False)
 
 
-def _figures(found: Report) -> list[tuple[str, dict[str, float]]]:
+def _figures(found: Report) -> list[tuple[str, dict[str, Any]]]:
     """All figures of a set by their names in the table."""
     named = [("accuracy", found["accuracy"])]
     named += [(f"pass@{k}", figure) for k, figure in found["pass_at"].items()]
@@ -101,5 +101,6 @@ def _remarks(compared: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _figure(figure: dict[str, float]) -> str:
-    return f"{figure['value']:.3f} +- {figure['se']:.3f}"
+def _figure(figure: dict[str, Any]) -> str:
+    error = "" if figure["se"] is None else f" +- {figure['se']:.3f}"
+    return f"{figure['value']:.3f}{error}"
