@@ -13,6 +13,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import ExtraReward, RewardConfig
+from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed, ScoreRequest
 from verification.library import Sample
 from verification.math import answer as math_answer
@@ -39,6 +40,7 @@ class _Line(msgspec.Struct, frozen=True):
     prompt_tail: str = ""
     prompt_id: str = ""
     reason: str = ""
+    stage: int = 0
 
 
 class Record(NamedTuple):
@@ -69,10 +71,13 @@ class Disagreement(NamedTuple):
     verdict: str
 
 
-def read_records(path: Path, prompts: Mapping[str, Prompt]) -> list[Record]:
+def read_records(
+    path: Path, prompts: Mapping[str, Prompt], rules: Sequence[LengthRule] = ()
+) -> list[Record]:
     """All lines of a file; InputError names the first bad one.
 
     prompts: by id; tests and reasoning_gym entries, which records leave out, come from there.
+    rules: by the stage of a line; of stages that are not there, the one of the configuration.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -89,13 +94,13 @@ def read_records(path: Path, prompts: Mapping[str, Prompt]) -> list[Record]:
                 f'{path}:{number}: {error}; expected {{"text": ..., "answer": ...}} with optional '
                 '"task", "entry", "problem", "language", "tokens", "seed"'
             ) from error
-        records.append(Record(_sample(line, prompts), line.reason))
+        records.append(Record(_sample(line, prompts, rules), line.reason))
     if not records:
         raise InputError(f"{path} holds no completions")
     return records
 
 
-def _sample(line: _Line, prompts: Mapping[str, Prompt]) -> Sample:
+def _sample(line: _Line, prompts: Mapping[str, Prompt], rules: Sequence[LengthRule]) -> Sample:
     prompt = prompts.get(line.prompt_id)
     return Sample(
         text=line.text,
@@ -108,6 +113,7 @@ def _sample(line: _Line, prompts: Mapping[str, Prompt]) -> Sample:
         is_finished=line.is_finished and line.finish_reason != "length",
         seed=line.seed,
         prompt_tail=line.prompt_tail,
+        length_rule=rules[line.stage] if line.stage < len(rules) else None,
     )
 
 

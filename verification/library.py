@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
+from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import Score, ScoreDone, ScoreFailed, ScoreRequest
 from verification.class_desk import ClassDesk
 from verification.draft import Draft
@@ -52,6 +53,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The same for all completions of a problem: draws its tests."""
     prompt_tail: str = ""
     """The end of the rendered prompt, which may open <think>."""
+    length_rule: LengthRule | None = None
+    """None: the limit of the `Grading`, and the margin of its reward section."""
 
 
 class Grading:
@@ -166,4 +169,5 @@ def _request(number: int, sample: Sample) -> ScoreRequest:
         language=sample.language,
         seed=sample.seed,
         prompt_tail=sample.prompt_tail,
+        length_rule=sample.length_rule,
     )

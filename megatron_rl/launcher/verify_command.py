@@ -7,10 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.files import load_config
+from megatron_rl.config.staging import longest_stage, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.schedule import length_rule
 from verification import audit, settings
 from verification.format import last_box
 from verification.library import Grading
@@ -30,9 +32,13 @@ def verify(
         config_path = beside if beside.exists() else None
     config = load_config(config_path, overrides)
     settings.check_functions(config.reward)
-    records = audit.read_records(path, _prompts_by_id(config))
-    reward = audit.with_opinions(config.reward) if disagree else config.reward
-    with Grading(reward, config.verifier, max_tokens=config.sampling.max_new_tokens) as grading:
+    # Evaluations of a staged run are judged by the rule of its longest stage, whatever the record.
+    is_evaluation = path.name.startswith(("eval_", "dropped_eval_"))
+    rules = [] if is_evaluation else [length_rule(stage) for stage in resolve_stages(config)]
+    records = audit.read_records(path, _prompts_by_id(config), rules)
+    longest = longest_stage(config)
+    reward = audit.with_opinions(longest.reward) if disagree else longest.reward
+    with Grading(reward, config.verifier, max_tokens=longest.sampling.max_new_tokens) as grading:
         scores = grading.score(record.sample for record in records)
     _print_reasons(records, scores, console)
     _print_changes(records, scores, console)

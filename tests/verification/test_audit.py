@@ -5,6 +5,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.cli import main
+from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import ChatMessage, Prompt, Score, ScoreFailed
 from tests.verification.requests import boxed
 from verification.audit import (
@@ -122,3 +123,13 @@ def test_command_fails_when_grading_fails(
     path = _write(tmp_path / "answers.jsonl", {"text": boxed("7"), "task": "no_such_task"})
     assert main(["verify", str(path)]) == 1
     assert "grading failed" in capsys.readouterr().out
+
+
+def test_a_record_is_graded_again_by_the_length_rule_of_its_stage(tmp_path: Path) -> None:
+    lines = [{"text": "a", "tokens": 9}, {"text": "a", "stage": 1}, {"text": "a", "stage": 2}]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rules = [LengthRule(10, 2, 0.1), LengthRule(20, 4, 0.1)]
+    found = [record.sample.length_rule for record in read_records(path, {}, rules)]
+    assert found == [*rules, None]
+    assert [record.sample.length_rule for record in read_records(path, {})] == [None] * 3
