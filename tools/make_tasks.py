@@ -74,7 +74,7 @@ def write_tasks(
 
 def _prompt_line(prompt: Prompt) -> dict[str, object]:
     line = msgspec.to_builtins(prompt)
-    return {key: value for key, value in line.items() if key != "entry" or value}
+    return {key: value for key, value in line.items() if key not in ("entry", "pass_rate") or value}
 
 
 def _write_lines(path: Path, lines: list[dict[str, object]]) -> None:

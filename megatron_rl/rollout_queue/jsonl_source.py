@@ -126,7 +126,7 @@ def _check_keys(line: dict[str, msgspec.Raw], place: str) -> None:
 @functools.cache
 def _slip_of(key: str) -> str:
     """The key of ours that was meant; empty for one of ours, and for a key like "question_id"."""
-    if len(key) < 4 or not set(_KEYS).isdisjoint(key.split("_")):
+    if len(key) < 4 or key in _KEYS or not set(_KEYS).isdisjoint(key.split("_")):
         return ""
     return next(iter(difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75)), "")
 

@@ -115,3 +115,14 @@ def test_few_questions_have_one_held_out_at_least(tmp_path: Path) -> None:
         splits = [p.split for p in load(tmp_path, *unsplit(count), held_out_share=1e-9)]
         assert sorted(splits) == ["held_out"] + ["train"] * (count - 1)
     assert [p.split for p in load(tmp_path, *unsplit(1), held_out_share=1e-9)] == ["train"]
+
+
+def test_no_key_of_ours_is_taken_for_a_slip(tmp_path: Path) -> None:
+    line = {
+        "question": "1+1=", "answer": "2", "task": "math", "id": "a", "split": "train",
+        "entry": "", "language": "en", "pass_rate": 0.25,
+    }  # fmt: skip
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    [prompt] = load_jsonl(PromptSource(path=path), 0)
+    assert (prompt.pass_rate, prompt.language, prompt.id) == (0.25, "en", "a")
