@@ -81,7 +81,7 @@ def problems_of(config: Config) -> dict[str, list[str]]:
 
 SHIPPED = sorted(
     path.stem for path in EXAMPLES.glob("*.toml")
-    if path.stem not in ("quickstart", "tiny", "own_prompts")
+    if path.stem not in ("quickstart", "tiny", "miniature", "own_prompts")
 )  # fmt: skip
 
 

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The whole recipe on a tiny model, on two cores: raw data with planted mistakes are deduplicated,
+# graded and filtered; reinforcement learning in stages; a cold start from its traces; the paper's
+# comparison in small. docs/recipe.md says what each step does.
+#
+#   bash examples/miniature.sh [--out DIR] [--seeds N]
+#
+# The same DIR again goes on where the last call ended.
+set -euo pipefail
+CALLED_FROM=$PWD
+cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."
+OUT=
+SEEDS=3
+while [ $# -gt 0 ]; do
+    case $1 in
+        --out | --seeds)
+            [ $# -ge 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+            if [ "$1" = --out ]; then OUT=$(realpath -m "$CALLED_FROM/$2"); else SEEDS=$2; fi
+            [[ $2 != /* ]] || OUT=$2
+            shift
+            ;;
+        *)
+            sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+            exit 2
+            ;;
+    esac
+    shift
+done
+OUT=${OUT:-$PWD/runs/miniature-$(date +%Y%m%d-%H%M%S)}
+
+bash tools/install.sh cpu
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PYTHONWARNINGS=ignore::SyntaxWarning
+exec .venv/bin/python -m tools.miniature "$OUT" --seeds "$SEEDS"

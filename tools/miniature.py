@@ -1,0 +1,311 @@
+"""The whole recipe in small, with the product's own commands: what examples/miniature.sh runs.
+
+`python -m tools.miniature OUT_DIR [--seeds N]`. The task is to sort five digits. Raw data hold
+wrong labels (the descending order, which the base model likes to give), problems that nobody can
+solve, and copies; what was planted is written down apart, so that what curation finds can be
+counted. The steps, each a command of `megatron-rl` and listed in OUT_DIR/commands.txt:
+
+    dedupe -> grade by the base model -> difficulty -> RL -> grade all by its result -> difficulty,
+    labels relabelled -> RL on the filtered data, and on the raw -> traces of the former -> cold
+    start of the base model -> RL
+
+Prints the paper's table in small; the last line is one JSON object. A call over the same folder
+goes on where the last one ended.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.protocol.metrics import read_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = "examples/miniature.toml"
+COMMAND_S = 1200.0
+TRAIN, HELD_OUT, TRACES = 600, 400, 500
+DESCENDING, UNSOLVABLE, COPIES = 150, 60, 30
+"""Planted: wrong labels and problems without an answer among TRAIN, and copies beside."""
+SAMPLES = 16
+COLD_START_STEPS = 140
+
+
+class Miniature:
+    """One folder with everything that the recipe leaves."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out.resolve()
+        (self.out / "data").mkdir(parents=True, exist_ok=True)
+
+    def data(self, name: str) -> Path:
+        """A file of prompts or traces."""
+        return self.out / "data" / f"{name}.jsonl"
+
+    def run(self, name: str) -> Path:
+        """Folder of a run or an evaluation."""
+        return self.out / "runs" / name
+
+    def call(self, done: Path, *words: str | Path) -> None:
+        """A command of ours, unless `done`, which it makes last, is there already."""
+        if done.exists():
+            return
+        command = [sys.executable, "-m", *map(str, words)]
+        started = time.monotonic()
+        with (self.out / "commands.txt").open("a") as listed:
+            print(*command[1:], file=listed)
+        log = self.out / "log.txt"
+        with log.open("a") as output:
+            ended = subprocess.run(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=COMMAND_S
+            )
+        if ended.returncode:
+            raise SystemExit(f"miniature: {' '.join(command[1:])} failed; see {log}")
+        print(f"{time.monotonic() - started:5.0f} s  {' '.join(map(str, words[1:4]))}", flush=True)
+
+    def cli(self, done: Path, *words: str | Path) -> None:
+        """`megatron-rl ...`."""
+        self.call(done, "megatron_rl.launcher.cli", *words)
+
+    def train(self, name: str, prompts: str, model: Path, *overrides: str) -> Path:
+        """A run on the prompts of a file, evaluated on the held-out ones; its folder."""
+        run = self.run(name)
+        lines = _with_held_out(read_jsonl(self.data(prompts)), read_jsonl(self.data("held_out")))
+        path = self.data(f"{prompts}.run")
+        _write(path, lines)
+        self.cli(
+            run / "summary.json",
+            *("run", "--config", CONFIG, "--run-dir", run),
+            *(f"model.path={model}", f"prompts.0.path={path}", *overrides),
+        )
+        return run
+
+    def grade(self, name: str, prompts: str, model: Path) -> Path:
+        """SAMPLES completions of each problem of a file; the folder of the evaluation."""
+        run = self.run(name)
+        settings = {"name": "graded", "samples": SAMPLES, "temperature": 1.0}
+        source = {"path": str(self.data(prompts)), "task": "exact"}
+        sets = _toml([settings | {"prompts": source}])
+        self.cli(
+            run / "eval.json",
+            *("eval", model, "--config", CONFIG, "--run-dir", run, "eval.prompts=0"),
+            *(f"prompts.0.path={self.data(prompts)}", f"eval.sets={sets}"),
+        )
+        return run
+
+
+def plant(small: Miniature, seed: int) -> None:
+    """Write raw data, what was planted in them, and the held-out problems."""
+    if small.data("planted").exists():
+        return
+    rows = read_jsonl(small.out / "tasks" / "prompts.jsonl")
+    held_out = [row for row in rows if row["split"] == "held_out"]
+    train = [row for row in rows if row["split"] == "train"][:TRAIN]
+    rng = random.Random(f"{seed}/planted")
+    chosen = rng.sample(range(TRAIN), DESCENDING + UNSOLVABLE)
+    kinds = dict.fromkeys(chosen[:DESCENDING], "descending")
+    kinds |= dict.fromkeys(chosen[DESCENDING:], "unsolvable")
+    raw, planted = [], []
+    for number, row in enumerate(train):
+        question, answer = row["messages"][-1]["content"], row["answer"]
+        kind = kinds.get(number, "")
+        label = answer[::-1] if kind == "descending" else answer
+        if kind == "unsolvable":
+            # Nothing says in which order.
+            question = question.replace("sort", "mix")
+            label = "".join(rng.sample(answer, len(answer)))
+        raw.append({"id": f"raw/{number}", "question": question, "answer": label, "task": "exact"})
+        planted.append({"id": f"raw/{number}", "kind": kind, "answer": answer})
+    copied = rng.sample(raw, COPIES)
+    raw += [row | {"id": f"copy/{number}"} for number, row in enumerate(copied)]
+    _write(small.data("raw"), raw)
+    _write(small.data("held_out"), held_out)
+    _write(small.data("planted"), planted)
+
+
+def curate(small: Miniature, base: Path) -> dict[str, float]:
+    """From raw to filtered data by the paper's two stages; what was found of what was planted."""
+    small.cli(
+        small.data("distinct"),
+        *("data", "dedupe", small.data("raw"), "--out", small.data("distinct")),
+    )
+    graded = small.grade("grade_base", "distinct", base)
+    small.cli(
+        small.data("stage1"),
+        *("data", "difficulty", small.data("distinct"), "--samples", graded),
+        *("--out", small.data("stage1"), "--task", "exact"),
+    )
+    first = small.train("first", "stage1", base)
+    graded = small.grade("grade_first", "distinct", first / "hf" / "final")
+    # Here the model has become good: problems that it solves each time are kept.
+    small.cli(
+        small.data("filtered"),
+        *("data", "difficulty", small.data("distinct"), "--samples", graded),
+        *("--out", small.data("filtered"), "--task", "exact", "--up-to", "1"),
+        *("--labels", "relabel"),
+    )
+    return found_labels(small)
+
+
+def found_labels(small: Miniature) -> dict[str, float]:
+    """Shares of the wrong labels that were found, and of right ones that were taken for wrong."""
+    report = json.loads(Path(f"{small.data('filtered')}.report.json").read_text())
+    reasons = ("label_disagrees", "too_easy_when_relabelled")
+    doubted = {drop["id"] for drop in report["drops"] if drop["reason"] in reasons}
+    kept = read_jsonl(small.data("filtered"))
+    doubted |= {row["id"] for row in kept if "original_answer" in row}
+    present = {row["id"] for row in read_jsonl(small.data("distinct"))}
+    kinds = {row["id"]: row["kind"] for row in read_jsonl(small.data("planted"))}
+    wrong = {name for name in present if kinds.get(name) == "descending"}
+    right = {name for name in present if kinds.get(name) == ""}
+    unsolvable = {name for name in present if kinds.get(name) == "unsolvable"}
+    return {
+        "labels_found": len(doubted & wrong) / len(wrong),
+        "labels_false": len(doubted & right) / len(right),
+        "unsolvable_left": len(unsolvable & {row["id"] for row in kept} - doubted),
+        "problems_raw": len(present) + COPIES,
+        "problems_filtered": len(kept),
+    }
+
+
+def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
+    """Held-out accuracy of each way to train the base model."""
+    own = f"run.seed={seed}"
+    raw = small.train(f"raw_{seed}", "distinct", base, own)
+    rl_only = small.train(f"rl_only_{seed}", "filtered", base, own)
+    traces = small.data(f"traces_{seed}")
+    small.cli(
+        traces,
+        *("data", "traces", rl_only, "--out", traces, "--first-step", "8"),
+        # There are no instruction data of five digits to mix in.
+        *("--per-problem", "8", "--batch-size", "32", "--instruction-share", "0"),
+    )
+    report = json.loads(Path(f"{traces}.report.json").read_text())
+    both = small.train(
+        f"sft_rl_{seed}",
+        "filtered",
+        base,
+        *(own, f"sft.traces={traces}", f"sft.steps={min(COLD_START_STEPS, sft_steps(report))}"),
+    )
+    return {
+        "base": accuracy(rl_only, "before"),
+        "raw_accuracy": accuracy(raw, "after"),
+        "rl_only": accuracy(rl_only, "after"),
+        "sft_only": accuracy(both, "before"),
+        "sft_rl": accuracy(both, "after"),
+    }
+
+
+def sft_steps(report: dict[str, Any]) -> int:
+    """Steps of the paper's four epochs over the traces."""
+    steps: int = report["figures"]["sft_steps"]
+    return steps
+
+
+def accuracy(run: Path, label: str) -> float:
+    """Held-out accuracy of an evaluation of a run."""
+    rows = read_jsonl(run / "metrics.jsonl")
+    return next(float(row["eval/accuracy"]) for row in rows if row.get("label") == label)
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+    """Over seeds; no error of one."""
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return mean, None
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def summarize(found: dict[str, float], studies: list[dict[str, float]]) -> dict[str, Any]:
+    """What the last line says."""
+    result: dict[str, Any] = dict(found)
+    for key in studies[0]:
+        result[key], result[f"{key}_se"] = mean_and_error([study[key] for study in studies])
+    result["filtered_accuracy"] = result["rl_only"]
+    result["filtered_accuracy_se"] = result["rl_only_se"]
+    return result | {"seeds": len(studies)}
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The paper's comparison in small."""
+    rows = [
+        ("base model", "base"),
+        ("RL only, raw data", "raw_accuracy"),
+        ("RL only, filtered data", "rl_only"),
+        ("SFT on its traces only", "sft_only"),
+        ("SFT, then RL", "sft_rl"),
+    ]
+    print(f"\n{'held-out accuracy':28}mean    standard error over {result['seeds']} seeds")
+    for text, key in rows:
+        error = result[f"{key}_se"]
+        print(f"{text:28}{result[key]:.3f}   {'-' if error is None else f'{error:.3f}'}")
+    print(
+        f"\nWrong labels found: {result['labels_found']:.1%}; right labels doubted: "
+        f"{result['labels_false']:.1%}; {result['problems_filtered']:.0f} of "
+        f"{result['problems_raw']:.0f} problems are left"
+    )
+
+
+def _with_held_out(
+    rows: Iterable[dict[str, Any]], held_out: Iterable[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    return [row | {"split": "train"} for row in rows] + list(held_out)
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.replace(new, path)
+
+
+def _toml(value: object) -> str:
+    """The value as TOML writes it in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+def main() -> int:
+    """Run what is missing, print the table and the last line."""
+    parser = argparse.ArgumentParser(description="the whole recipe in small")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    started = time.monotonic()
+    small = Miniature(options.out)
+    start, base = small.out / "start_model", small.run("base") / "hf" / "cold_start"
+    small.call(start / "model.safetensors", "tools.make_tiny_model", start)
+    counts = ("--train", TRAIN, "--held-out", HELD_OUT, "--traces", TRACES)
+    tasks = small.out / "tasks"
+    small.call(
+        tasks / "traces.jsonl",
+        *("tools.make_tasks", "sort", tasks, "--wrong-share", "0.6", *map(str, counts)),
+    )
+    plant(small, seed=0)
+    teach = [f"sft.traces={tasks}/traces.jsonl", f"sft.steps={COLD_START_STEPS}", "train.steps=0"]
+    small.train("base", "raw", start, *teach, "eval.prompts=0")
+    found = curate(small, base)
+    studies = [study(small, base, seed) for seed in range(options.seeds)]
+    plots = small.out / "analysis"
+    small.cli(
+        plots / "analysis.json",
+        *("analyse", "weights", small.run("rl_only_0"), "--out", plots),
+    )
+    result = summarize(found, studies)
+    print_table(result)
+    print(f"Directions of the run rl_only_0: {plots}/analysis.md and its plots")
+    print(json.dumps(result | {"wall_s": round(time.monotonic() - started, 1)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
