@@ -1,5 +1,6 @@
 """A random float32 Llama with a character tokenizer, and what transformers computes with it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,19 @@ def write_tokenizer(folder: Path) -> None:
 def logprobs(model: LlamaForCausalLM, prompt: list[int], completion: list[int]) -> torch.Tensor:
     """[completion tokens] logprob of each completion token under one model."""
     ids = torch.tensor([prompt + completion])
-    table = torch.log_softmax(model(ids).logits[0], -1)
+    table = torch.log_softmax(_in_float64(model)(ids).logits[0], -1)
     rows = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
-    return table[rows, torch.tensor(completion)]
+    return table[rows, torch.tensor(completion)].float()
+
+
+def _in_float64(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy that rounds less than what is compared with it.
+
+    Models in bfloat16, and those whose experts are chosen by float32 scores, stay as they are.
+    """
+    if model.dtype != torch.float32 or not isinstance(model, LlamaForCausalLM):
+        return model
+    return copy.deepcopy(model).double()
 
 
 @torch.no_grad()
@@ -73,8 +84,9 @@ def mixed_logprobs(
     ids = prompt + completion
     kept = len(prompt) + cut - 1  # the last token before the cut is the first one `new` is fed
     cache = DynamicCache(config=old.config)
-    old(torch.tensor([ids[:kept]]), past_key_values=cache, use_cache=True)
+    _in_float64(old)(torch.tensor([ids[:kept]]), past_key_values=cache, use_cache=True)
     fed = torch.tensor([ids[kept:]])
-    table = torch.log_softmax(new(fed, past_key_values=cache, use_cache=True).logits[0], -1)
-    after = table[torch.arange(len(completion) - cut), torch.tensor(completion[cut:])]
+    found = _in_float64(new)(fed, past_key_values=cache, use_cache=True)
+    table = torch.log_softmax(found.logits[0], -1)
+    after = table[torch.arange(len(completion) - cut), torch.tensor(completion[cut:])].float()
     return torch.cat([logprobs(old, prompt, completion[:cut]), after])
