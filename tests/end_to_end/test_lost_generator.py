@@ -173,8 +173,14 @@ def test_training_survives_the_death_of_its_generator(folder: Path, tmp_path: Pa
     assert len({(record["group"], record["index"]) for record in records}) == len(records)
 
 
-def test_engine_that_cannot_be_started_ends_the_run_at_once(folder: Path, tmp_path: Path) -> None:
-    engine = "generator.engine=nowhere:Engine"
+def test_engine_that_cannot_be_started_ends_the_run_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The launcher can import it, and so begins.
+    source = "def Engine(setup):\n    import nowhere\n"
+    (tmp_path / "late_engine.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    engine = "generator.engine=late_engine:Engine"
     with launched(folder, "run", tmp_path / "run", engine) as run:
         output, _ = run.communicate(timeout=100)
     assert run.returncode == 1
