@@ -94,10 +94,6 @@ class Leases:
         self._groups[group.number] = held
         self._enqueue(held)
 
-    def has_room(self, min_version: int) -> bool:
-        """Whether a generator of that version or a later one has room for a completion."""
-        return self._generators.find_room(min_version) is not None
-
     def can_take(self, rules: LeaseRules, *, is_evaluation: bool) -> bool:
         """Whether a generator that may take completions of such a group has room for one."""
         return any(peer.room for peer in self._able(rules, is_evaluation=is_evaluation))

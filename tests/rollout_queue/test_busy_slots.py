@@ -28,6 +28,9 @@ def length_s(chance: random.Random) -> float:
     return min(chance.lognormvariate(0.0, 0.8) * MEDIAN_S, LONGEST_S)
 
 
+ANY_VERSION = LeaseRules(published=0, max_staleness=0, is_strict=False)
+
+
 class Fleet:
     """Generators that return each completion after its time."""
 
@@ -50,7 +53,7 @@ class Fleet:
             self.leases.announce(name, GeneratorReady(slots, 0, session=1), 0.0)
 
     def open_group(self) -> Group | None:
-        if not self.leases.has_room(0):
+        if not self.leases.can_take(ANY_VERSION, is_evaluation=False):
             return None
         self.opened += 1
         prompt = make_prompt(str(self.opened))

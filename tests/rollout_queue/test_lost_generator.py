@@ -43,7 +43,11 @@ class Fleet:
 
     def lease(self, waiting: list[Group]) -> None:
         def open_group() -> Group | None:
-            return waiting.pop() if waiting and self.leases.has_room(0) else None
+            return (
+                waiting.pop()
+                if waiting and self.leases.can_take(RULES, is_evaluation=False)
+                else None
+            )
 
         issued = self.leases.issue(RULES, open_group, self.now)
         if issued is not None:
