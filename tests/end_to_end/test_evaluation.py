@@ -1,13 +1,10 @@
 """`megatron-rl eval` with real processes: interrupted, gone on with, and compared."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,6 +13,7 @@ import pytest
 from megatron_rl.evaluation.figures import maj_at_k
 from megatron_rl.evaluation.samples import of_records
 from megatron_rl.protocol.rollout_files import read_records
+from tests.end_to_end.commands import launched
 
 pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -70,22 +68,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def command(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """`megatron-rl eval ...`; it and its processes are ended with the block."""
-    run = subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.launcher.cli", "eval", *map(str, arguments)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        yield run
-    finally:
-        if run.poll() is None:
-            run.terminate()
-            run.communicate(timeout=30)
-
-
 def left_after(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
     """Those that still run so long later; the kernel takes a moment to end what was killed."""
     deadline = time.monotonic() + limit_s
@@ -109,7 +91,7 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     results = tmp_path / "results"
     arguments = ["--config", folder / "run.toml", "--run-dir", results]
     few, many = (results / "rollouts" / f"eval_model.{name}.jsonl" for name in ("few", "many"))
-    with command(folder / "model", *arguments) as run:
+    with launched("eval", folder / "model", *arguments) as run:
         deadline = time.monotonic() + 90
         while len(lines(many)) < 20:
             assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
@@ -123,7 +105,7 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     earlier, done = lines(few), len(lines(many))
     assert len(earlier) == 8 * FEW and 20 <= done < 2 * MANY
 
-    with command(folder / "model", *arguments) as run:
+    with launched("eval", folder / "model", *arguments) as run:
         output, _ = run.communicate(timeout=180)
     assert run.returncode == 0, output
     assert f"{MANY - done // 2} problems are missing" in output
@@ -133,10 +115,10 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     assert len({(r.prompt_id, r.index) for r in records}) == len(records) == 2 * MANY
     check_report(results, few)
 
-    with command(folder / "model", *arguments) as run:
+    with launched("eval", folder / "model", *arguments) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 0 and "nothing is generated" in output and "maj@8" in output
-    with command("--compare", results, results, "--json") as run:
+    with launched("eval", "--compare", results, results, "--json") as run:
         output, _ = run.communicate(timeout=60)
     compared = json.loads(output)["sets"]
     assert {name: (s["problems"], s["difference"], s["p"]) for name, s in compared.items()} == {
@@ -148,7 +130,7 @@ def test_a_dead_verifier_ends_an_evaluation_and_nothing_is_left(
     folder: Path, tmp_path: Path
 ) -> None:
     results = tmp_path / "results"
-    with command("--config", folder / "run.toml", "--run-dir", results) as run:
+    with launched("eval", "--config", folder / "run.toml", "--run-dir", results) as run:
         deadline = time.monotonic() + 90
         while not lines(results / "rollouts" / "eval_model.few.jsonl"):
             assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from megatron_rl.protocol.metrics import read_jsonl
+from tests.end_to_end import commands
 
 pytestmark = [pytest.mark.slow(150), pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
@@ -76,21 +77,9 @@ def launched(
     folder: Path, command: str, run_dir: Path, *arguments: str
 ) -> Iterator[subprocess.Popen[str]]:
     """A launcher; it and its processes are ended with the block."""
-    run = subprocess.Popen(
-        [
-            sys.executable, "-m", "megatron_rl.launcher.cli", command,
-            "--config", folder / "config.toml",
-            "--run-dir", str(run_dir), *arguments,
-        ],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
+    config = folder / "config.toml"
+    with commands.launched(command, "--config", config, "--run-dir", run_dir, *arguments) as run:
         yield run
-    finally:
-        if run.poll() is None:
-            run.terminate()
-            run.communicate(timeout=30)
 
 
 def wait_until(is_true: Callable[[], bool], run: subprocess.Popen[str]) -> None:
