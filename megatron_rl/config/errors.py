@@ -3,3 +3,7 @@
 
 class InputError(ValueError):
     """Bad input: the text says what was given, what was expected and what to do."""
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the text says what was given and what to do."""

@@ -64,15 +64,20 @@ class SystemPrompts(Section):
     box: str = (
         f"Answer in the language of the question. {_BOX} For example: The answer is \\boxed{{7}}."
     )
+    """Tasks whose gate is box."""
     code: str = _CODE
+    """Tasks whose gate is code."""
     none: str = ""
+    """Tasks without a gate."""
 
 
 class Demonstration(Section):
     """An exchange in the form that a gate demands."""
 
     question: str
+    """What the user says."""
     reply: str
+    """What the model is to have answered."""
 
 
 class Demonstrations(Section):

@@ -29,29 +29,38 @@ class StageSampling(Section):
     """What a stage changes of `[sampling]`."""
 
     max_new_tokens: PositiveInt | None = None
+    """Limit of a completion."""
     temperature: PositiveFloat | None = None
+    """Sampling temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus."""
 
 
 class StageReward(Section):
     """What a stage changes of `[reward]`: the length rule."""
 
     length: NonNegativeFloat | None = None
+    """Largest length penalty."""
     length_margin_tokens: int | None = Field(default=None, ge=0)
+    """The length penalty grows over so many last tokens before the limit."""
 
 
 class StageTrain(Section):
     """What a stage changes of `[train]`."""
 
     groups_per_batch: PositiveInt | None = None
+    """Groups of completions, flat ones not counted, that make a batch."""
     group_size: int | None = Field(default=None, ge=2)
+    """Completions of one prompt."""
     minibatches: PositiveInt | None = None
+    """Optimizer steps a batch."""
 
 
 class StageQueue(Section):
     """What a stage changes of `[queue]`."""
 
     max_staleness: int | None = Field(default=None, ge=0)
+    """Policy versions a typical rollout may lag when it is trained on."""
 
 
 class StageConfig(Section):

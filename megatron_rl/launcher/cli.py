@@ -16,10 +16,12 @@ from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
+from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import (
     algorithms_command,
     analyse_command,
+    config_command,
     data_command,
     doctor,
     verify_command,
@@ -68,11 +70,13 @@ def build_parser() -> argparse.ArgumentParser:
     report.set_defaults(handler=_report)
     _add_plan_arguments(commands.add_parser("plan", help="say what a run needs, and if it fits"))
     plan = commands.add_parser("plan-weights", help="say what a publish moves between which ranks")
-    plan.add_argument("config", type=Path, help="TOML file")
+    plan.add_argument("config", help="TOML file, or the name of a shipped one")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value")
     plan.set_defaults(handler=_plan_weights)
     _add_convert_arguments(commands.add_parser("convert", help="convert a model folder"))
     data_command.add_arguments(commands.add_parser("data", help="make prompts and traces"))
+    settings = commands.add_parser("config", help="print every key, what a run uses, differences")
+    config_command.add_arguments(settings)
     algorithms = commands.add_parser("algorithms", help="list the presets of [algorithm]")
     algorithms.add_argument("--json", action="store_true", help="print JSON")
     algorithms.set_defaults(handler=_algorithms)
@@ -86,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_run_arguments(
     parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespace, Console], int]
 ) -> None:
-    parser.add_argument("--config", type=Path, required=True, help="TOML file")
+    config_command.add_config_argument(parser, is_required=True)
     parser.add_argument("--run-dir", type=Path, help="run folder; the same as run.dir=DIR")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.set_defaults(handler=handler)
@@ -116,7 +120,7 @@ def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument("config", help="TOML file, or the name of a shipped one")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--gpu", default=Hardware.gpu, help=f"one of {', '.join(GPUS)}")
     parser.add_argument("--gpus", type=int, help="of the whole run; default: what the config uses")
@@ -158,7 +162,7 @@ def _load(options: argparse.Namespace) -> Config:
     overrides = list(options.overrides)
     if options.run_dir is not None:
         overrides.append(override("run.dir", str(options.run_dir)))
-    return load_config(options.config, overrides)
+    return load_config(config_command.config_files(options), overrides)
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
@@ -230,7 +234,9 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
         if value is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
     hardware = Hardware(options.gpu, options.gpus, options.mfu, options.gb_per_s * 1e9)
-    plan = make_plan(load_config(options.config, options.overrides), hardware, options.mean_tokens)
+    plan = make_plan(
+        load_config(config_path(options.config), options.overrides), hardware, options.mean_tokens
+    )
     print_plan(plan, console, as_json=options.json)
     return 1 if plan.problems else 0
 
@@ -239,7 +245,7 @@ def _plan_weights(options: argparse.Namespace, console: Console) -> int:
     # Needs torch, which most commands do without.
     from megatron_rl.launcher.plan_weights import plan_weights
 
-    plan_weights(load_config(options.config, options.overrides), console)
+    plan_weights(load_config(config_path(options.config), options.overrides), console)
     return 0
 
 

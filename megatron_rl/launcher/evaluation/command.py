@@ -9,6 +9,7 @@ from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
+from megatron_rl.launcher.config_command import add_config_argument, config_files
 from megatron_rl.launcher.evaluation.comparing import compare_folders
 from megatron_rl.launcher.evaluation.runner import evaluate
 from megatron_rl.launcher.evaluation.tables import print_comparison
@@ -20,7 +21,7 @@ def add_arguments(
     """Arguments of the command; until_death: exit code of work whose processes may die."""
     parser.add_argument("overrides", nargs="*", metavar="MODEL | section.key=value",
                         help="a Hugging Face folder; default: model.path")  # fmt: skip
-    parser.add_argument("--config", type=Path, help="TOML file")
+    add_config_argument(parser, is_required=False)
     parser.add_argument("--run-dir", type=Path, help="folder of the results; as run.dir=DIR")
     parser.add_argument("--label", default="model", help="name of the evaluation in the metrics")
     parser.add_argument(
@@ -47,7 +48,7 @@ def _run(
     overrides += [override("model.path", model) for model in models]
     if options.run_dir is not None:
         overrides.append(override("run.dir", str(options.run_dir)))
-    config = load_config(options.config, overrides)
+    config = load_config(config_files(options), overrides)
     if models:
         # What is asked for is this folder, whatever training began with.
         model = config.model.model_copy(update={"megatron_path": None})

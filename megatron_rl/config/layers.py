@@ -1,0 +1,134 @@
+"""Several TOML files and overrides as one tree, and where each value of it comes from.
+
+Used by `files.py`, and by the launcher's `megatron-rl config`. Later layers win key by key; a list,
+such as `[[prompts]]`, replaces the whole list of the layers before it.
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.presets import PRESETS
+
+OVERRIDE = "command line"
+DEFAULT = "default"
+_PRESET = "algorithm.preset="
+_MAGISTRAL = "magistral"
+
+
+class Layers:
+    """What was given: files in their order, then overrides."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        """As one TOML would hold it."""
+        self._origins: dict[str, str] = {}
+
+    def add_file(self, path: Path) -> None:
+        """Put a TOML file over what there is. Raises ConfigError."""
+        try:
+            given = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is no valid TOML: {error}") from error
+        algorithm = given.get("algorithm")
+        if isinstance(algorithm, dict) and "preset" in algorithm:
+            self._forget_other_preset(algorithm["preset"])
+        _merge(self.tree, given)
+        self._note(given, "", str(path))
+
+    def add_overrides(self, overrides: Sequence[str]) -> None:
+        """Put `section.key=value` over what there is. Raises ConfigError."""
+        presets = [text for text in overrides if text.startswith(_PRESET)]
+        for text in presets:
+            self._forget_other_preset(_parse_value(text.removeprefix(_PRESET)))
+        for text in [*presets, *overrides]:
+            key, value = _apply_override(self.tree, text)
+            self._forget(key)
+            self._note(value, key, OVERRIDE)
+
+    def _forget_other_preset(self, asked: object) -> None:
+        """A file that states the whole of one preset would leave nothing of the one asked for."""
+        section = self.tree.get("algorithm")
+        if isinstance(section, dict) and section.get("preset") != asked:
+            self.tree["algorithm"] = {}
+            self._forget("algorithm")
+
+    def _note(self, value: object, key: str, origin: str) -> None:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                self._note(inner, f"{key}.{name}" if key else name, origin)
+            return
+        self._forget(key)
+        for leaf, _ in leaves(value, key):
+            self._origins[leaf] = origin
+
+    def _forget(self, key: str) -> None:
+        for leaf in [k for k in self._origins if k == key or k.startswith(f"{key}.")]:
+            del self._origins[leaf]
+
+    def origin_of(self, key: str) -> str:
+        """Where the value of a key of the resolved configuration comes from."""
+        if key in self._origins:
+            return self._origins[key]
+        algorithm = self.tree.get("algorithm", {})
+        preset = algorithm.get("preset", _MAGISTRAL) if isinstance(algorithm, dict) else _MAGISTRAL
+        filled = {f"algorithm.{leaf}" for leaf, _ in leaves(PRESETS[preset].values, "")}
+        return f"preset {preset}" if key in filled else DEFAULT
+
+
+def leaves(value: object, key: str) -> Iterator[tuple[str, Any]]:
+    """Keys and values below a value of a tree; items of lists of tables by their number."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{key}.{number}")
+    else:
+        yield key, value
+
+
+def _merge(tree: dict[str, Any], given: dict[str, Any]) -> None:
+    for key, value in given.items():
+        old = tree.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            _merge(old, value)
+        else:
+            tree[key] = value
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
+    """Set the value; returns its key and itself."""
+    key, separator, text = override.partition("=")
+    if not separator or "." not in key:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    *sections, name = key.strip().split(".")
+    node: Any = tree
+    for section in sections:
+        if isinstance(node, list):
+            node = _list_item(node, section, override)
+        else:
+            node = node.setdefault(section, {})
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"override {override!r}: {section} is no section")
+    if isinstance(node, list):
+        raise ConfigError(f"override {override!r}: name an item, as in prompts.0.{name}=...")
+    node[name] = _parse_value(text.strip())
+    return key.strip(), node[name]
+
+
+def _list_item(items: list[Any], index: str, override: str) -> Any:
+    if not index.isdigit() or int(index) >= len(items):
+        raise ConfigError(f"override {override!r}: there is no item {index} (0..{len(items) - 1})")
+    return items[int(index)]
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,171 @@
+"""What every key of the configuration means: its type, limits, default and unit.
+
+Used by the launcher (`megatron-rl config`), which also prints docs/configuration.md. Everything is
+read from the sections themselves, so that it cannot differ from what a run accepts.
+"""
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import annotated_types
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megatron_rl.config.section import Section
+from megatron_rl.config.tree import Config
+
+ITEM = "0"
+"""Stands for the number of an item of a list in the keys of the reference."""
+NAME = "NAME"
+"""Stands for a name of the user's in the keys of the reference."""
+_PLAIN = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
+_BOUNDS = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key that can be set."""
+
+    key: str
+    """With its sections, such as train.group_size; items of lists as prompts.0.path."""
+    kind: str
+    """What it takes, such as "whole number above 0"."""
+    default: Any
+    """As TOML would hold it; None: not given."""
+    is_required: bool
+    """Whether it has no default."""
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section: a TOML table, or the item of a list of tables."""
+
+    key: str
+    """Such as sft.optimizer, or prompts.0."""
+    meaning: str
+    entries: tuple[Entry, ...]
+    is_given: bool
+    """Whether it is there by default; items of lists and the like are not."""
+
+
+def tables() -> list[Table]:
+    """All sections of the tree, each before those inside it."""
+    return list(_tables(Config, _Place("", "", Config(), is_given=True)))
+
+
+def find_entries(key: str) -> list[Entry]:
+    """The entry of a key, or all of a section and of those inside it; [] for none of both."""
+    plain = key.strip().strip(".")
+    found = [entry for table in tables() for entry in table.entries]
+    exact = [entry for entry in found if entry.key == plain]
+    return exact or [entry for entry in found if entry.key.startswith(f"{plain}.")]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a section is found."""
+
+    key: str
+    meaning: str
+    """What the field that holds it says."""
+    value: Section | None
+    """Its defaults there; None: it is not there."""
+    is_given: bool
+
+
+def _tables(model: type[Section], place: _Place) -> Iterator[Table]:
+    entries: list[Entry] = []
+    inner: list[tuple[type[Section], _Place]] = []
+    for name, field in model.model_fields.items():
+        path = f"{place.key}.{name}" if place.key else name
+        section, form = _section_of(field.annotation)
+        if section is None:
+            entries.append(_entry(path, field, place.value))
+            continue
+        meaning, held = _text(field.description), None
+        if form == "itself":
+            value = place.value
+            found = getattr(value, name) if value is not None else _default_of(field)
+            held = found if isinstance(found, Section) else None
+        else:
+            path = f"{path}.{ITEM if form == 'list' else NAME}"
+        is_given = place.is_given and held is not None
+        inner.append((section, _Place(path, meaning, held, is_given)))
+    if entries:
+        meanings = (place.meaning, _text(model.__doc__))
+        meaning = " ".join(text for text in meanings if text)
+        yield Table(place.key, meaning, tuple(entries), place.is_given)
+    for section, there in inner:
+        yield from _tables(section, there)
+
+
+def _section_of(annotation: Any) -> tuple[type[Section] | None, str]:
+    """The section that a field holds, and in which form: itself, list or dict."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, "itself"
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (list, dict):
+        section, _ = _section_of(arguments[-1])
+        return section, "list" if origin is list else "dict"
+    if origin in (types.UnionType, typing.Union):
+        return next((found for a in arguments if (found := _section_of(a))[0]), (None, ""))
+    return None, ""
+
+
+def _entry(key: str, field: FieldInfo, value: Section | None) -> Entry:
+    name = key.rpartition(".")[2]
+    default = value.model_dump(mode="json")[name] if value is not None else _default_of(field)
+    return Entry(
+        key,
+        _kind(field.annotation, field.metadata),
+        str(default) if isinstance(default, Path) else default,
+        field.is_required(),
+        _text(field.description),
+    )
+
+
+def _default_of(field: FieldInfo) -> Any:
+    default = field.get_default(call_default_factory=True)
+    return None if default is PydanticUndefined else default
+
+
+def _text(documentation: str | None) -> str:
+    return " ".join((documentation or "").split())
+
+
+def _kind(annotation: Any, metadata: list[Any]) -> str:
+    """In words: what a value of this type may be."""
+    return " ".join([_type(annotation), *_bounds(metadata)])
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        metadata = [m for found in arguments[1:] for m in getattr(found, "metadata", [found])]
+        return _kind(arguments[0], metadata)
+    if origin is Literal:
+        return " | ".join(f'"{choice}"' for choice in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " | ".join(_type(a) for a in arguments if a is not type(None))
+    if origin is list:
+        return f"list of: {_type(arguments[0])}"
+    if origin is dict:
+        return f"table of: {_type(arguments[-1])}"
+    return _PLAIN.get(annotation, "any value")
+
+
+def _bounds(metadata: list[Any]) -> list[str]:
+    """Limits of a number; other constraints are told by the error that they raise."""
+    found = []
+    for item in metadata:
+        for constraint in item if isinstance(item, annotated_types.GroupedMetadata) else [item]:
+            for name, words in _BOUNDS.items():
+                limit = getattr(constraint, name, None)
+                if limit is not None:
+                    found.append(words.format(f"{limit:g}"))
+    return [" and ".join(found)] if found else []
