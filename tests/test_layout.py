@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "verification": {CONFIG, PROTOCOL},
 }  # fmt: skip
 ALLOWED["megatron_rl/data"] = {CONFIG, PROTOCOL, QUEUE, TRAINER, "verification"}
+ALLOWED["megatron_rl/metrics_out"] = {CONFIG, PROTOCOL}
 ALLOWED["megatron_rl/launcher"] = set(ALLOWED)
 ALLOWED["tools"] = set(ALLOWED)
 OUR_TOP_LEVELS = {*PACKAGES, "tests", "examples"}

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
+from megatron_rl.config.metrics import MetricsConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
@@ -203,6 +204,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
     ports: PortsConfig = PortsConfig()
 
     @model_validator(mode="after")

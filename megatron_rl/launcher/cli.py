@@ -24,6 +24,7 @@ from megatron_rl.launcher import (
     config_command,
     data_command,
     doctor,
+    metrics_command,
     verify_command,
 )
 from megatron_rl.launcher import hosts as cluster
@@ -82,6 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     algorithms.set_defaults(handler=_algorithms)
     analyse = commands.add_parser("analyse", help="weights, and reward against length, of a run")
     analyse_command.add_arguments(analyse)
+    numbers = commands.add_parser("metrics", help="meaning of metrics; metrics for other programs")
+    metrics_command.add_arguments(numbers)
     check = commands.add_parser("doctor", help="say what this machine has and lacks")
     check.set_defaults(handler=_doctor)
     return parser

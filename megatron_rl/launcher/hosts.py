@@ -113,6 +113,9 @@ def _start(
     if host == 0:
         queue = [*python, "megatron_rl.rollout_queue.server", *common]
         supervisor.start(QUEUE, queue, environment=without_device)
+        if config.metrics.is_on:
+            metrics = [*python, "megatron_rl.metrics_out.worker", *common]
+            supervisor.start("metrics", metrics, environment=without_device, is_expendable=True)
     for index, own in roles.engines.items():
         name = f"generator-{index}"
         supervisor.start(
@@ -151,7 +154,11 @@ def torchrun_arguments(config: Config, roles: HostRoles, host: int) -> list[str]
 def _wait(supervisor: Supervisor) -> None:
     """Until every role has ended well; their own deadlines bound it. Raises RoleDied."""
     ends_at = None
-    while running := [name for name in supervisor.roles if supervisor.is_running(name)]:
+    while running := [
+        name
+        for name, role in supervisor.roles.items()
+        if supervisor.is_running(name) and not role.is_expendable
+    ]:
         time.sleep(POLL_S)
         for restart in supervisor.check():
             log.warning("restarted %s, %d of %d", restart.role, restart.count, restart.limit)

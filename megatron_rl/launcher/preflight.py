@@ -23,6 +23,7 @@ from megatron_rl.config.tree import (
 )
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.metrics_out.exporter import check_installed
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
 from megatron_rl.rollout_queue.evaluation import completion_limits, evaluation_sets
 from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
@@ -53,6 +54,7 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     if not is_known_folder:
         check_run_folder(config)
     check_names(config)
+    check_installed(config)
     check_model_folder(config.model.path)
     if config.train.steps or config.sft.steps:
         # An evaluation alone needs no trainer: the engine knows more architectures.

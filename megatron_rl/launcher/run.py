@@ -86,6 +86,7 @@ def _resumption_text(config: Config, resumed: Path) -> str:
 
 def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool) -> None:
     with Session(config, console, lock=lock, is_resumed=is_resumed) as session:
+        session.start_metrics()
         if config.train.steps:
             _train(session)
         else:
@@ -179,6 +180,8 @@ def serve_evaluation(
 def _start_serving(
     session: Session, config_path: Path, label: str = "", *, queue_arguments: Sequence[str] = ()
 ) -> str:
+    # It ended with the serving roles before these.
+    session.start_metrics()
     suffix = f"-{label}" if label else ""
     queue = f"queue{suffix}"
     only = ["--evaluate-only", label] if label else []

@@ -108,6 +108,14 @@ class Session:
         command += ["-m", module, "--config", str(self.config_path), *arguments]
         self._supervisor.start(name, command, environment=role_environment(self._device))
 
+    def start_metrics(self) -> None:
+        """Start the process that passes metrics on, if anybody is to get them."""
+        if self.config.metrics.is_on and not self._supervisor.is_running("metrics"):
+            command = [sys.executable, "-m", "megatron_rl.metrics_out.worker"]
+            command += ["--config", str(self.config_path)]
+            environment = role_environment("cpu")
+            self._supervisor.start("metrics", command, environment=environment, is_expendable=True)
+
     def wait_for(self, name: str, what: str = "", limit_s: float | None = None) -> None:
         """Wait until the role has ended in good order.
 
@@ -123,7 +131,8 @@ class Session:
     def end_serving(self) -> None:
         """Let the roles that the queue told to stop close, then end what is left."""
         deadline = time.monotonic() + _SERVING_END_S
-        while any(role.ended is None for role in self._supervisor.roles.values()):
+        roles = self._supervisor.roles.values()
+        while any(role.ended is None and not role.is_expendable for role in roles):
             if time.monotonic() > deadline:
                 log.warning("a role did not end within %.0f s of the queue's end", _SERVING_END_S)
                 break

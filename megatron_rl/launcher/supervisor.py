@@ -64,6 +64,8 @@ class Role:
     """Name of the role that tells this one to end; it must not end long before that one does."""
     restarts: RestartRule | None = None
     """None when its death ends the run."""
+    is_expendable: bool = False
+    """The run goes on without it, whatever ends it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of this role alone."""
     ended: float | None = None
@@ -120,12 +122,14 @@ class Supervisor:
     def start(
         self, name: str, command: list[str], *,
         outlives: str | None = None, restarts: RestartRule | None = None,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str] = MappingProxyType({}), is_expendable: bool = False,
     ) -> Role:  # fmt: skip
         """Start a child; its stdout and stderr are appended to `log_dir/<name>.out`."""
         if restarts is not None:
             restarts.ready_path.unlink(missing_ok=True)
-        return self._start(name, command, outlives, restarts, dict(environment))
+        role = self._start(name, command, outlives, restarts, dict(environment))
+        role.is_expendable = is_expendable
+        return role
 
     def _start(
         self, name: str, command: list[str], outlives: str | None,
@@ -183,6 +187,11 @@ class Supervisor:
     def _answer_death(self, role: Role, now: float) -> None:
         """Plan a restart or go on without the role; RoleDied when its death ends the run."""
         rule = role.restarts
+        if role.is_expendable:
+            role.is_death_answered = True
+            log.warning("%s; the run goes on without it", self._explain(role))
+            clear_failures(self.log_dir / _FAILURES, role.name)
+            return
         if rule is None:
             raise self._explain(role)
         death = Death(

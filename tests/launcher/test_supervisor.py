@@ -227,3 +227,28 @@ def test_exit_code_and_words_of_a_failed_rank_come_through_torchrun(tmp_path: Pa
     assert "trainer ended with exit code 2" in done.stdout
     assert "rank 1: parallel.tensor does not fit" in done.stdout
     assert "ChildFailedError" not in done.stdout
+
+
+# A role that fails and may, and one that ends well.
+EXPENDABLE = """
+import pathlib, sys, time
+from megatron_rl.launcher.supervisor import Supervisor
+with Supervisor(pathlib.Path(sys.argv[1])) as supervisor:
+    supervisor.start('spare', [sys.executable, '-c', 'raise SystemExit(3)'], is_expendable=True)
+    supervisor.start('work', [sys.executable, '-c', 'import time; time.sleep(1)'])
+    deadline = time.monotonic() + 30
+    while supervisor.is_running('work') or supervisor.is_running('spare'):
+        assert time.monotonic() < deadline
+        supervisor.check()
+        time.sleep(0.05)
+    supervisor.check()
+"""
+
+
+def test_the_death_of_an_expendable_role_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXPENDABLE, str(tmp_path)],
+        capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "spare" in done.stderr and "the run goes on without it" in done.stderr

@@ -1,0 +1,250 @@
+"""Every metric that a run writes: what it means, what is healthy, and what to do.
+
+Used by the exporter, which tells counts from gauges by it, and by `megatron-rl metrics table`,
+which prints docs/metrics.md. A `*` in a name stands for any ending, such as a reason.
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+Kind = Literal["gauge", "count"]
+
+
+class Known(NamedTuple):
+    """A documented metric."""
+
+    name: str
+    meaning: str
+    """With the unit."""
+    healthy: str = ""
+    cure: str = ""
+    """What to do where it is not healthy."""
+    kind: Kind = "gauge"
+    """count: a row holds what came since the row before it."""
+
+
+ROLLOUTS = (
+    Known("rollout/reward", "mean reward of all rollouts of the step, flat groups too", "grows",
+          "look at reason/* and at reward/*: which part does not grow?"),
+    Known("rollout/correct", "share of right ones among the same", "grows"),
+    Known("rollout/format", "share of well-formed ones among the same", "near 1 after some steps",
+          "reason/* names the fault; let prompts ask for the form, or teach it by a cold start"),
+    Known("rollout/length_tokens", "mean completion length in tokens",
+          "grows slowly where thinking pays", "see rollout/truncated"),
+    Known("rollout/truncated", "share that was cut at the length limit", "below 0.1",
+          "raise sampling.max_new_tokens and generator.context_tokens"),
+    Known("reward/*", "mean of a part of the reward: correct, format, length, language, your own"),
+    Known("reason/*", "rollouts of the step by the reason of their score", kind="count"),
+)  # fmt: skip
+
+QUEUE = (
+    Known("queue/groups_trained", "groups of the batch", "train.groups_per_batch", kind="count"),
+    Known("queue/rollouts_trained", "rollouts of the batch", kind="count"),
+    Known("queue/groups_dropped_*", "groups that were not trained on, by reason",
+          "flat: below 2 for each trained group; others: 0",
+          "flat: prompts are too easy or too hard, see [curriculum] and `megatron-rl data "
+          "difficulty`; others: logs of generators and verifiers", "count"),
+    Known("queue/completions_dropped_*", "completions that were left out, by reason", "0",
+          "logs/verifier.log; not_graded: more verifier.*.workers, or less on the host", "count"),
+    Known("queue/groups_abandoned", "groups that were given up at the end of training",
+          kind="count"),
+    Known("queue/staleness_versions_mean", "policy versions between sampling and training, mean",
+          "below queue.max_staleness", "more generators, or a lower queue.max_staleness"),
+    Known("queue/staleness_versions_max", "the same, largest",
+          "with queue.strict_staleness at most queue.max_staleness",
+          "strict_staleness=true, or shorter completions"),
+    Known("queue/rollouts_spanning_versions",
+          "rollouts of the batch that were sampled under several versions",
+          "most, once completions are long; none of it is a fault", kind="count"),
+    Known("queue/stage", "number of the stage of [[stages]]"),
+    Known("queue/groups_learning_gold", "groups of the batch that learn the reference answer",
+          kind="count"),
+    Known("queue/replayed_groups", "replayed groups of the batch", kind="count"),
+    Known("queue/replayed_rollouts", "rollouts of those", kind="count"),
+    Known("queue/replayed_reward", "mean reward of those"),
+    Known("queue/replayed_age_versions_mean", "versions between sampling and replay, mean"),
+    Known("queue/replayed_age_versions_max", "the same, largest", "below replay.max_age",
+          "a shorter replay.buffer_groups"),
+    Known("queue/replay_groups", "groups that there are to draw from"),
+    Known("queue/replay_left_out_*", "groups of files that are never replayed, by reason"),
+    Known("curriculum/prompts_active", "prompts that are drawn", "many more than a batch holds",
+          "more prompts, or a later curriculum.retire_after"),
+    Known("curriculum/prompts_retired", "prompts that were always solved and left"),
+    Known("curriculum/prompts_admitted", "prompts of the bands that are admitted"),
+    Known("curriculum/prompts_readmitted", "retired prompts that came back for want of others"),
+    Known("curriculum/bands_admitted", "bands of difficulty that are admitted"),
+)  # fmt: skip
+
+TRAINER = (
+    Known("train/loss", "the loss; its level means little"),
+    Known("train/entropy_nats", "mean entropy of tokens in nats", "stays above 0.1, without a jump",
+          "falls: a higher algorithm.surrogate.eps_high, an entropy bonus"),
+    Known("train/grad_norm", "norm of the gradient before clipping",
+          "of the order of optimizer.clip_grad_norm", "jumps: a lower optimizer.lr"),
+    Known("train/lr", "learning rate"),
+    Known("train/advantage_mean", "mean advantage of tokens", "near 0"),
+    Known("train/advantage_std", "its spread", "near 1; 0: nothing is learnt"),
+    Known("train/clip_fraction", "share of tokens whose gradient clipping took", "below 0.2",
+          "fewer train.minibatches, a lower queue.max_staleness or optimizer.lr"),
+    Known("train/clip_fraction_low", "those below the lower bound"),
+    Known("train/clip_fraction_high", "those above the upper bound"),
+    Known("train/logprob_gap", "mean |trainer - generator logprob| of fresh tokens, in nats",
+          "below 0.01 in float32, below 0.05 in bfloat16",
+          "different weights, dtypes or sampling settings on both sides; train.max_mismatch stops"),
+    Known("train/logprob_gap_tokens", "tokens that the gap is over", kind="count"),
+    Known("train/mismatch_p99", "99th percentile of that difference", "below 0.5"),
+    Known("train/mismatch_k1", "estimate of KL(generator, trainer), k1", "near 0"),
+    Known("train/mismatch_k2", "the same, k2", "near 0"),
+    Known("train/mismatch_k3", "the same, k3", "below 0.001"),
+    Known("train/mismatch_outside_clip", "share of fresh tokens that begin outside the clip range",
+          "below 0.01", "as for train/logprob_gap"),
+    Known("train/correction_changed", "share of tokens whose ratio was truncated or masked",
+          "below 0.05", "fresher data, or wider algorithm.correction bounds"),
+    Known("train/behaviour_ratio_mean", "mean ratio of that correction", "near 1"),
+    Known("train/effective_sample_share", "(sum r)^2 / (n sum r^2) of those ratios", "above 0.5",
+          "few tokens carry the step: fresher data"),
+    Known("train/reference_k1", "estimate of KL(policy, reference) a token, k1"),
+    Known("train/reference_k3", "the same, k3"),
+    Known("train/reference_kl", "the same over the whole vocabulary, in nats"),
+    Known("train/gold_logprob", "mean logprob of tokens of reference answers", "grows"),
+    Known("train/gold_tokens", "tokens of reference answers", kind="count"),
+    Known("train/value_mean", "learnt value of prompts, mean", "near the mean reward",
+          "raise algorithm.shaping.value_lr"),
+    Known("train/skipped_steps", "optimizer steps that were skipped", "0",
+          "RUN holds the minibatch; a lower optimizer.lr", "count"),
+    Known("train/exploded_steps", "those above optimizer.skip_grad_norm", "0",
+          "as for train/skipped_steps", "count"),
+    Known("train/padded_tokens", "positions that went through the trainer", kind="count"),
+    Known("train/tokens_per_s", "positions a second of a trainer rank's update"),
+    Known("train/update_s", "seconds of the step's updates"),
+    Known("wait/batch_s", "seconds that the trainer waited for the batch",
+          "far below train/update_s", "more generators; `megatron-rl plan`"),
+    Known("checkpoint/stall_s", "seconds that a checkpoint held the trainer up", "below a second"),
+    Known("checkpoint/write_s", "seconds until it was on the disk",
+          "below the seconds between checkpoints", "a faster disk, or a larger every_steps"),
+    Known("checkpoint/bytes", "its size in bytes"),
+    Known("model/parameters", "parameters of the policy"),
+    Known("trainer/*", "trainer ranks, and how they are divided"),
+)  # fmt: skip
+
+PUBLISH = (
+    Known("publish/s", "seconds that the trainer waited for a publish", "far below train/update_s",
+          "compare with publish/transfer_s; docs/weights.md"),
+    Known("publish/pause_s", "longest pause of a generator, in seconds",
+          "near publish/transfer_s", "the engine answers slowly: its log"),
+    Known("publish/transfer_s", "longest transfer, in seconds"),
+    Known("publish/wire_mb", "payload in megabytes"),
+    Known("publish/peak_extra_mb", "buffers of an engine rank in megabytes"),
+    Known("publish/generators", "generators that hold the version", "generator.replicas",
+          "logs/generator-*.log"),
+    Known("publish/dropped_generators", "generators dropped since the start", "0",
+          "logs/generator-*.log"),
+    Known("publish/damaged_parcels", "parcels whose digest did not fit", "0",
+          "memory or network is faulty"),
+    Known("generator/busy_s", "seconds in which an engine had a completion to work on",
+          kind="count"),
+    Known("generator/idle_s", "seconds in which it had none", "a tenth of busy_s at most",
+          "the trainer is the limit: fewer generators, or a larger queue.max_staleness", "count"),
+    Known("generator/tokens", "tokens that it generated", kind="count"),
+    Known("generator/running", "most completions in flight in it"),
+    Known("launch/generator_restarts", "a generator died and was started again", "0",
+          "logs/generator-*.log", "count"),
+    Known("launch/resumed", "the run goes on from a checkpoint", kind="count"),
+)  # fmt: skip
+
+ACTIVITY = (
+    Known("activity/seconds", "seconds that the row is about", kind="count"),
+    Known("activity/rollouts_generated", "completions that generators returned", kind="count"),
+    Known("activity/rollouts_scored", "completions that were scored", kind="count"),
+    Known("activity/rollouts_for_evaluation", "of those, for evaluations", kind="count"),
+    Known("activity/tokens", "tokens of the completions", kind="count"),
+    Known("activity/completions_in_flight", "completions that generators hold"),
+    Known("activity/groups_complete", "groups that were completed", kind="count"),
+    Known("activity/reason/*", "well-formed completions by the reason of their score",
+          kind="count"),
+    Known("activity/ill_formed/*", "ill-formed ones by what is wrong", kind="count"),
+    Known("activity/groups_dropped/*", "groups that were dropped, by reason", kind="count"),
+    Known("activity/completions_dropped/*", "completions left out, by reason", "0",
+          "as for queue/completions_dropped_*", "count"),
+)  # fmt: skip
+
+EVALUATION = (
+    Known("eval/accuracy", "mean over problems of the share of right completions (avg@n)", "grows"),
+    Known("eval/accuracy_se", "its standard error, by problem"),
+    Known("eval/pass_at_*", "pass@k, and its standard error (_se)"),
+    Known("eval/maj_at_*", "maj@k, and its standard error (_se)"),
+    Known("eval/n", "problems with a verdict"),
+    Known("eval/lost", "problems without", "0", "rollouts/dropped_eval_LABEL.jsonl"),
+    Known("eval/not_graded", "completions that could not be graded", "0", "logs/verifier.log"),
+    Known("eval/without_classes", "problems whose votes could not be counted", "0"),
+    Known("eval/format", "share of well-formed completions"),
+    Known("eval/length_tokens", "mean length in tokens"),
+    Known("eval/reward", "mean reward"),
+    Known("eval/seconds", "seconds that it took"),
+)  # fmt: skip
+
+AREAS: dict[str, tuple[Known, ...]] = {
+    "Rollouts of a step": ROLLOUTS,
+    "Rollout queue": QUEUE,
+    "Trainer": TRAINER,
+    "Publishing and generators": PUBLISH,
+    "What goes on, every few seconds": ACTIVITY,
+    "Evaluations": EVALUATION,
+}
+_PAGE = """\
+# Metrics
+
+Every row of `RUN/metrics.jsonl` is a JSON object with `time` (seconds since 1970), `source` (the
+role that wrote it) and `step`: of `trainer` and `sft` the step of the row, elsewhere the newest
+policy version. Evaluations also have a `label`. `megatron-rl metrics table` prints this page.
+
+Other programs get the same rows by `[metrics]` while a run goes on, or by
+`megatron-rl metrics export RUN` afterwards:
+
+- `metrics.tensorboard = true`: event files in `RUN/tensorboard`, a TensorBoard run for each role;
+  `tensorboard --logdir RUN/tensorboard`.
+- `metrics.wandb = "offline"` or `"online"`: Weights & Biases (`pip install wandb`); offline in
+  `RUN/wandb`, for `wandb sync`.
+- `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with `metrics.prometheus_host`
+  another address, where whoever reaches it may read them.
+
+On several hosts they run on host 0. A failure of theirs ends no run: see `logs/metrics.log`.
+
+Prometheus' names are `megatron_rl_` and the name with `_` for every other sign; what is counted
+since the row before (below: count) becomes a counter, `_total`; what stands for `*` becomes the
+label `what`. Every sample has the label `source`, those of evaluations also `label`.
+`megatron_rl_last_row_time_seconds` is when a role last wrote, `megatron_rl_setting` what alerts
+compare with. `megatron-rl metrics dashboard` prints a dashboard for Grafana, and
+`megatron-rl metrics alerts` rules for Prometheus.
+"""
+
+
+def markdown() -> str:
+    """The page docs/metrics.md."""
+    parts = [_PAGE]
+    for area, metrics in AREAS.items():
+        rows = [
+            f"| `{m.name}` | {m.meaning} | {m.kind} | {m.healthy} | {m.cure} |" for m in metrics
+        ]
+        head = "| metric | meaning | kind | healthy | what to do |\n|---|---|---|---|---|"
+        parts.append(f"## {area}\n\n{head}\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+_PLAIN = {known.name: known for area in AREAS.values() for known in area if "*" not in known.name}
+_PATTERNS = [
+    (re.compile(re.escape(known.name).replace(r"\*", "(.+)")), known)
+    for area in AREAS.values()
+    for known in area
+    if "*" in known.name
+]
+
+
+def find(name: str) -> tuple[Known, str] | None:
+    """The documented metric of a name, and what stands for its `*`; None for an unknown one."""
+    if name in _PLAIN:
+        return _PLAIN[name], ""
+    for pattern, known in _PATTERNS:
+        if match := pattern.fullmatch(name):
+            return known, match[1]
+    return None

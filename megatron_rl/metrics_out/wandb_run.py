@@ -1,0 +1,81 @@
+"""Weights & Biases: one run of theirs for each run folder, resumed with it."""
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any, Literal
+
+import wandb
+
+from megatron_rl.metrics_out.follow import Row, numbers, split_label
+
+ID_FILE = "megatron_rl_run_id"
+_TIMEOUT_S = 60
+
+
+class WandbRun:
+    """Sends rows, each metric over the step of its source."""
+
+    def __init__(
+        self, folder: Path, *, project: str, name: str, mode: Literal["offline", "online"],
+        config: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """folder: RUN/wandb; config: the resolved tree. Raises wandb.Error."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=_id_of(folder),
+            resume="allow",
+            dir=str(folder.parent),
+            mode=mode,
+            config=config,
+            settings=wandb.Settings(
+                init_timeout=_TIMEOUT_S,
+                console="off",
+                silent=True,
+                # The machine is ours to describe, and git its owner's.
+                disable_git=True,
+                disable_code=True,
+                x_disable_meta=True,
+            ),
+        )
+        self._sent: dict[str, int] = dict(self._run.summary.get("sent_steps", {}))
+        self._sources: set[str] = set()
+
+    def add(self, rows: list[Row]) -> None:
+        """Send rows but for those that an earlier run of the exporter has sent."""
+        for row in rows:
+            source, step = row["source"], row["step"]
+            values = numbers(row)
+            if not values or step < self._sent.get(source, -1):
+                continue
+            self._define(source)
+            _, name = split_label(row.get("label", ""))
+            ending = f"/{name}" if name else ""
+            sent: dict[str, Any] = {f"{source}/{k}{ending}": v for k, v in values.items()}
+            self._run.log(sent | {f"{source}/step": step})
+            self._sent[source] = step
+
+    def _define(self, source: str) -> None:
+        if source not in self._sources:
+            self._run.define_metric(f"{source}/step", hidden=True)
+            self._run.define_metric(f"{source}/*", step_metric=f"{source}/step")
+            self._sources.add(source)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.summary["sent_steps"] = self._sent
+        self._run.finish()
+        # Their service, another process, may write the file some time after finish() has returned.
+        wandb.teardown()
+
+
+def _id_of(folder: Path) -> str:
+    """Their identifier of this run folder, the same for a resumed run."""
+    path = folder / ID_FILE
+    if not path.exists():
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(uuid.uuid4().hex[:12])
+        partial.rename(path)
+    return path.read_text()
