@@ -6,7 +6,6 @@ Imports nothing heavy; the processes that `run` starts do.
 """
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -31,15 +30,13 @@ from megatron_rl.launcher import hosts as cluster
 from megatron_rl.launcher import run as launch
 from megatron_rl.launcher.dry_run import dry_run
 from megatron_rl.launcher.evaluation import command as eval_command
-from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.ports import ports_text
+from megatron_rl.launcher.report import command as report_command
 from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
 from megatron_rl.launcher.sizing.report import print_plan
-from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.supervisor import RoleDied
 from megatron_rl.launcher.sweep import command as sweep_command
-from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.process import run_main
 
 PROGRAM = "megatron-rl"
@@ -66,9 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--disagree", action="store_true", help="where math parsers differ")
     verify.add_argument("overrides", nargs="*", metavar="section.key=value")
     verify.set_defaults(handler=_verify)
-    report = commands.add_parser("report", help="print the summary of a run again")
-    report.add_argument("run_dir", type=Path)
-    report.set_defaults(handler=_report)
+    report = commands.add_parser("report", help="what a run came to, as text and as an HTML file")
+    report_command.add_arguments(report)
     _add_plan_arguments(commands.add_parser("plan", help="say what a run needs, and if it fits"))
     plan = commands.add_parser("plan-weights", help="say what a publish moves between which ranks")
     plan.add_argument("config", help="TOML file, or the name of a shipped one")
@@ -204,31 +200,6 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     return verify_command.verify(
         options.file, options.config, options.overrides, disagree=options.disagree, console=console
     )
-
-
-def _report(options: argparse.Namespace, console: Console) -> int:
-    summary, facts = read_run(options.run_dir)
-    console.print(render_text(summary, facts), markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
-def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
-    """Summary and facts of a run folder; of an unfinished run, what its metrics tell.
-
-    Raises InputError when the folder holds no run.
-    """
-    config_path = run_dir / "config.toml"
-    if not config_path.exists():
-        raise InputError(f"{run_dir} holds no run: it has no config.toml")
-    config = load_config(config_path)
-    export = find_export(run_dir)
-    summary_path = run_dir / "summary.json"
-    if summary_path.exists():
-        # The folder may have been moved, and models deleted, since it was written.
-        summary = json.loads(summary_path.read_text()) | {"hf_export": export}
-        return summary, run_facts(config, run_dir, summary["wall_s"], export)
-    facts = run_facts(config, run_dir, {}, export)
-    return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:

@@ -1,0 +1,92 @@
+"""`megatron-rl report RUN...`: the summary as text, and one HTML file with everything."""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.facts import find_export, run_facts
+from megatron_rl.launcher.report.material import read_material
+from megatron_rl.launcher.summary import RunFacts, render_text, summarize
+from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.protocol.metrics import read_jsonl
+
+FILE = "report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `megatron-rl report`."""
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir")
+    parser.add_argument("--html", type=Path, help=f"the file; default: {FILE} in the first folder")
+    parser.add_argument("--trace", type=Path, help="also write a timeline for ui.perfetto.dev")
+    parser.add_argument("--text", action="store_true", help="print the summary alone")
+    parser.set_defaults(handler=_report)
+
+
+def _report(options: argparse.Namespace, console: Console) -> int:
+    if options.trace is not None and len(options.run_dirs) > 1:
+        raise InputError("--trace takes one run: each has its own clock")
+    texts = [render_text(*read_run(folder)) for folder in options.run_dirs]
+    for folder, text in zip(options.run_dirs, texts, strict=True):
+        if len(texts) > 1:
+            console.print(f"\n{folder}", markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if not options.text:
+        path = options.html or options.run_dirs[0] / FILE
+        write_report(options.run_dirs, texts, path, trace=options.trace)
+        console.print(f"Report              {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def write_report(
+    folders: list[Path], texts: list[str], path: Path, *, trace: Path | None = None
+) -> None:
+    """Write the HTML file. texts: the summary of each run."""
+    # Plotly takes a second to load, which the text does without.
+    from megatron_rl.launcher.report import figures, timeline
+    from megatron_rl.launcher.report.page import render
+
+    names = run_names(folders)
+    runs = [
+        read_material(folder, load_config(folder / "config.toml"), name)
+        for folder, name in zip(folders, names, strict=True)
+    ]
+    lines = [plot for run in runs if (plot := timeline.plot(run)) is not None]
+    write_whole(path, render(runs, texts, timelines=lines, plots=figures.plots(runs)))
+    if trace is not None:
+        write_whole(trace, timeline.trace(runs[0]))
+
+
+def run_names(folders: list[Path]) -> list[str]:
+    """What runs are called: the names of their folders, with those above where they are alike."""
+    paths = [folder.resolve() for folder in folders]
+    counts = Counter(path.name for path in paths)
+    return [p.name if counts[p.name] == 1 else f"{p.parent.name}/{p.name}" for p in paths]
+
+
+def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
+    """Summary and facts of a run folder; of an unfinished run, what its metrics tell.
+
+    Raises InputError when the folder holds no run.
+    """
+    config = _config_of(run_dir)
+    export = find_export(run_dir)
+    summary_path = run_dir / "summary.json"
+    if summary_path.exists():
+        # The folder may have been moved, and models deleted, since it was written.
+        summary = json.loads(summary_path.read_text()) | {"hf_export": export}
+        return summary, run_facts(config, run_dir, summary["wall_s"], export)
+    facts = run_facts(config, run_dir, {}, export)
+    return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
+
+
+def _config_of(run_dir: Path) -> Config:
+    config_path = run_dir / "config.toml"
+    if not config_path.exists():
+        raise InputError(f"{run_dir} holds no run: it has no config.toml")
+    return load_config(config_path)

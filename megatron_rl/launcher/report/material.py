@@ -1,0 +1,125 @@
+"""What a report is made of: the metrics of a run, and its recorded rollouts.
+
+Records are read in one pass, as only what is plotted; a long run wrote gigabytes of text.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.metrics import read_jsonl, without_superseded
+
+Row = dict[str, Any]
+MAX_TRACED = 20_000
+"""Rollouts of a timeline."""
+MAX_EXAMPLES = 8
+"""Prompts that are shown with what was answered before and after."""
+MAX_SHOWN_CHARS = 4_000
+"""Of one text."""
+
+
+class Times(msgspec.Struct):
+    """Seconds since 1970; 0: it did not happen."""
+
+    leased: float = 0.0
+    done: float = 0.0
+    scored: float = 0.0
+    trained: float = 0.0
+
+
+class Record(msgspec.Struct):
+    """Of a recorded rollout, what plots need."""
+
+    versions: list[int] = []
+    generator: str = ""
+    tokens: int = 0
+    group: int = 0
+    index: int = 0
+    reason: str = ""
+    reward: float | None = None
+    times: Times = msgspec.field(default_factory=Times)
+
+
+class Answer(msgspec.Struct):
+    """Of an evaluated rollout, what is shown."""
+
+    prompt_id: str
+    problem: str = ""
+    text: str = ""
+    answer: str = ""
+    reason: str = ""
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """The first completion of a prompt before and after training."""
+
+    before: Answer
+    after: Answer
+
+
+@dataclass
+class Run:
+    """One run folder, read."""
+
+    name: str
+    folder: Path
+    config: Config
+    rows: list[Row]
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Rollouts that were trained on, by policy versions between their oldest token and the step."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of the rollouts that were trained on."""
+    traced: list[Record] = field(default_factory=list)
+    """The first rollouts that were trained on, with their times."""
+    examples: list[Example] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[Row]:
+        """Rows of the trainer's steps."""
+        return [r for r in self.rows if r.get("source") == "trainer" and "train/loss" in r]
+
+
+def read_material(folder: Path, config: Config, name: str) -> Run:
+    """Read a run folder; one that goes on gives what there is so far."""
+    rows = without_superseded(read_jsonl(folder / "metrics.jsonl"))
+    run = Run(name, folder, config, rows)
+    decoder = msgspec.json.Decoder(Record)
+    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
+        step = int(path.stem.removeprefix("step_"))
+        for line in _whole_lines(path):
+            record = decoder.decode(line)
+            # The batch of step s makes version s + 1 from version s.
+            run.staleness[step - min(record.versions, default=step)] += 1
+            run.lengths.append(record.tokens)
+            if len(run.traced) < MAX_TRACED:
+                run.traced.append(record)
+    run.examples = _examples(folder / "rollouts")
+    return run
+
+
+def _examples(folder: Path) -> list[Example]:
+    """Prompts whose verdict changed come first."""
+    before, after = (_answers(folder / f"eval_{label}.jsonl") for label in ("before", "after"))
+    pairs = [Example(before[key], after[key]) for key in before if key in after]
+    pairs.sort(key=lambda pair: pair.before.reason == pair.after.reason)
+    return pairs[:MAX_EXAMPLES]
+
+
+def _answers(path: Path) -> dict[str, Answer]:
+    """The first completion of each prompt."""
+    decoder = msgspec.json.Decoder(Answer)
+    found: dict[str, Answer] = {}
+    for line in _whole_lines(path) if path.exists() else ():
+        answer = decoder.decode(line)
+        found.setdefault(answer.prompt_id, answer)
+    return found
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().split(b"\n")[:-1] if line]
