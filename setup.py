@@ -24,6 +24,8 @@ setup(
     # `cpu` lacks SGLang, which only tools/install.sh can add: see requirements/cpu-nodeps.txt.
     extras_require={name: read_pins(name) for name in ("cpu", "gpu", "dev")},
     packages=find_namespace_packages(include=["megatron_rl*", "generation*", "verification*"]),
-    package_data={"": ["*.json", "*.jinja", "*.toml", "*.txt", "*.cpp", "*.h"]},
+    package_data={
+        "": ["*.json", "*.jinja", "*.toml", "*.txt", "*.cpp", "*.h", "*.html", "*.js", "*.css"]
+    },
     entry_points={"console_scripts": ["megatron-rl=megatron_rl.launcher.cli:main"]},
 )

@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 ALLOWED["megatron_rl/data"] = {CONFIG, PROTOCOL, QUEUE, TRAINER, "verification"}
 ALLOWED["megatron_rl/metrics_out"] = {CONFIG, PROTOCOL}
+ALLOWED["megatron_rl/viewer"] = {CONFIG, PROTOCOL}
 ALLOWED["megatron_rl/launcher"] = set(ALLOWED)
 ALLOWED["tools"] = set(ALLOWED)
 OUR_TOP_LEVELS = {*PACKAGES, "tests", "examples"}

@@ -25,6 +25,7 @@ from megatron_rl.launcher import (
     doctor,
     metrics_command,
     verify_command,
+    view_command,
 )
 from megatron_rl.launcher import hosts as cluster
 from megatron_rl.launcher import run as launch
@@ -65,6 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     verify.set_defaults(handler=_verify)
     report = commands.add_parser("report", help="what a run came to, as text and as an HTML file")
     report_command.add_arguments(report)
+    view = commands.add_parser("view", help="look at the rollouts of a run in a browser")
+    view_command.add_arguments(view)
     _add_plan_arguments(commands.add_parser("plan", help="say what a run needs, and if it fits"))
     plan = commands.add_parser("plan-weights", help="say what a publish moves between which ranks")
     plan.add_argument("config", help="TOML file, or the name of a shipped one")

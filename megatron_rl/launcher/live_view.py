@@ -5,11 +5,9 @@ rollouts come to, or what the run waits for. Used by `run.py`, in its one thread
 drawn but inside `refresh`. Reads the run's `metrics.jsonl` as it grows.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +22,7 @@ from megatron_rl.launcher.awaited import Awaited
 from megatron_rl.launcher.deaths import how_it_ended
 from megatron_rl.launcher.summary import RESTARTS
 from megatron_rl.launcher.supervisor import Role
+from megatron_rl.metrics_out.follow import Follower
 
 Row = dict[str, Any]
 
@@ -47,29 +46,6 @@ _COLUMNS = (
 )
 
 
-class MetricsTail:
-    """Reads the rows that were added to a metrics file since the last look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def skip(self) -> None:
-        """Pass over the rows that are there."""
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
-
-    def read(self) -> list[Row]:
-        """Complete new rows; a line that is still being written comes the next time."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines() if line]
-
-
 class LiveView:
     """The view of one run; a context manager."""
 
@@ -83,7 +59,7 @@ class LiveView:
         self._config = config
         self._clock = clock
         self._console = console or Console()
-        self._tail = MetricsTail(config.run.dir / "metrics.jsonl")
+        self._tail = Follower(config.run.dir / "metrics.jsonl")
         self._steps: deque[Row] = deque(maxlen=_SHOWN_STEPS)
         self._evaluations: list[Row] = []
         self._warnings: deque[str] = deque(maxlen=_SHOWN_WARNINGS)

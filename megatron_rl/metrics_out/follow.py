@@ -43,6 +43,10 @@ class Follower:
             rows += new
         return without_superseded(rows)
 
+    def skip(self) -> None:
+        """Pass over the rows that are there."""
+        self._position = self._path.stat().st_size if self._path.exists() else 0
+
     def restart(self) -> None:
         """Begin anew with the first row."""
         self._position, self._torn = 0, b""

@@ -10,7 +10,6 @@ from rich.console import Console
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher.live_view import (
     LiveView,
-    MetricsTail,
     evaluation_line,
     restart_line,
 )
@@ -56,17 +55,6 @@ class Clock:
 def append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
-
-
-def test_tail_reads_each_complete_row_once(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    assert tail.read() == []
-    append(path, '{"step": 1}\n{"step": 2}\n{"st')
-    assert tail.read() == [{"step": 1}, {"step": 2}]
-    append(path, 'ep": 3}\n')
-    assert tail.read() == [{"step": 3}]
-    assert tail.read() == []
 
 
 def test_plain_output_has_one_line_a_step_and_an_evaluation(tmp_path: Path) -> None:

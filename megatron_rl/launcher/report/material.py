@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
+from megatron_rl.protocol.rollout_files import FOLDER, rollout_files
 
 Row = dict[str, Any]
 MAX_TRACED = 20_000
@@ -90,16 +91,17 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
     rows = without_superseded(read_jsonl(folder / "metrics.jsonl"))
     run = Run(name, folder, config, rows)
     decoder = msgspec.json.Decoder(Record)
-    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
-        step = int(path.stem.removeprefix("step_"))
-        for line in _whole_lines(path):
+    for file in rollout_files(folder) if (folder / FOLDER).is_dir() else []:
+        if file.step is None or file.is_dropped:
+            continue
+        for line in _whole_lines(file.path):
             record = decoder.decode(line)
             # The batch of step s makes version s + 1 from version s.
-            run.staleness[step - min(record.versions, default=step)] += 1
+            run.staleness[file.step - min(record.versions, default=file.step)] += 1
             run.lengths.append(record.tokens)
             if len(run.traced) < MAX_TRACED:
                 run.traced.append(record)
-    run.examples = _examples(folder / "rollouts")
+    run.examples = _examples(folder / FOLDER)
     return run
 
 

@@ -24,7 +24,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 1.6rem 0 .2rem; }
 p.note { color: #555; margin: .1rem 0 .4rem; } nav a { margin-right: 1rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(560px, 1fr)); gap: 0 1.5rem; }
 pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; white-space: pre-wrap;
-      overflow-wrap: anywhere; unicode-bidi: plaintext; }
+      overflow-wrap: anywhere; unicode-bidi: isolate; }
 .pair pre { max-height: 20rem; overflow-y: auto; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
 .right { border-left: 4px solid #2ca02c; } .wrong { border-left: 4px solid #d62728; }

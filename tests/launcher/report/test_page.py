@@ -57,7 +57,7 @@ def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
 @needs_chromium
 def test_a_browser_draws_every_plot_and_runs_nothing_of_the_texts(tmp_path: Path) -> None:
     page = report(leave_run(tmp_path / "run"))
-    document, complaints = open_page(page, tmp_path / "profile")
+    document, complaints = open_page(page.as_uri(), tmp_path / "profile")
     assert complaints == []
     assert "<title>run</title>" in document
     boxes = re.findall(r'<div class="plot[^"]*" id="([\w-]+)"', document)

@@ -1,0 +1,62 @@
+"""`megatron-rl view RUN`: recorded rollouts in a browser."""
+
+import argparse
+import asyncio
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+
+if TYPE_CHECKING:
+    from megatron_rl.viewer.server import Viewer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `megatron-rl view`."""
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1; default: a free one")
+    parser.set_defaults(handler=_view)
+
+
+def _view(options: argparse.Namespace, console: Console) -> int:
+    # The web server is loaded by this command alone.
+    from megatron_rl.viewer.index import Index
+    from megatron_rl.viewer.server import Viewer
+    from megatron_rl.viewer.tokens import load_decoder
+
+    if not 0 <= options.port <= 65535:
+        raise InputError(f"--port {options.port}: give one from 0 to 65535")
+    saved = options.run_dir / "config.toml"
+    model = load_config(saved).model.path if saved.is_file() else options.run_dir
+    name = options.run_dir.resolve().name
+    with (
+        tempfile.TemporaryDirectory(prefix="megatron-rl-view-") as folder,
+        Index(options.run_dir, Path(folder) / "index.sqlite") as index,
+    ):
+        count = index.refresh()
+        console.print(f"{count} rollouts of {options.run_dir}; Ctrl-C ends", highlight=False)
+        viewer = Viewer(index, load_decoder(model), name=name)
+        try:
+            asyncio.run(_until_signal(viewer, options.port, console))
+        except OSError as error:
+            raise InputError(f"--port {options.port}: {error.strerror}") from error
+    return 0
+
+
+async def _until_signal(viewer: "Viewer", port: int, console: Console) -> None:
+    from megatron_rl.viewer.server import serve
+
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ending.set)
+
+    def announce(address: str) -> None:
+        console.print(address, soft_wrap=True, highlight=False)
+
+    await serve(viewer, port, announce, ending)

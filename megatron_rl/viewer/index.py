@@ -1,0 +1,245 @@
+"""An index of a run's recorded rollouts, in SQLite: which there are, where their lines lie.
+
+Used by the viewer. A file of a temporary folder holds it, so that a long run needs no memory; it is
+made anew at each start, and grows with the run.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from megatron_rl.protocol.rollout_files import RolloutFile, RolloutRecord, rollout_files
+
+CHUNK_BYTES = 16 << 20
+"""Of a file, read at once; a longer line takes more."""
+_PREVIEW_CHARS = 200
+_MAX_CHOICES = 100
+"""Of a facet that are offered."""
+_COLUMNS = (
+    "file", "start", "size", "step", "evaluation", "kind", "task", "language", "reason", "dropped",
+    "reward", "tokens", "staleness", "finish", "generator", "prompt", "stage", "grp", "idx",
+)  # fmt: skip
+# Texts lie apart, so that whatever does not search them reads little.
+_TABLE = f"""
+create table rollouts (
+    id integer primary key, {", ".join(_COLUMNS)}
+);
+create table texts (id integer primary key, problem, text);
+create index by_group on rollouts (file, grp);
+create index by_step on rollouts (step);
+create index by_reward on rollouts (reward);
+create index by_tokens on rollouts (tokens);
+create index by_reason on rollouts (reason);
+create index by_task on rollouts (task);
+"""
+SORTABLE = ("id", "step", "reward", "tokens", "staleness")
+FACETS = ("kind", "evaluation", "task", "reason", "dropped", "language", "finish", "generator",
+          "stage")  # fmt: skip
+RANGES = ("step", "reward", "tokens", "staleness")
+
+
+class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which rollouts are asked for; unset fields ask for nothing."""
+
+    equals: dict[str, str] = {}
+    """Facet to value."""
+    least: dict[str, float] = {}
+    most: dict[str, float] = {}
+    search: str = ""
+    """Text that question or completion holds; A to Z in any case."""
+    prompt: str = ""
+    """Id of a prompt."""
+
+
+class Place(NamedTuple):
+    """Where the line of a rollout lies."""
+
+    path: Path
+    start: int
+    size: int
+
+
+class Index:
+    """The rollouts of a run folder; a context manager."""
+
+    def __init__(self, run_dir: Path, database: Path) -> None:
+        """database: the file to make. Raises InputError where there are no rollouts."""
+        self._run_dir = run_dir
+        rollout_files(run_dir)  # says what is missing
+        self._files: list[RolloutFile] = []
+        self._read: dict[Path, int] = {}
+        """Bytes of each file that are indexed."""
+        self._count = 0
+        self._facets: dict[str, list[tuple[Any, int]]] | None = None
+        self._connection = sqlite3.connect(database, check_same_thread=False)
+        self._connection.execute("pragma journal_mode = off")
+        self._connection.execute("pragma synchronous = off")
+        self._connection.execute("pragma mmap_size = 2147483648")
+        self._connection.executescript(_TABLE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+
+    def refresh(self) -> int:
+        """Take in what was written since the last call; returns how many rollouts."""
+        count = 0
+        for file in rollout_files(self._run_dir):
+            if file.path not in self._read:
+                self._read[file.path] = 0
+                self._files.append(file)
+            count += self._take(file)
+        self._connection.commit()
+        if count:
+            self._facets = None
+        return count
+
+    def _take(self, file: RolloutFile) -> int:
+        number = next(i for i, known in enumerate(self._files) if known.path == file.path)
+        count = 0
+        marks = ", ".join("?" * (len(_COLUMNS) + 1))
+        for rows, texts in self._rows(file, number):
+            first = self._count + 1
+            self._connection.executemany(
+                f"insert into rollouts values ({marks})",
+                [(first + place, *row) for place, row in enumerate(rows)],
+            )
+            self._connection.executemany(
+                "insert into texts values (?, ?, ?)",
+                [(first + place, *row) for place, row in enumerate(texts)],
+            )
+            self._count += len(rows)
+            count += len(rows)
+        return count
+
+    def _rows(
+        self, file: RolloutFile, number: int
+    ) -> Iterator[tuple[list[tuple[Any, ...]], list[tuple[str, str]]]]:
+        """Rows and texts of whole lines beyond what is indexed, a chunk at a time."""
+        decoder = msgspec.json.Decoder(RolloutRecord)
+        with file.path.open("rb") as stream:
+            stream.seek(self._read[file.path])
+            torn = b""
+            while data := stream.read(CHUNK_BYTES):
+                *lines, torn = (torn + data).split(b"\n")
+                rows, texts = [], []
+                for line in lines:
+                    record = decoder.decode(line)
+                    place = (number, self._read[file.path], len(line))
+                    rows.append(place + _values(file, record))
+                    texts.append((record.problem, record.text))
+                    self._read[file.path] += len(line) + 1
+                yield rows, texts
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    def page(
+        self, wanted: Filter, *, order: str, is_falling: bool, limit: int, offset: int
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """How many rollouts there are of those that are wanted, and one page of them."""
+        assert order in SORTABLE
+        where, values = _where(wanted)
+        sorting = f"order by {order} {'desc' if is_falling else 'asc'}, id"
+        if wanted.search:
+            # Texts are read once: for all numbers, of which a page is then taken.
+            found = self._connection.execute(
+                f"select id from rollouts join texts using (id) {where} {sorting}", values
+            ).fetchall()
+            total, numbers = len(found), [number for (number,) in found[offset : offset + limit]]
+        else:
+            counted = self._connection.execute(f"select count(*) from rollouts {where}", values)
+            (total,) = counted.fetchone()
+            asked = f"select id from rollouts {where} {sorting} limit ? offset ?"
+            numbers = [n for (n,) in self._connection.execute(asked, [*values, limit, offset])]
+        marks = ", ".join("?" * len(numbers))
+        cursor = self._connection.execute(
+            "select id, step, evaluation, kind, task, language, reason, dropped, reward, tokens, "
+            "staleness, finish, generator, prompt, stage, grp, idx, "
+            f"substr(problem, 1, {_PREVIEW_CHARS}) as problem, "
+            f"substr(text, 1, {_PREVIEW_CHARS}) as text "
+            f"from rollouts join texts using (id) where id in ({marks})",
+            numbers,
+        )
+        rows = {row["id"]: row for row in _named(cursor)}
+        return total, [rows[number] for number in numbers]
+
+    def facets(self) -> dict[str, list[tuple[Any, int]]]:
+        """Values of each facet with their counts, most frequent first."""
+        if self._facets is None:
+            self._facets = {
+                name: self._connection.execute(
+                    f"select {name}, count(*) from rollouts group by {name} order by 2 desc "
+                    f"limit {_MAX_CHOICES}"
+                ).fetchall()
+                for name in FACETS
+            }
+        return self._facets
+
+    def place(self, number: int) -> Place | None:
+        """Where a rollout's line lies; None for a number that none has."""
+        row = self._connection.execute(
+            "select file, start, size from rollouts where id = ?", [number]
+        ).fetchone()
+        return None if row is None else Place(self._files[row[0]].path, row[1], row[2])
+
+    def group_of(self, number: int) -> list[dict[str, Any]]:
+        """Rollouts of the same group, that one too; [] for a number that none has."""
+        cursor = self._connection.execute(
+            "select b.id, b.idx, b.reward, b.reason, b.tokens, t.text from rollouts a "
+            "join rollouts b on a.file = b.file and a.grp = b.grp "
+            "join texts t on t.id = b.id where a.id = ? "
+            "order by b.idx, b.id",
+            [number],
+        )
+        return _named(cursor)
+
+
+def _named(cursor: sqlite3.Cursor) -> list[dict[str, Any]]:
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def _values(file: RolloutFile, record: RolloutRecord) -> tuple[Any, ...]:
+    oldest = min(record.versions, default=None)
+    is_aged = file.step is not None and not file.is_dropped and oldest is not None
+    kind = "evaluated" if file.step is None else "trained"
+    return (
+        file.step, file.label, "dropped" if file.is_dropped else kind, record.task,
+        record.language, record.reason, record.dropped, record.reward, record.tokens,
+        file.step - oldest if is_aged else None, record.finish_reason, record.generator,
+        record.prompt_id, record.stage, record.group, record.index,
+    )  # fmt: skip
+
+
+def _where(wanted: Filter) -> tuple[str, list[Any]]:
+    """SQL and its values; names come from our own tables, never from the request."""
+    parts: list[str] = []
+    values: list[Any] = []
+    for name in FACETS:
+        if name in wanted.equals:
+            parts.append(f"cast({name} as text) = ?" if name == "stage" else f"{name} = ?")
+            values.append(wanted.equals[name])
+    for name in RANGES:
+        for given, sign in ((wanted.least, ">="), (wanted.most, "<=")):
+            if name in given:
+                parts.append(f"{name} {sign} ?")
+                values.append(given[name])
+    if wanted.prompt:
+        parts.append("prompt = ?")
+        values.append(wanted.prompt)
+    if wanted.search:
+        escaped = wanted.search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        parts.append("(text like ? escape '\\' or problem like ? escape '\\')")
+        values += [f"%{escaped}%"] * 2
+    return (f"where {' and '.join(parts)}" if parts else ""), values

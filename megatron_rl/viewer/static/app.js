@@ -1,0 +1,224 @@
+// The viewer's page. What a model wrote is only ever set as textContent.
+"use strict";
+
+const PAGE = 50;
+const RANGES = ["step", "reward", "tokens", "staleness"];
+const COLOURS = ["none", "logprob", "version", "advantage"];
+const at = (id) => document.getElementById(id);
+const state = { offset: 0, total: 0, rows: [], chosen: -1, open: null, colour: "none", asked: 0 };
+
+async function ask(path) {
+  const answer = await fetch(path, { credentials: "omit" });
+  if (!answer.ok) throw new Error(`${answer.status}: ${await answer.text()}`);
+  return answer.json();
+}
+
+function element(name, text, className) {
+  const made = document.createElement(name);
+  if (text !== undefined && text !== null) made.textContent = String(text);
+  if (className) made.className = className;
+  return made;
+}
+
+function number(value) {
+  return value === null || value === undefined ? "" : String(Math.round(value * 1000) / 1000);
+}
+
+function filter() {
+  const wanted = { equals: {}, least: {}, most: {}, search: at("search").value };
+  for (const choice of document.querySelectorAll("#facets select")) {
+    if (choice.value !== "") wanted.equals[choice.dataset.facet] = JSON.parse(choice.value);
+  }
+  for (const name of RANGES) {
+    for (const side of ["least", "most"]) {
+      const given = at(`${name}-${side}`).value;
+      if (given !== "") wanted[side][name] = Number(given);
+    }
+  }
+  return wanted;
+}
+
+async function showRows() {
+  const asked = ++state.asked;
+  const query = new URLSearchParams({
+    filter: JSON.stringify(filter()), order: at("order").value || "id", offset: state.offset,
+    limit: PAGE, falling: at("falling").checked ? "1" : "0",
+  });
+  try {
+    const found = await ask(`api/rows?${query}`);
+    if (asked !== state.asked) return; // a later question has been asked
+    state.total = found.total;
+    state.rows = found.rows;
+    at("total").className = "";
+    const last = state.offset + found.rows.length;
+    at("total").textContent = found.total
+      ? `${state.offset + 1} to ${last} of ${found.total} rollouts` : "no rollout fits";
+  } catch (error) {
+    at("total").className = "error";
+    at("total").textContent = error.message;
+    return;
+  }
+  const body = at("rows");
+  body.replaceChildren(...state.rows.map((row, place) => {
+    const line = document.createElement("tr");
+    line.append(
+      element("td", row.step ?? row.evaluation), element("td", row.dropped || row.kind),
+      element("td", number(row.reward)),
+      element("td", row.reason, row.reason === "correct" ? "right" : "wrong"),
+      element("td", row.tokens), element("td", number(row.staleness)),
+      element("td", row.problem), element("td", row.text),
+    );
+    line.addEventListener("click", () => choose(place, true));
+    return line;
+  }));
+  choose(state.rows.length ? 0 : -1, false);
+}
+
+function choose(place, isOpened) {
+  state.chosen = place;
+  [...at("rows").children].forEach((line, i) => line.classList.toggle("chosen", i === place));
+  const line = at("rows").children[place];
+  if (line) line.scrollIntoView({ block: "nearest" });
+  if (isOpened && place >= 0) open(state.rows[place].id);
+}
+
+async function open(id) {
+  try {
+    state.open = { id, ...(await ask(`api/rollout/${id}`)) };
+  } catch (error) {
+    at("total").className = "error";
+    at("total").textContent = error.message;
+    return;
+  }
+  const { record, file } = state.open;
+  at("detail").hidden = false;
+  at("detail").scrollTop = 0;
+  const spans = record.versions.join(", ");
+  at("facts").textContent = `${file} | group ${record.group}, index ${record.index} | ` +
+    `${record.task} | ${record.reason}, reward ${record.reward === null ? "none" : number(record.reward)} | ` +
+    `${record.tokens} tokens, ${record.finish_reason} | versions ${spans} | ${record.generator ?? ""}`;
+  at("problem").textContent = record.problem;
+  at("answer").textContent = record.answer;
+  const parts = Object.entries(record.parts).map(([name, value]) => `${name}: ${number(value)}`);
+  at("verdict").textContent = [record.reason, ...parts, record.detail ?? ""].join("\n");
+  showText();
+  showGroup();
+}
+
+function showText() {
+  const { record, tokens, why_no_tokens } = state.open;
+  const text = at("text");
+  if (!tokens || state.colour === "none") {
+    text.textContent = record.text;
+  } else {
+    const known = shades(tokens);
+    text.replaceChildren(...tokens.texts.map((piece, i) => {
+      const span = element("span", piece);
+      span.style.backgroundColor = known[i];
+      span.title = `logprob ${tokens.logprobs[i]}, version ${tokens.versions[i]}`;
+      return span;
+    }));
+  }
+  const why = tokens ? "" : ` (tokens: ${why_no_tokens})`;
+  at("colours").textContent = `colour by (c): ${state.colour}${why}`;
+}
+
+function shades(tokens) {
+  if (state.colour === "logprob") {
+    return tokens.logprobs.map((p) => `rgba(220, 38, 38, ${Math.min(0.8, -p / 5)})`);
+  }
+  if (state.colour === "version") {
+    const first = Math.min(...tokens.versions);
+    return tokens.versions.map((v) => `hsl(${(210 + 67 * (v - first)) % 360}, 80%, 85%)`);
+  }
+  const gain = advantage();
+  const strength = Math.min(0.6, Math.abs(gain));
+  return tokens.texts.map(() => gain >= 0 ? `rgba(22, 163, 74, ${strength})` : `rgba(220, 38, 38, ${strength})`);
+}
+
+// Reward beyond the mean of the group, before any scaling.
+function advantage() {
+  const graded = state.open.group.filter((one) => one.reward !== null);
+  const mean = graded.reduce((sum, one) => sum + one.reward, 0) / graded.length;
+  return state.open.record.reward === null ? 0 : state.open.record.reward - mean;
+}
+
+function showGroup() {
+  at("group").replaceChildren(...state.open.group.map((one) => {
+    const card = element("div", null, one.id === state.open.id ? "card chosen" : "card");
+    card.append(element("div", `${one.idx}: ${one.reason}, ${number(one.reward)}, ${one.tokens} tokens`),
+      element("pre", one.text));
+    card.addEventListener("click", () => open(one.id));
+    return card;
+  }));
+}
+
+function moveInGroup(by) {
+  if (!state.open) return;
+  const place = state.open.group.findIndex((one) => one.id === state.open.id) + by;
+  if (state.open.group[place]) open(state.open.group[place].id);
+}
+
+function turn(by) {
+  const offset = state.offset + by * PAGE;
+  if (offset >= 0 && offset < state.total) { state.offset = offset; showRows(); }
+}
+
+function refilter() { state.offset = 0; showRows(); }
+
+const KEYS = {
+  j: () => choose(Math.min(state.chosen + 1, state.rows.length - 1), state.open !== null),
+  k: () => choose(Math.max(state.chosen - 1, 0), state.open !== null),
+  Enter: () => choose(state.chosen, true),
+  Escape: () => { at("detail").hidden = true; state.open = null; },
+  n: () => turn(1), p: () => turn(-1), "[": () => moveInGroup(-1), "]": () => moveInGroup(1),
+  "/": () => at("search").focus(),
+  c: () => {
+    state.colour = COLOURS[(COLOURS.indexOf(state.colour) + 1) % COLOURS.length];
+    if (state.open) showText();
+  },
+};
+
+document.addEventListener("keydown", (event) => {
+  const isTyping = ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName);
+  if (isTyping && event.key === "Escape") event.target.blur();
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
+  event.preventDefault();
+  KEYS[event.key]();
+});
+
+function debounced(work, ms) {
+  let waiting;
+  return () => { clearTimeout(waiting); waiting = setTimeout(work, ms); };
+}
+
+async function begin() {
+  const run = await ask("api/run");
+  document.title = `${run.name}: rollouts`;
+  at("name").textContent = run.name;
+  at("order").append(...run.sortable.map((name) => new Option(name, name)));
+  for (const [facet, values] of Object.entries(run.facets)) {
+    if (values.length < 2) continue;
+    const choice = document.createElement("select");
+    choice.dataset.facet = facet;
+    choice.append(new Option(`${facet}: any`, ""));
+    for (const [value, count] of values) {
+      const text = value === null || value === "" ? "none" : value;
+      choice.append(new Option(`${text} (${count})`, JSON.stringify(String(value ?? ""))));
+    }
+    choice.addEventListener("change", refilter);
+    at("facets").append(choice);
+  }
+  for (const name of RANGES) {
+    for (const side of ["least", "most"]) at(`${name}-${side}`).addEventListener("change", refilter);
+  }
+  at("search").addEventListener("input", debounced(refilter, 250));
+  at("order").addEventListener("change", refilter);
+  at("falling").addEventListener("change", refilter);
+  at("previous").addEventListener("click", () => turn(-1));
+  at("next").addEventListener("click", () => turn(1));
+  at("clear").addEventListener("click", () => location.reload());
+  await showRows();
+}
+
+begin().catch((error) => { at("total").className = "error"; at("total").textContent = error.message; });

@@ -1,0 +1,83 @@
+"""What the tokens of a rollout say, one by one. Used by the viewer."""
+
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.rollout_files import RolloutRecord, read_arrays
+from megatron_rl.viewer.index import Place
+
+_WINDOW = 8
+"""Tokens before a piece that it is decoded with: characters and spaces hang on neighbours."""
+
+
+class Decoder(Protocol):
+    """Of tokenizers.Tokenizer, what is used."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+
+
+class TokenView(msgspec.Struct, frozen=True):
+    """The tokens of a completion; lists of equal length."""
+
+    texts: list[str]
+    logprobs: list[float]
+    """In nats, of the generator when it sampled them."""
+    versions: list[int]
+
+
+def read_record(place: Place) -> RolloutRecord:
+    """The record of a line."""
+    with place.path.open("rb") as file:
+        file.seek(place.start)
+        return msgspec.json.decode(file.read(place.size), type=RolloutRecord)
+
+
+def load_decoder(model: Path) -> Decoder | None:
+    """The tokenizer of a model folder; None where there is no fast one."""
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        return None
+    # Loads a library that only this needs.
+    import tokenizers
+
+    decoder: Decoder = tokenizers.Tokenizer.from_file(str(path))
+    return decoder
+
+
+def view_tokens(place: Place, record: RolloutRecord, decoder: Decoder) -> TokenView:
+    """Raises InputError where the arrays are missing or do not fit."""
+    if record.words is None or not place.path.with_suffix(".int32").exists():
+        raise InputError("recorded without token ids (queue.record_tokens = false)")
+    _, token_ids, logprobs = read_arrays(record, place.path)
+    versions = np.empty(len(token_ids), np.int64)
+    for span in record.spans:
+        versions[span.start : span.end] = span.version
+    return TokenView(
+        pieces(token_ids.tolist(), decoder), np.round(logprobs, 5).tolist(), versions.tolist()
+    )
+
+
+def pieces(ids: list[int], decoder: Decoder) -> list[str]:
+    """Text of each token: what it adds to the text of the tokens before it.
+
+    A character of several tokens is added by its last one.
+    """
+    found, begin, shown = [], 0, ""
+    for end in range(1, len(ids) + 1):
+        text = decoder.decode(ids[begin:end], skip_special_tokens=False)
+        is_torn = text.endswith("\ufffd")
+        if is_torn and end < len(ids) and end - begin < 2 * _WINDOW:
+            found.append("")
+            continue
+        found.append(text[len(shown) :])
+        if end - begin >= _WINDOW:
+            begin = end - 1
+            shown = decoder.decode(ids[begin:end], skip_special_tokens=False)
+        else:
+            shown = text
+    return found
