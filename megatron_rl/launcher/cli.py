@@ -24,6 +24,7 @@ from megatron_rl.launcher import (
     data_command,
     doctor,
     metrics_command,
+    status_command,
     verify_command,
     view_command,
 )
@@ -66,6 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
     verify.set_defaults(handler=_verify)
     report = commands.add_parser("report", help="what a run came to, as text and as an HTML file")
     report_command.add_arguments(report)
+    state = commands.add_parser("status", help="how a run stands, from any shell")
+    status_command.add_arguments(state)
     view = commands.add_parser("view", help="look at the rollouts of a run in a browser")
     view_command.add_arguments(view)
     _add_plan_arguments(commands.add_parser("plan", help="say what a run needs, and if it fits"))

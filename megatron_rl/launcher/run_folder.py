@@ -141,6 +141,18 @@ def locked(run_dir: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Whether a launcher, or what it left behind, holds the folder."""
+    path = run_dir / _LOCK
+    if not path.exists():
+        return False
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return not _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,88 @@
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.launcher import cli
+from megatron_rl.launcher.run_folder import locked
+from megatron_rl.launcher.status_command import Status, describe, of_rows, read_status
+
+CONFIG = load_config(None, ["train.steps=10", "queue.max_staleness=2"])
+
+
+def step(number: int, at: float, **values: Any) -> dict[str, Any]:
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    common = {"queue/groups_trained": 4, "train/loss": 0.1}
+    return {"time": at, "source": "trainer", "step": number, **common, **named}
+
+
+def test_speed_time_left_and_silence_follow_from_the_rows() -> None:
+    # Between steps 10, 10, 40 and 10 s: one slow step does not count.
+    times = [100.0, 110.0, 120.0, 160.0, 170.0]
+    rows = [step(n, at, queue__groups_dropped_flat=n) for n, at in enumerate(times, 1)]
+    rows.append({"time": 172.0, "source": "generator-0", "step": 5, "generator/busy_s": 1.0})
+    rows.append({"time": 50.0, "source": "sft", "step": 9, "train/loss": 1.0})
+    status = of_rows(rows, CONFIG, state="running", now=180.0)
+    assert (status.step, status.steps, status.step_s, status.left_s) == (5, 10, 10.0, 50.0)
+    assert status.silent_s == {"trainer": 10.0, "generator-0": 8.0}
+    assert status.dropped == {"flat": 15} and status.warnings == []
+    assert describe(status)[0] == "running, step 5 of 10, 10.0 s a step, about 50 s left"
+
+
+def test_warnings_come_with_what_to_do() -> None:
+    bad = {"train__logprob_gap": 0.3, "queue__staleness_versions_mean": 2.5,
+           "queue__groups_dropped_flat": 9, "train__skipped_steps": 1.0}  # fmt: skip
+    rows = [step(n, 100.0 + n, **bad) for n in range(1, 4)]
+    rows.append({"time": 110.0, "source": "queue", "step": 3, "activity/diagnosis": "Cause: x."})
+    status = of_rows(rows, CONFIG, state="running", now=120.0)
+    assert status.warnings[0] == "Cause: x."
+    staleness, gap, flat, skipped = status.warnings[1:]
+    assert (
+        "is 2.5 in the latest 3 steps, above 2" in staleness and "queue.max_staleness" in staleness
+    )
+    assert "above 0.05" in gap and "dtypes" in gap
+    assert "is 27 in the latest 3 steps, above 24" in flat and "curriculum" in flat
+    assert "optimizer.lr" in skipped
+
+
+def leave(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir()
+    (folder / "config.toml").write_text(dump_toml(CONFIG))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_state_is_told_by_lock_summary_and_noted_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = leave(tmp_path / "run", [step(1, time.time())])
+    with locked(run):
+        assert read_status(run, time.time()).state == "running"
+    failures = run / "logs" / "failures"
+    failures.mkdir(parents=True)
+    note = {"time_s": 5.0, "who": "trainer rank 1", "exit_code": 1, "text": "no\n", "pid": 7}
+    (failures / "trainer.json").write_text(json.dumps(note))
+    assert cli.main(["status", str(run)]) == 1
+    assert "cause: trainer rank 1: no" in capsys.readouterr().out
+    (run / "summary.json").write_text("{}")
+    assert cli.main(["status", str(run), "--json"]) == 0
+    assert Status(**json.loads(capsys.readouterr().out)).state == "complete"
+
+
+def test_a_folder_without_a_run_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "holds no run" in caplog.text
+
+
+def test_a_run_before_its_first_step_says_what_it_does() -> None:
+    row = {"time": 10.0, "source": "queue", "step": 0, "activity/rollouts_generated": 5,
+           "activity/rollouts_scored": 4, "activity/seconds": 2.0, "activity/tokens": 80,
+           "activity/reason/correct": 4, "activity/completions_in_flight": 3}  # fmt: skip
+    status = of_rows([row], CONFIG, state="running", now=11.0)
+    assert status.step == 0 and status.left_s is None
+    assert "5 generated, 4 scored" in status.activity and "40 tok/s" in status.activity
