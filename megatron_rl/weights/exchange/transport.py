@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.group import close_group, join_group
+from megatron_rl.weights.exchange.group import Work, close_group, connect_group, join_group
 from megatron_rl.weights.exchange.memory.sharing import (
     Handle,
     SharedMemory,
@@ -40,13 +40,6 @@ IPC = "ipc"
 _GLANCE_S = 0.5
 """How often a sender that waits for a receiver looks whether that one has given up."""
 Parcels = Sequence[list[Packet]]
-
-
-class Work(Protocol):
-    """A packet on its way; torch's word for what an asynchronous operation returns."""
-
-    def wait(self, timeout: timedelta) -> object:
-        """Until it has arrived. Raises RuntimeError when it fails or takes longer."""
 
 
 class Transport(Protocol):
@@ -308,7 +301,7 @@ class Channel:
         if order.backend == IPC:
             return SharedTransport(self.store, self.rank, order.attempt, device)
         if self._group is None:
-            self._group = join_group(
+            group = join_group(
                 self.store,
                 self.rank,
                 order.world_size,
@@ -318,7 +311,13 @@ class Channel:
             )
             # Backends connect the ranks in a group's first operation, where all must take part; a
             # round may leave some of them out.
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            try:
+                connect_group(group, device, ends_at)
+            except RuntimeError:
+                # What it has begun must not go on beside the training.
+                close_group(group)
+                raise
+            self._group = group
         return GroupTransport(self._group, device, self._buffers)
 
     def close(self) -> None:
