@@ -14,16 +14,13 @@ from typing import Literal
 import psutil
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol import nccl_settings
 from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """Whole seconds: see `weights/exchange/device_group.py`."""
-_NCCL = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "2"}
-"""NCCL's own choices, aloud: SGLang sets each to 0 for its ranks where it is not set, and ranks of
-one communicator must agree. With the first at 0, repeated sends of several ranks to one over a
-network were seen to hang (NCCL issue 1721). The second at 2: where the hardware can."""
 
 
 def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> DeviceKind:
@@ -60,7 +57,7 @@ def collective_environment(
     says, which counts more. Raises InputError when the host cannot be reached from here.
     """
     given = os.environ if given is None else given
-    wanted = _NCCL | {_CALL_LIMIT_S: str(max(1, math.ceil(deadline_s)))}
+    wanted = nccl_settings.CHOSEN | {_CALL_LIMIT_S: str(max(1, math.ceil(deadline_s)))}
     if _GLOO_INTERFACE not in given:
         wanted[_GLOO_INTERFACE] = interface_of(host)
     return {name: value for name, value in wanted.items() if name not in given}

@@ -21,7 +21,8 @@ from megatron_rl.backend.environment import (
 )
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.supervisor import child_environment
-from megatron_rl.weights.exchange.device_group import CALL_LIMIT_S, SHARED_SETTINGS, call_limit
+from megatron_rl.protocol.nccl_settings import CHOSEN
+from megatron_rl.weights.exchange.device_group import CALL_LIMIT_S, call_limit
 
 CPU_ONLY = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
 
@@ -64,14 +65,14 @@ def test_what_the_user_has_set_counts() -> None:
 
 
 def test_all_that_ranks_of_a_communicator_share_is_set() -> None:
-    assert set(SHARED_SETTINGS) < NCCL.keys() and CALL_LIMIT_S in NCCL
+    assert NCCL.keys() == {*CHOSEN, CALL_LIMIT_S}
     assert call_limit(90.5) == NCCL[CALL_LIMIT_S]
 
 
 def test_sglang_leaves_alone_what_is_set() -> None:
     spec = importlib.util.find_spec("sglang")
     source = (Path(spec.origin).parent / "srt" / "entrypoints" / "engine.py").read_text()
-    for name in SHARED_SETTINGS:
+    for name in CHOSEN:
         assert re.search(rf'"{name}" not in os\.environ', source), name
 
 

@@ -32,9 +32,6 @@ log = logging.getLogger(__name__)
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 NON_BLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
 CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-SHARED_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-"""Variables that all ranks of a communicator must agree on: they decide how peers map each other's
-memory, and ranks that differ break each other or wait for ever."""
 
 # The environment and the default group belong to the whole process.
 _making = threading.Lock()
@@ -43,30 +40,6 @@ _making = threading.Lock()
 def is_of_devices(backend: str) -> bool:
     """Whether groups of this backend are those of this file."""
     return backend == dist.Backend.NCCL
-
-
-def shared_settings() -> dict[str, str]:
-    """This process's values of SHARED_SETTINGS; "" for one that is not set."""
-    return {name: os.environ.get(name, "") for name in SHARED_SETTINGS}
-
-
-def settings_fault(own: dict[str, str], theirs: dict[str, str]) -> str:
-    """Why ranks with these settings may not share a communicator, and the cure; "" if they may.
-
-    A variable must be set on both sides: SGLang sets those that are not, and other than NCCL does.
-    """
-    faulty = [name for name in SHARED_SETTINGS if not own.get(name) == theirs.get(name) != ""]
-    if not faulty:
-        return ""
-    told = ", ".join(
-        f"{name} is {own.get(name) or 'not set'} at the trainer and "
-        f"{theirs.get(name) or 'not set'} at the generator"
-        for name in faulty
-    )
-    return (
-        f"{told}: such ranks cannot exchange weights over NCCL. `megatron-rl` sets both alike for "
-        "all that it starts; for processes started otherwise export the same values everywhere"
-    )
 
 
 def group_options(timeout_s: float) -> Any:

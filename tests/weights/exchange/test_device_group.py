@@ -145,27 +145,3 @@ def test_an_abort_that_fails_ends_nobody() -> None:
 @pytest.mark.parametrize(("timeout_s", "limit"), [(0.2, "1"), (1.0, "1"), (119.5, "120")])
 def test_the_limit_of_a_call_is_in_whole_seconds(timeout_s: float, limit: str) -> None:
     assert device_group.call_limit(timeout_s) == limit
-
-
-@pytest.mark.parametrize(
-    ("own", "theirs", "told"),
-    [
-        (("1", "2"), ("1", "2"), ""),
-        (("1", "2"), ("0", "2"), "NCCL_CUMEM_ENABLE is 1 at the trainer and 0 at the generator"),
-        (("1", "2"), ("1", ""), "NCCL_NVLS_ENABLE is 2 at the trainer and not set at"),
-        # SGLang sets both to 0 for its ranks, where nobody did.
-        (("", ""), ("", ""), "NCCL_CUMEM_ENABLE is not set at the trainer and not set"),
-    ],
-)
-def test_settings_that_differ_or_are_left_to_others_are_told(
-    own: tuple, theirs: tuple, told: str
-) -> None:
-    names = device_group.SHARED_SETTINGS
-    fault = device_group.settings_fault(
-        dict(zip(names, own, strict=True)), dict(zip(names, theirs, strict=True))
-    )
-    assert fault.startswith(told) and bool(fault) == bool(told)
-
-
-def test_a_generator_that_tells_no_settings_is_at_fault() -> None:
-    assert device_group.settings_fault(dict.fromkeys(device_group.SHARED_SETTINGS, "1"), {})
