@@ -105,8 +105,8 @@ class Broadcast:
         """Bring all members to the version."""
         outcome = Outcome()
         if self._link is None:
-            # Gathering buckets is collective, within train.collective_timeout_s. Before it rank 0
-            # may wait weights.deadline_s for a lost generator: the others wait for its signal.
+            # Gathering buckets waits for rank 0 as long as sending one may take. Before the first
+            # it may wait weights.deadline_s for each lost generator: the others await its signal.
             self._control.share("", str)
             for _ in self._buckets():
                 pass
