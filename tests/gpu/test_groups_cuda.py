@@ -11,8 +11,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from megatron_rl.protocol.types import Receive
+from megatron_rl.weights.exchange.device_group import start_batch
 from megatron_rl.weights.exchange.group import open_store, wait_until
 from megatron_rl.weights.exchange.transport import Buffers, Channel
 from tests.distributed import run_ranks
@@ -55,7 +57,7 @@ def sent_beside_a_bound_group(port: int) -> bool:
     data = numbers if channel.rank == 0 else torch.zeros_like(numbers)
     operation = dist.isend if channel.rank == 0 else dist.irecv
     op = dist.P2POp(operation, data, group=channel._group, group_peer=1 - channel.rank)
-    for work in dist.batch_isend_irecv([op]):
+    for work in start_batch([op], device):
         wait_until(work, time.monotonic() + LIMIT_S)
     if channel.rank == 0:
         store.wait(["over"], timedelta(seconds=LIMIT_S))
@@ -100,19 +102,27 @@ def failed_transfer(port: int) -> tuple[float, bool]:
     if channel.rank == 1:
         # It never takes what is sent to it.
         store.wait(["over"], timedelta(seconds=4 * LIMIT_S))
+        form_another(channel, order, device)
         return 0.0, True
     data = torch.ones(64 * NUMBERS, device=device)
     started = time.monotonic()
     with pytest.raises(RuntimeError):
         op = dist.P2POp(dist.isend, data, group=channel._group, group_peer=1)
-        for work in dist.batch_isend_irecv([op]):
+        for work in start_batch([op], device):
             wait_until(work, started + DEADLINE_S)
     channel.close()
     waited_s = time.monotonic() - started
     time.sleep(WATCHDOG_S)
     is_alive = own_sum(device) == 3.0
     store.set("over", "")
+    form_another(channel, order, device)
     return waited_s, is_alive
+
+
+def form_another(failed: Channel, order: Receive, device: torch.device) -> None:
+    """In the thread in which a transfer failed."""
+    again = Channel(failed.store, failed.rank, Buffers())
+    again.open(replace(order, group_name="again"), device, time.monotonic() + LIMIT_S)
 
 
 def test_a_failed_transfer_leaves_the_trainer_alive() -> None:

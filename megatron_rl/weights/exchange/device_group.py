@@ -10,6 +10,8 @@ that torch does not do by itself:
 - Forming a communicator, and the first send to a peer, wait without a deadline. Here communicators
   do not block their callers: torch ends such a call after TORCH_NCCL_NONBLOCKING_TIMEOUT. torch
   reads that once, in a process's first collective: the launcher sets it (`backend/environment.py`).
+- A batch of sends that fails leaves torch's count of open NCCL groups at one, in that thread, where
+  no communicator can be formed any more. So each batch starts in a thread of its own.
 - Destroying a group waits for peers that may be gone; `abort_group` does not.
 
 As in torch 2.11 to 2.13.
@@ -20,10 +22,12 @@ import math
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -96,6 +100,24 @@ def _blocking_wait() -> Iterator[None]:
             del os.environ[BLOCKING_WAIT]
         else:
             os.environ[BLOCKING_WAIT] = before
+
+
+def start_batch(ops: list[dist.P2POp], device: torch.device) -> list[dist.Work]:
+    """As torch's `batch_isend_irecv`, in a thread that ends with it. Raises what that raises.
+
+    Started in the caller's stream, so that what the caller has queued there comes first.
+    """
+    has_streams = torch.accelerator.is_available()
+    stream = torch.accelerator.current_stream(device) if has_streams else None
+
+    def start() -> list[dist.Work]:
+        if stream is not None:
+            torch.accelerator.set_stream(stream)
+        with torch.no_grad():
+            return dist.batch_isend_irecv(ops)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="start-batch") as thread:
+        return thread.submit(start).result()
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

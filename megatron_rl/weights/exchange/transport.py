@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
+from megatron_rl.weights.exchange.device_group import is_of_devices, start_batch
 from megatron_rl.weights.exchange.group import Work, close_group, connect_group, join_group
 from megatron_rl.weights.exchange.memory.sharing import (
     Handle,
@@ -102,6 +103,7 @@ class GroupTransport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, buffers: Buffers) -> None:
         self._group, self._device, self._buffers = group, device, buffers
+        self._has_devices = is_of_devices(dist.get_backend(group))
 
     @property
     def peak_bytes(self) -> int:
@@ -132,10 +134,15 @@ class GroupTransport:
             for peer, packets in zip(peers, parcels, strict=True)
             for packet in packets
         ]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        works = self._started(ops) if ops else []
         # gloo returns a work for each operation, NCCL a single one for the whole batch.
         each = iter(works if len(works) == len(ops) else works * len(ops))
         return [[next(each) for _ in packets] for packets in parcels]
+
+    def _started(self, ops: list[dist.P2POp]) -> list[dist.Work]:
+        if self._has_devices:
+            return start_batch(ops, self._device)
+        return dist.batch_isend_irecv(ops)
 
     def release(self, peers: Sequence[int]) -> None:
         """Nothing: a sender learns of it from its works."""

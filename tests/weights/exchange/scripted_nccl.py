@@ -4,6 +4,7 @@ It stands for the external library alone. torch's own code makes the group, as f
 """
 
 import os
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ class ScriptedNccl(dist.ProcessGroup):
     """In the place of torch's class for groups over NCCL."""
 
     made: "list[ScriptedNccl]" = []
-    refuses_to_be_made = False
+    refuses_to_be_made = refuses_sends = False
 
     class Options:
         def __init__(self) -> None:
@@ -43,6 +44,7 @@ class ScriptedNccl(dist.ProcessGroup):
         self.blocking_wait = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "")
         self.is_aborted = self.is_shut_down = False
         self.asynchronous: list[bool] = []
+        self.senders: list[int] = []
         ScriptedNccl.made.append(self)
 
     def _set_sequence_number_for_group(self) -> None:
@@ -58,6 +60,12 @@ class ScriptedNccl(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> _Stalled:
         self.asynchronous.append(options.asyncOp)
+        return _Stalled()
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Stalled:
+        self.senders.append(threading.get_ident())
+        if self.refuses_sends:
+            raise dist.DistBackendError("NCCL timeout in the end of a group")
         return _Stalled()
 
     def abort(self) -> None:

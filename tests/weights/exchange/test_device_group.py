@@ -3,7 +3,9 @@ own. NCCL itself is scripted; the group is made by torch's code."""
 
 import inspect
 import os
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch.distributed import distributed_c10d
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange import device_group
 from megatron_rl.weights.exchange.group import close_group, join_group
-from megatron_rl.weights.exchange.transport import Buffers, Channel
+from megatron_rl.weights.exchange.packets import packets_of
+from megatron_rl.weights.exchange.plan import Move, Parcel
+from megatron_rl.weights.exchange.transport import Buffers, Channel, GroupTransport
 from tests.distributed import run_ranks
 from tests.weights.exchange.scripted_nccl import (
     UNDEFINED,
@@ -123,6 +127,35 @@ def stalled() -> tuple:
 
 def test_a_peer_that_stalls_while_a_group_forms_costs_the_deadline_and_the_group() -> None:
     assert run_ranks(stalled, 1) == [(True, [True], 2)]
+
+
+def failed_batch() -> tuple:
+    install()
+    bound_default_group()
+    group = make()
+    transport = GroupTransport(group, torch.device("cpu"), Buffers())
+    packets = packets_of(
+        {"a": torch.ones(4, 4)}, Parcel(0, 1, (Move(4, 4, "a", 0, 0, "b", 0, 0),)), torch.float32,
+        is_sender=True,
+    )  # fmt: skip
+    transport.lend([packets], time.monotonic() + 5.0, is_sender=True)
+    [[work]] = transport.send([1], [packets])
+    ScriptedNccl.refuses_sends = True
+    with pytest.raises(RuntimeError, match="NCCL timeout"):
+        transport.send([1], [packets])
+    return hasattr(work, "wait"), len(group.senders), threading.get_ident() in group.senders
+
+
+def test_a_batch_starts_in_a_thread_that_its_failure_may_spoil() -> None:
+    # torch counts open groups of NCCL in each thread, and a failed batch leaves the count at one.
+    assert run_ranks(failed_batch, 1) == [(True, 2, False)]
+
+
+def test_torch_counts_open_groups_in_each_thread() -> None:
+    header = Path(torch.__file__).parent.joinpath(
+        "include", "torch", "csrc", "distributed", "c10d", "ProcessGroupNCCL.hpp"
+    )
+    assert "static thread_local uint64_t ncclActiveGroupCounter_;" in header.read_text()
 
 
 def refused_abort() -> bool:
