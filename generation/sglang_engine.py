@@ -355,7 +355,8 @@ class SGLangEngine:
             self._is_loaded_by_slices = False
         await self._end_update()
         self.version = version
-        await self._post("/continue_generation", {})
+        # By itself SGLang would give its cached memory back here, and get it anew while it serves.
+        await self._post("/continue_generation", {"torch_empty_cache": False})
         self._is_paused = False
         self._is_serving.set()
 

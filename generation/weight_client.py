@@ -17,6 +17,7 @@ from pathlib import Path
 
 from generation.async_dealer import AsyncDealer
 from generation.engine import Engine, EngineError
+from megatron_rl.protocol.nccl_settings import own_settings
 from megatron_rl.protocol.types import (
     Ack,
     AnyMessage,
@@ -78,6 +79,7 @@ class WeightClient:
             ffn_multiple=engine.ffn_multiple,
             version=engine.version if self._is_known else -1,
             is_held=self.is_held,
+            nccl=own_settings(),
         )
 
     async def _answer(self, message: AnyMessage) -> None:

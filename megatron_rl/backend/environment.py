@@ -3,15 +3,24 @@
 Used by the launcher, so without torch: a variable has to be set before torch is loaded.
 """
 
+import math
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from ipaddress import ip_address
 from typing import Literal
 
+import psutil
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol import nccl_settings
 from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""Whole seconds: see `weights/exchange/device_group.py`."""
 
 
 def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> DeviceKind:
@@ -39,13 +48,55 @@ def role_environment(device: DeviceKind) -> dict[str, str]:
     }
 
 
-def collective_environment(host: str, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Keep gloo's sockets on loopback if those of the run are there.
+def collective_environment(
+    host: str, deadline_s: float, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Variables of collectives, the same for every process of the run.
 
-    By itself gloo listens where the host's name leads, which others may reach. given: what the
-    launcher's own environment says, which counts more.
+    host: `ports.host`; deadline_s: `weights.deadline_s`; given: what the launcher's own environment
+    says, which counts more. Raises InputError when the host cannot be reached from here.
     """
     given = os.environ if given is None else given
-    if host not in LOOPBACK or _GLOO_INTERFACE in given:
-        return {}
-    return {_GLOO_INTERFACE: "lo"}
+    wanted = nccl_settings.CHOSEN | {_CALL_LIMIT_S: str(max(1, math.ceil(deadline_s)))}
+    if _GLOO_INTERFACE not in given:
+        wanted[_GLOO_INTERFACE] = interface_of(host)
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def interface_of(host: str) -> str:
+    """This host's network interface by which `host` is reached, which may be this host itself.
+
+    By itself gloo listens where the host's name leads: to 127.0.1.1 on many systems, or where
+    others may reach it though the run is on loopback. Raises InputError.
+    """
+    try:
+        # Of a UDP socket: connecting it sends nothing, but chooses the address to send from.
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise InputError(
+            f"ports.host = {host!r} cannot be reached from this host: {error}; give the address of "
+            f"the first host, or set {_GLOO_INTERFACE} to the interface that leads there"
+        ) from error
+    if ip_address(own).is_loopback and not _names_loopback(host):
+        raise InputError(
+            f"ports.host = {host!r} leads to {place[0]} on this host, where no other host gets: "
+            "give the address by which the others reach it (`hostname -I` lists them)"
+        )
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(own == each.address.partition("%")[0] for each in addresses):
+            return name
+    raise InputError(
+        f"no network interface of this host has the address {own}, by which ports.host = {host!r} "
+        f"is reached: set {_GLOO_INTERFACE} to the interface that leads there"
+    )
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether the user asked for a run on this host alone."""
+    try:
+        return host in LOOPBACK or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -156,4 +156,5 @@ class CheckpointConfig(Section):
     queue_timeout_s: PositiveFloat = 60.0
     """The queue has this long to tell its state."""
     write_timeout_s: PositiveFloat = 1800.0
-    """A checkpoint that is not on the disk by then ends the run."""
+    """A checkpoint that is not on the disk by then ends the run. Of a model that is exported: the
+    longest that rank 0 keeps the others waiting."""

@@ -97,7 +97,7 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
     if not count or (gpus and len(gpus) < count):
         raise InputError(f"this host lists {len(gpus)} GPUs: give --gpus-per-host")
     roles = place(config, hosts=hosts, gpus_per_host=count)[host]
-    environment = collective_environment(config.ports.host)
+    environment = collective_environment(config.ports.host, config.weights.deadline_s)
     with Supervisor(config.run.dir / "logs", extra_environment=environment) as supervisor:
         _start(supervisor, config, roles, host, gpus)
         _wait(supervisor)

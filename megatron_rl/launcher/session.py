@@ -47,7 +47,7 @@ class Session:
         self.wall_s: dict[str, float] = {}
         self._supervisor = Supervisor(
             config.run.dir / "logs",
-            extra_environment=collective_environment(config.ports.host),
+            extra_environment=collective_environment(config.ports.host, config.weights.deadline_s),
             inherited=(lock,),
         )
         self._view = LiveView(config, console)

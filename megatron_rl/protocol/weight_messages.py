@@ -20,6 +20,8 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """Policy version that it serves; -1: none, it needs a whole publish."""
     is_held: bool = False
     """It keeps that version for now: pass it by."""
+    nccl: dict[str, str] = {}
+    """Its values of the variables that ranks of one communicator must agree on."""
 
 
 class Receive(msgspec.Struct, frozen=True, tag="Receive"):

@@ -141,10 +141,16 @@ def open_method(
     )
     match chosen_method(cfg.weights.method, cfg.generator.quantization):
         case "broadcast":
-            buckets = partial(buckets_of, policy, cfg.weights.bucket_bytes)
+            buckets = partial(buckets_of, policy, cfg)
             return Broadcast(buckets, control=control, link=link, settings=settings)
         case "disk":
-            save = partial(save_hf, model=policy.chunks, shape=policy.shape, source=cfg.model.path)
+            save = partial(
+                save_hf,
+                model=policy.chunks,
+                shape=policy.shape,
+                source=cfg.model.path,
+                patience_s=cfg.checkpoint.write_timeout_s,
+            )
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
     slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
@@ -164,9 +170,12 @@ def chosen_method(method: str, quantization: str) -> str:
     return chosen
 
 
-def buckets_of(policy: Policy, bucket_bytes: int) -> Iterator[list]:
+def buckets_of(policy: Policy, cfg: Config) -> Iterator[list]:
     """Full tensors of the current policy in buckets, on rank 0."""
-    return bucketed(export_tensors(policy.chunks, policy.shape), bucket_bytes)
+    # Between two tensors rank 0 sends a bucket, at worst to generators that all pass the deadline.
+    patience_s = (1 + cfg.generator.replicas) * cfg.weights.deadline_s
+    tensors = export_tensors(policy.chunks, policy.shape, patience_s)
+    return bucketed(tensors, cfg.weights.bucket_bytes)
 
 
 def open_batches(cfg: Config, policy: Policy) -> BatchClient:

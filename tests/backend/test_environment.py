@@ -1,13 +1,28 @@
 """Which variables a process of a run gets, by the device that it computes on."""
 
+import importlib.util
+import re
+import socket
+from ipaddress import ip_address
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import psutil
 import pytest
 
+from megatron_rl.backend import environment
 from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
+    interface_of,
     role_environment,
 )
+from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.supervisor import child_environment
+from megatron_rl.protocol.nccl_settings import CHOSEN
+from megatron_rl.weights.exchange.device_group import CALL_LIMIT_S, call_limit
 
 CPU_ONLY = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
 
@@ -34,7 +49,84 @@ def test_device_of_a_host_is_what_it_lists_and_torch_was_built_for(
     assert device_of_host(gpus, torch_version) == device
 
 
-def test_collectives_of_a_run_on_loopback_stay_there() -> None:
-    assert collective_environment("127.0.0.1", {}) == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert collective_environment("10.0.0.7", {}) == {}
-    assert collective_environment("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth1"}) == {}
+NCCL = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "2", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "91"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "::1"])
+def test_collectives_of_a_run_on_loopback_stay_there(host: str) -> None:
+    assert collective_environment(host, 90.5, {}) == NCCL | {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_what_the_user_has_set_counts() -> None:
+    given = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_CUMEM_ENABLE": "0"}
+    rest = {name: value for name, value in NCCL.items() if name not in given}
+    # Nor is anything looked up then.
+    assert collective_environment("no.such.host.invalid", 90.5, given) == rest
+
+
+def test_all_that_ranks_of_a_communicator_share_is_set() -> None:
+    assert NCCL.keys() == {*CHOSEN, CALL_LIMIT_S}
+    assert call_limit(90.5) == NCCL[CALL_LIMIT_S]
+
+
+def test_sglang_leaves_alone_what_is_set() -> None:
+    spec = importlib.util.find_spec("sglang")
+    source = (Path(spec.origin).parent / "srt" / "entrypoints" / "engine.py").read_text()
+    for name in CHOSEN:
+        assert re.search(rf'"{name}" not in os\.environ', source), name
+
+
+def own_addresses() -> list[tuple[str, str]]:
+    """(interface, address) of those by which other hosts may reach this one."""
+    return [
+        (name, each.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family is socket.AF_INET and not ip_address(each.address).is_loopback
+    ]
+
+
+@pytest.mark.skipif(not own_addresses(), reason="this host has no network")
+def test_gloo_of_several_hosts_listens_on_the_interface_of_ports_host() -> None:
+    for name, address in own_addresses():
+        assert interface_of(address) == name
+
+
+def test_gloo_of_another_host_listens_where_the_way_to_ports_host_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The way to another host of the network begins at this host's own address there.
+    given = {"lo": ("127.0.0.1",), "ib0": ("10.1.0.9",), "eth0": ("192.0.2.2", "10.0.0.9")}
+    addresses = {
+        name: [SimpleNamespace(address=each) for each in own] for name, own in given.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(environment.socket, "socket", lambda *_: way_from("10.0.0.9"))
+    assert interface_of("10.0.0.7") == "eth0"
+    monkeypatch.setattr(environment.socket, "socket", lambda *_: way_from("10.2.0.9"))
+    with pytest.raises(InputError, match="no network interface.*10.2.0.9.*set GLOO_SOCKET_IFNAME"):
+        interface_of("10.0.0.7")
+
+
+def way_from(address: str) -> Any:
+    """A socket whose system sends from this address."""
+    found = MagicMock()
+    found.__enter__.return_value.getsockname.return_value = (address, 40_000)
+    return found
+
+
+def test_a_name_that_leads_to_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Debian's /etc/hosts has it of the host's own name.
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(InputError, match="'node1' leads to 127.0.1.1 on this host"):
+        collective_environment("node1", 90.5, {})
+
+
+def test_a_host_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(InputError, match="'node1' cannot be reached from this host: Name or"):
+        interface_of("node1")

@@ -19,6 +19,7 @@ from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.nccl_settings import own_settings
 from megatron_rl.protocol.types import (
     Ack,
     AnyMessage,
@@ -117,6 +118,7 @@ def publish_phase(
     """A whole training phase of a publisher: hello, publishes, leave."""
     hello = await_kind(router, Hello, START_S)
     assert (hello.world_size, hello.version) == (1, -1)
+    assert hello.nccl == own_settings()
     exchange = plan_exchange(read_shape(folder), hello, f"phase-{time.monotonic_ns()}")
     sender = SliceSender(exchange)
     for version in versions:

@@ -103,7 +103,14 @@ class Policy:
         A run that was killed after its export, or is made longer, finds an older one there.
         """
         folder = cfg.run.dir / "hf" / name
-        save_hf(folder, self.chunks, self.shape, source=cfg.model.path, replaces=True)
+        save_hf(
+            folder,
+            self.chunks,
+            self.shape,
+            source=cfg.model.path,
+            replaces=True,
+            patience_s=cfg.checkpoint.write_timeout_s,
+        )
 
 
 @contextmanager

@@ -6,13 +6,29 @@ must match is the TCP store, the prefix in front of its keys and the group's nam
 """
 
 import socket
+import time
+from contextlib import nullcontext
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.protocol.types import JoinGroup
+from megatron_rl.weights.exchange.device_group import (
+    abort_group,
+    group_options,
+    is_of_devices,
+    made_apart,
+)
+
+
+class Work(Protocol):
+    """An operation under way; torch's word for what an asynchronous one returns."""
+
+    def wait(self, timeout: timedelta) -> object:
+        """Until it is over. Raises RuntimeError when it fails or takes longer."""
 
 
 def open_store(address: str, port: int, *, is_master: bool, timeout_s: float) -> dist.TCPStore:
@@ -43,20 +59,24 @@ def _listen(address: str, port: int) -> int:
 def join_group(
     store: dist.Store, rank: int, world_size: int, *, name: str, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Form the group; returns when all `world_size` ranks have joined.
+    """Form the group; over gloo it returns when all `world_size` ranks have joined.
 
-    The ranks need not share a default process group. Raises torch's DistError when the others do
-    not come within timeout_s, which is also the deadline of each later collective.
+    NCCL waits for them in the group's first operation: see `connect_group`. The ranks need not
+    share a default process group. Raises torch's DistError when the others do not come within
+    timeout_s, which is also the deadline of each later collective.
     """
-    group, _ = distributed_c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        dist.Backend(backend),
-        dist.PrefixStore(name, store),
-        group_name=name,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    has_devices = is_of_devices(backend)
+    with made_apart(timeout_s) if has_devices else nullcontext():
+        group, _ = distributed_c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            backend_options=group_options(timeout_s) if has_devices else None,
+            timeout=timedelta(seconds=timeout_s),
+        )
     # Collectives look up a rank's place in a group here (torch 2.11 to 2.13).
     distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
     return group
@@ -75,9 +95,32 @@ def open_group(message: JoinGroup, rank: int) -> dist.ProcessGroup:
     )
 
 
+def connect_group(group: dist.ProcessGroup, device: torch.device, ends_at: float) -> None:
+    """Connect all ranks, each of which calls this; until then backends may not have met.
+
+    ends_at: monotonic time. Raises RuntimeError (torch's own) when the others are not there by
+    then; the group is good for nothing but `close_group` afterwards.
+    """
+    # Asynchronous: a synchronous one over NCCL would run, or hang, in the stream of the training.
+    work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    wait_until(work, ends_at)
+
+
+def wait_until(work: Work, ends_at: float) -> None:
+    """Wait for a work. Raises RuntimeError when it fails, or at `ends_at` (monotonic time)."""
+    left_s = ends_at - time.monotonic()
+    # torch takes a timeout of 0 for the group's default, which may be much longer.
+    if left_s <= 0:
+        raise RuntimeError("the exchange of weights passed its deadline")
+    work.wait(timedelta(seconds=left_s))
+
+
 def close_group(group: dist.ProcessGroup) -> None:
     """Leave the group."""
-    dist.destroy_process_group(group)
+    if is_of_devices(dist.get_backend(group)):
+        abort_group(group)
+    else:
+        dist.destroy_process_group(group)
 
 
 def split_bucket(

@@ -8,12 +8,12 @@ is paused, receivers `incoming` before the senders start: neither takes time of 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_rl.weights.exchange.group import Work, wait_until
 from megatron_rl.weights.exchange.packets import (
     Packet,
     digest_in_place,
@@ -23,7 +23,7 @@ from megatron_rl.weights.exchange.packets import (
     unpack,
 )
 from megatron_rl.weights.exchange.plan import Parcel
-from megatron_rl.weights.exchange.transport import Transport, Work
+from megatron_rl.weights.exchange.transport import Transport
 
 
 class ParcelEnd(NamedTuple):
@@ -159,8 +159,4 @@ def _arrived(packets: Sequence[Packet], works: Sequence[Work], ends_at: float) -
 
 def _wait(flying: Sequence[Work], ends_at: float) -> None:
     for work in flying:
-        left_s = ends_at - time.monotonic()
-        # torch takes a timeout of 0 for the group's default, which may be much longer.
-        if left_s <= 0:
-            raise RuntimeError("the exchange of weights passed its deadline")
-        work.wait(timedelta(seconds=left_s))
+        wait_until(work, ends_at)

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.group import close_group, join_group
+from megatron_rl.weights.exchange.device_group import is_of_devices, start_batch
+from megatron_rl.weights.exchange.group import Work, close_group, connect_group, join_group
 from megatron_rl.weights.exchange.memory.sharing import (
     Handle,
     SharedMemory,
@@ -40,13 +41,6 @@ IPC = "ipc"
 _GLANCE_S = 0.5
 """How often a sender that waits for a receiver looks whether that one has given up."""
 Parcels = Sequence[list[Packet]]
-
-
-class Work(Protocol):
-    """A packet on its way; torch's word for what an asynchronous operation returns."""
-
-    def wait(self, timeout: timedelta) -> object:
-        """Until it has arrived. Raises RuntimeError when it fails or takes longer."""
 
 
 class Transport(Protocol):
@@ -109,6 +103,7 @@ class GroupTransport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, buffers: Buffers) -> None:
         self._group, self._device, self._buffers = group, device, buffers
+        self._has_devices = is_of_devices(dist.get_backend(group))
 
     @property
     def peak_bytes(self) -> int:
@@ -139,10 +134,15 @@ class GroupTransport:
             for peer, packets in zip(peers, parcels, strict=True)
             for packet in packets
         ]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        works = self._started(ops) if ops else []
         # gloo returns a work for each operation, NCCL a single one for the whole batch.
         each = iter(works if len(works) == len(ops) else works * len(ops))
         return [[next(each) for _ in packets] for packets in parcels]
+
+    def _started(self, ops: list[dist.P2POp]) -> list[dist.Work]:
+        if self._has_devices:
+            return start_batch(ops, self._device)
+        return dist.batch_isend_irecv(ops)
 
     def release(self, peers: Sequence[int]) -> None:
         """Nothing: a sender learns of it from its works."""
@@ -308,7 +308,7 @@ class Channel:
         if order.backend == IPC:
             return SharedTransport(self.store, self.rank, order.attempt, device)
         if self._group is None:
-            self._group = join_group(
+            group = join_group(
                 self.store,
                 self.rank,
                 order.world_size,
@@ -318,7 +318,13 @@ class Channel:
             )
             # Backends connect the ranks in a group's first operation, where all must take part; a
             # round may leave some of them out.
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            try:
+                connect_group(group, device, ends_at)
+            except RuntimeError:
+                # What it has begun must not go on beside the training.
+                close_group(group)
+                raise
+            self._group = group
         return GroupTransport(self._group, device, self._buffers)
 
     def close(self) -> None:

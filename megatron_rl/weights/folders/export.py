@@ -8,7 +8,7 @@ A publisher takes any iterator of buckets, so an exchange from shard to shard ca
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from megatron_rl.weights.folders.hf_folder import (
     write_tensors,
 )
 from megatron_rl.weights.folders.staging import staged
+from megatron_rl.weights.folders.turns import Turns
 from megatron_rl.weights.layout.ranks import all_places
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice, as_matrix, local_part
@@ -35,23 +36,39 @@ from megatron_rl.weights.layout.trainer_layout import (
     trainer_slices,
 )
 
+PATIENCE_S = 1800.0
+"""How long the others wait for rank 0, which may write to a slow disk."""
+
 
 @torch.no_grad()
-def export_tensors(model: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[NamedTensor]:
+def export_tensors(
+    model: Sequence[torch.nn.Module], shape: ModelShape, patience_s: float = PATIENCE_S
+) -> Iterator[NamedTensor]:
     """Full HF tensors, in the compute dtype, without vocabulary padding.
 
     Every rank must iterate to the end; world rank 0 yields all tensors, the others yield none.
     Tensors come one at a time in the order of `hf_shapes`: rank 0 holds one full tensor and one
-    rank's part of it besides its shards.
+    rank's part of it besides its shards. patience_s: rank 0 may take this long over tensors between
+    two that another rank has part in, which raises DeadlineExceeded there if it takes longer.
     """
     parameters = named_parameters(model)
-    rank = dist.get_rank()
+    rank, turns = dist.get_rank(), Turns(patience_s)
     sent = senders(shape, all_places())
     for name, size in hf_shapes(shape).items():
         if rank == 0:
+            turns.call(name, (giver for giver in sent[name] if giver != 0))
             yield name, _assemble(size, sent[name], parameters)
         elif rank in sent[name]:
-            dist.send(_flat(parameters, sent[name][rank]), dst=0)
+            # Sent only when rank 0 receives: the others do not wait in a collective meanwhile.
+            turns.await_call(name, rank)
+            _transfer(dist.isend, _flat(parameters, sent[name][rank]), 0)
+
+
+def _transfer(operation: Callable[..., object], flat: Tensor, peer: int) -> None:
+    """Send to a rank or receive from it."""
+    # In a batch, if of one: alone, it would make NCCL a communicator of its own for each pair.
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, flat, peer)]):
+        work.wait()
 
 
 @lru_cache(maxsize=1)
@@ -84,7 +101,7 @@ def _assemble(
             flat = _flat(parameters, slices)
         else:
             flat = full.new_empty(sum(part.size for part in slices))
-            dist.recv(flat, src=rank)
+            _transfer(dist.irecv, flat, rank)
         for part, values in zip(slices, flat.split([s.size for s in slices]), strict=True):
             area = matrix[part.row : part.row + part.rows]
             area = area[:, part.column : part.column + part.columns]
@@ -105,19 +122,22 @@ def save_hf(
     source: Path,
     shard_bytes: int = SHARD_BYTES,
     replaces: bool = False,
+    patience_s: float = PATIENCE_S,
 ) -> None:
     """Write the model as a Hugging Face folder; every rank must call it.
 
     Configuration and tokenizer files are copied from `source`. The folder appears at once, when
-    complete; replaces: in place of an older one, which is a FileExistsError without it.
+    complete; replaces: in place of an older one, which is a FileExistsError without it. Ranks other
+    than 0 return when it is there, or raise DeadlineExceeded after patience_s without news.
     """
+    turns, tensors = Turns(patience_s), export_tensors(model, shape, patience_s)
     if dist.get_rank() != 0:
-        for _ in export_tensors(model, shape):
+        for _ in tensors:
             pass
     else:
         with staged(folder, replaces=replaces) as staging:
-            write_tensors(staging, export_tensors(model, shape), shard_bytes)
+            write_tensors(staging, tensors, shard_bytes)
             copy_files(carried_files(source), staging)
             values = json.loads((source / "config.json").read_text())
             write_config(values, staging, next(model[0].parameters()).dtype)
-    dist.barrier()
+    turns.end()

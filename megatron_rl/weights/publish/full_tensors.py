@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.protocol.nccl_settings import check_settings, own_settings
 from megatron_rl.protocol.types import (
     AnyMessage,
     Bucket,
@@ -26,6 +27,7 @@ from megatron_rl.protocol.types import (
     Pause,
     Resume,
 )
+from megatron_rl.weights.exchange.device_group import is_of_devices
 from megatron_rl.weights.exchange.group import close_group, join_group, open_store
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import POLL_S, GeneratorLink, GeneratorLost
@@ -103,8 +105,8 @@ class Broadcast:
         """Bring all members to the version."""
         outcome = Outcome()
         if self._link is None:
-            # Gathering buckets is collective, within train.collective_timeout_s. Before it rank 0
-            # may wait weights.deadline_s for a lost generator: the others wait for its signal.
+            # Gathering buckets waits for rank 0 as long as sending one may take. Before the first
+            # it may wait weights.deadline_s for each lost generator: the others await its signal.
             self._control.share("", str)
             for _ in self._buckets():
                 pass
@@ -126,6 +128,8 @@ class Broadcast:
         if member.name in self._groups or self._link is None:
             return
         settings = self._settings
+        if is_of_devices(settings.backend):
+            check_settings(own_settings(), member.hello.nccl)
         self._groups_made += 1
         name, size = f"{settings.name}-{self._groups_made}", 1 + member.hello.world_size
         deadline_s = settings.deadline_s

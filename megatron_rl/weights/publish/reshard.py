@@ -26,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.nccl_settings import check_settings, own_settings
 from megatron_rl.protocol.types import Fence, Hello, LeaveGroup, Pause, Receive, Resume
+from megatron_rl.weights.exchange.device_group import is_of_devices
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.parcels import Ends, outgoing, send
 from megatron_rl.weights.exchange.plan import Parcel, Plan, make_plan
@@ -293,6 +295,8 @@ class Reshard:
     def plan(self, hello: Hello, loads: dict[int, int]) -> Plan:
         """The exchange with an engine; loads: see `make_plan`. Raises InputError."""
         offset, settings = self._control.world_size, self._settings
+        if is_of_devices(settings.backend):
+            check_settings(own_settings(), hello.nccl)
         try:
             receivers = {
                 offset + rank: receiver_slices(self._shape, hello, rank)

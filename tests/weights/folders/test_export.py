@@ -1,16 +1,25 @@
 """Export gives back what was loaded, and a folder that transformers can load."""
 
 import json
+import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.weights.folders import export
 from megatron_rl.weights.folders.export import export_tensors, save_hf, senders
 from megatron_rl.weights.folders.hf_folder import bucketed
+from megatron_rl.weights.folders.turns import Turns
 from megatron_rl.weights.layout.ranks import place_of
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.slices import as_matrix
@@ -111,6 +120,107 @@ def test_each_element_is_sent_once_and_rank_0_gives_what_it_has(tmp_path: Path) 
     assert set(sent["model.layers.0.mlp.gate.weight"]) == {0}
     assert set(sent["model.layers.0.mlp.experts.3.up_proj.weight"]) == {3}
     assert set(sent["model.layers.2.self_attn.o_proj.weight"]) == {8, 9}
+
+
+def alone(*_: Any, **__: Any) -> None:
+    raise AssertionError("NCCL would make a communicator of its own for this pair")
+
+
+def traced_export(folder: Path, parallel: ParallelConfig) -> tuple[dict[str, Tensor], int, int]:
+    """(tensors, transfers in batches, keys that are left in the store)."""
+    loaded = load_on_rank(folder, parallel)
+    store, transfers, batch = distributed_c10d._get_default_store(), [], dist.batch_isend_irecv
+
+    def noted(ops: list[dist.P2POp]) -> list[dist.Work]:
+        transfers.extend(ops)
+        return batch(ops)
+
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    dist.send = dist.recv = alone
+    dist.batch_isend_irecv = noted
+    found = dict(export_tensors(loaded.model, loaded.shape))
+    save_hf(folder / "out", loaded.model, loaded.shape, source=folder)
+    dist.barrier()
+    return found, len(transfers), store.num_keys() - before
+
+
+def test_what_travels_goes_in_batches_and_leaves_no_keys(tmp_path: Path) -> None:
+    write_model(tmp_path / "m", family="Qwen3Moe", **QWEN3_MOE)
+    expected = load_file(tmp_path / "m" / "model.safetensors")
+    parallel = ParallelConfig(data=2, expert=2)
+    first, second = run_ranks(traced_export, 2, tmp_path / "m", parallel)
+    assert first[0].keys() == expected.keys() and not second[0]
+    assert all(torch.equal(first[0][name], expected[name]) for name in expected)
+    # Of each tensor of the experts that only the second rank has, in two exports.
+    experts = len(
+        {name.split(".experts.")[1].split(".")[0] for name in expected if ".experts." in name}
+    )
+    own = sum(
+        int(name.split(".experts.")[1].split(".")[0]) >= experts // 2
+        for name in expected
+        if ".experts." in name
+    )
+    assert first[1] == second[1] == 2 * own > 0
+    assert first[2] == second[2] == 0
+
+
+def slow_export(folder: Path, pause_s: float, patience_s: float) -> str:
+    """Rank 0 takes long between two tensors and long at the end."""
+    real = export.write_tensors
+
+    def slow(staging: Path, tensors: Any, shard_bytes: int) -> None:
+        def delayed() -> Iterator[tuple[str, Tensor]]:
+            for number, named in enumerate(tensors):
+                if number == 3:
+                    time.sleep(pause_s)
+                yield named
+
+        real(staging, delayed(), shard_bytes)
+        time.sleep(pause_s)
+
+    export.write_tensors = slow
+    loaded = load_on_rank(folder, ParallelConfig(tensor=2))
+    # For collectives from here on, as train.collective_timeout_s sets it for all.
+    distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), dist.group.WORLD)
+    started = time.monotonic()
+    try:
+        save_hf(folder / "out", loaded.model, loaded.shape, source=folder, patience_s=patience_s)
+    except DeadlineExceeded as error:
+        return f"{error}; after {time.monotonic() - started:.1f} s"
+    return ""
+
+
+COLLECTIVE_S = 1.0
+
+
+def test_the_others_wait_for_a_slow_disk_longer_than_for_a_collective(tmp_path: Path) -> None:
+    write_model(tmp_path / "m")
+    assert run_ranks(slow_export, 2, tmp_path / "m", 2.5 * COLLECTIVE_S, 60.0) == ["", ""]
+    expected = load_file(tmp_path / "m" / "model.safetensors")
+    found = load_file(tmp_path / "m" / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def wait_alone(patience_s: float) -> list[str]:
+    dist.init_process_group("gloo")
+    turns, found = Turns(patience_s), []
+    if dist.get_rank() == 1:
+        for wait in (lambda: turns.await_call("a.weight", 1), turns.end):
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded) as caught:
+                wait()
+            assert patience_s <= time.monotonic() - started < patience_s + 1.5
+            found.append(str(caught.value))
+    dist.barrier()
+    return found
+
+
+def test_their_patience_ends(tmp_path: Path) -> None:
+    _, (call, end) = run_ranks(wait_alone, 2, 1.0)
+    assert call == "trainer rank 0 did not ask for its slices of a.weight within 1 s"
+    assert end == "trainer rank 0 did not finish the export within 1 s"
 
 
 def test_buckets_keep_order_and_size() -> None:
