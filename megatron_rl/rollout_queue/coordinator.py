@@ -262,7 +262,12 @@ class Coordinator:
         asked = self._desk.next_to_form()
         if asked is None or not self._evaluations.allows_batch(asked[0], self._published):
             return None
-        assert self._formation is not None
+        assert self._formation is not None and self._training is not None
+        schedule = self._training.schedule
+        ready = self._groups.ready_of(schedule.stage_at(asked[0]))
+        # Asked after every message: most of the time a glance says that groups are missing.
+        if ready < schedule.at(asked[0]).sampled_groups:
+            return None
         formed = self._formation.form(*asked)
         if formed is None:
             return None

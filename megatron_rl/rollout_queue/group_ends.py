@@ -67,6 +67,8 @@ class GroupEnds:
         self._tellers.activity.add_complete(group)
         if reason:
             self.drop(group, reason)
+        else:
+            self._groups.note_ready(group)
 
     def drop(self, group: Group, reason: str) -> None:
         """Release a training group that is not trained on; the reason appears in all metrics."""

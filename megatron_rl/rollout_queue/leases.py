@@ -305,6 +305,11 @@ class Leases:
         """The live generators."""
         return self._generators.all
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a generator that has weights can take a completion."""
+        return self._generators.select(0).has_room
+
     def describe(self, now: float) -> str:
         """One line on what is open where."""
         return (

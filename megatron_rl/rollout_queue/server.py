@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 """Overdue work is looked for this often."""
-_BURST_MESSAGES = 256
-"""Messages taken from one endpoint before the others get their turn."""
+_BURST_S = 0.005
+"""Messages are taken from one endpoint for so long before the others get their turn: long rollouts
+take as many times longer than short ones, and slots wait meanwhile."""
 _RECORDED_BATCHES = 2
 """Groups of so many batches may wait to be recorded."""
 
@@ -69,7 +70,8 @@ def serve(
 
 
 def _receive_burst(coordinator: Coordinator, endpoint: str, router: Router) -> None:
-    for _ in range(_BURST_MESSAGES):
+    until = time.monotonic() + _BURST_S
+    while time.monotonic() < until:
         received = router.receive(timeout_s=0)
         if received is None:
             return
