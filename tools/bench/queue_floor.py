@@ -8,6 +8,7 @@ request, and after each batch every leader gets a share as large as its part of 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -48,16 +49,16 @@ class Floor:
         self._completions = 0
         self._generators: set[bytes] = set()
 
-    def answers(self, endpoint: str, peer: bytes, frame: zmq.Frame) -> list[Answer]:
+    def answers(self, endpoint: str, peer: bytes, frames: Sequence[zmq.Frame]) -> list[Answer]:
         """What is said to a message."""
         load = self._load
         if endpoint == "batches":
-            if isinstance(wire.decode(frame.bytes), NextBatch):
+            if isinstance(wire.decode(frames[0].bytes), NextBatch):
                 self._leaders.append(peer)
             return []
         if endpoint == "verify":
             return []
-        if len(frame) < _LARGE:
+        if sum(map(len, frames)) < _LARGE:
             count = 0 if peer in self._generators else load.slots
             self._generators.add(peer)
             return [("prompts", peer, self._lease)] * count
@@ -79,8 +80,8 @@ def serve(floor: Floor, sockets: dict[str, zmq.Socket]) -> None:
     while True:
         for ready, _ in poller.poll(_POLL_MS):
             while ready.poll(0):
-                peer, *_, frame = ready.recv_multipart(copy=False)
-                for endpoint, to, answer in floor.answers(endpoints[ready], peer.bytes, frame):
+                peer, *frames = ready.recv_multipart(copy=False)
+                for endpoint, to, answer in floor.answers(endpoints[ready], peer.bytes, frames):
                     sockets[endpoint].send_multipart([to, answer], zmq.DONTWAIT, copy=False)
 
 

@@ -17,7 +17,7 @@ import zmq
 
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.types import GeneratorReady, Lease, RolloutDone
-from tools.bench.queue_load import Load, Template, Wiring, connect_peer
+from tools.bench.queue_load import Load, Template, Wiring, connect_peer, receive_now, send
 
 WINDOW = 24
 """Of one process."""
@@ -91,8 +91,8 @@ class _Generators:
         self._context.destroy(linger=0)
 
     def _receive(self, place: int) -> None:
-        while (frame := receive_now(self._sockets[place])) is not None:
-            message = wire.decode(frame)
+        while (frames := receive_now(self._sockets[place])) is not None:
+            message = wire.decode_frames(frames)
             if not isinstance(message, Lease):
                 continue
             self._leased_at = time.monotonic()
@@ -105,7 +105,7 @@ class _Generators:
     def _give_back(self) -> None:
         place, lease_id, index = self._ready.popleft()
         rollout = self._template.rollout(lease_id, index, self._version)
-        self._sockets[place].send(wire.encode(RolloutDone(rollout)))
+        send(self._sockets[place], RolloutDone(rollout))
         now = time.monotonic()
         self._free_since[place].append(now)
         self._free += 1
@@ -129,15 +129,7 @@ class _Generators:
 
     def _send_state(self, place: int) -> None:
         state = GeneratorReady(self._load.slots, self._version, session=1)
-        self._sockets[place].send(wire.encode(state))
-
-
-def receive_now(socket: zmq.Socket) -> bytes | None:
-    """A frame that is there; None: there is none."""
-    try:
-        return socket.recv(zmq.DONTWAIT)
-    except zmq.Again:
-        return None
+        send(self._sockets[place], state)
 
 
 def run_generators(

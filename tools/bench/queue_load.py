@@ -9,8 +9,9 @@ import numpy as np
 import zmq
 
 from megatron_rl.launcher.sizing.flops import step_flops
+from megatron_rl.protocol import wire
 from megatron_rl.protocol.keys import Keys
-from megatron_rl.protocol.types import Rollout, VersionSpan
+from megatron_rl.protocol.types import AnyMessage, Rollout, VersionSpan
 from megatron_rl.weights.layout.shape import ModelShape
 
 GPUS = 512
@@ -151,3 +152,16 @@ def connect_peer(context: zmq.Context, address: str, name: str, keys: Keys | Non
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
     socket.connect(f"tcp://{address}")
     return socket
+
+
+def send(socket: zmq.Socket, message: AnyMessage) -> None:
+    """As `wire.Dealer` sends."""
+    socket.send_multipart(wire.encode_frames(message), copy=False)
+
+
+def receive_now(socket: zmq.Socket) -> list[wire.Frame] | None:
+    """Frames of a message that is there; None: there is none."""
+    try:
+        return [frame.buffer for frame in socket.recv_multipart(zmq.DONTWAIT, copy=False)]
+    except zmq.Again:
+        return None

@@ -10,15 +10,14 @@ import zmq
 
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.types import (
-    AnyMessage,
     NextBatch,
     Published,
     Score,
     ScoreDone,
     VerifierReady,
 )  # fmt: skip
-from tools.bench.queue_generators import HEARTBEAT_S, Control, receive_now
-from tools.bench.queue_load import Load, Wiring, connect_peer
+from tools.bench.queue_generators import HEARTBEAT_S, Control
+from tools.bench.queue_load import Load, Wiring, connect_peer, receive_now, send
 
 _POLL_MS = 100
 _LANE_ROOM = 256
@@ -52,12 +51,12 @@ class _Others:
         while not self._control.is_over.is_set():
             if (now := time.monotonic()) >= beat_at:
                 for verifier in self._verifiers:
-                    self._send(verifier, VerifierReady({"answers": _LANE_ROOM}, session=1))
+                    send(verifier, VerifierReady({"answers": _LANE_ROOM}, session=1))
                 beat_at = now + HEARTBEAT_S
             self._poller.poll(_POLL_MS)
             for verifier in self._verifiers:
-                while (frame := receive_now(verifier)) is not None:
-                    self._grade(verifier, frame)
+                while (frames := receive_now(verifier)) is not None:
+                    self._grade(verifier, frames)
             for rank, leader in enumerate(self._leaders):
                 # Its arrays would go to other ranks undecoded.
                 while receive_now(leader) is not None:
@@ -68,21 +67,17 @@ class _Others:
                 self._publish()
         self._context.destroy(linger=0)
 
-    def _grade(self, verifier: zmq.Socket, frame: bytes) -> None:
-        request = wire.decode(frame)
+    def _grade(self, verifier: zmq.Socket, frames: list[wire.Frame]) -> None:
+        request = wire.decode_frames(frames)
         # Neighbours differ, so that no group is flat.
         self._scores += 1
-        self._send(verifier, ScoreDone(request.request_id, (_RIGHT, _WRONG)[self._scores % 2]))
+        send(verifier, ScoreDone(request.request_id, (_RIGHT, _WRONG)[self._scores % 2]))
 
     def _publish(self) -> None:
         for rank, leader in enumerate(self._leaders):
-            self._send(leader, NextBatch(self._version, rank, len(self._leaders)))
+            send(leader, NextBatch(self._version, rank, len(self._leaders)))
         self._control.version.value = self._version
-        self._send(self._leaders[0], Published(self._version))
-
-    @staticmethod
-    def _send(socket: zmq.Socket, message: AnyMessage) -> None:
-        socket.send(wire.encode(message))
+        send(self._leaders[0], Published(self._version))
 
 
 def run_others(load: Load, wiring: Wiring, control: Control) -> None:
