@@ -331,7 +331,7 @@ def main() -> None:
     all_names = list(variants(is_quick=True))
     parser.add_argument("--only", nargs="+", choices=all_names, default=all_names)
     options = parser.parse_args()
-    seconds = Seconds(2.0, 8.0, 6.0) if options.quick else Seconds(5.0, 20.0, 20.0)
+    seconds = Seconds(2.0, 8.0, 6.0) if options.quick else Seconds(3.0, 12.0, 30.0)
     found: dict[str, dict[str, float]] = {}
     for name, variant in variants(is_quick=options.quick).items():
         if name in options.only:
