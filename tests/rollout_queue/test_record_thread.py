@@ -9,12 +9,14 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.rollout_files import read_rollouts
+from megatron_rl.protocol.types import QueueState, SaveState
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.groups import FLAT
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import Job, RecordFiles
 from megatron_rl.rollout_queue.record_thread import RecordThread
-from tests.rollout_queue.makers import make_group
+from tests.rollout_queue.makers import make_group, make_score
+from tests.rollout_queue.played_queue import PlayedQueue
 
 
 class GatedFiles(RecordFiles):
@@ -132,3 +134,24 @@ class FullDisk(RecordFiles):
 
     def write(self, job: Job) -> None:
         super().write(job._replace(is_first=False))
+
+
+def test_a_checkpoints_state_is_given_once_the_records_before_it_are_on_the_disk(
+    tmp_path: Path,
+) -> None:
+    queue = PlayedQueue(tmp_path, lambda prompt, index: make_score(float(index == 0)))
+    files = GatedFiles(tmp_path / "rollouts")
+    with RecordThread(files, jobs=50, limit_s=20) as thread:
+        queue.coordinator._recorder._writer = thread
+        queue.start()
+        queue.play(6)
+        assert len(queue.batches) == 1 and list(files.folder.iterdir()) == []
+        threading.Timer(0.2, files.gate.set).start()
+        queue.coordinator.handle("batches", "t", SaveState(1), queue.now)
+        assert len([r for r in read_rollouts(tmp_path) if r.source.step == 0]) == 8
+        [state] = [m for _, _, m in queue.coordinator.outgoing(queue.now) if is_state(m)]
+        assert state.step == 1
+
+
+def is_state(message: object) -> bool:
+    return isinstance(message, QueueState)
