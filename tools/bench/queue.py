@@ -10,6 +10,7 @@ sockets through which the same bytes go, and nothing else (queue_floor.py).
 | dense     | a 24B model without experts                                    |
 | encrypted | the same with CURVE keys, as between hosts                     |
 | replay    | 30B-A3B with router replay: 48 layers x 8 choices of two bytes |
+|           | a token, 26 MB a rollout, so 100 generators and small batches  |
 
 | figure of a variant        | what                                                           |
 |----------------------------|----------------------------------------------------------------|
@@ -141,8 +142,9 @@ class Seconds(NamedTuple):
 def variants(*, is_quick: bool) -> dict[str, Variant]:
     """All of them; is_quick: smaller batches."""
     dense = Load(groups_per_batch=32 if is_quick else 128, max_staleness=7 if is_quick else 3)
-    # 25 MB a rollout: so many that a small machine holds them.
+    # 26 MB a rollout: as many as a small machine holds.
     replay = Load(
+        generators=100,
         slots=1,
         choices_per_token=EXPERTS.layers * EXPERTS.experts_per_token,
         groups_per_batch=2,

@@ -8,6 +8,7 @@ request, and after each batch every leader gets a share as large as its part of 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,6 +33,8 @@ Answer = tuple[str, bytes, bytes]
 _LARGE = 1000
 """Bytes that only a completion exceeds."""
 _POLL_MS = 1000
+_BURST_S = 0.005
+"""As the queue's server, so that no endpoint starves another."""
 
 
 class Floor:
@@ -79,7 +82,8 @@ def serve(floor: Floor, sockets: dict[str, zmq.Socket]) -> None:
     endpoints = {socket: endpoint for endpoint, socket in sockets.items()}
     while True:
         for ready, _ in poller.poll(_POLL_MS):
-            while ready.poll(0):
+            until = time.monotonic() + _BURST_S
+            while time.monotonic() < until and ready.poll(0):
                 peer, *frames = ready.recv_multipart(copy=False)
                 for endpoint, to, answer in floor.answers(endpoints[ready], peer.bytes, frames):
                     sockets[endpoint].send_multipart([to, answer], zmq.DONTWAIT, copy=False)
