@@ -13,8 +13,8 @@ from megatron_rl.protocol.wire import (
     DeadlineExceeded,
     Dealer,
     WireError,
-    decode,
-    encode,
+    decode_frames,
+    encode_frames,
 )
 
 
@@ -32,7 +32,8 @@ class AsyncDealer(Dealer):
         """
         # Not on the plain socket, although sending never waits: libzmq signals an arrived message
         # once, a plain send would swallow that signal, and the event loop would sleep on it.
-        sent = self._awaitable.send(encode(message), flags=zmq.DONTWAIT)
+        frames = encode_frames(message)
+        sent = self._awaitable.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         # pyzmq 27 sends at once and returns a future that is done, unless an earlier send waits
         # for room: then this one would wait behind it, and nobody would learn how it ended.
         if not sent.done():
@@ -58,7 +59,8 @@ class AsyncDealer(Dealer):
         """Next message, or None when nothing came in time."""
         if not await self._awaitable.poll(max(0, int(timeout_s * 1000)), zmq.POLLIN):
             return None
-        return decode(await self._awaitable.recv())
+        frames = await self._awaitable.recv_multipart(copy=False)
+        return decode_frames([frame.buffer for frame in frames])
 
     def close(self) -> None:
         """Close the socket and its context."""

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -132,7 +132,7 @@ class RecordedRollout(RolloutRecord, frozen=True, kw_only=True, eq=False):
 
 
 class WordBuffer:
-    """Arrays of rollouts, to be written at once."""
+    """Arrays of rollouts, to be appended to a file."""
 
     def __init__(self, begins_at: int) -> None:
         """begins_at: words that the file holds already."""
@@ -159,9 +159,11 @@ class WordBuffer:
         self._end += len(array)
         return begin
 
-    def tobytes(self) -> bytes:
-        """What to append to the file."""
-        return b"".join(part.data for part in self._parts)
+    def write_to(self, file: BinaryIO) -> None:
+        """Append all to the file."""
+        # Without a copy of all in between, which would stop every other thread for its time.
+        for part in self._parts:
+            file.write(part.data)
 
 
 # --- reading ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Imported by every process. One frozen struct a stage:
 Prompt -> Rollout -> ScoredRollout -> TrainSequence -> RankBatch. Arrays travel as raw buffers
-(see `wire.py`), never as lists of numbers.
+(see `frames.py`), never as lists of numbers.
 """
 
 import msgspec
@@ -91,7 +91,8 @@ class Rollout(msgspec.Struct, frozen=True):
     text: str
     """Completion decoded without the end-of-sequence token."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
-    """[(all tokens - 1) x layers x experts of a token] int32; empty without train.router_replay."""
+    """[(all tokens - 1) x layers x experts of a token] int32 or int16; empty without
+    train.router_replay."""
     prompt_tail: str = ""
     """The end of the rendered prompt, where some chat templates open <think> for the model."""
     first_token_s: float = -1.0

@@ -1,71 +1,39 @@
 """ROUTER and DEALER sockets that carry `types.AnyMessage`.
 
-Used by every process. One frame a message: msgpack, with arrays as raw little-endian buffers.
-Nothing is pickled. Sockets bind to loopback unless CURVE keys are configured. Every receive has a
-deadline; every send fails at a full queue instead of blocking.
+Used by every process. `frames.py` says what a message is made of. Sockets bind to loopback unless
+CURVE keys are configured. Every receive has a deadline; every send fails at a full queue instead of
+blocking.
 """
 
-import functools
 import time
-from typing import Any
 
-import msgspec
-import numpy as np
 import zmq
 
 from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.frames import (
+    Frame,
+    WireError,
+    decode_frames,
+    encode_frames,
+)
+from megatron_rl.protocol.frames import decode as decode
+from megatron_rl.protocol.frames import encode as encode
+from megatron_rl.protocol.frames import join_frames as join_frames
+from megatron_rl.protocol.frames import split_frames as split_frames
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
 
 HIGH_WATER_MESSAGES = 20_000
-_ARRAY_DTYPES = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-
-
-class WireError(RuntimeError):
-    """A peer sent something that is no message, or a socket could not be used."""
-
-    peer = ""
-    """Who sent it, where that is known."""
 
 
 class DeadlineExceeded(TimeoutError):
     """A peer did not answer in time."""
 
 
-def _encode_array(obj: Any) -> Any:
-    if isinstance(obj, np.ndarray) and obj.ndim == 1 and obj.dtype.kind in _ARRAY_DTYPES:
-        dtype = _ARRAY_DTYPES[obj.dtype.kind]
-        return (obj.dtype.kind, np.ascontiguousarray(obj, dtype=dtype).tobytes())
-    raise NotImplementedError(f"cannot send {type(obj).__name__}: {obj!r:.80}")
-
-
-def _decode_array(kind: type, obj: Any) -> Any:
-    if kind is np.ndarray:
-        code, buffer = obj
-        return np.frombuffer(buffer, dtype=_ARRAY_DTYPES[code])
-    raise NotImplementedError(f"cannot receive {kind.__name__}")
-
-
-def encode(message: Any) -> bytes:
-    """Frame of a message. Integer arrays become int32, floating ones float32."""
-    return msgspec.msgpack.encode(message, enc_hook=_encode_array)
-
-
-@functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
-    # Making one costs more than decoding a small message.
-    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
-
-
-def decode(frame: bytes, kind: Any = AnyMessage) -> Any:
-    """Message of a frame; WireError when it is none."""
-    try:
-        return _decoder(kind).decode(frame)
-    except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
-        raise WireError(
-            f"received a frame of {len(frame)} bytes that is no message: {error}"
-        ) from error
+def receive_frames(socket: zmq.Socket) -> list[Frame]:
+    """Frames of the message that is there, as views of where they arrived."""
+    return [frame.buffer for frame in socket.recv_multipart(copy=False)]
 
 
 def check_loopback(host: str) -> None:
@@ -106,7 +74,8 @@ class Router(Closing):
     def send(self, peer: str, message: AnyMessage) -> bool:
         """Queue a message for a peer; False when that peer is gone or its queue is full."""
         try:
-            self.socket.send_multipart([peer.encode(), encode(message)], flags=zmq.DONTWAIT)
+            frames = [peer.encode(), *encode_frames(message)]
+            self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -117,12 +86,12 @@ class Router(Closing):
         """Next (peer, message), or None when nothing came in time."""
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
             return None
-        identity, *frames = self.socket.recv_multipart()
-        peer = identity.decode(errors="replace")
+        identity, *frames = receive_frames(self.socket)
+        peer = bytes(identity).decode(errors="replace")
         try:
-            if len(frames) != 1:
-                raise WireError(f"received {len(frames)} frames from {peer}, expected 1")
-            return peer, decode(frames[0])
+            if not frames:
+                raise WireError(f"received no frame from {peer}, expected 1 or more")
+            return peer, decode_frames(frames)
         except WireError as error:
             error.peer = peer
             raise
@@ -156,7 +125,8 @@ class Dealer(Closing):
     def send(self, message: AnyMessage) -> None:
         """Queue a message; DeadlineExceeded when the queue to the peer is full."""
         try:
-            self.socket.send(encode(message), flags=zmq.DONTWAIT)
+            frames = encode_frames(message)
+            self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         except zmq.Again as error:
             raise DeadlineExceeded(
                 f"{HIGH_WATER_MESSAGES} messages wait unsent for {self.address}: is it alive?"
@@ -164,14 +134,14 @@ class Dealer(Closing):
 
     def receive(self, timeout_s: float) -> AnyMessage | None:
         """Next message, or None when nothing came in time."""
-        frame = self.receive_frame(timeout_s)
-        return None if frame is None else decode(frame)
+        frames = self.receive_frames(timeout_s)
+        return None if frames is None else decode_frames(frames)
 
-    def receive_frame(self, timeout_s: float) -> bytes | None:
+    def receive_frames(self, timeout_s: float) -> list[Frame] | None:
         """Next message as it came, for who passes it on; None when nothing came in time."""
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
             return None
-        return self.socket.recv()
+        return receive_frames(self.socket)
 
     def request(self, message: AnyMessage, timeout_s: float) -> AnyMessage:
         """Send a message and return the next one that arrives; DeadlineExceeded after timeout_s."""

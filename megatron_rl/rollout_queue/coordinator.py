@@ -28,11 +28,10 @@ from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
-from megatron_rl.rollout_queue.classes import find_without_asking
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
-from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure
 from megatron_rl.rollout_queue.formation import Formation
-from megatron_rl.rollout_queue.groups import NOT_NEEDED, Group, GroupBook
+from megatron_rl.rollout_queue.group_ends import Collecting, GroupEnds
+from megatron_rl.rollout_queue.groups import Group, GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.openings import Openings
 from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY, Outgoing
@@ -41,9 +40,8 @@ from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay.draw import NoReplay, open_replay
 from megatron_rl.rollout_queue.scoring import Scoring
-from megatron_rl.rollout_queue.selection import Selection
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
-from megatron_rl.rollout_queue.ungraded import Fate, Tellers, Ungraded, too_small
+from megatron_rl.rollout_queue.ungraded import Tellers
 
 log = logging.getLogger(__name__)
 
@@ -86,20 +84,17 @@ class Coordinator:
         self._desk = BatchDesk(config.train.steps)
         opened = prompts.train if self._training is not None else prompts.evaluated
         self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
-        tellers = Tellers(recorder, self._activity, self._breaker)
-        self._ungraded = Ungraded(
-            config.queue,
-            self._leases,
-            book=self._groups,
+        self._ends = GroupEnds(
+            config,
+            Collecting(self._leases, self._scoring, self._groups),
             evaluations=self._evaluations,
-            tellers=tellers,
+            training=self._training,
+            tellers=Tellers(recorder, self._activity, self._breaker),
         )
         self._replay = open_replay(config, prompts.held_out) if self._training else NoReplay()
         self._formation = None
         if self._training is not None:
             self._formation = Formation(config, self._training, self._groups, self._replay)
-        self._selection = Selection(config.algorithm, self._groups, tellers)
-        self._failed = FailureCount(config.queue.max_failed_groups)
         self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
         self._first_version = 0
@@ -145,7 +140,7 @@ class Coordinator:
             case "verify", ClassDone():
                 if (group := self._scoring.take_classes(peer, message, now)) is not None:
                     self._patience.note_progress(now)
-                    self._close(group)
+                    self._ends.close(group)
             case "prompts", GeneratorReady():
                 self._leases.announce(peer, message, now)
             case "verify", VerifierReady():
@@ -186,29 +181,7 @@ class Coordinator:
         group.add(scored, now)
         self._activity.add_score(group, scored)
         if group.is_scored:
-            self._close(group)
-
-    def _close(self, group: Group) -> None:
-        """Every completion of a group is scored, or cannot be; it may lack its classes."""
-        reason = "" if group.evaluation else self._selection.reason_to_drop(group)
-        if not reason and not find_without_asking(group):
-            self._scoring.submit_classes(group)
-            return
-        self._failed.note_completed()
-        if group.evaluation:
-            self._evaluations.close(group)
-            return
-        self._activity.add_complete(group)
-        if reason:
-            self._drop(group, reason)
-
-    def _drop(self, group: Group, reason: str) -> None:
-        """Release a training group that is not trained on; the reason appears in all metrics."""
-        self._groups.drop(group, reason)
-        if self._training is not None:
-            self._training.note_dropped(group)
-        self._recorder.write_dropped(group, reason)
-        self._activity.add_dropped(reason)
+            self._ends.close(group)
 
     def _on_published(self, published: Published, now: float) -> None:
         self._patience.note_progress(now)
@@ -223,7 +196,8 @@ class Coordinator:
         self._groups.finish_training(published.version)
         if published.is_final:
             self._finished_at = now
-            self._abandon_groups()
+            if left := self._ends.abandon():
+                self._metrics.write(self._published, {"queue/groups_abandoned": left})
         self._evaluations.ask(published.version, is_final=published.is_final)
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
@@ -234,55 +208,17 @@ class Coordinator:
             raise WireError(
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
             )
+        # A run that is resumed here does not write them again.
+        self._recorder.flush()
         counts = {"groups_opened": self._openings.count, "evaluated": list(self._evaluations.done)}
         self._states.append((peer, self._training.state(asked.step, self._groups, **counts)))
-
-    def _abandon_groups(self) -> None:
-        if groups := self._groups.abandon():
-            for group in groups:
-                self._withdraw(group)
-                self._recorder.write_dropped(group, NOT_NEEDED)
-            completions = sum(group.size for group in groups)
-            log.warning("%d groups (%d completions) were not needed", len(groups), completions)
-            self._metrics.write(self._published, {"queue/groups_abandoned": len(groups)})
-
-    def _drop_failed(self) -> None:
-        """Drop what failed, each under its reason. Raises TooManyFailures."""
-        for failure in self._leases.pop_failures() + self._scoring.pop_class_failures():
-            if self._evaluations.goes_on_without(failure):
-                self._close(failure.group)
-            elif not failure.group.is_abandoned:
-                self._drop_group(failure)
-                self._failed.note_failed(failure)
-        for lost in self._scoring.pop_failures():
-            if lost.group.is_abandoned:
-                continue
-            fate = self._ungraded.drop(lost)
-            if fate is Fate.TOO_SMALL:
-                self._drop_group(too_small(lost.group, lost.detail))
-            elif fate is Fate.SCORED:
-                self._close(lost.group)
-
-    def _drop_group(self, failure: GroupFailure) -> None:
-        group = failure.group
-        log.error("prompt %r dropped as %s: %r", group.prompt.id, failure.reason, failure.detail)
-        self._withdraw(group)
-        if group.evaluation:
-            self._evaluations.lose(group, failure.reason)
-        else:
-            self._drop(group, failure.reason)
-
-    def _withdraw(self, group: Group) -> None:
-        group.is_abandoned = True
-        self._leases.cancel(group)
-        self._scoring.cancel(group)
 
     # --- outgoing -------------------------------------------------------------------------------
 
     def outgoing(self, now: float) -> Iterator[Outgoing]:
         """Everything that can be sent now; the caller reports peers that are gone by `lose`."""
         # First what frees room, then what takes it.
-        self._drop_failed()
+        self._ends.drop_failed()
         while (request := self._scoring.next_request(now)) is not None:
             yield Outgoing(VERIFY, *request)
         # Before batches: an evaluation that ends here no longer holds back the next one.
@@ -318,7 +254,6 @@ class Coordinator:
         for peer, answer in self._desk.answers():
             self._patience.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
-        # After the answers have left: nobody waits for the disk.
         if formed is not None:
             self._recorder.write_step(*formed, now)
 
@@ -327,7 +262,12 @@ class Coordinator:
         asked = self._desk.next_to_form()
         if asked is None or not self._evaluations.allows_batch(asked[0], self._published):
             return None
-        assert self._formation is not None
+        assert self._formation is not None and self._training is not None
+        schedule = self._training.schedule
+        ready = self._groups.ready_of(schedule.stage_at(asked[0]))
+        # Asked after every message: most of the time a glance says that groups are missing.
+        if ready < schedule.at(asked[0]).sampled_groups:
+            return None
         formed = self._formation.form(*asked)
         if formed is None:
             return None
@@ -353,12 +293,13 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Re-issue what is overdue; DeadlineExceeded when nothing moves any more."""
+        self._recorder.check()
         self._leases.expire(now)
         self._scoring.expire(now)
         if self._evaluations.is_overdue(now):
             # One that waits for grades alone ends without them.
             self._scoring.give_up_evaluation(self._evaluations.overdue_text)
-            self._drop_failed()
+            self._ends.drop_failed()
         self._activity.trouble = self._breaker.find_trouble()
         self._activity.write(self._published, now, in_flight=self._leases.outstanding)
         state = self.describe(now)

@@ -129,8 +129,9 @@ class EvaluationDesk:
 
     def advance(self, published: int, now: float, *, leases: Leases) -> None:
         """End an evaluation that is complete, and begin the next one that is due."""
-        generators = leases.peers
-        self.evaluators.note(generators)
+        # Called for every message: thousands of generators are looked at only where it matters.
+        if self.evaluators.names:
+            self.evaluators.note(leases.peers)
         if self._is_orphaned:
             self._give_up(leases.pop_evaluation())
         if self._running is not None and self._running.is_complete:
@@ -138,10 +139,9 @@ class EvaluationDesk:
             self._running = None
             if not any(due.version == self.evaluators.version for due in self._due):
                 self.evaluators.release()
-        has_generator = any(peer.room and peer.version >= 0 for peer in generators)
         # Where evaluating is all there is to do, its clock starts with the first generator.
-        if self._running is None and self._due and (has_generator or not self._only):
-            self._begin(self._due.popleft(), generators, now)
+        if self._running is None and self._due and (not self._only or leases.has_room):
+            self._begin(self._due.popleft(), leases.peers, now)
 
     def _begin(self, due: _Due, generators: Sequence[Peer], now: float) -> None:
         label, what = due.label, due.what

@@ -141,6 +141,12 @@ class GroupBook:
 
     def __init__(self) -> None:
         self._untaken: dict[int, Group] = {}
+        self._untaken_of: Counter[int] = Counter()
+        """By stage."""
+        self._ready: set[int] = set()
+        """Numbers of the untaken ones that wait for nothing but a batch."""
+        self._ready_of: Counter[int] = Counter()
+        """By stage."""
         self._in_training: Counter[tuple[int, int]] = Counter()
         """Groups by the step that trains on them, and their stage."""
         self._dropped = DroppedGroups()
@@ -153,7 +159,17 @@ class GroupBook:
 
     def untaken_of(self, stage: int) -> int:
         """Those of a stage."""
-        return sum(group.stage == stage for group in self._untaken.values())
+        return self._untaken_of[stage]
+
+    def ready_of(self, stage: int) -> int:
+        """Groups of a stage of which `note_ready` was told."""
+        return self._ready_of[stage]
+
+    def note_ready(self, group: Group) -> None:
+        """A group is complete and will be trained on."""
+        assert group.number in self._untaken and group.number not in self._ready
+        self._ready.add(group.number)
+        self._ready_of[group.stage] += 1
 
     @property
     def untrained(self) -> int:
@@ -173,10 +189,19 @@ class GroupBook:
     def open(self, group: Group) -> None:
         """Start to collect a group."""
         self._untaken[group.number] = group
+        self._untaken_of[group.stage] += 1
+
+    def _pop(self, number: int) -> Group:
+        group = self._untaken.pop(number)
+        self._untaken_of[group.stage] -= 1
+        if number in self._ready:
+            self._ready.remove(number)
+            self._ready_of[group.stage] -= 1
+        return group
 
     def drop(self, group: Group, reason: str) -> None:
         """Release a group that will not be trained on; what still arrives of it is ignored."""
-        del self._untaken[group.number]
+        self._pop(group.number)
         group.is_abandoned = True
         self._dropped.add(group, reason)
 
@@ -197,7 +222,7 @@ class GroupBook:
 
         Returns them, and what is known of the groups dropped since the last call.
         """
-        groups = [self._untaken.pop(number) for number in numbers]
+        groups = [self._pop(number) for number in numbers]
         self._in_training.update((step, group.stage) for group in groups)
         dropped, self._dropped = self._dropped, DroppedGroups()
         return groups, dropped
@@ -219,11 +244,10 @@ class GroupBook:
 
     def abandon(self) -> list[Group]:
         """Forget and return the groups in no batch: the run is over."""
-        groups = list(self._untaken.values())
+        groups = [self._pop(number) for number in list(self._untaken)]
         for group in groups:
             group.is_abandoned = True
         self._abandoned += [unfinished_of(group) for group in groups]
-        self._untaken.clear()
         return groups
 
 

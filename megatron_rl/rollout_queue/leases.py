@@ -10,8 +10,6 @@ failure, or returns nothing of the lease for too long; after queue.max_attempts 
 fails. Whoever still generates what nobody waits for is told to stop.
 """
 
-import bisect
-import collections
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -24,34 +22,15 @@ from megatron_rl.rollout_queue.admission import LeaseRules
 from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED, GroupFailure
 from megatron_rl.rollout_queue.groups import Group, Origin, find_fault
 from megatron_rl.rollout_queue.peers import Peer, Peers
+from megatron_rl.rollout_queue.rooms import Selection
+from megatron_rl.rollout_queue.waiting import Able, LeasedGroup, WaitingGroups
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(eq=False)
-class _LeasedGroup:
-    """A group whose completions are not all returned."""
-
-    group: Group
-    unleased: list[int]
-    """Indices that no generator has."""
-    unreturned: int
-    attempts: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    """By index."""
-    home: str = ""
-    """The generator that got completions of it first; empty before."""
-    shunned: str = ""
-    """The generator that failed one last; others get it, if there are any."""
-
-    @property
-    def turn(self) -> tuple[bool, int, int]:
-        """Sorts groups by their turn: evaluations first, then as they are trained on."""
-        return (not self.group.evaluation, self.group.opened_version, self.group.number)
-
-
 @dataclasses.dataclass
 class _OpenLease:
-    holder: _LeasedGroup
+    holder: LeasedGroup
     missing: set[int]
     generator: str
     leased_at: float
@@ -65,9 +44,8 @@ class Leases:
         self._config = config
         self._generators = Peers("generator")
         self._open: dict[int, _OpenLease] = {}
-        self._groups: dict[int, _LeasedGroup] = {}
-        self._queue: list[_LeasedGroup] = []
-        """Those with unleased indices, by turn."""
+        self._groups: dict[int, LeasedGroup] = {}
+        self._waiting = WaitingGroups()
         self._next_id = 0
         self._cancels: list[tuple[str, Cancel]] = []
         self._failures: list[GroupFailure] = []
@@ -90,17 +68,23 @@ class Leases:
 
     def add(self, group: Group) -> None:
         """Queue all completions of a group."""
-        held = _LeasedGroup(group, list(range(group.size)), group.size)
+        held = LeasedGroup(group, list(range(group.size)), group.size)
         self._groups[group.number] = held
-        self._enqueue(held)
+        self._waiting.add(held)
 
     def can_take(self, rules: LeaseRules, *, is_evaluation: bool) -> bool:
         """Whether a generator that may take completions of such a group has room for one."""
-        return any(peer.room for peer in self._able(rules, is_evaluation=is_evaluation))
+        return self._able(rules, is_evaluation=is_evaluation).has_room
 
-    def _able(self, rules: LeaseRules, *, is_evaluation: bool) -> list[Peer]:
-        able = self._generators.of_version(rules.oldest_version(is_evaluation=is_evaluation))
-        return [peer for peer in able if rules.may_take(peer.name, is_evaluation=is_evaluation)]
+    def _able(self, rules: LeaseRules, *, is_evaluation: bool) -> Selection:
+        self._generators.set_apart(rules.evaluators)
+        return self._generators.select(
+            rules.oldest_version(is_evaluation=is_evaluation),
+            is_apart=is_evaluation if rules.evaluators else None,
+        )
+
+    def _all_able(self, rules: LeaseRules) -> Able:
+        return Able(self._able(rules, is_evaluation=False), self._able(rules, is_evaluation=True))
 
     def issue(
         self, rules: LeaseRules, open_group: Callable[[], Group | None], now: float
@@ -112,55 +96,33 @@ class Leases:
         where that costs nothing, and no slot idles while a completion waits. The groups that come
         before an older one are those of its own version, and no more than admission lets be opened.
         """
-        if self._generators.find_room() is None:
+        if not self._generators.select().has_room:
             return None
-        choice = self._choose(rules, anywhere=False)
+        able = self._all_able(rules)
+        choice = self._waiting.choose(rules, able, anywhere=False)
         if choice is None and (group := open_group()) is not None:
             self.add(group)
-            choice = self._choose(rules, anywhere=False)
-        choice = choice or self._choose(rules, anywhere=True)
+            choice = self._waiting.choose(rules, able, anywhere=False)
+        choice = choice or self._waiting.choose(rules, able, anywhere=True)
         return self._lease(*choice, now) if choice is not None else None
 
-    def _choose(self, rules: LeaseRules, *, anywhere: bool) -> tuple[_LeasedGroup, Peer] | None:
-        for held in self._queue:
-            generator = self._find_generator(held, rules, anywhere=anywhere)
-            if generator is not None:
-                return held, generator
-        return None
-
-    def _find_generator(
-        self, held: _LeasedGroup, rules: LeaseRules, *, anywhere: bool
-    ) -> Peer | None:
-        group = held.group
-        is_evaluation = bool(group.evaluation)
-        anywhere |= rules.is_urgent(group.opened_version, is_evaluation=is_evaluation)
-        able = self._able(rules, is_evaluation=is_evaluation)
-        able = [peer for peer in able if peer.name != held.shunned] or able
-        home = next((peer for peer in able if peer.name == held.home), None)
-        if home is not None and (home.room or not anywhere):
-            return home if home.room else None
-        roomiest = max(able, key=lambda peer: peer.room, default=None)
-        return roomiest if roomiest is not None and roomiest.room else None
-
-    def _lease(self, held: _LeasedGroup, generator: Peer, now: float) -> tuple[str, Lease]:
-        count = min(len(held.unleased), generator.room)
+    def _lease(self, held: LeasedGroup, name: str, now: float) -> tuple[str, Lease]:
+        count = min(len(held.unleased), self._generators[name].room)
         indices, held.unleased = held.unleased[:count], held.unleased[count:]
         if not held.unleased:
-            self._queue.remove(held)
-        if held.home == held.shunned or held.home not in self._generators.names:
-            held.home = generator.name
+            self._waiting.remove(held)
+        if held.home == held.shunned or held.home not in self._generators:
+            self._waiting.settle(held, name)
         held.attempts.update(indices)
         group = held.group
         # Programs' tests, which only verifiers need, can be long, and a group has many leases.
         prompt = msgspec.structs.replace(group.prompt, entry="")
         lease = Lease(self._next_id, prompt, indices, group.sampling)
         self._next_id += 1
-        self._open[lease.lease_id] = _OpenLease(held, set(indices), generator.name, now, now)
-        self._generators.hand_out(generator.name, lease.lease_id, count)
-        return generator.name, lease
-
-    def _enqueue(self, held: _LeasedGroup) -> None:
-        bisect.insort(self._queue, held, key=lambda held: held.turn)
+        self._open[lease.lease_id] = _OpenLease(held, set(indices), name, now, now)
+        held.lease_ids.add(lease.lease_id)
+        self._generators.hand_out(name, lease.lease_id, count)
+        return name, lease
 
     # --- coming back ----------------------------------------------------------------------------
 
@@ -201,7 +163,7 @@ class Leases:
         if failure.drop_as:
             self._fail(held, failure.drop_as, failure.reason)
             return
-        held.shunned = name
+        self._waiting.shun(held, name)
         self._repeat(held, [failure.index], f"{name} failed: {failure.reason}")
 
     def expire(self, now: float) -> None:
@@ -219,7 +181,7 @@ class Leases:
         self._take_back(stuck)
         for lease_id in stuck:
             lease = self._open[lease_id]
-            lease.holder.shunned = lease.generator
+            self._waiting.shun(lease.holder, lease.generator)
         self._lose(stuck, f"nothing came for {config.lease_timeout_s:.0f} s")
 
     def drop_generator(self, name: str) -> None:
@@ -235,17 +197,22 @@ class Leases:
         lease.active_at = now
         self._generators.give_back(name, lease_id)
         if not lease.missing:
-            del self._open[lease_id]
+            self._close(lease_id)
         return lease
+
+    def _close(self, lease_id: int) -> None:
+        lease = self._open.pop(lease_id)
+        lease.holder.lease_ids.remove(lease_id)
 
     def _lose(self, lease_ids: list[int], why: str) -> None:
         for lease_id in lease_ids:
             # A group that failed meanwhile took its other leases with it.
-            lease = self._open.pop(lease_id, None)
+            lease = self._open.get(lease_id)
             if lease is not None:
+                self._close(lease_id)
                 self._repeat(lease.holder, sorted(lease.missing), why)
 
-    def _repeat(self, held: _LeasedGroup, indices: list[int], why: str) -> None:
+    def _repeat(self, held: LeasedGroup, indices: list[int], why: str) -> None:
         prompt_id = held.group.prompt.id
         attempts = max(held.attempts[index] for index in indices)
         if attempts >= self._config.max_attempts:
@@ -255,16 +222,16 @@ class Leases:
         log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)
         self._put_back(held, indices)
 
-    def _put_back(self, held: _LeasedGroup, indices: list[int]) -> None:
+    def _put_back(self, held: LeasedGroup, indices: list[int]) -> None:
         if not held.unleased:
-            self._enqueue(held)
+            self._waiting.add(held)
         held.unleased = sorted([*held.unleased, *indices])
 
     def replace(self, group: Group, index: int) -> None:
         """Queue one more completion in the place of one that came back and is of no use."""
         held = self._groups.get(group.number)
         if held is None:
-            held = self._groups[group.number] = _LeasedGroup(group, [], 0)
+            held = self._groups[group.number] = LeasedGroup(group, [], 0)
         held.unreturned += 1
         del held.attempts[index]
         self._put_back(held, [index])
@@ -276,12 +243,12 @@ class Leases:
         held = self._groups.pop(group.number, None)
         if held is None:
             return
-        if held.unleased:
-            self._queue.remove(held)
-        lease_ids = [number for number, lease in self._open.items() if lease.holder is held]
+        if held.is_waiting:
+            self._waiting.remove(held)
+        lease_ids = sorted(held.lease_ids)
         self._take_back(lease_ids)
         for lease_id in lease_ids:
-            del self._open[lease_id]
+            self._close(lease_id)
 
     def pop_evaluation(self) -> list[Group]:
         """Forget the groups of an evaluation that nobody can complete, and return them."""
@@ -291,7 +258,7 @@ class Leases:
             group.is_abandoned = True
         return groups
 
-    def _fail(self, held: _LeasedGroup, reason: str, detail: str) -> None:
+    def _fail(self, held: LeasedGroup, reason: str, detail: str) -> None:
         self.cancel(held.group)
         self._failures.append(GroupFailure(held.group, reason, detail))
 
@@ -317,7 +284,7 @@ class Leases:
     @property
     def waiting(self) -> int:
         """Completions of opened groups that no generator has."""
-        return sum(len(held.unleased) for held in self._queue)
+        return self._waiting.completions
 
     @property
     def outstanding(self) -> int:
@@ -336,7 +303,12 @@ class Leases:
     @property
     def peers(self) -> list[Peer]:
         """The live generators."""
-        return self._generators.of_version(-1)
+        return self._generators.all
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a generator that has weights can take a completion."""
+        return self._generators.select(0).has_room
 
     def describe(self, now: float) -> str:
         """One line on what is open where."""

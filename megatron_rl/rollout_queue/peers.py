@@ -7,6 +7,8 @@ handed out and not returned.
 import dataclasses
 import logging
 
+from megatron_rl.rollout_queue.rooms import Rooms, Selection
+
 log = logging.getLogger(__name__)
 
 
@@ -20,15 +22,14 @@ class Peer:
     version: int
     heard_at: float
     """Monotonic seconds."""
+    place: int = 0
+    """Grows in the order in which peers came; one that restarts keeps its place."""
     is_held: bool = False
     """A generator that keeps its version."""
     held: dict[int, int] = dataclasses.field(default_factory=dict)
     """Id of a lease or a request -> items of it still out."""
-
-    @property
-    def outstanding(self) -> int:
-        """Items handed out and not returned."""
-        return sum(self.held.values())
+    outstanding: int = 0
+    """Items handed out and not returned: the sum of `held`."""
 
     @property
     def room(self) -> int:
@@ -42,6 +43,9 @@ class Peers:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._peers: dict[str, Peer] = {}
+        self._rooms = Rooms()
+        self._apart: frozenset[str] = frozenset()
+        self._next_place = 0
 
     def announce(
         self,
@@ -56,6 +60,7 @@ class Peers:
         """Take in a peer's state; returns the ids that an earlier session lost."""
         lost: list[int] = []
         known = self._peers.get(name)
+        place = self._next_place if known is None else known.place
         if known is not None and known.session != session:
             log.warning(
                 "%s %s restarted; what it held under %d ids is lost",
@@ -67,10 +72,22 @@ class Peers:
             known = None
         if known is None:
             log.info("%s %s is there: capacity %d", self._kind, name, capacity)
-            known = self._peers[name] = Peer(name, capacity, session, version, now)
+            known = self._peers[name] = Peer(name, capacity, session, version, now, place)
+            self._next_place = max(self._next_place, place + 1)
         known.capacity, known.version, known.heard_at = capacity, version, now
         known.is_held = is_held
+        self._index(known)
         return lost
+
+    def _index(self, peer: Peer) -> None:
+        """Find it by its room from now on; call after every change."""
+        self._rooms.put(
+            peer.name,
+            version=peer.version,
+            is_apart=peer.name in self._apart,
+            room=peer.room,
+            place=peer.place,
+        )
 
     def hear(self, name: str, now: float) -> None:
         """Note a sign of life."""
@@ -80,6 +97,7 @@ class Peers:
     def drop(self, name: str) -> list[int]:
         """Forget a peer that is gone; returns the ids that it held."""
         peer = self._peers.pop(name, None)
+        self._rooms.remove(name)
         return list(peer.held) if peer else []
 
     def drop_silent(self, now: float, timeout_s: float) -> list[int]:
@@ -97,15 +115,32 @@ class Peers:
                 lost += self.drop(name)
         return lost
 
-    def of_version(self, min_version: int) -> list[Peer]:
-        """Peers that hold that version or a later one."""
-        return [peer for peer in self._peers.values() if peer.version >= min_version]
+    def __contains__(self, name: str) -> bool:
+        return name in self._peers
+
+    def __getitem__(self, name: str) -> Peer:
+        return self._peers[name]
+
+    @property
+    def all(self) -> list[Peer]:
+        """The live peers, in the order in which they came."""
+        return list(self._peers.values())
+
+    def set_apart(self, names: frozenset[str]) -> None:
+        """From now on `select` can tell these from the others, whether they are there or not."""
+        if names != self._apart:
+            changed, self._apart = names ^ self._apart, names
+            for name in changed & self._peers.keys():
+                self._index(self._peers[name])
+
+    def select(self, min_version: int = -1, *, is_apart: bool | None = None) -> Selection:
+        """Peers that hold that version or a later one. is_apart: those set apart, or the others."""
+        return self._rooms.select(min_version, is_apart=is_apart)
 
     def find_room(self, min_version: int = -1) -> Peer | None:
         """The peer with most room for further items; None when all are full."""
-        able = self.of_version(min_version)
-        roomiest = max(able, key=lambda peer: peer.room, default=None)
-        return roomiest if roomiest is not None and roomiest.room else None
+        name = self.select(min_version).find_roomiest()
+        return None if name is None else self._peers[name]
 
     @property
     def rooms(self) -> dict[str, int]:
@@ -113,17 +148,23 @@ class Peers:
         return {peer.name: peer.room for peer in self._peers.values()}
 
     def hand_out(self, name: str, item_id: int, items: int) -> None:
-        """Count items against a peer's room."""
-        self._peers[name].held[item_id] = items
+        """Count items of a new id against a peer's room."""
+        peer = self._peers[name]
+        peer.held[item_id] = items
+        peer.outstanding += items
+        self._index(peer)
 
     def give_back(self, name: str, item_id: int, items: int = 1) -> None:
         """Free the room of items of one id; harmless when the peer is gone."""
         peer = self._peers.get(name)
         if peer is None or item_id not in peer.held:
             return
-        peer.held[item_id] -= items
-        if peer.held[item_id] <= 0:
+        left = peer.held[item_id] - items
+        peer.outstanding -= peer.held[item_id] - max(0, left)
+        peer.held[item_id] = left
+        if left <= 0:
             del peer.held[item_id]
+        self._index(peer)
 
     @property
     def outstanding(self) -> int:

@@ -21,36 +21,36 @@ completions whose group was dropped before they had a score.
 
 import itertools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
 import msgspec
 
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
     LINES,
-    WORD_BYTES,
     WORDS,
     RecordedSpan,
     RolloutRecord,
     RolloutTimes,
-    WordBuffer,
     rollout_files,
 )
-from megatron_rl.protocol.types import Rollout, Score, ScoredRollout
+from megatron_rl.protocol.types import Rollout, ScoredRollout
 from megatron_rl.rollout_queue.failures import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.record_files import Entry, Job, RecordFiles
 
 
-class _Entry(NamedTuple):
-    """A rollout to be written."""
+class Writer(Protocol):
+    """Writes jobs in their order: `RecordFiles` at once, `RecordThread` beside the caller."""
 
-    group: Group
-    rollout: Rollout
-    score: Score | None = None
-    """None: it cannot be graded."""
-    dropped: str = ""
-    detail: str = ""
-    trained_at: float | None = None
+    def write(self, job: Job) -> None:
+        """Write a job, or let it be written."""
+
+    def flush(self) -> None:
+        """Return once all is written."""
+
+    def check(self) -> None:
+        """Raise InputError when something could not be written."""
 
 
 class Recorder:
@@ -63,16 +63,18 @@ class Recorder:
         keeps_tokens: bool = True,
         keeps_evaluated: bool = False,
         unix_offset_s: float = 0.0,
+        writer: Writer | None = None,
     ) -> None:
         """keeps_tokens: write arrays too. unix_offset_s: unix seconds less monotonic ones.
 
+        writer: into the folder of the run's rollouts; None: write at once, with keeps_tokens.
         keeps_evaluated: evaluations that the folder holds are gone on with, not made anew.
         """
         self.keeps_evaluated = keeps_evaluated
         self.run_dir = run_dir
         self._dir = run_dir / FOLDER
         self._dir.mkdir(parents=True, exist_ok=True)
-        self._keeps_tokens = keeps_tokens
+        self._writer: Writer = writer or RecordFiles(self._dir, keeps_tokens=keeps_tokens)
         self._unix_offset_s = unix_offset_s
         self._next_step = 0
         self.dropped_file: Path | None = None
@@ -106,16 +108,18 @@ class Recorder:
 
     def write_step(self, step: int, groups: list[Group], now: float) -> None:
         """Write the groups that the batch of `step`, formed now, consists of."""
-        entries = [entry for group in groups for entry in _entries(group, trained_at=now)]
-        self._write(f"step_{step:06d}", entries, is_first=True)
+        stem = f"step_{step:06d}"
+        self._write(stem, [], is_first=True)
+        for group in groups:
+            self._write(stem, self._entries(group, trained_at=now))
         self._next_step, self.dropped_file = step + 1, None
 
     def write_dropped(self, group: Group, reason: str) -> None:
         """Write the scored rollouts, if any, of a group that is dropped."""
         if group.scored:
-            self._write_dropped(group.evaluation, _entries(group, dropped=reason))
+            self._write_dropped(group.evaluation, self._entries(group, dropped=reason))
 
-    def _write_dropped(self, label: str, entries: list[_Entry]) -> Path:
+    def _write_dropped(self, label: str, entries: list[Entry]) -> Path:
         """label: of their evaluation; empty: they were dropped before the next batch."""
         if label:
             is_first = label not in self._evaluations
@@ -128,13 +132,17 @@ class Recorder:
 
     def write_left_out(self, group: Group, scored: ScoredRollout, reason: str) -> None:
         """Write a scored completion that its group is trained on without."""
-        self._write_dropped("", [_Entry(group, scored.rollout, scored.score, reason)])
+        self._write_dropped("", [self._entry(group, scored, dropped=reason)])
 
     def write_ungraded(self, failure: ScoreFailure) -> Path:
         """Write a completion that cannot be graded; returns the file of lines."""
-        entry = _Entry(
-            failure.group, failure.rollout, dropped=failure.reason, detail=failure.detail
+        record = _record(
+            failure.group, failure.rollout, self._times(failure.group, failure.rollout)
         )
+        record = msgspec.structs.replace(
+            record, reason=failure.reason, dropped=failure.reason, detail=failure.detail
+        )
+        entry = Entry(record, failure.rollout)
         return self._write_dropped(failure.group.evaluation, [entry])
 
     def begin_evaluation(self, label: str, *, keeps_lines: bool = False) -> None:
@@ -143,6 +151,7 @@ class Recorder:
         keeps_lines: of what it lost alone.
         """
         if label not in self._evaluations:
+            # At once: none of our own jobs is of this file.
             self._remove(_dropped_stem(label))
         self._begun.add(label)
         self._write(f"eval_{label}", [], is_first=not keeps_lines)
@@ -151,46 +160,71 @@ class Recorder:
         """Write groups of an evaluation, after those that are written."""
         if label not in self._begun:
             self.begin_evaluation(label)
-        entries = [entry for group in groups for entry in _entries(group)]
-        self._write(f"eval_{label}", entries, is_first=False)
+        for group in groups:
+            self._write(f"eval_{label}", self._entries(group))
+
+    def flush(self) -> None:
+        """Return once all is written."""
+        self._writer.flush()
+
+    def check(self) -> None:
+        """Raise InputError when something could not be written."""
+        self._writer.check()
 
     def _remove(self, stem: str) -> None:
         """Remove what an interrupted run left; lines first, as words alone are read by nobody."""
         for suffix in (LINES, WORDS):
             (self._dir / (stem + suffix)).unlink(missing_ok=True)
 
-    def _write(self, stem: str, entries: list[_Entry], *, is_first: bool) -> Path:
+    def _write(self, stem: str, entries: list[Entry], *, is_first: bool = False) -> Path:
         """Append to the two files of a name, anew if is_first; returns that of lines."""
-        if is_first:
-            self._remove(stem)
-        places = self._append_words(self._dir / (stem + WORDS), entries)
-        records = [
-            _record(entry, words, self._times(entry))
-            for entry, words in zip(entries, places, strict=True)
+        self._writer.write(Job(stem, entries, is_first))
+        return self._dir / (stem + LINES)
+
+    def _entries(
+        self, group: Group, *, dropped: str = "", trained_at: float | None = None
+    ) -> list[Entry]:
+        return [
+            self._entry(group, scored, dropped=dropped, trained_at=trained_at)
+            for scored in group.ordered
         ]
-        path = self._dir / (stem + LINES)
-        with path.open("ab") as file:
-            file.write(msgspec.json.Encoder().encode_lines(records))
-        return path
 
-    def _append_words(self, path: Path, entries: list[_Entry]) -> list[tuple[int, int] | None]:
-        if not self._keeps_tokens:
-            return [None] * len(entries)
-        with path.open("ab") as file:
-            words = WordBuffer(begins_at=file.tell() // WORD_BYTES)
-            places = [words.add(entry.rollout) for entry in entries]
-            file.write(words.tobytes())
-        return places
+    def _entry(
+        self,
+        group: Group,
+        scored: ScoredRollout,
+        *,
+        dropped: str = "",
+        trained_at: float | None = None,
+    ) -> Entry:
+        """Made here and now: a group goes on to change."""
+        rollout, score = scored.rollout, scored.score
+        scored_at = group.scored_at.get(rollout.index)
+        times = self._times(group, rollout, scored_at=scored_at, trained_at=trained_at)
+        record = msgspec.structs.replace(
+            _record(group, rollout, times),
+            reward=score.reward,
+            parts=score.parts,
+            reason=score.reason,
+            dropped=dropped,
+        )
+        return Entry(record, rollout)
 
-    def _times(self, entry: _Entry) -> RolloutTimes:
-        origin = entry.group.origins[entry.rollout.index]
-        scored_at = entry.group.scored_at.get(entry.rollout.index) if entry.score else None
+    def _times(
+        self,
+        group: Group,
+        rollout: Rollout,
+        *,
+        scored_at: float | None = None,
+        trained_at: float | None = None,
+    ) -> RolloutTimes:
+        origin = group.origins[rollout.index]
         return RolloutTimes(
             leased=self._unix_s(origin.leased_at),
             done=self._unix_s(origin.done_at),
             scored=None if scored_at is None else self._unix_s(scored_at),
-            trained=None if entry.trained_at is None else self._unix_s(entry.trained_at),
-            first_token_s=round(entry.rollout.first_token_s, 4),
+            trained=None if trained_at is None else self._unix_s(trained_at),
+            first_token_s=round(rollout.first_token_s, 4),
         )
 
     def _unix_s(self, at: float) -> float:
@@ -201,15 +235,8 @@ def _dropped_stem(label: str) -> str:
     return f"dropped_eval_{label}"
 
 
-def _entries(group: Group, *, dropped: str = "", trained_at: float | None = None) -> list[_Entry]:
-    return [
-        _Entry(group, scored.rollout, scored.score, dropped, trained_at=trained_at)
-        for scored in group.ordered
-    ]
-
-
-def _record(entry: _Entry, words: tuple[int, int] | None, times: RolloutTimes) -> RolloutRecord:
-    group, rollout, score = entry.group, entry.rollout, entry.score
+def _record(group: Group, rollout: Rollout, times: RolloutTimes) -> RolloutRecord:
+    """What is known of a rollout before it is graded."""
     return RolloutRecord(
         prompt_id=group.prompt.id,
         group=group.number,
@@ -219,22 +246,18 @@ def _record(entry: _Entry, words: tuple[int, int] | None, times: RolloutTimes) -
         language=group.prompt.language,
         text=rollout.text,
         answer=group.prompt.answer,
-        reward=score.reward if score else None,
-        parts=score.parts if score else {},
-        # Of what cannot be graded, the reason why stands for the one of a score.
-        reason=score.reason if score else entry.dropped,
+        reward=None,
+        parts={},
+        reason="",
         tokens=len(rollout.token_ids),
         versions=[span.version for span in rollout.spans],
         finish_reason=rollout.finish_reason,
         seed=group.sampling.seed,
         prompt_tail=rollout.prompt_tail,
         answer_class=group.classes.get(rollout.index) if group.evaluation else None,
-        dropped=entry.dropped,
-        detail=entry.detail,
         generator=group.origins[rollout.index].generator,
         prompt_tokens=len(rollout.prompt_ids),
         spans=[RecordedSpan(span.version, span.start, span.end) for span in rollout.spans],
         times=times,
-        words=words,
         stage=group.stage,
     )

@@ -1,7 +1,8 @@
 """The rollout queue: `python -m megatron_rl.rollout_queue.server --config RUN/config.toml`.
 
-One single-threaded process without torch. It binds the endpoints "prompts" (generators), "verify"
-(verifiers) and "batches" (trainer leaders), and sleeps until a message arrives or a check is due.
+One process without torch. Its one loop binds the endpoints "prompts" (generators), "verify"
+(verifiers) and "batches" (trainer leaders), and sleeps until a message arrives or a check is due;
+a thread beside it writes records (`record_thread.py`).
 """
 
 import argparse
@@ -16,23 +17,30 @@ from pathlib import Path
 import zmq
 
 from megatron_rl.config.files import load_config
+from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.wire import Router
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
 from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.prompts import load_prompts
 from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.record_files import RecordFiles
+from megatron_rl.rollout_queue.record_thread import RecordThread
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 """Overdue work is looked for this often."""
-_BURST_MESSAGES = 256
-"""Messages taken from one endpoint before the others get their turn."""
+_BURST_S = 0.005
+"""Messages are taken from one endpoint for so long before the others get their turn: long rollouts
+take as many times longer than short ones, and slots wait meanwhile."""
+_RECORDED_BATCHES = 2
+"""Groups of so many batches may wait to be recorded."""
 
 
 def serve(
@@ -62,7 +70,8 @@ def serve(
 
 
 def _receive_burst(coordinator: Coordinator, endpoint: str, router: Router) -> None:
-    for _ in range(_BURST_MESSAGES):
+    until = time.monotonic() + _BURST_S
+    while time.monotonic() < until:
         received = router.receive(timeout_s=0)
         if received is None:
             return
@@ -91,12 +100,7 @@ def main(
         coordinator = Coordinator(
             config,
             prompts,
-            recorder=Recorder(
-                config.run.dir,
-                keeps_tokens=config.queue.record_tokens,
-                keeps_evaluated=keeps_evaluated,
-                unix_offset_s=time.time() - time.monotonic(),
-            ),
+            recorder=_open_recorder(config, stack, keeps_evaluated=keeps_evaluated),
             metrics=metrics,
             evaluate_only=evaluate_only,
             now=time.monotonic(),
@@ -119,6 +123,22 @@ def main(
         log.info("serving on %s, ports %s", config.ports.host, ports)
         serve(coordinator, routers, cold_start)
         log.info("the run is over")
+
+
+def _open_recorder(config: Config, stack: ExitStack, *, keeps_evaluated: bool) -> Recorder:
+    folder = config.run.dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = RecordThread(
+        RecordFiles(folder, keeps_tokens=config.queue.record_tokens),
+        jobs=_RECORDED_BATCHES * max(stage.sampled_groups for stage in resolve_stages(config)),
+        limit_s=config.checkpoint.write_timeout_s,
+    )
+    return Recorder(
+        config.run.dir,
+        keeps_evaluated=keeps_evaluated,
+        unix_offset_s=time.time() - time.monotonic(),
+        writer=stack.enter_context(writer),
+    )
 
 
 def start() -> int:

@@ -26,12 +26,12 @@ def sequence_of(group: Group, scored: ScoredRollout) -> TrainSequence:
 def _as_sampled(scored: ScoredRollout) -> TrainSequence:
     rollout = scored.rollout
     lengths = [span.end - span.start for span in rollout.spans]
-    versions = np.repeat([span.version for span in rollout.spans], lengths)
+    versions = np.repeat(np.array([span.version for span in rollout.spans], np.int32), lengths)
     return TrainSequence(
         token_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]),
         prompt_length=len(rollout.prompt_ids),
         generator_logprobs=rollout.logprobs,
-        token_versions=versions.astype(np.int32),
+        token_versions=versions,
         advantage=0.0,
         weight=0.0,
         reward=scored.score.reward,

@@ -87,7 +87,7 @@ class BatchClient(Closing):
                     f"the queue had no batch for step {step} in {self._timeout_s:.0f} s "
                     "(train.batch_timeout_s + eval.timeout_s): see logs/queue.log"
                 )
-        batch = wire.decode(frame, _ANSWER)
+        batch = wire.decode_frames(wire.split_frames(frame), _ANSWER)
         self.metrics = [Metric("wait/batch_s", time.monotonic() - started, "max")]
         return None if isinstance(batch, Stop) else batch
 
@@ -115,10 +115,11 @@ class BatchClient(Closing):
         return answer
 
     def _receive(self) -> bytes | None:
-        """On the leader a frame, or b"" when none came for a while; elsewhere None."""
+        """On the leader a message's frames joined, or b"" when none came for a while; else None."""
         if self._dealer is None:
             return None
-        return self._dealer.receive_frame(_TURN_S) or b""
+        frames = self._dealer.receive_frames(_TURN_S)
+        return b"" if frames is None else wire.join_frames(frames)
 
     def _broadcast(self, frame: bytes | None) -> bytes:
         """The leader's frame on every rank of the group."""

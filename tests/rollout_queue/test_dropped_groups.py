@@ -60,7 +60,7 @@ def test_any_reason_reaches_records_metrics_and_the_saved_state(tmp_path: Path) 
     list(queue.coordinator.outgoing(queue.now))
     book = queue.coordinator._groups
     group = next(iter(book._untaken.values()))
-    queue.coordinator._drop(group, "attempts_exhausted")
+    queue.coordinator._ends.drop(group, "attempts_exhausted")
     saved = {(g.number, g.prompt_id) for g in book.unfinished()}
     assert (group.number, group.prompt.id) in saved
     # It has no scored rollout, so there is nothing to write.

@@ -1,4 +1,6 @@
+import dataclasses
 import math
+import random
 import re
 
 import msgspec
@@ -11,7 +13,7 @@ from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
 from megatron_rl.rollout_queue.batches import form_batch
-from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, GroupBook, find_fault
+from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group, GroupBook, find_fault
 from megatron_rl.rollout_queue.tally import RolloutTally
 from tests.rollout_queue.makers import make_group, make_rollout
 
@@ -227,3 +229,35 @@ def test_certain_tokens_and_both_ends_of_a_completion_are_sound() -> None:
     for finish_reason in ("stop", "length"):
         rollout = make_rollout(tokens=3, finish_reason=finish_reason)
         assert find_fault(msgspec.structs.replace(rollout, logprobs=certain)) == ""
+
+
+def test_counts_by_stage_are_those_of_a_look_at_every_group() -> None:
+    chance, book = random.Random(0), GroupBook()
+    alive: dict[int, Group] = {}
+    ready: set[int] = set()
+    for number in range(600):
+        event = chance.choices(["open", "ready", "drop", "take", "abandon"], [8, 8, 2, 2, 0.1])[0]
+        if event == "open":
+            alive[number] = dataclasses.replace(
+                make_group(number, [0.1]), stage=chance.randint(0, 2)
+            )
+            book.open(alive[number])
+        elif event == "ready" and alive.keys() - ready:
+            ready.add(chosen := chance.choice(sorted(alive.keys() - ready)))
+            book.note_ready(alive[chosen])
+        elif event == "drop" and alive:
+            group = alive.pop(chance.choice(sorted(alive)))
+            ready.discard(group.number)
+            book.drop(group, FLAT)
+        elif event == "take" and ready:
+            numbers = chance.sample(sorted(ready), min(3, len(ready)))
+            book.take(numbers, step=number)
+            ready.difference_update(numbers)
+            alive = {n: group for n, group in alive.items() if n not in numbers}
+        elif event == "abandon":
+            assert {group.number for group in book.abandon()} == alive.keys()
+            alive, ready = {}, set()
+        for stage in range(3):
+            mine = {n for n, group in alive.items() if group.stage == stage}
+            assert (book.untaken_of(stage), book.ready_of(stage)) == (len(mine), len(mine & ready))
+        assert book.untaken == len(alive)

@@ -169,6 +169,25 @@ def test_port_in_use_and_too_few_held_out_prompts_exit_2(tmp_path: Path) -> None
     assert queue.returncode == 2 and "only 2 held-out prompts" in errors
 
 
+def test_records_that_cannot_be_written_end_the_queue_with_exit_code_2_and_the_cause(
+    tmp_path: Path,
+) -> None:
+    config = write_config(tmp_path, 40, 0, train=TRAIN, eval={"prompts": 0})
+    # A folder in the place of a file.
+    (tmp_path / "rollouts" / "step_000001.jsonl" / "x").mkdir(parents=True)
+    queue = start_queue(config)
+    peers = ScriptedPeers(config)
+    try:
+        assert peers.run(queue, timeout_s=40) == 2
+    finally:
+        queue.kill()
+        peers.close()
+    message = queue.stderr.read()
+    assert "could not be recorded in" in message and "step_000001.jsonl" in message
+    assert "Traceback" not in message
+    assert len(read_jsonl(tmp_path / "rollouts" / "step_000000.jsonl")) == 16
+
+
 def test_sigterm_ends_the_queue_at_once(tmp_path: Path) -> None:
     config = write_config(tmp_path, 10, 0, train=TRAIN, eval={"prompts": 0})
     queue = start_queue(config)

@@ -35,8 +35,8 @@ def serve_or_fetch(port: int) -> list:
     if dist.get_rank() == 0:
         return serve(port)
     batch_client._TURN_S = 0.2
-    decoded = count_calls("decode")
-    encoded = count_calls("encode")
+    decoded = count_calls("decode_frames")
+    encoded = count_calls("encode_frames")
     with BatchClient(
         f"127.0.0.1:{port}",
         dp_rank=3,

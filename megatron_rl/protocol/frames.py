@@ -1,0 +1,142 @@
+"""Messages as frames of bytes: msgpack, with long arrays beside it, and back.
+
+Imported by every process, mostly by way of `wire.py`. The first frame is the message; an array of
+at least `APART_BYTES` is a frame of its own, so that who passes a rollout on copies none of it:
+received arrays are views of what came over the network, and are sent from where they lie. Nothing
+is pickled.
+"""
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_rl.protocol.types import AnyMessage
+
+APART_BYTES = 32 << 10
+"""Below that a frame of its own costs more than a copy."""
+_ARRAY_DTYPES = {"i": np.dtype("<i4"), "h": np.dtype("<i2"), "f": np.dtype("<f4")}
+_ALIGN = 8
+"""Bytes between the beginnings of joined frames are a multiple of that."""
+
+Frame = bytes | memoryview
+
+
+class WireError(RuntimeError):
+    """A peer sent something that is no message, or a socket could not be used."""
+
+    peer = ""
+    """Who sent it, where that is known."""
+
+
+def _code_of(array: np.ndarray) -> str | None:
+    """What says how its numbers are sent; None for an array that cannot be."""
+    if array.ndim != 1 or array.dtype.kind not in "if":
+        return None
+    return "h" if array.dtype == np.int16 else str(array.dtype.kind)
+
+
+class _Encoding:
+    """Of one message: the arrays that go in frames of their own."""
+
+    def __init__(self, least_bytes: float) -> None:
+        self._least_bytes = least_bytes
+        self.apart: list[memoryview] = []
+
+    def encode_array(self, obj: Any) -> tuple[str, bytes | int]:
+        """(code, its bytes or the number of its frame)."""
+        code = _code_of(obj) if isinstance(obj, np.ndarray) else None
+        if code is None:
+            raise NotImplementedError(f"cannot send {type(obj).__name__}: {obj!r:.80}")
+        array = np.ascontiguousarray(obj, dtype=_ARRAY_DTYPES[code])
+        if array.nbytes < self._least_bytes:
+            return code, array.tobytes()
+        self.apart.append(array.data.cast("B"))
+        return code, len(self.apart)
+
+
+def encode(message: Any) -> bytes:
+    """A message in one frame. int16 stays so, other integers become int32, floats float32."""
+    return msgspec.msgpack.encode(message, enc_hook=_Encoding(float("inf")).encode_array)
+
+
+def encode_frames(message: Any) -> list[Frame]:
+    """Frames of a message: long arrays as they lie, which must not be written to any more."""
+    encoding = _Encoding(APART_BYTES)
+    head = msgspec.msgpack.encode(message, enc_hook=encoding.encode_array)
+    return [head, *encoding.apart]
+
+
+class _Apart(threading.local):
+    """The frames beside the message that this thread decodes."""
+
+    frames: Sequence[Frame] = ()
+    used = 0
+
+
+_apart = _Apart()
+
+
+def _decode_array(kind: type, obj: Any) -> Any:
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"cannot receive {kind.__name__}")
+    code, data = obj
+    if isinstance(data, int):
+        # In order, so that each belongs to one array.
+        if data != _apart.used + 1 or data > len(_apart.frames):
+            raise ValueError(f"an array in frame {data} of {len(_apart.frames)} beside the message")
+        _apart.used, data = data, _apart.frames[data - 1]
+    return np.frombuffer(data, dtype=_ARRAY_DTYPES[code])
+
+
+@functools.cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
+    # Making one costs more than decoding a small message.
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+
+
+def decode(frame: Frame, kind: Any = AnyMessage) -> Any:
+    """Message of one frame; WireError when it is none."""
+    return decode_frames([frame], kind)
+
+
+def decode_frames(frames: Sequence[Frame], kind: Any = AnyMessage) -> Any:
+    """Message of its frames; its long arrays are views of them. WireError when it is none."""
+    head, *_apart.frames = frames
+    _apart.used = 0
+    try:
+        message = _decoder(kind).decode(head)
+        if _apart.used != len(_apart.frames):
+            raise ValueError(
+                f"{len(_apart.frames)} arrays beside it, of which it has {_apart.used}"
+            )
+        return message
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
+        raise WireError(
+            f"received a frame of {len(head)} bytes that is no message: {error}"
+        ) from error
+    finally:
+        _apart.frames = ()
+
+
+def join_frames(frames: Sequence[Frame]) -> bytes:
+    """All frames in one piece of memory, for who can pass on only one."""
+    sizes = np.array([len(frames), *map(len, frames)], np.int64)
+    parts: list[Frame] = [sizes.tobytes()]
+    for frame in frames:
+        parts += [frame, bytes(-len(frame) % _ALIGN)]
+    return b"".join(parts)
+
+
+def split_frames(joined: bytes) -> list[Frame]:
+    """The frames that were joined, as views."""
+    sizes = np.frombuffer(joined, np.int64, 1 + int(np.frombuffer(joined, np.int64, 1)[0]))
+    frames: list[Frame] = []
+    begin = sizes.nbytes
+    for size in map(int, sizes[1:]):
+        frames.append(memoryview(joined)[begin : begin + size])
+        begin += size + -size % _ALIGN
+    return frames

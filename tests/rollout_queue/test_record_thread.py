@@ -1,0 +1,157 @@
+"""Records are written beside the loop: all of them, in order, and no error is lost."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.rollout_files import read_rollouts
+from megatron_rl.protocol.types import QueueState, SaveState
+from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.rollout_queue.groups import FLAT
+from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.record_files import Job, RecordFiles
+from megatron_rl.rollout_queue.record_thread import RecordThread
+from tests.rollout_queue.makers import make_group, make_score
+from tests.rollout_queue.played_queue import PlayedQueue
+
+
+class GatedFiles(RecordFiles):
+    """A disk that is slow until the gate opens."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, keeps_tokens=True)
+        self.gate = threading.Event()
+        self.threads: set[int] = set()
+
+    def write(self, job: Job) -> None:
+        self.gate.wait(20)
+        self.threads.add(threading.get_ident())
+        super().write(job)
+
+
+def rollouts_dir(folder: Path) -> Path:
+    (folder / "rollouts").mkdir()
+    return folder / "rollouts"
+
+
+def fill(recorder: Recorder) -> None:
+    for step in range(3):
+        recorder.write_dropped(make_group(10 * step, [0.1, 0.1], tokens=[9, 7]), FLAT)
+        groups = [make_group(10 * step + n, [0.1, 1.0], tokens=[8, n + 2]) for n in (1, 2)]
+        recorder.write_step(step, groups, now=4.0)
+        recorder.write_evaluation("before", [make_group(100 + step, [1.0])])
+
+
+def test_what_the_thread_writes_is_what_is_written_at_once(tmp_path: Path) -> None:
+    (tmp_path / "at_once").mkdir()
+    (tmp_path / "beside").mkdir()
+    fill(Recorder(tmp_path / "at_once"))
+    files = GatedFiles(rollouts_dir(tmp_path / "beside"))
+    with RecordThread(files, jobs=50, limit_s=20) as thread:
+        fill(Recorder(tmp_path / "beside", writer=thread))
+        # Nothing is there yet, and the loop went on.
+        assert list(files.folder.iterdir()) == []
+        files.gate.set()
+    assert files.threads and threading.get_ident() not in files.threads
+    written = {path.name: path.read_bytes() for path in (tmp_path / "at_once/rollouts").iterdir()}
+    assert len(written) == 14
+    assert {path.name: path.read_bytes() for path in files.folder.iterdir()} == written
+    found = [(r.source.step, r.group, r.index) for r in read_rollouts(tmp_path / "beside")]
+    assert found[:6] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1)]
+
+
+def test_a_group_that_changes_after_its_record_was_made_is_recorded_as_it_was(
+    tmp_path: Path,
+) -> None:
+    files = GatedFiles(rollouts_dir(tmp_path))
+    group = make_group(0, [0.1, 1.0])
+    with RecordThread(files, jobs=50, limit_s=20) as thread:
+        recorder = Recorder(tmp_path, writer=thread)
+        recorder.write_dropped(group, FLAT)
+        group.scored.clear()
+        group.origins.clear()
+        files.gate.set()
+    assert [rollout.reward for rollout in read_rollouts(tmp_path)] == [0.1, 1.0]
+
+
+def test_flush_returns_when_all_is_on_the_disk(tmp_path: Path) -> None:
+    files = GatedFiles(rollouts_dir(tmp_path))
+    with RecordThread(files, jobs=50, limit_s=20) as thread:
+        recorder = Recorder(tmp_path, writer=thread)
+        fill(recorder)
+        threading.Timer(0.2, files.gate.set).start()
+        started = time.monotonic()
+        recorder.flush()
+        assert time.monotonic() - started >= 0.15
+        assert len(list(read_rollouts(tmp_path))) == 3 * (2 + 4 + 1)
+
+
+def test_loop_waits_for_a_slow_disk_once_the_line_is_full_and_not_for_ever(tmp_path: Path) -> None:
+    files = GatedFiles(rollouts_dir(tmp_path))
+    thread = RecordThread(files, jobs=2, limit_s=0.6)
+    recorder = Recorder(tmp_path, writer=thread)
+    # One is at the gate, two wait.
+    for number in range(3):
+        recorder.write_evaluation("e", [make_group(number, [1.0])] if number else [])
+        time.sleep(0.05)
+    with pytest.raises(DeadlineExceeded, match="2 groups wait .* too slow for 1 s"):
+        recorder.write_evaluation("e", [make_group(3, [1.0])])
+    files.gate.set()
+    thread.close()
+    assert [rollout.group for rollout in read_rollouts(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("meets_it", ["write", "check", "flush", "close"])
+def test_a_full_disk_is_told_with_its_cause_wherever_the_loop_meets_it(
+    tmp_path: Path, meets_it: str
+) -> None:
+    folder = rollouts_dir(tmp_path)
+    # Every write to this device fails as on a full disk.
+    os.symlink("/dev/full", folder / "dropped_000000.int32")
+    os.symlink("/dev/full", folder / "dropped_000000.jsonl")
+    files = FullDisk(folder, keeps_tokens=True)
+    thread = RecordThread(files, jobs=50, limit_s=20)
+    recorder = Recorder(tmp_path, writer=thread)
+    recorder.write_dropped(make_group(0, [0.1, 0.1]), FLAT)
+    if meets_it != "close":
+        thread._thread.join(10)
+    act = {
+        "write": lambda: recorder.write_step(0, [], now=1.0),
+        "check": recorder.check,
+        "flush": recorder.flush,
+        "close": thread.close,
+    }[meets_it]
+    with pytest.raises(InputError, match=r"could not be recorded in .*No space left.* resumes"):
+        act()
+
+
+class FullDisk(RecordFiles):
+    """Appends to what is there, a device that is full."""
+
+    def write(self, job: Job) -> None:
+        super().write(job._replace(is_first=False))
+
+
+def test_a_checkpoints_state_is_given_once_the_records_before_it_are_on_the_disk(
+    tmp_path: Path,
+) -> None:
+    queue = PlayedQueue(tmp_path, lambda prompt, index: make_score(float(index == 0)))
+    files = GatedFiles(tmp_path / "rollouts")
+    with RecordThread(files, jobs=50, limit_s=20) as thread:
+        queue.coordinator._recorder._writer = thread
+        queue.start()
+        queue.play(6)
+        assert len(queue.batches) == 1 and list(files.folder.iterdir()) == []
+        threading.Timer(0.2, files.gate.set).start()
+        queue.coordinator.handle("batches", "t", SaveState(1), queue.now)
+        assert len([r for r in read_rollouts(tmp_path) if r.source.step == 0]) == 8
+        [state] = [m for _, _, m in queue.coordinator.outgoing(queue.now) if is_state(m)]
+        assert state.step == 1
+
+
+def is_state(message: object) -> bool:
+    return isinstance(message, QueueState)

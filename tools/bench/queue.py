@@ -1,0 +1,348 @@
+"""`python -m tools.bench.queue [--quick] [--only NAME ...]`: the rollout queue at a cluster's size.
+
+The real process of the queue, over real sockets, with scripted peers: 1,000 generators, verifiers
+that answer at once, data-parallel leaders, a publish after each batch. Rollouts have 32,768 tokens
+with logprobs, two version spans and a text. Beside it, in the same run, the *floor*: bare ZeroMQ
+sockets through which the same bytes go, and nothing else (queue_floor.py).
+
+| variant   | what                                                           |
+|-----------|----------------------------------------------------------------|
+| dense     | a 24B model without experts                                    |
+| encrypted | the same with CURVE keys, as between hosts                     |
+| replay    | 30B-A3B with router replay: 48 layers x 8 choices of two bytes |
+|           | a token, 26 MB a rollout, so 100 generators and small batches  |
+
+| figure of a variant        | what                                                           |
+|----------------------------|----------------------------------------------------------------|
+| needed_rollouts_per_s      | what 512 H100s learn from at most (queue_load.py)              |
+| rollouts_per_s             | as many as the queue takes; over_needed: over that, target 4   |
+| bytes_per_s                | arrays and texts of these rollouts, once                       |
+| cpu_share                  | user and system time of the queue's process over the wall's    |
+| cpu_ms_per_rollout         | the same of one rollout                                        |
+| loop_ms_per_rollout        | of its main thread alone                                       |
+| rollouts_per_s_of_one_core | what the main thread could do with a core of its own           |
+| floor_*                    | of the floor                                                   |
+| bookkeeping_share          | of the time per rollout, what the floor does without           |
+| lease_p50_ms, ..._p99_ms   | from when a slot is announced free until its next lease comes, |
+|                            | at lease_rate: 4 times the need, or half of rollouts_per_s     |
+| peak_rss_mb                | of the queue                                                   |
+| held_bound_mb              | rollouts that admission lets it hold                           |
+
+On a few cores peers compete with the queue for them: a rate is a lower bound, and the times per
+rollout are what counts. The last line is one JSON object.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.config.files import dump_toml
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.ports import resolve_ports
+from megatron_rl.protocol.keys import load_keys, make_keys
+from tools.bench.contention import busy_share
+from tools.bench.queue_generators import Control, run_generators
+from tools.bench.queue_load import (
+    COMPLETION_TOKENS,
+    DENSE,
+    EXPERTS,
+    TARGET,
+    Load,
+    Wiring,
+    needed_rollouts_per_s,
+)  # fmt: skip
+from tools.bench.queue_others import run_others
+from tools.bench.queue_process import ProcessTimes, read_times
+
+GENERATOR_PROCESSES = 2
+PROMPTS = 2000
+START_LIMIT_S = 120.0
+END_LIMIT_S = 60.0
+QUEUE, FLOOR = "megatron_rl.rollout_queue.server", "tools.bench.queue_floor"
+
+
+class Variant(NamedTuple):
+    """One load, and what a cluster needs of it."""
+
+    load: Load
+    needed: float
+    is_encrypted: bool = False
+
+
+class Window(NamedTuple):
+    """What happened between two moments of the system's monotonic clock."""
+
+    began: float
+    ended: float
+    rollouts: int
+    """Given back."""
+    before: ProcessTimes
+    after: ProcessTimes
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.ended - self.began
+
+    @property
+    def rollouts_per_s(self) -> float:
+        """The rate."""
+        return self.rollouts / self.seconds
+
+    @property
+    def cpu_share(self) -> float:
+        """Processor time over the wall's; above 1: on several cores."""
+        return (self.after.cpu_s - self.before.cpu_s) / self.seconds
+
+    @property
+    def cpu_ms_per_rollout(self) -> float:
+        """Of all threads."""
+        return 1e3 * (self.after.cpu_s - self.before.cpu_s) / self.rollouts
+
+    @property
+    def loop_ms_per_rollout(self) -> float:
+        """Of the main thread."""
+        return 1e3 * (self.after.main_s - self.before.main_s) / self.rollouts
+
+
+class Outcome(NamedTuple):
+    """Of one server with its peers."""
+
+    full: Window
+    """As many rollouts as it takes."""
+    paced: Window | None
+    """At a given rate."""
+    rate: float
+    leases: list[tuple[float, float]]
+    """(when it came, seconds since its slot was announced as free)"""
+    peak_rss_mb: float
+
+
+class Seconds(NamedTuple):
+    """How long each part of a measurement takes."""
+
+    warm: float
+    full: float
+    paced: float
+
+
+def variants(*, is_quick: bool) -> dict[str, Variant]:
+    """All of them; is_quick: smaller batches."""
+    dense = Load(groups_per_batch=32 if is_quick else 128, max_staleness=7 if is_quick else 3)
+    # 26 MB a rollout: as many as a small machine holds.
+    replay = Load(
+        generators=100,
+        slots=1,
+        choices_per_token=EXPERTS.layers * EXPERTS.experts_per_token,
+        groups_per_batch=2,
+        max_staleness=7,
+        leaders=4,
+    )
+    needed = needed_rollouts_per_s(DENSE, COMPLETION_TOKENS)
+    return {
+        "dense": Variant(dense, needed),
+        "encrypted": Variant(dense, needed, is_encrypted=True),
+        "replay": Variant(replay, needed_rollouts_per_s(EXPERTS, COMPLETION_TOKENS)),
+    }
+
+
+def write_config(folder: Path, variant: Variant) -> Config:
+    """A run folder with prompts and config.toml."""
+    lines = (
+        {"task": "math", "messages": [{"role": "user", "content": f"q {n}"}], "answer": "1"}
+        for n in range(PROMPTS)
+    )
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    load = variant.load
+    keys_dir = folder / "keys" if variant.is_encrypted else None
+    if keys_dir is not None:
+        make_keys(keys_dir)
+    config = Config.model_validate({
+        "run": {"dir": folder},
+        "prompts": [{"path": folder / "prompts.jsonl"}],
+        "train": {
+            "steps": 1_000_000, "groups_per_batch": load.groups_per_batch,
+            "group_size": load.group_size, "microbatch_tokens": 40_960,
+        },
+        "queue": {"max_staleness": load.max_staleness},
+        "sampling": {"max_new_tokens": load.tokens},
+        "generator": {"context_tokens": 40_960, "kv_tokens": 500_000},
+        "eval": {"prompts": 0},
+        "ports": {"keys_dir": keys_dir},
+    })  # fmt: skip
+    config = resolve_ports(config)
+    (folder / "config.toml").write_text(dump_toml(config))
+    return config
+
+
+@contextlib.contextmanager
+def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Connection]]]:
+    """Scripted peers in processes of their own; their results come after `is_over`."""
+    ports = config.ports
+    addresses = [f"{ports.host}:{port}" for port in (ports.prompts, ports.verify, ports.batches)]
+    wiring = Wiring(*addresses, load_keys(ports.keys_dir))
+    fresh = multiprocessing.get_context("spawn")
+    control = Control(
+        fresh.Value("i", -1), fresh.Value("d", 0.0), fresh.Value("i", 0), fresh.Event()
+    )
+    pipes: list[Connection] = []
+    processes: list[BaseProcess] = []
+    count = GENERATOR_PROCESSES
+    parts = [
+        range(i * load.generators // count, (i + 1) * load.generators // count)
+        for i in range(count)
+    ]
+    others = fresh.Process(target=run_others, args=(load, wiring, control))
+    try:
+        others.start()
+        processes.append(others)
+        for part in parts:
+            mine, theirs = fresh.Pipe(duplex=False)
+            pipes.append(mine)
+            arguments = (load, wiring, part, control, theirs)
+            process = fresh.Process(target=run_generators, args=arguments)
+            process.start()
+            processes.append(process)
+            theirs.close()
+        yield control, pipes
+    finally:
+        control.is_over.set()
+        for process in processes:
+            process.join(END_LIMIT_S)
+            if process.exitcode is None:
+                process.kill()
+
+
+@contextlib.contextmanager
+def running_server(module: str, folder: Path, load: Load) -> Iterator[subprocess.Popen]:
+    """The queue, or the floor; ended by SIGTERM."""
+    command = [sys.executable, "-m", module, "--config", str(folder / "config.toml")]
+    if module == FLOOR:
+        command += ["--load", json.dumps(load._asdict())]
+    with (folder / f"{module}.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            yield server
+            if server.poll() is not None:
+                end = (folder / f"{module}.log").read_text()[-2000:]
+                raise RuntimeError(f"{module} ended with exit code {server.returncode}:\n{end}")
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
+    """One server under the load: first as much as it takes, then at a rate."""
+    load = variant.load
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = write_config(folder, variant)
+        with (
+            running_server(module, folder, load) as server,
+            running_peers(load, config) as (control, pipes),
+        ):
+            _await_first_batch(control, server)
+            time.sleep(seconds.warm)
+            full = _watch(server.pid, control, seconds.full)
+            # The floor leases without looking who has room: it has no rate of its own.
+            if module == FLOOR:
+                return Outcome(full, None, 0.0, [], 0.0)
+            rate = min(TARGET * variant.needed, full.rollouts_per_s / 2)
+            control.rate.value = rate / GENERATOR_PROCESSES
+            time.sleep(seconds.warm)
+            paced = _watch(server.pid, control, seconds.paced)
+            peak_rss_mb = read_times(server.pid).peak_rss_mb
+            control.is_over.set()
+            measured = [pipe.recv() for pipe in pipes if pipe.poll(END_LIMIT_S)]
+    if len(measured) != len(pipes):
+        raise RuntimeError("a process of scripted peers did not end")
+    leases = [lease for mine in measured for lease in mine.leases]
+    return Outcome(full, paced, rate, leases, peak_rss_mb)
+
+
+def _await_first_batch(control: Control, server: subprocess.Popen) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while control.version.value < 1 and server.poll() is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no batch was formed in {START_LIMIT_S:.0f} s")
+        time.sleep(0.1)
+
+
+def _watch(pid: int, control: Control, seconds: float) -> Window:
+    began, before, sent = time.monotonic(), read_times(pid), control.sent.value
+    time.sleep(seconds)
+    rollouts = control.sent.value - sent
+    if not rollouts:
+        raise RuntimeError(f"no rollout was given back in {seconds:.0f} s")
+    return Window(began, time.monotonic(), rollouts, before, read_times(pid))
+
+
+def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float]:
+    """As the module's docstring explains them."""
+    assert queue.paced is not None
+    paced = queue.paced
+    waited_ms = [1e3 * s for at, s in queue.leases if paced.began <= at < paced.ended]
+    full, load = queue.full, variant.load
+    found = {
+        "needed_rollouts_per_s": variant.needed,
+        "rollouts_per_s": full.rollouts_per_s,
+        "over_needed": full.rollouts_per_s / variant.needed,
+        "bytes_per_s": full.rollouts_per_s * load.rollout_bytes,
+        "cpu_share": full.cpu_share,
+        "cpu_ms_per_rollout": full.cpu_ms_per_rollout,
+        "loop_ms_per_rollout": full.loop_ms_per_rollout,
+        "rollouts_per_s_of_one_core": 1e3 / full.loop_ms_per_rollout,
+        "floor_rollouts_per_s": floor.full.rollouts_per_s,
+        "floor_cpu_ms_per_rollout": floor.full.cpu_ms_per_rollout,
+        "bookkeeping_share": 1 - floor.full.cpu_ms_per_rollout / full.cpu_ms_per_rollout,
+        "lease_rate": paced.rollouts_per_s,
+        "lease_cpu_share": paced.cpu_share,
+        "lease_p50_ms": statistics.median(waited_ms),
+        "lease_p99_ms": statistics.quantiles(waited_ms, n=100, method="inclusive")[98],
+        "lease_max_ms": max(waited_ms),
+        "leases": len(waited_ms),
+        "peak_rss_mb": queue.peak_rss_mb,
+        "held_bound_mb": load.held_bound * load.rollout_bytes / 1e6,
+    }
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+def main() -> None:
+    """Entry."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller batches, shorter")
+    all_names = list(variants(is_quick=True))
+    parser.add_argument("--only", nargs="+", choices=all_names, default=all_names)
+    options = parser.parse_args()
+    seconds = Seconds(2.0, 8.0, 6.0) if options.quick else Seconds(3.0, 12.0, 30.0)
+    found: dict[str, dict[str, float]] = {}
+    for name, variant in variants(is_quick=options.quick).items():
+        if name in options.only:
+            floor = measure(FLOOR, variant, seconds)
+            found[name] = figures(variant, measure(QUEUE, variant, seconds), floor)
+            print(name, found[name], file=sys.stderr)
+    idle = busy_share(sorted(os.sched_getaffinity(0)), 2.0)
+    print(json.dumps({**found, "busy_share": round(idle, 3)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The load of the queue benchmark, and how many rollouts a cluster needs.
+
+Used by tools.bench.queue and its scripted peers.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import zmq
+
+from megatron_rl.launcher.sizing.flops import step_flops
+from megatron_rl.protocol import wire
+from megatron_rl.protocol.keys import Keys
+from megatron_rl.protocol.types import AnyMessage, Rollout, VersionSpan
+from megatron_rl.weights.layout.shape import ModelShape
+
+GPUS = 512
+TRAINER_SHARE = 0.5
+"""Of the GPUs, as in examples/magistral_24b.toml."""
+TRAINER_FLOPS = 400e12
+"""Model FLOP/s of an H100 that trains a dense model in bf16: 0.4 of its peak."""
+TARGET = 4.0
+"""Times what the cluster needs."""
+PROMPT_TOKENS = 340
+"""The mean of tools/bench/lengths.py."""
+COMPLETION_TOKENS = 32_768
+_CHARS_PER_TOKEN = 4
+
+
+def _shape(**sizes: int) -> ModelShape:
+    return ModelShape(
+        architecture="",
+        max_positions=40_960,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        rope_scaling=None,
+        is_tied=False,
+        has_qkv_bias=False,
+        has_qk_norm=False,
+        sliding_window=None,
+        **sizes,
+    )
+
+
+DENSE = _shape(
+    layers=40, hidden=5120, ffn=32_768, heads=32, kv_heads=8, head_dim=128, vocab=131_072
+)
+"""Mistral Small 24B, as its config.json on Hugging Face says."""
+EXPERTS = _shape(
+    layers=48, hidden=2048, ffn=6144, heads=32, kv_heads=4, head_dim=128, vocab=151_936,
+    experts=128, experts_per_token=8, moe_ffn=768,
+)  # fmt: skip
+"""Qwen3-30B-A3B, likewise."""
+
+
+class Load(NamedTuple):
+    """What the scripted peers do."""
+
+    generators: int = 1000
+    slots: int = 2
+    """Completions that a generator runs at once."""
+    tokens: int = COMPLETION_TOKENS
+    """Of each completion."""
+    choices_per_token: int = 0
+    """Expert choices of a token, int16: layers x experts of a token; 0: no router replay."""
+    groups_per_batch: int = 128
+    group_size: int = 16
+    max_staleness: int = 3
+    verifiers: int = 8
+    leaders: int = 16
+    """Data-parallel ranks."""
+
+    @property
+    def batch(self) -> int:
+        """Completions of a batch."""
+        return self.groups_per_batch * self.group_size
+
+    @property
+    def held_bound(self) -> int:
+        """Completions that admission lets be untrained at once."""
+        return (self.max_staleness + 1) * self.batch
+
+    @property
+    def rollout_bytes(self) -> int:
+        """Of a rollout's arrays and text."""
+        arrays = 4 * (PROMPT_TOKENS + 2 * self.tokens)
+        choices = 2 * (PROMPT_TOKENS + self.tokens - 1) * self.choices_per_token
+        return arrays + choices + _CHARS_PER_TOKEN * self.tokens
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of what the trainer gets of a rollout: token ids, logprobs, versions, expert choices."""
+        return self.rollout_bytes + (4 - _CHARS_PER_TOKEN) * self.tokens
+
+
+def needed_rollouts_per_s(shape: ModelShape, tokens: int) -> float:
+    """Completions of so many tokens that the trainer's half of the cluster can learn from.
+
+    An upper bound of what is produced: engines that give less are waited for, and give no more
+    for long, as admission stops them.
+    """
+    flops = step_flops(shape, sequences=1, length=PROMPT_TOKENS + tokens).total
+    return GPUS * TRAINER_SHARE * TRAINER_FLOPS / flops
+
+
+class Wiring(NamedTuple):
+    """Addresses of the queue's endpoints."""
+
+    prompts: str
+    verify: str
+    batches: str
+    keys: Keys | None
+
+
+class Template:
+    """Makes rollouts that share their arrays: scripted peers have no time to draw new ones."""
+
+    def __init__(self, load: Load) -> None:
+        chance = np.random.default_rng(0)
+        self._prompt_ids = np.arange(PROMPT_TOKENS, dtype=np.int32)
+        self._token_ids = chance.integers(0, 131_072, load.tokens, dtype=np.int32)
+        self._logprobs = -chance.random(load.tokens, dtype=np.float32)
+        count = (PROMPT_TOKENS + load.tokens - 1) * load.choices_per_token
+        self._choices = chance.integers(0, 128, count, dtype=np.int16)
+        self._text = "".join(map(chr, chance.integers(97, 123, _CHARS_PER_TOKEN * load.tokens)))
+
+    def rollout(self, lease_id: int, index: int, version: int) -> Rollout:
+        """A completion whose second half was sampled under the version."""
+        tokens, half = len(self._token_ids), len(self._token_ids) // 2
+        begun = max(0, version - 1)
+        return Rollout(
+            lease_id,
+            index,
+            self._prompt_ids,
+            self._token_ids,
+            self._logprobs,
+            [VersionSpan(begun, 0, half), VersionSpan(version, half, tokens)],
+            "stop",
+            self._text,
+            expert_choices=self._choices,
+        )
+
+
+def connect_peer(context: zmq.Context, address: str, name: str, keys: Keys | None) -> zmq.Socket:
+    """A DEALER of a shared context, as `wire.Dealer` has one of its own."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, name.encode())
+    if keys is not None:
+        public, secret = zmq.curve_keypair()
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+    socket.connect(f"tcp://{address}")
+    return socket
+
+
+def send(socket: zmq.Socket, message: AnyMessage) -> None:
+    """As `wire.Dealer` sends."""
+    socket.send_multipart(wire.encode_frames(message), copy=False)
+
+
+def receive_now(socket: zmq.Socket) -> list[wire.Frame] | None:
+    """Frames of a message that is there; None: there is none."""
+    try:
+        return [frame.buffer for frame in socket.recv_multipart(zmq.DONTWAIT, copy=False)]
+    except zmq.Again:
+        return None
