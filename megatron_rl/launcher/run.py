@@ -25,7 +25,6 @@ from rich.console import Console
 from megatron_rl.config.files import dump_toml, override
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.facts import COLD_START, CONTROL, FINAL
 from megatron_rl.launcher.ports import ports_text, resolve_ports
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import (
@@ -39,6 +38,7 @@ from megatron_rl.launcher.run_folder import (
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.summary import render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.rollout_queue.replay.traces import prepare_traces
