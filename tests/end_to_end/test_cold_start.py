@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.launcher.run_folder import locked
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end.commands import ROOT, launched
@@ -132,6 +133,9 @@ def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
         wait_until(lambda: bool(complete_checkpoints(run_dir / SFT_CHECKPOINTS)), run)
         run.kill()
         run.communicate(timeout=60)
+    # Its processes, which notice soon, hold the lock until then.
+    with locked(run_dir):
+        pass
     newest = max(complete_checkpoints(run_dir / SFT_CHECKPOINTS))
     assert newest < 60 and not (run_dir / "hf" / "cold_start").exists()
     with launched(*arguments) as run:
