@@ -137,8 +137,34 @@ class SftConfig(Section):
     """Traces a step."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Learning rate and schedule of the cold start."""
+    checkpoint_every_steps: int = Field(default=0, ge=0)
+    """Save the cold start after every so many steps, to go on from there; 0: never. So many are
+    kept as checkpoint.keep_last says, and each is written within checkpoint.write_timeout_s."""
+    export_every_steps: int = Field(default=0, ge=0)
+    """Export the model after every so many steps and after the last one, evaluate all of them, and
+    begin with the most accurate; 0: export the last alone. On one host."""
+    choose_by: str = ""
+    """The evaluation that chooses among them: the name of one of eval.sets; "": the held-out
+    prompts. What is chosen by a set looks better on that set than it is."""
     control: bool = False
     """After RL, continue the cold start on the same traces for RL's compute, and evaluate."""
+
+    @model_validator(mode="after")
+    def _check_exports(self) -> Self:
+        if self.steps and self.export_every_steps >= self.steps:
+            raise ValueError(
+                f"sft.export_every_steps={self.export_every_steps} is not below sft.steps="
+                f"{self.steps}: there is one model, and nothing to choose; lower it, or set it to 0"
+            )
+        return self
+
+    @property
+    def candidates(self) -> list[int]:
+        """Steps after which a model is exported to choose from; [] without a choice."""
+        every = self.export_every_steps
+        if not every or not self.steps:
+            return []
+        return [*range(every, self.steps, every), self.steps]
 
 
 class CheckpointConfig(Section):

@@ -176,6 +176,8 @@ class PortsConfig(Section):
     """Trainer rank 0, for generators."""
     torchrun: int = Field(default=0, ge=0, le=65535)
     """Rendezvous of the trainer ranks."""
+    sft: int = Field(default=0, ge=0, le=65535)
+    """On several hosts, that of the cold start: a host may begin RL while another one ends it."""
     engine: int = Field(default=0, ge=0, le=65535)
     """HTTP of the first engine, whose ranks meet at the next port; further replicas take the next
     two each."""
@@ -262,7 +264,24 @@ class Config(Section):
         for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
             if optimizer.offload:
                 self._check_offload(f"{section}optimizer.offload")
+        if self.sft.steps and self.sft.export_every_steps:
+            self._check_choice()
         return self
+
+    def _check_choice(self) -> None:
+        given = f"sft.export_every_steps={self.sft.export_every_steps}"
+        names = [one.name for one in self.eval.sets]
+        if self.sft.choose_by and self.sft.choose_by not in names:
+            raise ValueError(
+                f"sft.choose_by={self.sft.choose_by!r} is none of eval.sets "
+                f"({', '.join(names) or 'there are none'}): name one of them, or leave it out for "
+                "the held-out prompts"
+            )
+        if not self.sft.choose_by and self.eval.prompts == 0:
+            raise ValueError(
+                f"{given} chooses by an evaluation, and eval.prompts=0: raise it, or name one of "
+                "eval.sets in sft.choose_by"
+            )
 
     def _check_algorithm(self) -> None:
         credit, size = self.algorithm.credit, self.train.group_size

@@ -9,10 +9,9 @@ from pathlib import Path
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.summary import RunFacts
+from megatron_rl.protocol.exports import COLD_START, FINAL
 from megatron_rl.protocol.metrics import read_jsonl
 
-COLD_START, CONTROL, FINAL = "cold_start", "control", "final"
-"""Models that a run exports: names of the folders in RUN/hf."""
 SAMPLED_STEPS = 10
 """At most so many steps are read at each end of a run: a large one wrote gigabytes."""
 

@@ -16,7 +16,7 @@ from megatron_rl.config.tree import Config, PortsConfig
 # minutes later, and no connection takes it meanwhile.
 _FIRST, _LAST = 20_000, 32_000
 _MAX_TRIES = 200
-_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "engine")
+_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "engine")
 
 
 def resolve_ports(config: Config) -> Config:

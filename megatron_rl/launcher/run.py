@@ -5,6 +5,7 @@ Used by `megatron-rl run`, and in part by `megatron-rl eval`. One process, one t
 | phase            | runs                                               | ends when                |
 |------------------|----------------------------------------------------|--------------------------|
 | cold start       | sft ranks; beside them the serving roles load      | the sft ranks exit 0     |
+| its choice       | the serving roles, on each model to choose from    | the last queue exits 0   |
 | RL               | trainer ranks                                      | the trainer ranks exit 0 |
 | control          | sft ranks; beside them the queue's last evaluation | both exit 0              |
 | control accuracy | the serving roles, on the control's weights        | the queue exits 0        |
@@ -25,7 +26,17 @@ from rich.console import Console
 from megatron_rl.config.files import dump_toml, override
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.facts import COLD_START, CONTROL, FINAL
+from megatron_rl.launcher.choice import choose
+from megatron_rl.launcher.cold_start import (
+    begin_with,
+    cold_start_folder,
+    first_model,
+    is_due,
+    is_evaluated,
+    is_trained,
+    left_behind_text,
+    steps_left_behind,
+)
 from megatron_rl.launcher.ports import ports_text, resolve_ports
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import (
@@ -39,6 +50,7 @@ from megatron_rl.launcher.run_folder import (
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.summary import render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.rollout_queue.replay.traces import prepare_traces
@@ -62,18 +74,20 @@ def run(config: Config, console: Console) -> None:
         beginning = check_run_folder(config)
         resumed = beginning.checkpoint
         if beginning.is_again and resumed is None:
-            console.print(_restart_text(config.run.dir), highlight=False, soft_wrap=True)
+            console.print(begin_anew(config), highlight=False, soft_wrap=True)
         config = prepare_run_folder(config, resumed, prompts, console)
         if resumed is not None:
             console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
         _run_phases(config, console, lock=lock, is_resumed=resumed is not None)
 
 
-def _restart_text(run_dir: Path) -> str:
-    """Sets aside what is there; a cold start, which no checkpoint holds, is made again too."""
+def begin_anew(config: Config) -> str:
+    """Set aside what an attempt left that the run cannot go on from; the text about it."""
+    run_dir, steps = config.run.dir, steps_left_behind(config)
+    kept = f", {left_behind_text(config, steps)}" if steps else ""
     return (
         f"{run_dir} holds an attempt of this run that ended before its first checkpoint. The run "
-        f"begins anew; what the attempt left is now in {set_aside(run_dir)}."
+        f"begins anew{kept}; what else the attempt left is now in {set_aside(run_dir, steps)}."
     )
 
 
@@ -105,8 +119,13 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
 def _train(session: Session) -> None:
     """Cold start and reinforcement learning; the generators load while the cold start runs."""
     config = session.config
-    _serve(session)
-    model = _cold_start(session)
+    if config.sft.candidates:
+        # To choose, all of them are evaluated before the queue of the training starts.
+        model = _cold_start(session)
+        _serve(session)
+    else:
+        _serve(session)
+        model = _cold_start(session)
     with session.phase("rl", "reinforcement learning"):
         arguments = [override("model.path", str(model))]
         session.start_ranks(TRAINER, "megatron_rl.trainer.train", arguments)
@@ -130,16 +149,29 @@ def _evaluate_only(session: Session) -> None:
 
 def _cold_start(session: Session) -> Path:
     """Folder of the model that reinforcement learning starts from."""
-    if not session.config.sft.steps:
-        return session.config.model.path
-    if session.is_resumed:
-        # A checkpoint of another folder comes without its cold start: only the shape is needed.
-        folder = session.hf_folder(COLD_START)
-        return folder if folder.exists() else session.config.model.path
-    with session.phase("cold_start", "supervised cold start"):
-        session.start_ranks("sft", "megatron_rl.trainer.sft", [])
-        session.wait_for("sft")
-    return session.hf_folder(COLD_START)
+    config = session.config
+    if is_due(config, is_resumed=session.is_resumed):
+        if not is_trained(config):
+            with session.phase("cold_start", "supervised cold start"):
+                session.start_ranks("sft", "megatron_rl.trainer.sft", [])
+                session.wait_for("sft")
+        if config.sft.candidates:
+            with session.phase("cold_start_choice", "choice among models of the cold start"):
+                _choose(session)
+    return first_model(config, is_resumed=session.is_resumed)
+
+
+def _choose(session: Session) -> None:
+    """Evaluate the models that the cold start exported, and begin with the most accurate one."""
+    config = session.config
+    steps, metrics = config.sft.candidates, config.run.dir / "metrics.jsonl"
+    for step in steps:
+        if not is_evaluated(config, read_jsonl(metrics), step):
+            label = candidate_name(step)
+            queue = serve_evaluation(session, label, session.hf_folder(label))
+            session.wait_for(queue, f"the evaluation of {label}", eval_limit_s(config))
+            session.end_serving()
+    begin_with(config, choose(read_jsonl(metrics), steps, config.sft.choose_by))
 
 
 def _continue_cold_start(session: Session, model: Path) -> None:
@@ -158,9 +190,9 @@ def _evaluate_control(session: Session) -> None:
 
 def _serve(session: Session) -> None:
     """Start the queue, generators and verifiers for training."""
-    comes_first = session.config.sft.steps and not session.is_resumed
-    cold_start = ["--after", str(session.hf_folder(COLD_START))] if comes_first else []
-    _start_serving(session, session.config_path, queue_arguments=cold_start)
+    comes_first = is_due(session.config, is_resumed=session.is_resumed)
+    after = ["--after", str(cold_start_folder(session.config))] if comes_first else []
+    _start_serving(session, session.config_path, queue_arguments=after)
 
 
 def serve_evaluation(

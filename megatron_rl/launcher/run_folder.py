@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from pathlib import Path
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.cold_start import is_of_cold_start, rows_of_cold_start
+from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
-from megatron_rl.protocol.metrics import RESUMED, JsonlWriter
+from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, read_jsonl
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -99,16 +102,34 @@ def _is_same_command(config: Config) -> bool:
     return earlier == config.model_copy(update={"run": run, "ports": earlier.ports})
 
 
-def set_aside(run_dir: Path) -> Path:
-    """Move what an attempt without a checkpoint left into a folder of its own; returns that."""
+def set_aside(run_dir: Path, sft_steps: int = 0) -> Path:
+    """Move what an attempt without a checkpoint left into a folder of its own; returns that.
+
+    sft_steps: of its cold start so many steps are not taken again: what is known of them stays.
+    """
     number = next(n for n in itertools.count(1) if not (run_dir / f"attempt_{n}").exists())
     folder = run_dir / f"attempt_{number}"
     folder.mkdir()
+    metrics = run_dir / "metrics.jsonl"
+    if sft_steps and metrics.exists():
+        shutil.copyfile(metrics, folder / metrics.name)
+        write_whole(metrics, rows_of_cold_start(read_jsonl(metrics), sft_steps))
+    elif metrics.exists():
+        metrics.rename(folder / metrics.name)
     # The configuration goes last: killed before, the next launcher does it over.
-    for name in ("metrics.jsonl", "rollouts", "hf", "skipped", CONFIG):
-        if (run_dir / name).exists():
+    for name in ("rollouts", "hf", "skipped", CONFIG):
+        if sft_steps and (run_dir / name).is_dir():
+            _move_but_cold_start(run_dir / name, folder / name)
+        elif (run_dir / name).exists():
             (run_dir / name).rename(folder / name)
     return folder
+
+
+def _move_but_cold_start(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in source.iterdir():
+        if not is_of_cold_start(path.name):
+            path.rename(target / path.name)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -53,8 +53,8 @@ class Session:
         self._view = LiveView(config, console)
         self._gpus = listed_gpus()
         self._device = device_of_host(self._gpus)
-        if is_resumed:
-            self._view.skip_rows()
+        # Of an earlier launcher, which has shown them.
+        self._view.skip_rows()
         self._closing = ExitStack()
         self._started = time.monotonic()
 

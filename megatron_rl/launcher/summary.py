@@ -4,7 +4,6 @@ Used by `run.py` and `cli.py`. Pure functions of the rows of `metrics.jsonl` and
 launcher knows; a number that the rows do not hold is None.
 """
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.launcher.activity_text import ActivityTotals, groups_text, rollouts_text
+from megatron_rl.launcher.choice import choice_lines, difference_of, summarize_choice
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
     GROUPS_DROPPED,
@@ -81,6 +81,7 @@ def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
         "activity": activity.counts(),
         "diagnosis": activity.diagnosis or None,
         **_evaluated(rows),
+        "cold_start": summarize_choice(rows),
         "reward_first10": _mean(rewards[:10]),
         "reward_last10": _mean(rewards[-10:]),
         "sampled_accuracy_first": facts.sampled_accuracy[0],
@@ -108,7 +109,7 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
     evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
     control = evaluations.get("control", {})
-    gain, sigmas = _difference(_measured(control), _measured(after))
+    gain, sigmas = difference_of(_measured(control), _measured(after))
     return {
         "eval_n": (after or before).get("eval/n"),
         "eval_not_graded": (after or before).get("eval/not_graded"),
@@ -197,7 +198,8 @@ def generator_idle_fraction(rows: list[Row]) -> float | None:
 
 def render_text(summary: dict[str, Any], facts: RunFacts) -> str:
     """What is printed at the end: measured numbers with their errors, and where things are."""
-    lines = [*_accuracy_lines(summary, facts), "", *_training_lines(summary, facts), ""]
+    lines = [*_accuracy_lines(summary, facts), "", *choice_lines(summary.get("cold_start"))]
+    lines += [*_training_lines(summary, facts), ""]
     if restarts := summary.get("generator_restarts"):
         lines.append(f"Generators          died and were restarted {restarts} times")
     wall = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in summary["wall_s"].items())
@@ -307,22 +309,13 @@ def _ungraded_text(summary: dict[str, Any]) -> str:
 
 def _change(start: tuple[Any, Any], end: tuple[Any, Any], name: str) -> str:
     """The difference in combined standard errors; below 3 it is called undecided."""
-    difference, sigmas = _difference(start, end)
+    difference, sigmas = difference_of(start, end)
     if difference is None:
         return ""
     if sigmas is None:
         return f"   {difference:+.3f} to {name}"
     verdict = "" if abs(sigmas) >= 3 else ": too little to tell from chance"
     return f"   {difference:+.3f} to {name}, {sigmas:+.1f} combined standard errors{verdict}"
-
-
-def _difference(start: tuple[Any, Any], end: tuple[Any, Any]) -> tuple[float | None, float | None]:
-    """What two accuracies with their standard errors differ by, and that in combined errors."""
-    if start[0] is None or end[0] is None:
-        return None, None
-    difference = end[0] - start[0]
-    error = math.hypot(start[1] or 0.0, end[1] or 0.0)
-    return difference, difference / error if error else None
 
 
 def _with_error(value: float | None, error: float | None) -> str:

@@ -7,6 +7,7 @@ Imported by trainer ranks, which write it, and by the queue and the launcher, wh
         queue.json                    the queue's state after the same batch
         common.pt, metadata.json, .metadata, __0_0.distcp, ...   Megatron's format "torch_dist"
     checkpoints/step_000018.partial/  being written, or what a killed run left
+    checkpoints/sft/step_000040/      of the cold start: the same, with sft.json for queue.json
 
 A folder gets its name by a rename after COMPLETE is on the disk, and counts only while every file
 has the size that COMPLETE says: one that was cut off anywhere is passed over.
@@ -28,8 +29,11 @@ from megatron_rl.protocol.queue_state import QueueState
 
 CHECKPOINTS = "checkpoints"
 """Folder in the run folder."""
+SFT_CHECKPOINTS = "checkpoints/sft"
+"""Folder in the run folder: those of the cold start, at which no reinforcement learning begins."""
 COMPLETE = "COMPLETE"
 QUEUE_STATE = "queue.json"
+SFT_STATE = "sft.json"
 PARTIAL = ".partial"
 _DISCARDED = ".discarded"
 _SET_ASIDE = ".set-aside"
@@ -50,7 +54,7 @@ class CompleteMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of COMPLETE."""
 
     step: int
-    """Batches that were trained on; the policy version."""
+    """Batches that were trained on: the policy version; of a cold start, its optimizer steps."""
     files: dict[str, FileRecord]
     """All other files by name."""
 
@@ -89,18 +93,27 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def find_resume(cfg: CheckpointConfig, run_dir: Path) -> Path | None:
+def find_resume(
+    cfg: CheckpointConfig, run_dir: Path, folder_in_run: str = CHECKPOINTS
+) -> Path | None:
     """The checkpoint that a run begins at; None to begin at the start. Raises InputError."""
     if cfg.resume == "never":
         return None
     if cfg.resume == "auto":
-        return next(reversed(complete_checkpoints(run_dir / CHECKPOINTS).values()), None)
+        return next(reversed(complete_checkpoints(run_dir / folder_in_run).values()), None)
     folder = Path(cfg.resume)
-    if read_complete_mark(folder) is None:
+    mark = read_complete_mark(folder)
+    if mark is None:
         raise InputError(
             f"checkpoint.resume = {cfg.resume}: that is no complete checkpoint. Expected a folder "
             f'RUN/{CHECKPOINTS}/step_NNNNNN whose files are as its {COMPLETE} says, or "auto" or '
             '"never"'
+        )
+    if SFT_STATE in mark.files:
+        raise InputError(
+            f"checkpoint.resume = {cfg.resume}: that is a checkpoint of a cold start, at which no "
+            "reinforcement learning begins. Its own run goes on there by the command that began "
+            "it; else give the folder of an exported model as model.path"
         )
     return folder
 

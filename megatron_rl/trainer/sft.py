@@ -1,8 +1,9 @@
 """Supervised fine-tuning: `torchrun -m megatron_rl.trainer.sft --config FILE [--control]`.
 
 One process a trainer rank; the same trainer as in reinforcement learning on other batches. The
-cold start writes RUN/hf/cold_start. With --control it goes on from there for as much compute as
-reinforcement learning used, and writes RUN/hf/control.
+cold start writes RUN/hf/cold_start, or, to choose from, RUN/hf/cold_start_step_N every so many
+steps; it saves itself to RUN/checkpoints/sft and goes on from there. With --control it goes on from
+the cold start for as much compute as reinforcement learning used, and writes RUN/hf/control.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,25 +26,33 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.checkpoint_folder import folder_name
+from megatron_rl.protocol.exports import COLD_START, CONTROL, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from megatron_rl.trainer.checkpoint.checkpoints import OF_SFT, Checkpoints
+from megatron_rl.trainer.checkpoint.sft_state import SftState, check_same, describe
 from megatron_rl.trainer.metrics import StepMetrics
-from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.traces import minibatches, read_traces, tokenize
+from megatron_rl.weights.publish.control import Control
 
 log = logging.getLogger(__name__)
 # Forward and backward cost 6 FLOP a parameter and token, generation 2.
 GENERATED_TOKENS_PER_TRAINED = 3
 
 
-def tune(trainer: Trainer, batches: Iterator[MinibatchShare], metrics: StepMetrics) -> None:
-    """One optimizer step a batch."""
-    for step, batch in enumerate(batches, 1):
+def tune(
+    trainer: Trainer, batches: Iterable[tuple[int, MinibatchShare]], metrics: StepMetrics
+) -> Iterator[int]:
+    """One optimizer step a batch; gives its number before what was measured of it is written."""
+    for step, batch in batches:
         metrics.add(trainer.update(batch, version=0))
+        yield step
         metrics.flush(step)
     trainer.gather()
 
@@ -55,7 +64,6 @@ def main(cfg: Config, is_control: bool) -> None:
     renderer = open_renderer(cfg)
     sequences = tokenize(read_traces(cfg.sft.traces), renderer)
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
-    name, source = ("control", "control") if is_control else ("cold_start", "sft")
     with open_policy(cfg) as policy:
         # Traces carry no expert choices.
         train = cfg.train.model_copy(update={"router_replay": False})
@@ -63,15 +71,72 @@ def main(cfg: Config, is_control: bool) -> None:
         trainer = Trainer(
             policy, objective, cfg.sft.optimizer, steps, train=train, run_dir=cfg.run.dir
         )
-        batches = minibatches(
-            sequences,
-            batch_size=cfg.sft.batch_size,
-            steps=steps,
-            seed=cfg.run.seed + int(is_control),
-        )
-        metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source)
-        tune(trainer, (share_of(batch, cfg.train.microbatch_tokens) for batch in batches), metrics)
-        policy.export(cfg, name)
+        if is_control:
+            go_on(cfg, trainer, sequences, steps)
+        else:
+            start_cold(cfg, trainer, sequences)
+
+
+def start_cold(cfg: Config, trainer: Trainer, sequences: list[TrainSequence]) -> None:
+    """The cold start, from its newest checkpoint if there is one, and its exports."""
+    metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "sft")
+    mine, candidates = describe(cfg, sequences), cfg.sft.candidates
+    with open_checkpoints(cfg, trainer.policy, mine) as checkpoints:
+        done = checkpoints.resume(trainer)
+        if done:
+            check_same(mine, cfg.run.dir / OF_SFT.folder / folder_name(done))
+        batches = batches_of(cfg, sequences, cfg.sft.steps, seed=cfg.run.seed, done=done)
+        for step in tune(trainer, batches, metrics):
+            # Before the checkpoint, so that none is resumed whose earlier exports are missing.
+            if step in candidates:
+                trainer.gather()
+                trainer.policy.export(cfg, candidate_name(step))
+            checkpoints.save_if_due(step, trainer)
+            metrics.add(checkpoints.metrics)
+    if not candidates:
+        trainer.policy.export(cfg, COLD_START)
+
+
+def go_on(cfg: Config, trainer: Trainer, sequences: list[TrainSequence], steps: int) -> None:
+    """The control."""
+    metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "control")
+    for _ in tune(trainer, batches_of(cfg, sequences, steps, seed=cfg.run.seed + 1), metrics):
+        pass
+    trainer.policy.export(cfg, CONTROL)
+
+
+def open_checkpoints(cfg: Config, policy: Policy, mine: SftState) -> Checkpoints:
+    """Checkpoints of the cold start; collective over all ranks."""
+    settings = {"every_steps": cfg.sft.checkpoint_every_steps, "keep_every": 0, "resume": "auto"}
+    return Checkpoints(
+        cfg.checkpoint.model_copy(update=settings),
+        cfg.run.dir,
+        # A rank may wait so long for its own writer before it joins the others.
+        Control(
+            policy.backend.host_group(
+                cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
+            )
+        ),
+        companion=lambda step: mine,
+        # What follows the last step is the export.
+        last_step=0,
+        place=OF_SFT,
+    )
+
+
+def batches_of(
+    cfg: Config, sequences: list[TrainSequence], steps: int, *, seed: int, done: int = 0
+) -> Iterator[tuple[int, MinibatchShare]]:
+    """(number of the step from 1, this rank's share of its minibatch) of each step after `done`."""
+    found = minibatches(
+        sequences,
+        batch_size=cfg.sft.batch_size,
+        steps=steps,
+        seed=seed,
+        done=done,
+    )
+    for step, batch in enumerate(found, done + 1):
+        yield step, share_of(batch, cfg.train.microbatch_tokens)
 
 
 def share_of(batch: list[TrainSequence], budget_tokens: int) -> MinibatchShare:

@@ -68,19 +68,22 @@ def tokenize(traces: list[Trace], renderer: Renderer) -> list[TrainSequence]:
 
 
 def minibatches(
-    sequences: list[TrainSequence], *, batch_size: int, steps: int, seed: int
+    sequences: list[TrainSequence], *, batch_size: int, steps: int, seed: int, done: int = 0
 ) -> Iterator[list[TrainSequence]]:
     """`steps` minibatches; every sequence once before any twice, in an order fixed by the seed.
 
-    Each response token weighs 1 / response tokens of the minibatch.
+    Each response token weighs 1 / response tokens of the minibatch. done: leave out so many first
+    ones; the others are what they would be with them.
     """
     order: list[int] = []
     rng = random.Random(seed)
-    for _ in range(steps):
+    for step in range(steps):
         chosen: list[int] = []
         while len(chosen) < batch_size:
             if not order:
                 order = rng.sample(range(len(sequences)), len(sequences))
             chosen.append(order.pop())
+        if step < done:
+            continue
         tokens = sum(len(sequences[i].generator_logprobs) for i in chosen)
         yield [msgspec.structs.replace(sequences[i], weight=1.0 / tokens) for i in chosen]

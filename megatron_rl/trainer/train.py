@@ -200,7 +200,7 @@ def open_checkpoints(cfg: Config, policy: Policy, batches: BatchClient) -> Check
         cfg.checkpoint,
         cfg.run.dir,
         Control(policy.backend.host_group(patience_s)),
-        queue_state=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
+        companion=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
         last_step=cfg.train.steps,
     )
 

@@ -14,7 +14,8 @@ from megatron_rl.launcher.placement import place
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sft.steps=3"], "are phases of `megatron-rl run`, on one host"),
+        (["sft.control=true"], "is a phase of `megatron-rl run`, on one host"),
+        (["sft.steps=3", "sft.export_every_steps=1"], "which `megatron-rl run` makes on one host"),
         (["train.steps=0"], "train.steps is 0"),
         (["model.path=nowhere"], "nowhere: there is no such folder"),
     ],
@@ -46,10 +47,16 @@ def test_a_host_needs_a_prepared_run_its_place_and_its_gpus(
 
 def test_torchrun_joins_the_trainers_hosts_at_the_first() -> None:
     config = load_config(None, ["parallel.tensor=8", "parallel.data=2", "generator.replicas=8"])
-    config = config.model_copy(update={"ports": PortsConfig(host="10.0.0.7", torchrun=29500)})
+    config = config.model_copy(
+        update={"ports": PortsConfig(host="10.0.0.7", torchrun=29500, sft=29600)}
+    )
     hosts = place(config, hosts=3, gpus_per_host=8)
     assert cluster.torchrun_arguments(config, hosts[1], 1) == [
         "--nnodes=2", "--node-rank=1", "--nproc-per-node=8", "--master-addr=10.0.0.7",
         "--master-port=29500", "-m", "megatron_rl.trainer.train",
+    ]  # fmt: skip
+    # Another rendezvous, for a host that is done with the cold start before the others.
+    assert cluster.torchrun_arguments(config, hosts[1], 1, is_cold_start=True)[4:] == [
+        "--master-port=29600", "-m", "megatron_rl.trainer.sft",
     ]  # fmt: skip
     assert hosts[2].trainer_ranks == 0 and len(hosts[2].engines) == 8

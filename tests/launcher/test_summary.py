@@ -28,7 +28,7 @@ ADDED_KEYS = {
     "control", "control_accuracy", "control_se", "max_staleness", "generator_restarts",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
     "rl_minus_control", "rl_minus_control_standard_errors", "sampled_accuracy_first",
-    "sampled_accuracy_last", "pass_at", "maj_at", "evaluation_sets",
+    "sampled_accuracy_last", "pass_at", "maj_at", "evaluation_sets", "cold_start",
 }  # fmt: skip
 
 PASS_AT_4 = {"eval/pass_at_2": 0.6, "eval/pass_at_2_se": 0.02, "eval/pass_at_4": 0.75,

@@ -207,7 +207,7 @@ def run_loop(cfg: Config, advantages: list[float]) -> tuple[list, list[int]]:
                 cfg.checkpoint,
                 cfg.run.dir,
                 Control(policy.backend.host_group(20)),
-                queue_state=lambda step: None,
+                companion=lambda step: None,
                 last_step=len(advantages),
             )
             steps = range(len(advantages))

@@ -1,8 +1,9 @@
 """Checkpoints of a run: when to save, one at a time in the background, which to keep, resuming.
 
-Runs in trainer ranks; all of them call every method together. Rank 0 asks the queue for its state
-of the same step, writes it beside the trainer's, and declares the folder complete when all ranks
-have written theirs; `protocol/checkpoint_folder.py` says what that means.
+Runs in trainer ranks; all of them call every method together. Rank 0 asks for what belongs to the
+trainer's state of the same step, the queue's or that of supervised training, writes it beside, and
+declares the folder complete when all ranks have written; `protocol/checkpoint_folder.py` says what
+that means.
 """
 
 import logging
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -21,7 +22,6 @@ from megatron_rl.config.tree import CheckpointConfig
 from megatron_rl.protocol import checkpoint_folder
 from megatron_rl.protocol.checkpoint_folder import FileRecord
 from megatron_rl.protocol.metrics import Metric
-from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SaveFailed
 from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
@@ -31,12 +31,25 @@ from megatron_rl.weights.publish.control import Control
 log = logging.getLogger(__name__)
 
 
+class Place(NamedTuple):
+    """Where checkpoints of a kind lie."""
+
+    folder: str
+    """In the run folder."""
+    companion: str
+    """Name of the file beside the trainer's state."""
+
+
+OF_RUN = Place(checkpoint_folder.CHECKPOINTS, checkpoint_folder.QUEUE_STATE)
+OF_SFT = Place(checkpoint_folder.SFT_CHECKPOINTS, checkpoint_folder.SFT_STATE)
+
+
 @dataclass(frozen=True)
 class _Flight:
     """A checkpoint that is being written."""
 
     step: int
-    queue_state: QueueState | None
+    companion: msgspec.Struct | None
     """On rank 0."""
     folder: Path
     save: BackgroundSave
@@ -53,18 +66,21 @@ class Checkpoints:
         run_dir: Path,
         control: Control,
         *,
-        queue_state: Callable[[int], QueueState | None],
+        companion: Callable[[int], msgspec.Struct | None],
         last_step: int,
+        place: Place = OF_RUN,
     ) -> None:
-        """queue_state: the queue's state after a step, on rank 0; what others return is ignored.
+        """companion: what is saved beside the trainer's state of a step, on rank 0; what others
+        return is ignored.
 
         control: its collectives may take checkpoint.write_timeout_s.
         """
         self._cfg = cfg
         self._run_dir = run_dir
-        self._folder = run_dir / checkpoint_folder.CHECKPOINTS
+        self._place = place
+        self._folder = run_dir / place.folder
         self._control = control
-        self._queue_state = queue_state
+        self._companion = companion
         self._last_step = last_step
         self._flight: _Flight | None = None
         self.metrics: list[Metric] = []
@@ -77,7 +93,8 @@ class Checkpoints:
         """
         found = ""
         if self._control.rank == 0:
-            found = str(checkpoint_folder.find_resume(self._cfg, self._run_dir) or "")
+            place = self._place.folder
+            found = str(checkpoint_folder.find_resume(self._cfg, self._run_dir, place) or "")
         found = self._control.share(found, str)
         step = 0
         if found:
@@ -123,7 +140,7 @@ class Checkpoints:
             )
 
     def _start(self, step: int, trainer: Trainer) -> None:
-        state = self._queue_state(step)
+        state = self._companion(step)
         folder = self._folder / (checkpoint_folder.folder_name(step) + checkpoint_folder.PARTIAL)
         deadline = time.monotonic() + self._cfg.write_timeout_s
         self._on_rank_0(step, lambda: _make_empty(folder))
@@ -167,9 +184,9 @@ class Checkpoints:
         ]
 
     def _seal(self, flight: _Flight, files: dict[str, FileRecord]) -> None:
-        assert flight.queue_state is not None
-        queue_state = msgspec.json.encode(flight.queue_state)
-        (flight.folder / checkpoint_folder.QUEUE_STATE).write_bytes(queue_state)
+        assert flight.companion is not None
+        companion = msgspec.json.encode(flight.companion)
+        (flight.folder / self._place.companion).write_bytes(companion)
         final = checkpoint_folder.seal(flight.folder, flight.step, files)
         log.info("checkpoint of step %d is complete: %s", flight.step, final)
         found = checkpoint_folder.complete_checkpoints(self._folder)

@@ -50,7 +50,7 @@ def open_all(cfg: Config, policy: Any, last_step: int = 100) -> tuple[Trainer, C
     trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 10)
     control = Control(policy.backend.host_group(60))
     checkpoints = Checkpoints(
-        cfg.checkpoint, cfg.run.dir, control, queue_state=state_at, last_step=last_step
+        cfg.checkpoint, cfg.run.dir, control, companion=state_at, last_step=last_step
     )
     return trainer, checkpoints
 

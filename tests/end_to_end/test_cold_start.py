@@ -1,0 +1,216 @@
+"""The cold start with real processes: chosen by evaluation, killed, on two hosts (processes)."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.launcher.run_folder import locked
+from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
+from megatron_rl.protocol.metrics import read_jsonl
+from tests.end_to_end.commands import ROOT, launched
+
+pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(400)]
+ADDRESS = "127.0.0.2"
+SFT_STEPS, HELD_OUT = 24, 48
+CONFIG = f"""
+[model]
+path = "FOLDER/model"
+dtype = "float32"
+[sft]
+traces = "FOLDER/traces.jsonl"
+steps = {SFT_STEPS}
+batch_size = 8
+optimizer = {{lr = 1e-2, warmup_steps = 2}}
+[train]
+steps = 1
+batch_timeout_s = 60
+groups_per_batch = 2
+group_size = 4
+[sampling]
+max_new_tokens = 8
+[queue]
+max_staleness = 1
+[generator]
+engine = "hf"
+max_running = 16
+kv_tokens = 2048
+context_tokens = 64
+max_restarts = 0
+[render]
+system_prompt = ""
+[weights]
+deadline_s = 20
+[eval]
+prompts = {HELD_OUT}
+temperature = 1.0
+[reward]
+length_margin_tokens = 2
+[reward.tasks.any_text]
+gate = "none"
+compare = "exact"
+[[prompts]]
+path = "FOLDER/prompts.jsonl"
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model, prompts, traces and configuration."""
+    folder = tmp_path_factory.mktemp("cold")
+    make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "model")]
+    subprocess.run(make, cwd=ROOT, check=True, timeout=100)
+    prompts, traces = [], []
+    for number in range(100 + HELD_OUT):
+        messages = [{"role": "user", "content": f"{number}="}]
+        split = "train" if number < 100 else "held_out"
+        prompts.append({"task": "any_text", "messages": messages, "answer": "1", "split": split})
+        # Right and wrong ones, so that rewards differ after the cold start too.
+        traces.append({"messages": messages, "response": "1" if number % 2 else "21"})
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    (folder / "traces.jsonl").write_text("\n".join(map(json.dumps, traces)))
+    (folder / "config.toml").write_text(CONFIG.replace("FOLDER", str(folder)))
+    return folder
+
+
+def wait_until(is_true: Callable[[], bool], run: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_true():
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def sft_steps(run_dir: Path) -> list[int]:
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    return [row["step"] for row in rows if row["source"] == "sft"]
+
+
+def test_training_begins_with_the_best_model_of_the_cold_start(
+    inputs: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["--config", inputs / "config.toml", "--run-dir", run_dir]
+    with launched("run", *arguments, "sft.export_every_steps=21") as run:
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    accuracy = {}
+    for step in (21, 24):
+        records = read_jsonl(run_dir / "rollouts" / f"eval_cold_start_step_{step}.jsonl")
+        assert len(records) == HELD_OUT
+        accuracy[step] = sum(record["reason"] == "correct" for record in records) / HELD_OUT
+    best = 24 if accuracy[24] > accuracy[21] else 21
+    choice = json.loads((run_dir / "summary.json").read_text())["cold_start"]
+    assert choice["chosen_step"] == best
+    found = {step: one["accuracy"] for step, one in choice["candidates"].items()}
+    assert found == {str(step): pytest.approx(value) for step, value in accuracy.items()}
+    assert choice["ahead_of_next_best"] == pytest.approx(abs(accuracy[21] - accuracy[24]))
+    assert f"chosen            step {best}, " in output and "combined standard errors" in output
+    weights = [
+        (run_dir / "hf" / name / "model.safetensors").read_bytes()
+        for name in ("cold_start", "cold_start_step_21", "cold_start_step_24")
+    ]
+    assert weights[0] == weights[1 if best == 21 else 2] and weights[1] != weights[2]
+    # The very weights that the trainer loads and publishes.
+    log = (run_dir / "logs" / "launch.log").read_text()
+    assert f"megatron_rl.trainer.train --config {run_dir}/config.toml" in log
+    assert f"model.path={json.dumps(str(run_dir / 'hf' / 'cold_start'))}" in log
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
+    inputs: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["run", "--config", inputs / "config.toml", "--run-dir", run_dir]
+    arguments += ["sft.checkpoint_every_steps=4", "sft.steps=60"]
+    with launched(*arguments) as run:
+        wait_until(lambda: bool(complete_checkpoints(run_dir / SFT_CHECKPOINTS)), run)
+        run.kill()
+        run.communicate(timeout=60)
+    # Its processes, which notice soon, hold the lock until then.
+    with locked(run_dir):
+        pass
+    newest = max(complete_checkpoints(run_dir / SFT_CHECKPOINTS))
+    assert newest < 60 and not (run_dir / "hf" / "cold_start").exists()
+    with launched(*arguments) as run:
+        wait_until((run_dir / "hf" / "cold_start").exists, run)
+        run.kill()
+        first, _ = run.communicate(timeout=60)
+    text = f"but for its cold start, which goes on after step {newest} of 60"
+    assert text in first
+    assert sft_steps(run_dir) == list(range(1, 61))
+    exported = (run_dir / "hf" / "cold_start" / "model.safetensors").stat().st_ino
+    with launched(*arguments) as run:
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert "but for its cold start, which is there" in output and "supervised" not in output
+    assert (run_dir / "hf" / "cold_start" / "model.safetensors").stat().st_ino == exported
+    assert sft_steps(run_dir) == list(range(1, 61))
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 1
+
+
+def host_arguments(run_dir: Path, host: int) -> list[object]:
+    return ["host", run_dir, "--host", host, "--hosts", 3, "--gpus-per-host", 1]
+
+
+@pytest.mark.exhaustive
+def test_two_hosts_of_a_trainer_share_the_cold_start(inputs: Path, tmp_path: Path) -> None:
+    # The third host has the generator.
+    run_dir = tmp_path / "run"
+    prepare = ["prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
+               f"ports.host={ADDRESS}", "parallel.data=2", "sft.checkpoint_every_steps=8",
+               "eval.prompts=0"]  # fmt: skip
+    with launched(*prepare) as run:
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, output
+    with launched(*host_arguments(run_dir, 0)) as first, launched(*host_arguments(run_dir, 1)) as _:
+        wait_until((run_dir / "hf" / "cold_start").exists, first)
+    assert sft_steps(run_dir) == list(range(1, SFT_STEPS + 1))
+    outputs = {path.name for path in (run_dir / "logs").glob("sft*.out")}
+    assert outputs == {"sft.out", "sft-host-1.out"}
+    with launched(*prepare) as run:
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 0 and "but for its cold start, which is there" in output, output
+    assert {path.name for path in (run_dir / "hf").iterdir()} == {"cold_start"}
+    with (
+        launched(*host_arguments(run_dir, 0)) as first,
+        launched(*host_arguments(run_dir, 1)) as second,
+        launched(*host_arguments(run_dir, 2)) as third,
+    ):
+        for host in (first, second, third):
+            output, _ = host.communicate(timeout=150)
+            assert host.returncode == 0, output
+    assert sft_steps(run_dir) == list(range(1, SFT_STEPS + 1))
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["source"] == "trainer" and "train/loss" in row] == [
+        1
+    ]
+    assert (run_dir / "hf" / "final" / "config.json").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_host_whose_cold_start_dies_ends_with_its_error(inputs: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with launched("prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
+                  f"ports.host={ADDRESS}", "sft.steps=100000") as run:  # fmt: skip
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, output
+    with launched(*host_arguments(run_dir, 0)) as host:
+        wait_until(lambda: len(sft_steps(run_dir)) > 2, host)
+        children = psutil.Process(host.pid).children(recursive=True)
+        [rank] = [
+            child
+            for child in children
+            if "megatron_rl.trainer.sft" in child.cmdline()
+            and "torch.distributed.run" not in child.cmdline()
+        ]
+        rank.kill()
+        output, _ = host.communicate(timeout=60)
+    assert host.returncode == 1 and "sft ended with" in output, output
+    assert not any(child.is_running() for child in children)
