@@ -36,6 +36,7 @@ from megatron_rl.data.translate import (
     request_of,
     translate,
 )
+from megatron_rl.launcher.evaluation import grade
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.trainer.traces import read_traces
@@ -44,9 +45,13 @@ from verification.comparisons import code_limits
 Handler = Callable[[argparse.Namespace, Console], int]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of all tools."""
+def add_arguments(
+    parser: argparse.ArgumentParser, until_death: Callable[[Callable[[], None]], int]
+) -> None:
+    """Arguments of all tools; until_death: exit code of work whose processes may die."""
     tools = parser.add_subparsers(dest="tool", required=True)
+    graded = tools.add_parser("grade", help="samples of every problem by a model, graded")
+    grade.add_arguments(graded, until_death)
     _add_difficulty(tools.add_parser("difficulty", help="keep what is neither too hard nor easy"))
     _add_traces(tools.add_parser("traces", help="mine a run for traces of a cold start"))
     _add_filter_format(tools.add_parser("filter-format", help="one comparable answer a problem"))
