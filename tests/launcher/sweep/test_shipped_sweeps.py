@@ -1,5 +1,6 @@
 """The files in examples/sweeps: all their variants load, and say what their comments do."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from megatron_rl.launcher import cli
 from megatron_rl.launcher.sweep.plan import Plan, make_plan
 from megatron_rl.launcher.sweep.sweep_file import load_sweep
+from tools import make_skills
 
 SWEEPS = Path(__file__).resolve().parents[3] / "examples" / "sweeps"
 
@@ -63,6 +65,21 @@ def test_studies_of_stages_differ_in_their_steps_alone(
         # The skill that is held back is no source of prompts, and is evaluated.
         assert [one.name for one in config.eval.sets] == ["math", "code", "instructions"]
         assert "instructions" not in {one.name for one in config.prompts}
+
+
+@pytest.mark.parametrize("name", ["transfer", "cold_start_or_rl", "distilled"])
+def test_the_script_makes_every_file_that_a_study_names(name: str, tmp_path: Path) -> None:
+    script = (SWEEPS / "tiny.sh").read_text()
+    assert "START=$PWD/runs/sweep-start\n" in script and "skills=$START/skills " in script
+    made = {f"{one}.jsonl" for one in make_skills.make(make_skills.Counts(), seed=0)}
+    made |= {Path(word).name for word in re.findall(r'--out "\$skills/([^"]+)"', script)}
+    for run in shipped(name, tmp_path).runs:
+        sources = [*run.config.prompts, *(one.prompts for one in run.config.eval.sets)]
+        files = [source.path for source in sources]
+        files += [run.config.sft.traces] if run.config.sft.steps else []
+        for file in files:
+            assert file is not None and file.parent == Path("runs/sweep-start/skills")
+            assert file.name in made
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(SWEEPS.glob("*.toml"))])
