@@ -1,7 +1,7 @@
 """`megatron-rl data grade PROMPTS`: samples of every problem of a file by a model, graded.
 
 An evaluation of one set (`runner.py`), whose problems are all rows of the file, whatever their
-split. `data difficulty --samples` reads the folder that it leaves.
+split. `data difficulty --samples` and `data code-tests --solutions` read the folder that it leaves.
 """
 
 import argparse
