@@ -5,7 +5,7 @@
 #        [--sweep-dir DIR] [section.key=value ...]
 #
 # The model of 1.3M parameters, its tasks and its cold start are made once, in runs/sweep-start; for
-# sweeps on tiny_skills.toml also a run whose traces they need. A run takes one to three minutes. The
+# sweeps on tiny_skills.toml also a run whose traces they need. A run takes one to five minutes. The
 # same command goes on with a sweep that was interrupted. Exit status: 0; 1 when a run failed; 2 for
 # bad input; 128 + signal.
 set -euo pipefail
