@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from megatron_rl.data.translate import Chosen, TranslateOptions, choose
 from megatron_rl.launcher.cli import main
 from tests.data.chat_server import MODEL, ChatServer, completion
 from tests.data.test_translate import PHRASES, case, honest, rows
+from tests.end_to_end.commands import launched
 
 pytestmark = pytest.mark.timeout(60)
 CODE_OF = {name: code for code, name in NAMES.items()}
@@ -231,3 +234,28 @@ def test_the_command_translates_by_the_server_and_goes_on(
         row, (phrase, _, pieces) = json.loads(line), case(i)
         assert row["question"] == PHRASES[phrase][row["language"]].format(*pieces)
     assert "secret" not in "".join(path.read_text() for path in tmp_path.iterdir())
+
+
+@pytest.mark.slow(15)
+def test_an_interrupted_command_keeps_what_it_has(tmp_path: Path) -> None:
+    path, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    lines = [{"id": f"p{i}", "question": case(i)[1], "answer": "7"} for i in range(30)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = tmp_path / "o.jsonl.translations.jsonl"
+
+    async def stops(body: dict) -> web.StreamResponse:
+        if len(server.questions) > 12:
+            await asyncio.sleep(60)
+        return completion(translation(body))
+
+    with ChatServer(stops) as server:
+        command = ["data", "translate", path, "--out", out, "--share", "1", "--endpoint"]
+        with launched(*command, server.url, "--served-model", MODEL, "--at-once", "2") as run:
+            deadline = time.monotonic() + 40
+            while len(server.questions) < 14:
+                assert run.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            run.send_signal(signal.SIGINT)
+            output, _ = run.communicate(timeout=20)
+    assert run.returncode == 128 + signal.SIGINT, output
+    assert len(kept.read_text().splitlines()) == 12 and not out.exists()
