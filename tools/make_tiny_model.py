@@ -1,8 +1,9 @@
 """Makes a random Llama of 1.3M parameters with a character tokenizer, for quick runs and tests.
 
-`python -m tools.make_tiny_model OUT_DIR [--seed S]`. Runs in no process of a run. Tags and the box
-are one token each, so a short answer is about ten tokens. Heads, key-value heads, feed-forward
-width and vocabulary divide by 2, for tensor parallelism.
+`python -m tools.make_tiny_model OUT_DIR [--seed S] [--programs]`. Runs in no process of a run. Tags
+and the box are one token each, so a short answer is about ten tokens; with --programs the fences of
+a Python program are, too. Heads, key-value heads, feed-forward width and vocabulary divide by 2,
+for tensor parallelism.
 """
 
 import argparse
@@ -19,6 +20,8 @@ CHARACTERS = "0123456789+-*=,;:()<> abcdefghijklmnopqrstuvwxyz"
 # Ids without a use still decode to a text of their own: an untrained model samples them.
 FILLERS = [chr(ord("α") + i) for i in range(VOCAB_SIZE)]
 VOCABULARY = [*SPECIAL_TOKENS, *TAGS, *CHARACTERS, *FILLERS][:VOCAB_SIZE]
+FENCES = ["```python\n", "\n```"]
+"""Of a model that writes programs, in the places of the last fillers."""
 # The system message, if any, goes before the question; the model answers right after it.
 CHAT_TEMPLATE = "<bos>{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CONTEXT_TOKENS = 256
@@ -48,13 +51,18 @@ CONFIG = {
 INITIAL_STD = 0.02
 
 
-def write_tokenizer(out: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into the folder `out`."""
+def write_tokenizer(out: Path, *, programs: bool = False) -> None:
+    """Write tokenizer.json and tokenizer_config.json into the folder `out`.
+
+    programs: with a token for each fence of a program.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    fences = FENCES if programs else []
+    vocabulary = [*VOCABULARY[: VOCAB_SIZE - len(fences)], *fences]
+    ids = {token: index for index, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token="<unk>"))
-    tags = "|".join(tag.replace("\\", "\\\\").replace("{", "\\{") for tag in TAGS)
+    tags = "|".join(tag.replace("\\", "\\\\").replace("{", "\\{") for tag in [*TAGS, *fences])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{tags}|[\\s\\S]"), "isolated")
     # Without a decoder WordLevel puts spaces between the tokens.
     tokenizer.decoder = decoders.Fuse()
@@ -117,9 +125,10 @@ def tensor_sizes() -> dict[str, tuple[int, ...]]:
     return sizes | {"model.norm.weight": (width,)}
 
 
-def make_folder(out: Path, seed: int) -> int:
+def make_folder(out: Path, seed: int, *, programs: bool = False) -> int:
     """Make the HF folder `out`, whole or not at all; returns the parameter count.
 
+    programs: its tokenizer has the fences of programs.
     Raises FileExistsError where `out` holds anything.
     """
     if out.exists() and any(out.iterdir()):
@@ -129,7 +138,7 @@ def make_folder(out: Path, seed: int) -> int:
         folder = Path(temporary) / "model"
         folder.mkdir()
         count = write_model(folder, seed)
-        write_tokenizer(folder)
+        write_tokenizer(folder, programs=programs)
         shutil.rmtree(out, ignore_errors=True)
         folder.rename(out)
     return count
@@ -140,9 +149,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--programs", action="store_true", help="with tokens for their fences")
     arguments = parser.parse_args()
     try:
-        count = make_folder(arguments.out.absolute(), arguments.seed)
+        folder = arguments.out.absolute()
+        count = make_folder(folder, arguments.seed, programs=arguments.programs)
     except FileExistsError as error:
         sys.exit(f"error: {error}")
     print(f"a random Llama of {count / 1e6:.2f}M parameters is in {arguments.out}")

@@ -114,7 +114,7 @@ def run_on_tests(
     """(by id of the row, what each solution prints for each case; counts for the report)."""
     jobs, owners = [], []
     for row in rows:
-        found = solutions.by_id.get(row.prompt.id, [])
+        found = solutions.by_id.get(solutions.id_for(row.prompt), [])
         tests = read_tests(row)
         if found and tests.is_examined:
             inputs = [case.stdin for case in tests.cases]
@@ -128,7 +128,7 @@ def run_on_tests(
             not_run += 1
         else:
             printed.setdefault(name, []).append(result)
-    known = {row.prompt.id for row in rows}
+    known = {solutions.id_for(row.prompt) for row in rows}
     counts = {
         "solutions_run": len(jobs) - not_run,
         "solutions_not_run": not_run,

@@ -18,7 +18,9 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.data.rows import read_jsonl
+from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
+from megatron_rl.protocol.types import Prompt
 from verification.code.outputs import Job, Printed
 from verification.code.setup import CodeLimits, longest_item_s, prepare
 from verification.gates import GATES
@@ -51,21 +53,33 @@ class Solutions(NamedTuple):
     by_id: dict[str, list[Solution]]
     without_program: int
     """Completions in which the gate found none."""
+    id_of: dict[str, str] = {}
+    """Normalized question of a record -> its id there: in sets of evaluations it is another."""
+
+    def id_for(self, prompt: Prompt) -> str:
+        """The id by which solutions of a problem are there: its own, else that of its question."""
+        if prompt.id in self.by_id:
+            return prompt.id
+        return self.id_of.get(prompt.normalized_question, prompt.id)
 
 
 def read_solutions(path: Path, reward: RewardConfig) -> Solutions:
     """Solutions by problem, from a folder with rollouts or a file. Raises InputError."""
     by_id: dict[str, list[Solution]] = {}
+    id_of: dict[str, str] = {}
     without = 0
-    for name, solution in _all(path, reward):
+    for name, question, solution in _all(path, reward):
+        if question:
+            id_of.setdefault(normalized(question), name)
         if solution is None:
             without += 1
         else:
             by_id.setdefault(name, []).append(solution)
-    return Solutions(by_id, without)
+    return Solutions(by_id, without, id_of)
 
 
-def _all(path: Path, reward: RewardConfig) -> Iterable[tuple[str, Solution | None]]:
+def _all(path: Path, reward: RewardConfig) -> Iterable[tuple[str, str, Solution | None]]:
+    """(id, question if it is known, solution) of every line or record."""
     if path.is_dir():
         for file in rollout_files(path):
             yield from (_of_record(record, reward) for record in read_records(file.path))
@@ -77,17 +91,18 @@ def _all(path: Path, reward: RewardConfig) -> Iterable[tuple[str, Solution | Non
                 yield _of_record(msgspec.json.decode(raw, type=RolloutRecord), reward)
             else:
                 found = msgspec.json.decode(raw, type=_Line)
-                yield str(found.id), Solution(found.source, found.language)
+                yield str(found.id), "", Solution(found.source, found.language)
         except msgspec.MsgspecError as error:
             raise InputError(f"{path}: {error}; expected {_EXPECTED}") from error
 
 
-def _of_record(record: RolloutRecord, reward: RewardConfig) -> tuple[str, Solution | None]:
+def _of_record(record: RolloutRecord, reward: RewardConfig) -> tuple[str, str, Solution | None]:
     task = reward.all_tasks.get(record.task)
     if task is None or task.gate not in ("think_code", "code"):
-        return record.prompt_id, None
+        return record.prompt_id, record.problem, None
     gated = GATES[task.gate](record.text, record.prompt_tail)
-    return record.prompt_id, None if gated.refusal else Solution(gated.answer, gated.tag)
+    solution = None if gated.refusal else Solution(gated.answer, gated.tag)
+    return record.prompt_id, record.problem, solution
 
 
 # --- running ------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """`data translate`: a share of the English problems in six other languages.
 
-What translates is not ours: a function from a text and a language to a text, or a file that
-somebody has filled in. What it says is checked: numbers and formulas are those of the source
-(`placeholders.py`), and the language is the one asked for, by the classifier that also judges
-completions. It is run on texts of bounded length; its time is linear in them. A translation that is
-refused leaves the problem as it was.
+What translates is not ours: a served model (`asking.py`), a file that somebody has filled in, or
+another function from a text and a language to a text. What it says is checked: numbers and
+formulas are those of the source (`placeholders.py`), and the language is the one asked for, by the
+classifier that also judges completions. It is run on texts of bounded length; its time is linear
+in them. A translation that is refused leaves the problem as it was.
 
 Source: Magistral (arXiv 2506.10910), section 2.2.4: 10 % of the English problems are translated
 into French, Spanish, Italian, German, Chinese and Russian.

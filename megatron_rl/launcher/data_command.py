@@ -30,12 +30,14 @@ from megatron_rl.data.samples import read_samples
 from megatron_rl.data.solutions import check_sandbox, read_solutions
 from megatron_rl.data.traces import TraceOptions, mine_traces, read_training_rollouts
 from megatron_rl.data.translate import (
+    Chosen,
     TranslateOptions,
     choose,
     read_translations,
     request_of,
     translate,
 )
+from megatron_rl.launcher.evaluation import grade
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.trainer.traces import read_traces
@@ -44,9 +46,13 @@ from verification.comparisons import code_limits
 Handler = Callable[[argparse.Namespace, Console], int]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of all tools."""
+def add_arguments(
+    parser: argparse.ArgumentParser, until_death: Callable[[Callable[[], None]], int]
+) -> None:
+    """Arguments of all tools; until_death: exit code of work whose processes may die."""
     tools = parser.add_subparsers(dest="tool", required=True)
+    graded = tools.add_parser("grade", help="samples of every problem by a model, graded")
+    grade.add_arguments(graded, until_death)
     _add_difficulty(tools.add_parser("difficulty", help="keep what is neither too hard nor easy"))
     _add_traces(tools.add_parser("traces", help="mine a run for traces of a cold start"))
     _add_filter_format(tools.add_parser("filter-format", help="one comparable answer a problem"))
@@ -158,6 +164,12 @@ def _add_translate(parser: argparse.ArgumentParser) -> None:
         "--requests", action="store_true", help="write what is to be translated to --out"
     )
     how.add_argument("--translations", type=Path, help="JSONL of {id, language, text}")
+    how.add_argument("--endpoint", help="ask this server, as in http://127.0.0.1:30000/v1")
+    parser.add_argument("--served-model", help="with --endpoint: the model's name there")
+    parser.add_argument("--key-variable", help="environment variable with the server's key")
+    for name, default in (("attempts", 3), ("at_once", 16), ("timeout_s", 120.0)):
+        _add_number(parser, name, default)
+    _add_number(parser, "max_tokens", 4096)
     defaults = TranslateOptions()
     for name in ("share", "seed"):
         _add_number(parser, name, getattr(defaults, name))
@@ -186,9 +198,36 @@ def _translate(options: argparse.Namespace, console: Console) -> int:
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
         return 0
-    found = read_translations(options.translations)
+    if options.endpoint is not None:
+        found, figures = _ask_endpoint(options, chosen)
+    else:
+        found, figures = read_translations(options.translations), {}
     kept, report = translate(rows, lambda r: found.get((r.id, r.language), ""), wanted)
+    report = msgspec.structs.replace(report, figures={**report.figures, **figures})
     return _write_rows(options, kept, report, console)
+
+
+def _ask_endpoint(
+    options: argparse.Namespace, chosen: list[Chosen]
+) -> tuple[dict[tuple[str, str], str], dict[str, Any]]:
+    """Translations by a served model, and what it took; they are kept beside the output."""
+    # Needs aiohttp, which the other tools do without.
+    from megatron_rl.data.asking import ask_all
+    from megatron_rl.data.chat_endpoint import Endpoint
+
+    if not options.served_model:
+        raise InputError("--endpoint needs --served-model NAME: the name that the server gives it")
+    key = ""
+    if options.key_variable is not None:
+        key = os.environ.get(options.key_variable, "")
+        if not key:
+            raise InputError(f"--key-variable {options.key_variable}: it is not set, or empty")
+    endpoint = Endpoint(
+        options.endpoint, options.served_model, options.timeout_s, options.max_tokens, key
+    )
+    beside = options.out.with_name(f"{options.out.name}.translations.jsonl")
+    asked = ask_all(chosen, endpoint, beside, attempts=options.attempts, at_once=options.at_once)
+    return asked.texts, {"requests": asked.figures()}
 
 
 def _add_traces(parser: argparse.ArgumentParser) -> None:

@@ -116,6 +116,23 @@ def _kill(process: psutil.Process) -> None:
         pass
 
 
+def reap_orphans(role_pids: Collection[int]) -> None:
+    """Take the exit status of all children that have ended, but for roles.
+
+    A sandbox leaves one for each program that it ends. Until somebody takes their status they count
+    as processes of the sandbox's group, which may have a few hundred.
+    """
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        # The first one that is a role hides others until its own end is noted.
+        if found is None or found.si_pid in role_pids:
+            return
+        _reap(found.si_pid)
+
+
 def _reap(pid: int) -> None:
     """Take the exit status of an orphan that the subreaper inherited."""
     try:

@@ -27,6 +27,7 @@ from megatron_rl.launcher.process_tree import (
     find_descendants,
     find_orphans,
     kill_all,
+    reap_orphans,
     set_subreaper,
     wait_for_none,
 )
@@ -162,13 +163,14 @@ class Supervisor:
     def check(self) -> list[Restart]:
         """Note which roles ended, and start again those whose pause is over; returns the latter.
 
-        Raises RoleDied for a role that should not have ended.
+        Orphans that ended are forgotten. Raises RoleDied for a role that should not have ended.
         """
         now = time.monotonic()
         for role in self.roles.values():
             if role.ended is None and role.process.poll() is not None:
                 role.ended = now
                 log.info("%s ended with exit code %d", role.name, role.exit_code)
+        reap_orphans(self._role_pids())
         for role in self.roles.values():
             is_dead = role.exit_code not in (None, 0) or self._ended_early(role, now)
             if is_dead and not role.is_death_answered:

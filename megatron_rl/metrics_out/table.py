@@ -149,6 +149,7 @@ PUBLISH = (
     Known("generator/running", "most completions in flight in it"),
     Known("launch/generator_restarts", "a generator died and was started again", "0",
           "logs/generator-*.log", "count"),
+    Known("launch/chosen_step", "step of the cold start whose model was chosen"),
     Known("launch/resumed", "the run goes on from a checkpoint", kind="count"),
 )  # fmt: skip
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.data.code_tests import (
     CodeTestOptions,
     Judged,
@@ -15,9 +16,10 @@ from megatron_rl.data.code_tests import (
     Tests,
     check_tests,
     judge_test,
+    run_on_tests,
 )
 from megatron_rl.data.rows import Row, read_rows
-from megatron_rl.data.solutions import Solution, check_sandbox, run_all
+from megatron_rl.data.solutions import Solution, check_sandbox, read_solutions, run_all
 from megatron_rl.launcher.cli import main
 from verification.code.outputs import Printed
 from verification.code.problem import parse_tests
@@ -119,6 +121,31 @@ def test_bad_entries_and_options_are_refused(tmp_path: Path) -> None:
         CodeTestOptions(languages=("ada",))
     with pytest.raises(InputError, match="--relabel-agreement"):
         CodeTestOptions(agreement=0.8, relabel_agreement=0.7)
+
+
+def test_solutions_of_an_evaluation_set_are_found_by_the_question(tmp_path: Path) -> None:
+    record = {
+        "group": 0, "task": "code", "language": "", "answer": "", "reward": 1.0, "parts": {},
+        "reason": "correct", "tokens": 9, "versions": [0], "finish_reason": "stop", "seed": 0,
+        "prompt_tail": "",
+    }  # fmt: skip
+    text = "<think></think>```python\nprint(9)\n```"
+    lines = [
+        record | {"prompt_id": "graded/a", "index": 0, "problem": "Q0?", "text": text},
+        record | {"prompt_id": "graded/a", "index": 1, "problem": "Q0?", "text": "none"},
+        record | {"prompt_id": "graded/b", "index": 0, "problem": "Another?", "text": text},
+    ]
+    path = tmp_path / "s.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_solutions(path, RewardConfig())
+    [row] = rows(tmp_path, {"entry": entry({"stdin": "3", "stdout": "9"})})
+    assert row.prompt.question == "q0?"
+    printed, counts = run_on_tests([row], found, check_sandbox(CodeLimits()), workers=1)
+    assert printed == {"p0": [[Printed(b"9\n")]]}
+    assert counts == {
+        "solutions_run": 1, "solutions_not_run": 0, "solutions_without_program": 1,
+        "solutions_of_no_problem": 1,
+    }  # fmt: skip
 
 
 def test_a_solution_that_takes_too_long_altogether_is_killed_and_counted(

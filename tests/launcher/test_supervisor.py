@@ -34,6 +34,14 @@ pid = subprocess.check_output([sys.executable, '-c', inner], text=True).strip()
 pathlib.Path(sys.argv[1]).write_text(pid)
 time.sleep(300)
 """
+# Its grandchildren end as orphans, as the innermost process of a sandbox does.
+LITTERER = """
+import pathlib, subprocess, sys, time
+inner = 'import os, time; [os.fork() or (time.sleep(0.5), os._exit(0)) for _ in range(20)]'
+subprocess.run([sys.executable, '-c', inner], check=True)
+pathlib.Path(sys.argv[1]).write_text('')
+time.sleep(300)
+"""
 SLEEPER = """
 import os, pathlib, sys, time
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
@@ -176,6 +184,20 @@ with Supervisor(pathlib.Path(sys.argv[1]), early_end_grace_s=0.5) as supervisor:
             break
         time.sleep(0.05)
 """
+
+
+def test_orphans_that_ended_are_forgotten_while_the_roles_go_on(tmp_path: Path) -> None:
+    launcher = start_launcher(tmp_path, {"litterer": LITTERER})
+    wait_until_ready(tmp_path)
+    children = psutil.Process(launcher.pid).children
+    deadline = time.monotonic() + 20
+    # The role itself is left.
+    while len(children()) > 1:
+        assert time.monotonic() < deadline, children()
+        time.sleep(0.05)
+    assert launcher.poll() is None and children()[0].status() != psutil.STATUS_ZOMBIE
+    launcher.terminate()
+    assert launcher.wait(20) == 128 + signal.SIGTERM
 
 
 def test_role_that_ends_before_it_was_told_counts_as_dead(tmp_path: Path) -> None:

@@ -20,12 +20,16 @@ STEP_S = "step_s"
 LAST_ROWS = 10
 """Of a metric with a slash the last so many rows are averaged, as in reward_last10."""
 
+_AT = ("start", "end", "gain")
+"""Metrics of the evaluations before training and last of all: `end` of the held-out prompts,
+`end.SET` of a set."""
+
 Row = dict[str, Any]
 
 
 def check_metric(name: str) -> None:
     """Raise ValueError for a name that no run can offer, naming the nearest that one does."""
-    known = [*summarize([], RunFacts()), STEP_S]
+    known = [*summarize([], RunFacts()), STEP_S, *_AT]
     if "/" in name or name.partition(".")[0] in known:
         return
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -63,10 +67,32 @@ def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
         return mean_of(values) if values else None
     if name == STEP_S:
         return seconds_a_step(rows)
+    at, _, name_of_set = name.partition(".")
+    if at in _AT:
+        return _accuracy_at(at, name_of_set, summary)
     found: Any = summary
     for part in name.split("."):
         found = found.get(part) if isinstance(found, dict) else None
     return float(found) if isinstance(found, int | float) else None
+
+
+def _accuracy_at(at: str, name_of_set: str, summary: dict[str, Any]) -> float | None:
+    """An accuracy, or what it gained; name_of_set: empty for the held-out prompts.
+
+    A run without reinforcement learning is evaluated once, after its cold start if it has one: what
+    it starts from is then measured by another run, and this is its end.
+    """
+    before, after = (_accuracy(label, name_of_set, summary) for label in ("before", "after"))
+    if at == "gain":
+        return None if before is None or after is None else after - before
+    return after if at == "end" and after is not None else before
+
+
+def _accuracy(label: str, name_of_set: str, summary: dict[str, Any]) -> float | None:
+    if not name_of_set:
+        return summary.get(f"accuracy_{label}")
+    found = summary.get("evaluation_sets", {}).get(f"{label}.{name_of_set}", {})
+    return found.get("accuracy")
 
 
 def seconds_a_step(rows: Sequence[Row]) -> float | None:

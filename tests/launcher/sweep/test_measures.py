@@ -30,6 +30,21 @@ def test_metrics_come_from_the_summary_or_from_the_last_ten_rows(tmp_path: Path)
     }  # fmt: skip
 
 
+def test_accuracies_of_sets_at_the_start_and_at_the_end(tmp_path: Path) -> None:
+    sets = {"before.math": 0.25, "after.math": 0.75, "before.code": 0.5, "step_5.code": 1.0}
+    found = {label: {"accuracy": value, "se": None, "n": 8} for label, value in sets.items()}
+    summary = {"accuracy_before": 0.125, "accuracy_after": 0.0, "evaluation_sets": found}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    write_rows(tmp_path, [])
+    names = [f"{at}{name}" for at in ("start", "end", "gain") for name in ("", ".math", ".code")]
+    assert list(measure(tmp_path, [*names, "end.other"]).values()) == [
+        0.125, 0.25, 0.5,
+        # Nothing after training on code: it was not trained, and its first accuracy is its last.
+        0.0, 0.75, 0.5,
+        -0.125, 0.5, None, None,
+    ]  # fmt: skip
+
+
 def test_a_run_of_several_hosts_is_measured_by_its_metrics(tmp_path: Path) -> None:
     evaluation = {"source": "queue", "step": 2, "time": 9.0, "label": "after"}
     write_rows(tmp_path, [step_row(1, 1.0), step_row(2, 3.0), evaluation | {"eval/accuracy": 0.75}])
@@ -63,7 +78,8 @@ def test_a_metric_that_diverged_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_names_that_no_run_offers_are_refused_with_the_nearest() -> None:
-    for name in ("accuracy_after", "wall_s.total", "groups_dropped.flat", "train/any", "step_s"):
+    for name in ("accuracy_after", "wall_s.total", "groups_dropped.flat", "train/any", "step_s",
+                 "end", "start.math", "gain.code"):  # fmt: skip
         check_metric(name)
     with pytest.raises(ValueError, match="'acuracy_after' is no key.*mean 'accuracy_after'"):
         check_metric("acuracy_after")
