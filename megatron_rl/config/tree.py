@@ -153,6 +153,9 @@ class WeightsConfig(Section):
     beside their parameters."""
     deadline_s: PositiveFloat = 120.0
     """A generator that does not take a publish in that time is dropped until it comes back."""
+    grace_s: PositiveFloat = 10.0
+    """A generator that has taken versions before is also dropped when it has not taken one so long
+    after another generator did; over NCCL it has the whole deadline."""
     join_timeout_s: PositiveFloat = 300.0
     """With no generator left, one must come back in that time."""
 

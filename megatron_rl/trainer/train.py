@@ -36,13 +36,15 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.exchange.transport import IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
 from megatron_rl.weights.folders.hf_folder import bucketed
+from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.ranks import all_places
-from megatron_rl.weights.layout.trainer_layout import named_parameters, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import named_parameters
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
 from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Method, WeightPublisher
-from megatron_rl.weights.publish.reshard import ExchangeSettings, Reshard
+from megatron_rl.weights.publish.reshard import Reshard
+from megatron_rl.weights.publish.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +139,8 @@ def open_method(
         dtype=DTYPES[cfg.model.dtype],
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,
+        grace_s=cfg.weights.grace_s,
+        is_concurrent=cfg.weights.method == "ipc" or policy.device.type == "cpu",
         name=control.share(f"weights-{time.time_ns()}", str),
     )
     match chosen_method(cfg.weights.method, cfg.generator.quantization):
@@ -147,9 +151,9 @@ def open_method(
             save = partial(save_hf, model=policy.chunks, shape=policy.shape, source=cfg.model.path)
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
-    slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
+    copies = model_copies(policy.shape, all_places())
     parameters = named_parameters(policy.chunks)
-    return Reshard(parameters, slices, policy.shape, control=control, link=link, settings=settings)
+    return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
 
 
 def chosen_method(method: str, quantization: str) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl.protocol.wire import DeadlineExceeded, Router
 from megatron_rl.weights.exchange.transport import IPC
+from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
@@ -25,7 +26,8 @@ from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
 from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Member, Method, Outcome, WeightPublisher
-from megatron_rl.weights.publish.reshard import ExchangeSettings, Reshard
+from megatron_rl.weights.publish.reshard import Reshard
+from megatron_rl.weights.publish.settings import ExchangeSettings
 from tests.weights.made_up import SHAPE, allocate, fill, values
 from tests.weights.scripted_generators import Generator, host
 
@@ -48,6 +50,7 @@ class Setup:
     data: int = 1
     shape: ModelShape = SHAPE
     deadline_s: float = 3.0
+    grace_s: float = 3.0
     join_timeout_s: float = 15.0
     bucket_bytes: int = 2048
 
@@ -65,6 +68,8 @@ class Step:
     held: dict[str, int]
     outcomes: list[Outcome] = field(default_factory=list)
     error: str = ""
+    bound: dict[str, int] = field(default_factory=dict)
+    """Generator -> copy of the trainer."""
 
     @property
     def failed(self) -> dict[str, str]:
@@ -103,7 +108,8 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
         error = act(action, publisher, link, version, update)
         metrics = {metric.name: metric.value for metric in publisher.metrics}
         seconds = time.monotonic() - started
-        steps.append(Step(seconds, metrics, dict(publisher._held), list(outcomes), error))
+        bound = dict(method._bindings.of) if isinstance(method, Reshard) else {}
+        steps.append(Step(seconds, metrics, dict(publisher._held), list(outcomes), error, bound))
         if rank == 0:
             (folder / f"step-{number}").touch()
         if error:
@@ -157,14 +163,13 @@ def open_method(
     name = control.share(f"test-{time.time_ns()}", str)
     backend = IPC if setup.method == "ipc" else "gloo"
     settings = ExchangeSettings(
-        "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name
-    )
+        "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name,
+        setup.grace_s,
+    )  # fmt: skip
     like = Place(Share(0, setup.tensor), Share(0, setup.pipeline), Share())
-    senders = {
-        rank: trainer_slices(setup.shape, place_of(rank, setup.trainers, like))
-        for rank in range(setup.trainers)
-    }
-    mine = senders[control.rank]
+    places = [place_of(rank, setup.trainers, like) for rank in range(setup.trainers)]
+    mine = trainer_slices(setup.shape, places[control.rank])
+    copies = model_copies(setup.shape, places)
     parameters = allocate(mine)
 
     def full() -> dict[str, Tensor]:
@@ -190,7 +195,7 @@ def open_method(
             method = Disk(save, disk, control=control, link=link, deadline_s=setup.deadline_s)
         case _:
             method = Reshard(
-                parameters, senders, setup.shape, control=control, link=link, settings=settings
+                parameters, copies, setup.shape, control=control, link=link, settings=settings
             )
     return method, lambda: fill(parameters, mine, setup.shape, version[0])
 

@@ -15,7 +15,7 @@ itself. In shared memory every move needs one, at the sender.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class Packet:
     """Then a trailer follows the payload."""
     digest: Tensor | None = None
     """Of the payload, at a sender that knows it already."""
+    twin_of: "Packet | None" = None
+    """The one that knows the digest, where several receivers get the same bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +121,11 @@ def digest_in_place(packets: Iterable[Packet]) -> None:
             packet.digest = digest(packet.payload)
 
 
+def twins(packets: Iterable[Packet]) -> list[Packet]:
+    """The same packets for another receiver: with buffers of their own, but the same digests."""
+    return [replace(packet, twin_of=packet) for packet in packets]
+
+
 def pack(packets: Sequence[Packet], dtype: torch.dtype, *, version: int) -> None:
     """Copy what is staged into the buffers, and write the trailer.
 
@@ -130,9 +137,17 @@ def pack(packets: Sequence[Packet], dtype: torch.dtype, *, version: int) -> None
     for packet in packets:
         for place, held in packet.staged(dtype):
             held.copy_(place)
-    contents = [digest(m.payload) if m.digest is None else m.digest for m in packets]
-    last.trailer[:WORDS] = fold(contents)
+    last.trailer[:WORDS] = fold([_known_digest(packet) for packet in packets])
     last.trailer[WORDS] = version
+
+
+def _known_digest(packet: Packet) -> Tensor:
+    """Of the payload, computed once for all twins."""
+    owner = packet.twin_of or packet
+    # Two threads may both compute it: they find the same.
+    if owner.digest is None:
+        owner.digest = digest(packet.payload)
+    return owner.digest
 
 
 def unpack(packets: Iterable[Packet], dtype: torch.dtype, version: int) -> Tensor:
