@@ -21,9 +21,10 @@ import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
 from megatron.core import parallel_state
 
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import optimizer_steps
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, WeightsConfig
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import failures_noted, run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
@@ -69,13 +70,20 @@ def train(
         prepared = trainer.prepare(batch.minibatches)
         for minibatch in batch.minibatches:
             # Taken out: what is known of a minibatch may be large, and is of no more use.
-            metrics.add(trainer.update(minibatch, version=step, known=prepared.pop(0)))
+            known = prepared.pop(0)
+            metrics.add(
+                trainer.update(minibatch, version=step, known=known, before_step=weights.join)
+            )
         trainer.gather()
         step += 1
-        if step < steps.stop and not checkpoints.is_due(step):
+        goes_on = step < steps.stop and not checkpoints.is_due(step)
+        if goes_on:
             batches.request(step)  # the queue forms it while the weights travel
-        weights.publish(version=step)
-        batches.announce(step, is_final=step == steps.stop)
+        if goes_on and weights.overlaps:
+            weights.start(step, partial(batches.announce_aside, step))
+        else:
+            weights.publish(version=step)
+            batches.announce(step, is_final=step == steps.stop)
         checkpoints.save_if_due(step, trainer)
         metrics.add_entries(batch.metrics)
         metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
@@ -85,6 +93,7 @@ def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
     objective = find_objective(cfg.algorithm, cfg.sampling.temperature)
     with open_policy(cfg) as policy:
+        check_overlap(cfg.weights, cfg.generator.quantization, policy.device.type)
         trainer = Trainer(
             policy,
             objective,
@@ -118,12 +127,14 @@ def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
         # A rank may wait for two transfers of another rank that pass their deadline.
         patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
         control = Control(policy.backend.host_group(patience_s))
+        method = open_method(cfg, policy, control=control, link=link)
         publisher = WeightPublisher(
-            open_method(cfg, policy, control=control, link=link),
+            method,
             control,
             link,
             replicas=cfg.generator.replicas,
             join_timeout_s=cfg.weights.join_timeout_s,
+            overlapping=method if cfg.weights.overlap and isinstance(method, Reshard) else None,
         )
         publisher.await_generators()
         yield stack.enter_context(publisher)
@@ -154,6 +165,21 @@ def open_method(
     copies = model_copies(policy.shape, all_places())
     parameters = named_parameters(policy.chunks)
     return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
+
+
+def check_overlap(weights: WeightsConfig, quantization: str, device: str) -> None:
+    """Refuse weights.overlap where it is not known to be safe. Raises InputError."""
+    if weights.overlap and device != "cpu":
+        raise InputError(
+            "weights.overlap=true needs a trainer without GPUs: on one, the kernels of the "
+            "exchange and those of the trainer's own groups could wait for each other for ever; "
+            "leave it at false"
+        )
+    if weights.overlap and quantization:
+        raise InputError(
+            f"weights.overlap=true with generator.quantization={quantization}: a quantised engine "
+            "takes full tensors, which all ranks gather; leave one of them out"
+        )
 
 
 def chosen_method(method: str, quantization: str) -> str:

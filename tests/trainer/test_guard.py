@@ -165,8 +165,13 @@ class PublishLog:
     def publish(self, version: int) -> None:
         self.versions.append(version)
 
+    overlaps = False
+
     def admit(self) -> None:
         """No generator comes."""
+
+    def join(self) -> None:
+        """Nothing is under way."""
 
 
 def serve_batches(router: Router, advantages: list[float], heard: list) -> None:

@@ -29,9 +29,10 @@ others; over gloo nobody waits for its senders, which end at the deadline.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -115,9 +116,11 @@ class Reshard:
 
     # --- one publish ----------------------------------------------------------------------------
 
-    def begin(self, members: list[Member], version: int) -> None:
+    def begin(
+        self, members: list[Member], version: int, then: Callable[[], None] | None = None
+    ) -> None:
         """Start to serve all members. Until `end` the parameters must not change, and nobody else
-        uses the link."""
+        uses the link. then: see `OverlappingMethod`."""
         self._bind(members)
         mine = [member for member in members if member.name in self._senders]
         kinds = {kind_of(member.hello) for member in mine}
@@ -127,7 +130,8 @@ class Reshard:
         if self._link is not None:
             desks = [self._desks[member.name] for member in members]
             grace_s = self._settings.grace_s if self._settings.is_concurrent else None
-            running.outcome = pool.submit(lead, self._link, desks, version, grace_s=grace_s)
+            talk = partial(lead, self._link, desks, version, grace_s=grace_s)
+            running.outcome = pool.submit(_lead, talk, len(members), then)
         prepared = {kind: pool.submit(self._prepare, kind) for kind in kinds}
         tasks = {m.name: (self._senders[m.name], prepared[kind_of(m.hello)]) for m in mine}
         if self._settings.is_concurrent:
@@ -144,6 +148,10 @@ class Reshard:
             self._settings.dtype,
             stages_all=self._settings.backend == IPC,
         )
+
+    def is_over(self) -> bool:
+        """On rank 0: whether all conversations are."""
+        return self._running.outcome is not None and self._running.outcome.done()
 
     def end(self) -> Outcome:
         """Wait until all members hold the version or have failed; the parameters may change then.
@@ -235,13 +243,22 @@ class Reshard:
 
     def close(self) -> None:
         """Leave all groups."""
+        # After an error a publish may still run: its conversation uses the link.
+        is_free = self._running.outcome is None or self._running.outcome.done()
         for name in list(self._opened):
-            if self._link is not None:
+            if self._link is not None and is_free:
                 try:
                     self._link.tell(name, LeaveGroup())
                 except GeneratorLost as error:
                     log.info("%s", error)
             self.forget(name)
+
+
+def _lead(talk: Callable[[], Outcome], members: int, then: Callable[[], None] | None) -> Outcome:
+    outcome = talk()
+    if then is not None and len(outcome.failed) < members:
+        then()
+    return outcome
 
 
 def _serve(tasks: list[tuple[Sender, Future[Ends]]]) -> None:
