@@ -38,6 +38,7 @@ from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import Hello, LeaveGroup
+from megatron_rl.weights.exchange.memory.sharing import use_device
 from megatron_rl.weights.exchange.parcels import Ends, for_another, outgoing
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.exchange.transport import IPC, Buffers
@@ -125,7 +126,12 @@ class Reshard:
         mine = [member for member in members if member.name in self._senders]
         kinds = {kind_of(member.hello) for member in mine}
         # One for each publish: threads that wait for a generator that hangs may be left over.
-        pool = ThreadPoolExecutor(1 + len(kinds) + len(mine), thread_name_prefix="publish")
+        pool = ThreadPoolExecutor(
+            1 + len(kinds) + len(mine),
+            thread_name_prefix="publish",
+            initializer=use_device,
+            initargs=(self._device,),
+        )
         running = self._running = _Running()
         if self._link is not None:
             desks = [self._desks[member.name] for member in members]
