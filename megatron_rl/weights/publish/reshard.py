@@ -125,7 +125,8 @@ class Reshard:
         self._bind(members)
         mine = [member for member in members if member.name in self._senders]
         kinds = {kind_of(member.hello) for member in mine}
-        # One for each publish: threads that wait for a generator that hangs may be left over.
+        # One for each publish: threads that wait for a generator that hangs may be left over. They
+        # are no daemons: torch 2.13 aborts a process that ends while a thread waits in gloo.
         pool = ThreadPoolExecutor(
             1 + len(kinds) + len(mine),
             thread_name_prefix="publish",
