@@ -153,7 +153,7 @@ class WeightsConfig(Section):
     beside their parameters."""
     deadline_s: PositiveFloat = 120.0
     """A generator that does not take a publish in that time is dropped until it comes back."""
-    grace_s: PositiveFloat = 10.0
+    grace_s: PositiveFloat = 30.0
     """A generator that has taken versions before is also dropped when it has not taken one so long
     after another generator did; over NCCL it has the whole deadline."""
     overlap: bool = False

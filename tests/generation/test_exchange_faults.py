@@ -57,7 +57,7 @@ def test_a_killed_generator_costs_at_most_the_deadline_and_is_served_when_it_is_
         fleet.check_logprobs(index, folders[1], version=1)
 
 
-def test_a_stopped_rank_costs_the_grace_and_its_generator_is_served_after_a_restart(
+def test_a_stopped_rank_costs_the_deadline_and_its_generator_is_served_after_a_restart(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     folders = exports(tmp_path, 3)
@@ -67,10 +67,8 @@ def test_a_stopped_rank_costs_the_grace_and_its_generator_is_served_after_a_rest
     script = Script(folders, salt=0.005, blows=(stop, kill), admits_until=2)
     with fleet.restarting(0):
         _, stopped, after, _ = publish(fleet, TENSOR, script)
-    # The other generator takes the version first; from then on the stopped one has so long.
-    grace_s = fleet.config.weights.grace_s
-    assert stopped.seconds > grace_s
-    check_drop(stopped, grace_s + MARGIN_S)
+    assert stopped.seconds > deadline_s - 1
+    check_drop(stopped, deadline_s + MARGIN_S)
     check_drop(after, deadline_s / 2)
     fleet.check_parameters(folders[2])
     fleet.check_logprobs(0, folders[2], version=2)

@@ -28,7 +28,7 @@ class ExchangeSettings:
     deadline_s: float
     name: str
     """Prefix of the groups' names, the same on every rank and of no other publisher."""
-    grace_s: float = 10.0
+    grace_s: float = 30.0
     """How long all others wait for a generator that has taken a version before."""
     is_concurrent: bool = True
     """Whether a trainer rank serves all its generators at once. Not where collectives are kernels:
