@@ -109,10 +109,11 @@ def test_one_generator_goes_on_while_another_takes_its_transfer(
     one = fleet("llama-tied", 2)
     is_over = threading.Event()
     publish(one, TENSOR, Script((tmp_path / "0",), salt=0.1))
+    # Both transfers begin at once; that to the hf generator, a third of the parcels, ends first.
     serving = threading.Thread(target=one.serve_for, args=(is_over,))
     serving.start()
     try:
-        (published,) = publish(one, TENSOR, Script((tmp_path / "1",), salt=0.2, parcel_s=0.03))
+        (published,) = publish(one, TENSOR, Script((tmp_path / "1",), salt=0.2, parcel_s=0.09))
     finally:
         is_over.set()
         serving.join()
