@@ -154,8 +154,23 @@ class WeightsConfig(Section):
     beside their parameters."""
     deadline_s: PositiveFloat = 120.0
     """A generator that does not take a publish in that time is dropped until it comes back."""
+    grace_s: PositiveFloat = 30.0
+    """A generator that has taken versions before is also dropped when it has not taken one so long
+    after another generator did; over NCCL it has the whole deadline."""
+    overlap: bool = False
+    """Send while the next batch is awaited, and during its forward and backward pass, up to the
+    optimizer step. Needs reshard or ipc, and a trainer without GPUs."""
     join_timeout_s: PositiveFloat = 300.0
     """With no generator left, one must come back in that time."""
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> Self:
+        if self.overlap and self.method not in ("reshard", "ipc"):
+            raise ValueError(
+                f"weights.overlap=true with weights.method={self.method}: full tensors are "
+                "gathered by all ranks, which train meanwhile; give reshard or ipc"
+            )
+        return self
 
 
 class PortsConfig(Section):

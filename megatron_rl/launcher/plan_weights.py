@@ -4,6 +4,7 @@ The plan is that of the trainer, made from sizes alone: no weights, device or ot
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,13 +13,17 @@ from rich.table import Table
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.sizing.generator import PAPER_PUBLISH_S, Publish, publish_cost
+from megatron_rl.launcher.sizing.plan import Hardware
 from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES
 from megatron_rl.weights.exchange.plan import Plan, make_plan
+from megatron_rl.weights.layout.copies import model_copies, places_of
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import Share
-from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import hf_shapes
+from megatron_rl.weights.publish.bindings import Bindings
 
 SHOWN_RANKS = 16
 
@@ -32,11 +37,12 @@ class Forecast:
     received: tuple[int, ...]
     """By rank of each engine."""
     model_bytes: int
-    rounds: tuple[int, ...]
-    """By engine."""
+    rounds: int
+    """Of each engine's exchange."""
     peak_bytes: int
-    """Most memory of any rank beside its parameters."""
+    """Most memory of any rank beside its parameters, in one exchange."""
     bucket_bytes: int
+    cost: Publish
 
     @property
     def spread_bytes(self) -> int:
@@ -54,9 +60,20 @@ def plan_weights(config: Config, console: Console) -> None:
     total = sum(found.sent)
     ratio = f"{total / found.model_bytes:.3f} times the model"
     table.add_row("all ranks send", f"{_megabytes(total)}, {ratio}")
-    table.add_row("rounds of each engine", ", ".join(map(str, found.rounds)))
+    cost = found.cost
+    table.add_row(
+        "copies of the trainer's model", f"{cost.copies}, serving {cost.turns} engines each"
+    )
+    table.add_row("ranks of a process group", str(cost.group_ranks))
+    table.add_row("rounds of each engine", str(found.rounds))
     share = f"{found.peak_bytes / found.bucket_bytes:.2f} times weights.bucket_bytes"
     table.add_row("memory of a rank, at most", f"{_megabytes(found.peak_bytes)}, {share}")
+    table.add_row(
+        "a publish takes", f"{cost.whole_seconds:.2f} s; the paper: under {PAPER_PUBLISH_S:g} s"
+    )
+    rate = f"{Hardware.bytes_per_s / 1e9:g} GB/s a rank"
+    table.add_row("its transfers", f"{cost.seconds:.2f} s over NCCL at {rate}")
+    table.add_row("by the senders' bandwidth alone", f"{cost.least_seconds:.2f} s")
     console.print(table, markup=False)
     if len(found.sent) <= SHOWN_RANKS:
         for rank, size in enumerate(found.sent):
@@ -74,39 +91,38 @@ def forecast(config: Config) -> Forecast:
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
     itemsize = ITEM_BYTES[config.model.dtype]
-    senders = _senders(shape, config)
-    receivers = _receivers(shape, config)
-    loads: dict[int, int] = {}
-    plans = [
-        _plan(senders, receivers, itemsize, config.weights.bucket_bytes, loads)
-        for _ in range(config.generator.replicas)
-    ]
-    received = plans[0].received_bytes()
+    copies = model_copies(shape, places_of(config.parallel))
+    receivers = _receivers(shape, config, len(copies.slices))
+    plan = _plan(dict(enumerate(copies.slices)), receivers, itemsize, config.weights.bucket_bytes)
+    bindings = Bindings(len(copies.ranks))
+    bindings.bind([f"generator-{number}" for number in range(config.generator.replicas)])
+    served = Counter(bindings.of.values())
+    sent, received = plan.sent_bytes(), plan.received_bytes()
+    by_rank = {
+        rank: served[number] * sent.get(place, 0)
+        for number, ranks in enumerate(copies.ranks)
+        for place, rank in enumerate(ranks)
+    }
     return Forecast(
-        sent=tuple(loads.get(rank, 0) for rank in senders),
+        sent=tuple(by_rank[rank] for rank in range(config.parallel.world_size)),
         received=tuple(received[rank] for rank in sorted(receivers)),
         model_bytes=itemsize * sum(math.prod(size) for size in hf_shapes(shape).values()),
-        rounds=tuple(len(plan.rounds) for plan in plans),
-        peak_bytes=max(plan.peak_bytes() for plan in plans),
+        rounds=len(plan.rounds),
+        peak_bytes=plan.peak_bytes(),
         bucket_bytes=config.weights.bucket_bytes,
+        cost=publish_cost(
+            shape,
+            config.generator,
+            copies=copies.ranks,
+            item_bytes=itemsize,
+            bytes_per_s=Hardware.bytes_per_s,
+            turn_s=Hardware.turn_s,
+        ),
     )
 
 
-def _senders(shape: ModelShape, config: Config) -> dict[int, list[Slice]]:
-    parallel = config.parallel
-    like = Place(
-        Share(0, parallel.tensor),
-        Share(0, parallel.pipeline),
-        Share(0, parallel.expert),
-        Share(0, parallel.expert_tensor),
-        parallel.virtual_stages,
-    )
-    ranks = range(parallel.world_size)
-    return {rank: trainer_slices(shape, place_of(rank, len(ranks), like)) for rank in ranks}
-
-
-def _receivers(shape: ModelShape, config: Config) -> dict[int, list[Slice]]:
-    first, ranks = config.parallel.world_size, config.generator.tensor_parallel
+def _receivers(shape: ModelShape, config: Config, first: int) -> dict[int, list[Slice]]:
+    ranks = config.generator.tensor_parallel
     if config.generator.engine == "hf":
         return {first: hf_slices(shape)}
     try:
@@ -120,12 +136,9 @@ def _plan(
     receivers: dict[int, list[Slice]],
     itemsize: int,
     bucket_bytes: int,
-    loads: dict[int, int],
 ) -> Plan:
     try:
-        return make_plan(
-            senders, receivers, itemsize=itemsize, bucket_bytes=bucket_bytes, loads=loads
-        )
+        return make_plan(senders, receivers, itemsize=itemsize, bucket_bytes=bucket_bytes)
     except ValueError as error:
         raise InputError(f"weights.bucket_bytes = {bucket_bytes} is not possible: {error}") from (
             error

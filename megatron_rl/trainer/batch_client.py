@@ -57,8 +57,9 @@ class BatchClient(Closing):
         self._timeout_s = timeout_s
         self._leader = dist.get_global_rank(group, 0)
         self._is_leader = group.rank() == 0
-        name = f"trainer-{dp_rank}"
-        self._dealer = wire.Dealer(address, name, keys) if self._is_leader else None
+        self._address, self._name, self._keys = address, f"trainer-{dp_rank}", keys
+        self._dealer = wire.Dealer(address, self._name, keys) if self._is_leader else None
+        self._aside: wire.Dealer | None = None
         self._requested_step = -1
         self.metrics: list[Metric] = []
 
@@ -102,6 +103,14 @@ class BatchClient(Closing):
         if self._dealer is not None and self._dp_rank == 0:
             self._dealer.send(Published(version, is_final))
 
+    def announce_aside(self, version: int) -> None:
+        """As `announce`, by a thread other than the one that calls the other methods."""
+        if self._dealer is not None and self._dp_rank == 0:
+            # A socket serves one thread at a time, and `next` may be waiting at the other one.
+            if self._aside is None:
+                self._aside = wire.Dealer(self._address, f"{self._name}-published", self._keys)
+            self._aside.send(Published(version, is_final=False))
+
     def queue_state(self, step: int, timeout_s: float) -> QueueState | None:
         """The queue's state after batch number `step`, on the first leader; None elsewhere.
 
@@ -135,6 +144,7 @@ class BatchClient(Closing):
         return payload.cpu().numpy().tobytes()
 
     def close(self) -> None:
-        """Close the leader's socket."""
-        if self._dealer is not None:
-            self._dealer.close()
+        """Close the leader's sockets."""
+        for dealer in (self._dealer, self._aside):
+            if dealer is not None:
+                dealer.close()

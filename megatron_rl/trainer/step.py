@@ -124,18 +124,22 @@ class Trainer:
         *,
         version: int,
         known: Sequence[Known] = (),
+        before_step: Callable[[], None] | None = None,
     ) -> list[Metric]:
         """One optimizer step; collective over all trainer ranks.
 
         version: policy version that is being trained from; tokens sampled under it measure the
         mismatch between trainer and generator logprobs, before the update. A step whose gradient
         is not finite, or has exploded, is skipped and counted. Raises TrainingStopped when too
-        many are, or when the mismatch is above its limit. known: as `prepare` gave it.
+        many are, or when the mismatch is above its limit. known: as `prepare` gave it. before_step:
+        called before the parameters change.
         """
         started = time.monotonic()
         totals = self.accumulate(minibatch, version=version, known=known)
         # Before the step: a mismatch above its limit ends the run with the weights as they were.
         self._guard.check_mismatch(totals.mismatch, version=version)
+        if before_step is not None:
+            before_step()
         cfg = self._optimizer_cfg
         lr = lr_at(self._steps_done, cfg, self._total_steps)
         result = step_if_finite(self._optimizer, lr=lr, skip_norm=cfg.skip_grad_norm)

@@ -21,9 +21,10 @@ import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
 from megatron.core import parallel_state
 
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import optimizer_steps
-from megatron_rl.config.tree import Config
+from megatron_rl.config.tree import Config, WeightsConfig
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import failures_noted, run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
@@ -36,13 +37,15 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.exchange.transport import IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
 from megatron_rl.weights.folders.hf_folder import bucketed
+from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.ranks import all_places
-from megatron_rl.weights.layout.trainer_layout import named_parameters, trainer_slices
+from megatron_rl.weights.layout.trainer_layout import named_parameters
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
 from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Method, WeightPublisher
-from megatron_rl.weights.publish.reshard import ExchangeSettings, Reshard
+from megatron_rl.weights.publish.reshard import Reshard
+from megatron_rl.weights.publish.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +70,20 @@ def train(
         prepared = trainer.prepare(batch.minibatches)
         for minibatch in batch.minibatches:
             # Taken out: what is known of a minibatch may be large, and is of no more use.
-            metrics.add(trainer.update(minibatch, version=step, known=prepared.pop(0)))
+            known = prepared.pop(0)
+            metrics.add(
+                trainer.update(minibatch, version=step, known=known, before_step=weights.join)
+            )
         trainer.gather()
         step += 1
-        if step < steps.stop and not checkpoints.is_due(step):
+        goes_on = step < steps.stop and not checkpoints.is_due(step)
+        if goes_on:
             batches.request(step)  # the queue forms it while the weights travel
-        weights.publish(version=step)
-        batches.announce(step, is_final=step == steps.stop)
+        if goes_on and weights.overlaps:
+            weights.start(step, partial(batches.announce_aside, step))
+        else:
+            weights.publish(version=step)
+            batches.announce(step, is_final=step == steps.stop)
         checkpoints.save_if_due(step, trainer)
         metrics.add_entries(batch.metrics)
         metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
@@ -83,6 +93,7 @@ def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
     objective = find_objective(cfg.algorithm, cfg.sampling.temperature)
     with open_policy(cfg) as policy:
+        check_overlap(cfg.weights, cfg.generator.quantization, policy.device.type)
         trainer = Trainer(
             policy,
             objective,
@@ -116,12 +127,14 @@ def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
         # A rank may wait for two transfers of another rank that pass their deadline.
         patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
         control = Control(policy.backend.host_group(patience_s))
+        method = open_method(cfg, policy, control=control, link=link)
         publisher = WeightPublisher(
-            open_method(cfg, policy, control=control, link=link),
+            method,
             control,
             link,
             replicas=cfg.generator.replicas,
             join_timeout_s=cfg.weights.join_timeout_s,
+            overlapping=method if cfg.weights.overlap and isinstance(method, Reshard) else None,
         )
         publisher.await_generators()
         yield stack.enter_context(publisher)
@@ -137,6 +150,8 @@ def open_method(
         dtype=DTYPES[cfg.model.dtype],
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,
+        grace_s=cfg.weights.grace_s,
+        is_concurrent=cfg.weights.method == "ipc" or policy.device.type == "cpu",
         name=control.share(f"weights-{time.time_ns()}", str),
     )
     match chosen_method(cfg.weights.method, cfg.generator.quantization):
@@ -153,9 +168,24 @@ def open_method(
             )
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
-    slices = {rank: trainer_slices(policy.shape, place) for rank, place in enumerate(all_places())}
+    copies = model_copies(policy.shape, all_places())
     parameters = named_parameters(policy.chunks)
-    return Reshard(parameters, slices, policy.shape, control=control, link=link, settings=settings)
+    return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
+
+
+def check_overlap(weights: WeightsConfig, quantization: str, device: str) -> None:
+    """Refuse weights.overlap where it is not known to be safe. Raises InputError."""
+    if weights.overlap and device != "cpu":
+        raise InputError(
+            "weights.overlap=true needs a trainer without GPUs: on one, the kernels of the "
+            "exchange and those of the trainer's own groups could wait for each other for ever; "
+            "leave it at false"
+        )
+    if weights.overlap and quantization:
+        raise InputError(
+            f"weights.overlap=true with generator.quantization={quantization}: a quantised engine "
+            "takes full tensors, which all ranks gather; leave one of them out"
+        )
 
 
 def chosen_method(method: str, quantization: str) -> str:

@@ -5,10 +5,12 @@ The functions run inside `run_ranks`.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +19,11 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_publisher
 from megatron_rl.weights.exchange import parcels
 from megatron_rl.weights.folders.export import save_hf
+from megatron_rl.weights.publish import sender
 from megatron_rl.weights.publish.publisher import WeightPublisher
 
 ADMIT_S = 100.0
-ORIGINAL = parcels.pack
+ORIGINAL, ORIGINAL_SEND = parcels.pack, sender.send
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Script:
     blows: tuple[Blow, ...] = ()
     parcel_s: float = 0.0
     """Each parcel waits so long before it is sent."""
+    slow_group: int = 0
+    """Only those in groups of so many ranks do; 0: all."""
     admits_until: int = 0
     """After the last version, admit until so many generators hold it; failing that, fail."""
 
@@ -97,12 +102,22 @@ def instrumented(script: Script, version: int, packed: list[float]) -> Callable:
         if not blow.after_parcels:
             strike(blow)
 
+    here = threading.local()
+
+    def send(ends: object, transport: Any, **options: Any) -> int:
+        group = getattr(transport, "_group", None)
+        here.group_ranks = 0 if group is None else group.size()
+        return ORIGINAL_SEND(ends, transport, **options)
+
+    sender.send = send
+
     def pack(*args: object, **options: object) -> torch.Tensor:
         packed.append(time.monotonic())
         for blow in blows:
             if len(packed) == blow.after_parcels:
                 strike(blow)
-        time.sleep(script.parcel_s)
+        if script.slow_group in (0, here.group_ranks):
+            time.sleep(script.parcel_s)
         return ORIGINAL(*args, **options)
 
     return pack

@@ -22,8 +22,6 @@ from tests.generation.fleet import (
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.exhaustive]
 MARGIN_S = 8.0
-AFTER_TRANSFER = 150
-"""Parcels that rank 0 of TENSOR has packed when the first generator goes on; in all it has 166."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +91,8 @@ def test_a_generator_that_is_killed_after_its_transfer_is_missed_at_the_next_pub
     fleet: Fleet, tmp_path: Path
 ) -> None:
     folders = exports(tmp_path, 3)
-    blow = Blow(1, (fleet.pid(0),), after_parcels=AFTER_TRANSFER)
+    # Before the first parcel of version 2.
+    blow = Blow(2, (fleet.pid(0),))
     _, killed, after = publish(fleet, TENSOR, Script(folders, salt=0.007, blows=(blow,)))
     assert killed.metrics["publish/generators"] == 2
     check_drop(after, fleet.config.weights.deadline_s + MARGIN_S)

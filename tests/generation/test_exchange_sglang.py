@@ -108,11 +108,14 @@ def test_one_generator_goes_on_while_another_takes_its_transfer(
 ) -> None:
     one = fleet("llama-tied", 2)
     is_over = threading.Event()
+    slow = Script((tmp_path / "1",), salt=0.2, parcel_s=0.05, slow_group=4)
     publish(one, TENSOR, Script((tmp_path / "0",), salt=0.1))
+    # Both transfers begin at once; that to the hf generator is over at once. Two trainer ranks and
+    # two of SGLang make a group of four.
     serving = threading.Thread(target=one.serve_for, args=(is_over,))
     serving.start()
     try:
-        (published,) = publish(one, TENSOR, Script((tmp_path / "1",), salt=0.2, parcel_s=0.03))
+        (published,) = publish(one, TENSOR, slow)
     finally:
         is_over.set()
         serving.join()

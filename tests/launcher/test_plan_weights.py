@@ -11,6 +11,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher import cli
 from megatron_rl.launcher.plan_weights import Forecast, forecast
+from megatron_rl.launcher.sizing.generator import Publish
 from megatron_rl.protocol.process import EXIT_BAD_INPUT
 
 SIZES = {
@@ -44,16 +45,49 @@ def test_the_numbers_are_those_worked_out_by_hand(config_path: Path) -> None:
     # The stages: embedding and a layer; a layer, final norm and output matrix. Two engines.
     stages = [2 * 4 * (800 + 2 * 16 + 480), 2 * 4 * (2 * 16 + 480 + 2 * 8 + 800)]
     assert list(found.sent) == stages == [10496, 10624]
-    assert found.rounds == (1, 1) and found.spread_bytes == 128
+    assert found.rounds == 1 and found.spread_bytes == 128
+    # One copy of two ranks, with two engine ranks; it serves one engine after the other.
+    assert (found.cost.copies, found.cost.group_ranks, found.cost.turns) == (1, 4, 2)
     # The first engine rank holds two parcels.
     assert found.peak_bytes == 6176 + 2 * 32
 
 
-def test_replicas_of_the_trainer_share_the_work(config_path: Path) -> None:
+def test_replicas_of_the_trainer_serve_an_engine_each(config_path: Path) -> None:
+    # Ranks 0 and 2 are the stages of copy 0, ranks 1 and 3 those of copy 1.
     found = forecast(load_config(config_path, [*LAYOUT, "parallel.data=2"]))
-    assert sum(found.sent) == 10496 + 10624 and max(found.sent) <= 5312 + 512
+    assert found.sent == (5248, 5248, 5312, 5312)
+    assert (found.cost.copies, found.cost.group_ranks, found.cost.turns) == (2, 4, 1)
+    # A third engine goes to copy 0.
+    three = forecast(load_config(config_path, [*LAYOUT, "parallel.data=2", "generator.replicas=3"]))
+    assert three.sent == (10496, 5248, 10624, 5312) and three.cost.turns == 2
     small = forecast(load_config(config_path, [*LAYOUT, "weights.bucket_bytes=2048"]))
-    assert set(small.rounds) <= {4, 5, 6} and small.peak_bytes <= 2 * 2048
+    assert small.rounds in {4, 5, 6} and small.peak_bytes <= 2 * 2048
+
+
+def test_a_publish_of_24b_takes_less_than_the_paper_says(config_path: Path) -> None:
+    sizes = {
+        "architectures": ["MistralForCausalLM"], "hidden_size": 5120, "intermediate_size": 32768,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    (config_path.parent / "model" / "config.json").write_text(json.dumps(sizes))
+    layout = ["parallel.tensor=8", "parallel.pipeline=2", "parallel.data=4"]
+    engines = ["generator.tensor_parallel=8", "generator.replicas=24"]
+    cost = forecast(load_config(config_path, [*layout, *engines])).cost
+    # 64 trainer ranks are four copies of 16: groups of 24 ranks, not 72; six engines for each.
+    assert (cost.copies, cost.group_ranks, cost.turns) == (4, 24, 6)
+    # A layer: attention, gate, up and down, two norms; both vocabulary matrices, the last norm.
+    layer = 5120 * 128 * (32 + 8 + 8 + 32) + 3 * 5120 * 32768
+    split = 40 * layer + 2 * 131072 * 5120
+    norms = (2 * 40 + 1) * 5120
+    rank = 2 * (split // 8 + norms)
+    assert cost.rank_bytes == rank and cost.total_bytes == 24 * 8 * rank
+    # At 25 GB/s an engine rank is the slower end: 5.9 GB, where each of 16 senders has half of it.
+    assert cost.seconds == pytest.approx(6 * rank / 25e9)
+    assert cost.least_seconds == pytest.approx(6 * 8 * rank / 16 / 25e9)
+    assert cost.whole_seconds == pytest.approx(cost.seconds + 6 * 0.4)
+    assert 3.5 < cost.whole_seconds < 5
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -64,7 +98,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 def test_the_command_prints_them(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, str(config_path), *LAYOUT)
     assert code == 0
-    for words in ("0.010 MB, 0.011 MB", "0.004 MB, 0.006 MB", "2.031 times the model", "1, 1",
+    for words in ("0.010 MB, 0.011 MB", "0.004 MB, 0.006 MB", "2.031 times the model",
+                  "1, serving 2 engines each", "the paper: under 5 s",
                   "0.01 times", "trainer rank 1 sends 0.011 MB"):  # fmt: skip
         assert words in text
     assert "warning" not in text
@@ -109,4 +144,5 @@ def test_it_needs_no_framework_but_torch() -> None:
 
 
 def test_a_forecast_knows_how_much_senders_differ() -> None:
-    assert Forecast((3, 9, 5), (1,), 1, (1,), 1, 1).spread_bytes == 6
+    cost = Publish(1, 1, 1, 2, 1, 0.0, 0.0, 0.0)
+    assert Forecast((3, 9, 5), (1,), 1, 1, 1, 1, cost).spread_bytes == 6

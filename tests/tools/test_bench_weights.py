@@ -3,8 +3,20 @@
 import json
 from pathlib import Path
 
+import msgspec
+
 from megatron_rl.config.tree import Config
-from tools.bench.weights_figures import METHODS, Sample, combine, figures, growth
+from tools.bench.weights_figures import (
+    METHODS,
+    OVERLAP,
+    RAW,
+    RESHARD,
+    Sample,
+    combine,
+    figures,
+    growth,
+    scaling,
+)
 
 CFG = Config.model_validate({"weights": {"bucket_bytes": 50}})
 
@@ -61,3 +73,20 @@ def test_growth_leaves_out_other_methods_and_the_first_of_a_rank(tmp_path: Path)
     (tmp_path / "logs" / "sglang-0.growth-7.jsonl").write_text(text)
     found = growth(SAMPLES, tmp_path)
     assert found == {"growth_bytes_trainer": 7, "growth_bytes_engine": 60}
+
+
+def test_scaling_compares_with_raw_beside_it_and_with_the_fewest_replicas() -> None:
+    def of(transfer_s: float, raw_s: float) -> list[Sample]:
+        # Generators are served at the same time: the slowest counts.
+        return [
+            msgspec.structs.replace(
+                sample(method, 9.0, seconds), transfers_s=[0.1, seconds], stall_s=0.03
+            )
+            for method, seconds in ((RAW, raw_s), (RESHARD, transfer_s), (OVERLAP, 2 * transfer_s))
+        ]
+
+    rows = scaling({4: of(0.9, 0.6), 1: of(0.3, 0.2)})
+    assert list(rows) == ["1", "4"]
+    assert rows["4"]["time_over_one"] == 3.0 and rows["4"]["raw_over_one"] == 3.0
+    assert rows["1"]["time_over_one"] == 1.0 and rows["4"]["time_over_raw"] == 1.5
+    assert rows["1"]["stall_over_transfer"] == 0.05 and rows["1"]["stall_ms"] == 30

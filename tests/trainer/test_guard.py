@@ -1,6 +1,7 @@
 """Updates that are skipped: what they leave alone, and when and how the run ends."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
@@ -165,8 +167,13 @@ class PublishLog:
     def publish(self, version: int) -> None:
         self.versions.append(version)
 
+    overlaps = False
+
     def admit(self) -> None:
         """No generator comes."""
+
+    def join(self) -> None:
+        """Nothing is under way."""
 
 
 def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
@@ -186,12 +193,51 @@ def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
                 router.send(to, answer)
 
 
-def run_loop(cfg: Config, advantages: list[float]) -> tuple[list, list[int]]:
+class OverlapLog(PublishLog):
+    """Publishes that are started: notes whether the parameters are the same at the join."""
+
+    overlaps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+        self.parameters: Callable[[], list[Tensor]] = list
+        self._at_start: list[Tensor] | None = None
+        self._aside: threading.Thread | None = None
+
+    def publish(self, version: int) -> None:
+        self.join()
+        self.events.append(("publish", version))
+        super().publish(version)
+
+    def start(self, version: int, then: Callable[[], None]) -> None:
+        assert self._at_start is None
+        self.events.append(("start", version))
+        self.versions.append(version)
+        self._at_start = [each.clone() for each in self.parameters()]
+        self._aside = threading.Thread(target=then)
+        self._aside.start()
+
+    def join(self) -> None:
+        if self._at_start is None or self._aside is None:
+            return
+        pairs = zip(self._at_start, self.parameters(), strict=True)
+        same = all(torch.equal(before, now) for before, now in pairs)
+        self.events.append(("same" if same else "changed", self.versions[-1]))
+        self._aside.join(20)
+        self._at_start = None
+
+
+def run_loop(
+    cfg: Config, advantages: list[float], log: PublishLog | None = None
+) -> tuple[list, list[int]]:
     """The trainer's loop against the queue's desk; what that heard, and what was published."""
     heard: list = []
-    log = PublishLog()
+    log = log or PublishLog()
     port = free_port()
     with Router("127.0.0.1", port) as router, open_policy(cfg) as policy:
+        if isinstance(log, OverlapLog):
+            log.parameters = lambda: [p for chunk in policy.chunks for p in chunk.parameters()]
         queue = threading.Thread(target=serve_batches, args=(router, advantages, heard))
         queue.start()
         with BatchClient(
@@ -228,3 +274,23 @@ def test_a_skipped_update_keeps_its_place_among_the_versions(
     assert announced == [Published(v, is_final=v == 3) for v in range(4)]
     rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row]
     assert [(row["step"], row["train/skipped_steps"]) for row in rows] == [(1, 0), (2, 1), (3, 0)]
+
+
+def run_overlapped(cfg: Config, advantages: list[float]) -> tuple[list, list[tuple[str, int]]]:
+    log = OverlapLog()
+    heard, _ = run_loop(cfg, advantages, log)
+    return heard, log.events
+
+
+def test_parameters_stay_those_of_the_version_until_its_publish_is_joined(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    cfg = load(model_folder, tmp_path)
+    heard, events = run_ranks(run_overlapped, 1, cfg, [1.0, 1.0, -1.0, 1.0])[0]
+    # Forward and backward passes lie between; the last version is waited for.
+    assert events == [
+        ("publish", 0), ("start", 1), ("same", 1), ("start", 2), ("same", 2), ("start", 3),
+        ("same", 3), ("publish", 4),
+    ]  # fmt: skip
+    announced = [message for message in heard if isinstance(message, Published)]
+    assert announced == [Published(v, is_final=v == 4) for v in range(5)]

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from torch import Tensor
 
 from megatron_rl.protocol.wire import DeadlineExceeded, Router
 from megatron_rl.weights.exchange.transport import IPC
+from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of, trainer_slices
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
 from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.publisher import Member, Method, Outcome, WeightPublisher
-from megatron_rl.weights.publish.reshard import ExchangeSettings, Reshard
+from megatron_rl.weights.publish.publisher import Method, Outcome, WeightPublisher
+from megatron_rl.weights.publish.reshard import Reshard
+from megatron_rl.weights.publish.settings import ExchangeSettings
 from tests.weights.made_up import SHAPE, allocate, fill, values
 from tests.weights.scripted_generators import Generator, host
 
@@ -40,14 +43,16 @@ class Setup:
     port: int
     generators: tuple[Generator, ...]
     script: tuple[str, ...]
-    """What the trainer does: "publish V"; "admit N", until N generators hold the version; "meet N",
-    until N have said hello; "rest S" for so many seconds."""
+    """What the trainer does: "publish V"; "start V" and "join 0", the same in two parts; "admit N",
+    until N generators hold the version; "meet N", until N have said hello; "rest S" for so many
+    seconds; "spoil V": the parameters become those of V, as by an optimizer step."""
     method: str = "reshard"
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     shape: ModelShape = SHAPE
     deadline_s: float = 3.0
+    grace_s: float = 3.0
     join_timeout_s: float = 15.0
     bucket_bytes: int = 2048
 
@@ -65,6 +70,10 @@ class Step:
     held: dict[str, int]
     outcomes: list[Outcome] = field(default_factory=list)
     error: str = ""
+    bound: dict[str, int] = field(default_factory=dict)
+    """Generator -> copy of the trainer."""
+    announced: tuple[int, ...] = ()
+    """Versions that rank 0 would have told the queue of by the end of the step."""
 
     @property
     def failed(self) -> dict[str, str]:
@@ -92,18 +101,23 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
     outcomes: list[Outcome] = []
     record_outcomes(method, outcomes)
     replicas = sum(generator.starts_after < 0 for generator in setup.generators)
+    overlapping = method if isinstance(method, Reshard) else None
     publisher = WeightPublisher(
-        method, control, link, replicas=replicas, join_timeout_s=setup.join_timeout_s
-    )
+        method, control, link, replicas=replicas, join_timeout_s=setup.join_timeout_s,
+        overlapping=overlapping,
+    )  # fmt: skip
+    announced: list[int] = []
     publisher.await_generators()
     steps = []
     for number, action in enumerate(setup.script):
         outcomes.clear()
         started = time.monotonic()
-        error = act(action, publisher, link, version, update)
+        error = act(action, publisher, link, version, update, announced)
         metrics = {metric.name: metric.value for metric in publisher.metrics}
         seconds = time.monotonic() - started
-        steps.append(Step(seconds, metrics, dict(publisher._held), list(outcomes), error))
+        bound = dict(method._bindings.of) if isinstance(method, Reshard) else {}
+        held = dict(publisher._held)
+        steps.append(Step(seconds, metrics, held, list(outcomes), error, bound, tuple(announced)))
         if rank == 0:
             (folder / f"step-{number}").touch()
         if error:
@@ -122,6 +136,7 @@ def act(
     link: GeneratorLink | None,
     version: list[int],
     update: Callable[[], None],
+    announced: list[int],
 ) -> str:
     """One step; the error that ends the play."""
     word, number = action.split()
@@ -133,6 +148,15 @@ def act(
                 publisher.publish(int(number))
             except DeadlineExceeded as error:
                 return str(error)
+        case "start":
+            version[0] = int(number)
+            update()
+            publisher.start(int(number), partial(announced.append, int(number)))
+        case "join":
+            publisher.join()
+        case "spoil":
+            version[0] = int(number)
+            update()
         case "meet" if link is not None:
             link.await_peers(int(number), PATIENCE_S)
         case "rest":
@@ -157,14 +181,13 @@ def open_method(
     name = control.share(f"test-{time.time_ns()}", str)
     backend = IPC if setup.method == "ipc" else "gloo"
     settings = ExchangeSettings(
-        "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name
-    )
+        "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name,
+        setup.grace_s,
+    )  # fmt: skip
     like = Place(Share(0, setup.tensor), Share(0, setup.pipeline), Share())
-    senders = {
-        rank: trainer_slices(setup.shape, place_of(rank, setup.trainers, like))
-        for rank in range(setup.trainers)
-    }
-    mine = senders[control.rank]
+    places = [place_of(rank, setup.trainers, like) for rank in range(setup.trainers)]
+    mine = trainer_slices(setup.shape, places[control.rank])
+    copies = model_copies(setup.shape, places)
     parameters = allocate(mine)
 
     def full() -> dict[str, Tensor]:
@@ -190,16 +213,18 @@ def open_method(
             method = Disk(save, disk, control=control, link=link, deadline_s=setup.deadline_s)
         case _:
             method = Reshard(
-                parameters, senders, setup.shape, control=control, link=link, settings=settings
+                parameters, copies, setup.shape, control=control, link=link, settings=settings
             )
     return method, lambda: fill(parameters, mine, setup.shape, version[0])
 
 
 def record_outcomes(method: Method, outcomes: list[Outcome]) -> None:
-    real = method.publish
+    # Reshard's publish is a begin and an end.
+    name = "end" if isinstance(method, Reshard) else "publish"
+    real = getattr(method, name)
 
-    def publish(members: list[Member], version: int) -> Outcome:
-        outcomes.append(real(members, version))
+    def recorded(*arguments: Any) -> Outcome:
+        outcomes.append(real(*arguments))
         return outcomes[-1]
 
-    method.publish = publish  # type: ignore[method-assign]
+    setattr(method, name, recorded)

@@ -21,6 +21,10 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | growth_bytes_* | by how much a rank's resident memory grew during a publish, at most |
 | *_over_two_buckets | peaks over 2 * bucket_bytes |
 
+`--replicas 1 2 4 8` publishes from two copies of the model in the trainer to so many receivers
+instead, which are processes with the product's weight client and receiver and no engine, or with
+`--servers` SGLang servers. Figures: see `scaling` in weights_figures.py.
+
 busy_share is what other processes took of the cores before each layout: where it is not near 0, the
 times say little. A table comes first; the last line is one JSON object.
 """
@@ -34,7 +38,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,9 +51,23 @@ from megatron_rl.launcher.ports import resolve_ports
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.variants import ROOT, environment
-from tools.bench.weights_figures import Sample, combine, figures, growth, rounded, show
+from tools.bench.weights_figures import (
+    METHODS,
+    OVERLAP,
+    RAW,
+    RESHARD,
+    Sample,
+    combine,
+    figures,
+    growth,
+    rounded,
+    scaling,
+    show,
+)
 
-REPEATS_VARIABLE = "BENCH_REPEATS"
+REPEATS_VARIABLE, METHODS_VARIABLE = "BENCH_REPEATS", "BENCH_METHODS"
+SERVERS, RECEIVERS = "tools.bench.weights_generator", "tools.bench.weights_receiver"
+"""Programs of generators: before an SGLang server, and without one."""
 RANKS_TIMEOUT_S = 900.0
 END_S = 30.0
 PAUSE_S = 2.0
@@ -73,6 +91,7 @@ class Case(NamedTuple):
     pipeline: int
     replicas: int
     engine_ranks: int
+    data: int = 1
 
 
 LAYOUTS = {
@@ -98,6 +117,10 @@ def main() -> int:
         model = work_dir / "model"
         sizes = QUICK_SIZES if options.quick else SIZES
         write_model(model, sizes)
+        if options.replicas:
+            shares.append(busy_share(cores, PAUSE_S))
+            print_scaling(scale(options, model, work_dir, repeats), shares[0], len(cores))
+            return 0
         for name in options.layouts:
             shares.append(busy_share(cores, PAUSE_S))
             cfg = configure(LAYOUTS[name], model, work_dir / name, options.bucket_mb << 20)
@@ -119,6 +142,32 @@ def main() -> int:
     return 0
 
 
+def scale(
+    options: argparse.Namespace, model: Path, work_dir: Path, repeats: int
+) -> dict[str, dict[str, float]]:
+    """Figures of publishes from two copies of the model to so many replicas."""
+    found = {}
+    for replicas in options.replicas:
+        cfg = configure(
+            Case(1, 1, replicas, 1, data=2),
+            model,
+            work_dir / f"replicas-{replicas}",
+            options.bucket_mb << 20,
+        )
+        program = SERVERS if options.servers else RECEIVERS
+        found[replicas] = run_layout(cfg, repeats, (RAW, RESHARD, OVERLAP), program)
+    return scaling(found)
+
+
+def print_scaling(rows: dict[str, dict[str, float]], busy: float, cores: int) -> None:
+    """A table, and a JSON object as the last line."""
+    titles = list(next(iter(rows.values())))
+    print(f"{'replicas':>22} " + " ".join(f"{number:>8}" for number in rows))
+    for title in titles:
+        print(f"{title:>22} " + " ".join(f"{row[title]:8.3f}" for row in rows.values()))
+    print(json.dumps({"busy_share": round(busy, 3), "cores": cores, "replicas": rows}))
+
+
 def write_model(folder: Path, sizes: dict[str, Any]) -> None:
     """A random Llama as a Hugging Face folder."""
     import torch
@@ -137,7 +186,11 @@ def configure(layout: Case, model: Path, run_dir: Path, bucket_bytes: int) -> Co
         {
             "run": {"dir": run_dir},
             "model": {"path": model, "dtype": "float32"},
-            "parallel": {"tensor": layout.tensor, "pipeline": layout.pipeline},
+            "parallel": {
+                "tensor": layout.tensor,
+                "pipeline": layout.pipeline,
+                "data": layout.data,
+            },
             "generator": {
                 "replicas": layout.replicas,
                 "tensor_parallel": layout.engine_ranks,
@@ -152,31 +205,34 @@ def configure(layout: Case, model: Path, run_dir: Path, bucket_bytes: int) -> Co
     return cfg
 
 
-def run_layout(cfg: Config, repeats: int) -> list[Sample]:
+def run_layout(
+    cfg: Config, repeats: int, methods: Sequence[str] = METHODS, program: str = SERVERS
+) -> list[Sample]:
     """Start all processes of a layout and have them publish. Raises ChildFailed."""
     path = cfg.run.dir / "config.toml"
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nproc-per-node", str(cfg.parallel.world_size)]
     command += ["--master-addr", cfg.ports.host, "--master-port", str(cfg.ports.torchrun)]
     command += ["-m", "tools.bench.weights_ranks", "--config", str(path)]
-    with generators(cfg, path):
+    variables = {REPEATS_VARIABLE: str(repeats), METHODS_VARIABLE: ",".join(methods)}
+    with generators(cfg, path, program):
         run_child(
             command,
             log=cfg.run.dir / "ranks.log",
             timeout_s=RANKS_TIMEOUT_S,
-            environment=child_environment() | {REPEATS_VARIABLE: str(repeats)},
+            environment=child_environment() | variables,
             cwd=ROOT,
         )
     return msgspec.json.decode((cfg.run.dir / "samples.json").read_bytes(), type=list[Sample])
 
 
 @contextmanager
-def generators(cfg: Config, path: Path) -> Iterator[None]:
+def generators(cfg: Config, path: Path, program: str) -> Iterator[None]:
     """The layout's generators, which end with the block."""
     processes = []
     try:
         for index in range(cfg.generator.replicas):
-            command = [sys.executable, "-m", "tools.bench.weights_generator"]
+            command = [sys.executable, "-m", program]
             with (cfg.run.dir / f"generator-{index}.log").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
@@ -217,6 +273,10 @@ def _parse() -> argparse.Namespace:
         "--bucket-mb", type=int, default=Config().weights.bucket_bytes >> 20, help="MiB of a round"
     )
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", metavar="N", help="instead: publishes to N replicas each"
+    )
+    parser.add_argument("--servers", action="store_true", help="of SGLang, not bare receivers")
     parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
     return parser.parse_args()
 

@@ -13,7 +13,7 @@ import msgspec
 from megatron_rl.config.tree import Config
 
 TITLES = ("publish s", "transfer s", "pause s", "wire MB", "lo MB")
-RAW, RESHARD = "raw", "reshard"
+RAW, RESHARD, OVERLAP = "raw", "reshard", "overlap"
 METHODS = (RAW, RESHARD, "ipc", "broadcast", "disk")
 """Names of exchanges begin with theirs."""
 
@@ -37,6 +37,8 @@ class Sample(msgspec.Struct, frozen=True):
     engine_peak_bytes: int
     trainer_growth_bytes: int
     """By how much the resident memory of a trainer rank grew, the most of any."""
+    stall_s: float = 0.0
+    """How long trainer rank 0 waited."""
 
 
 def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
@@ -58,9 +60,9 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
         "loopback_bytes_over_minimum": statistics.median(
             sample.loopback_bytes / sample.minimum_bytes for sample in reshard
         ),
-        "time_over_raw": over(reshard, by[RAW], lambda sample: sum(sample.transfers_s)),
+        "time_over_raw": over(reshard, by[RAW], _transfer),
         "publish_over_raw": over(reshard, by[RAW], lambda sample: sample.seconds),
-        "ipc_time_over_raw": over(by["ipc"], by[RAW], lambda sample: sum(sample.transfers_s)),
+        "ipc_time_over_raw": over(by["ipc"], by[RAW], _transfer),
         "broadcast_over_reshard": over(by["broadcast"], reshard, lambda sample: sample.seconds),
         "disk_over_reshard": over(by["disk"], reshard, lambda sample: sample.seconds),
         "pause_ms_p50": 1e3 * statistics.median(pauses),
@@ -71,6 +73,11 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
         "trainer_over_two_buckets": trainer / two_buckets,
         "engine_over_two_buckets": engine / two_buckets,
     }
+
+
+def _transfer(sample: Sample) -> float:
+    """Of all generators, which are served at the same time; 0 where the method does not say."""
+    return max(sample.transfers_s, default=0.0)
 
 
 def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
@@ -104,12 +111,42 @@ def rounded(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     }
 
 
+def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
+    """Figures of publishes to so many replicas, by their number; medians."""
+    rows: dict[str, dict[str, float]] = {}
+    first = min(found)
+    for replicas, samples in sorted(found.items()):
+        by = {
+            name: [each for each in samples if each.method == name]
+            for name in (RAW, RESHARD, OVERLAP)
+        }
+
+        def middle(method: str, key: Callable[[Sample], float], by: dict = by) -> float:
+            return statistics.median(key(sample) for sample in by[method])
+
+        rows[str(replicas)] = row = {
+            "publish_s": middle(RESHARD, lambda sample: sample.seconds),
+            "transfer_s": middle(RESHARD, _transfer),
+            "raw_transfer_s": middle(RAW, _transfer),
+            "time_over_raw": statistics.median(
+                _transfer(a) / _transfer(b) for a, b in zip(by[RESHARD], by[RAW], strict=True)
+            ),
+            "overlapped_transfer_s": middle(OVERLAP, _transfer),
+            "stall_ms": 1e3 * middle(OVERLAP, lambda sample: sample.stall_s),
+            "stall_over_transfer": middle(OVERLAP, lambda s: s.stall_s / _transfer(s)),
+            "wire_mb": by[RESHARD][0].wire_bytes / 1e6,
+        }
+        row["time_over_one"] = row["transfer_s"] / rows[str(first)]["transfer_s"]
+        row["raw_over_one"] = row["raw_transfer_s"] / rows[str(first)]["raw_transfer_s"]
+    return rounded(rows)
+
+
 def show(name: str, samples: Sequence[Sample], values: dict[str, float]) -> None:
     """Print a layout's rows."""
     print(f"\n{name:12} " + " ".join(f"{title:>10}" for title in TITLES))
     for method in METHODS:
         rows = [sample for sample in samples if sample.method == method]
-        transfers = [sum(row.transfers_s) for row in rows]
+        transfers = [_transfer(row) for row in rows]
         print(
             f"{method:12} {statistics.median(row.seconds for row in rows):10.3f} "
             f"{statistics.median(transfers):10.3f} "

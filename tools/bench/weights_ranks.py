@@ -24,13 +24,15 @@ from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_method
 from megatron_rl.weights.exchange import parcels
-from megatron_rl.weights.publish import reshard as exchange
+from megatron_rl.weights.publish import sender
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Member, Method, Outcome
 from megatron_rl.weights.publish.reshard import Reshard, receiver_slices
-from tools.bench.weights_figures import METHODS, RAW, RESHARD, Sample
+from tools.bench.weights_figures import METHODS, OVERLAP, RAW, RESHARD, Sample
 from tools.bench.weights_loader import resident_bytes, send_raw, start_peak
+
+AWAY_S = 0.02
 
 
 class Raw:
@@ -42,10 +44,40 @@ class Raw:
     def publish(self, members: list[Member], version: int) -> Outcome:
         """Exchange as many bytes as the members need."""
         with (
-            patch.object(exchange, "send", send_raw),
+            patch.object(sender, "send", send_raw),
             patch.object(parcels, "digest_in_place", lambda packets: None),
         ):
             return self._method.publish(members, version)
+
+    def forget(self, name: str) -> None:
+        """Close the group."""
+        self._method.forget(name)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self._method.close()
+
+
+class Overlapped:
+    """Reshard in threads, while the caller does something else."""
+
+    def __init__(self, method: Reshard) -> None:
+        self._method = method
+        self.stall_s = 0.0
+        """How long the caller waited in the last publish."""
+
+    def publish(self, members: list[Member], version: int) -> Outcome:
+        """Begin, be away until it is over on rank 0, end."""
+        started = time.monotonic()
+        self._method.begin(members, version)
+        self.stall_s = time.monotonic() - started
+        control = self._method._control
+        while not control.share(self._method.is_over(), bool):
+            time.sleep(AWAY_S)
+        started = time.monotonic()
+        outcome = self._method.end()
+        self.stall_s += time.monotonic() - started
+        return outcome
 
     def forget(self, name: str) -> None:
         """Close the group."""
@@ -69,7 +101,8 @@ def main(cfg: Config, repeats: int) -> None:
         peers = link.peers if link is not None else {}
         members = [Member(name, hello) for name, hello in sorted(peers.items())]
         members = control.share(members, list[Member])
-        methods = {name: make_method(name, cfg, policy, control, link) for name in METHODS}
+        names = os.environ.get("BENCH_METHODS", ",".join(METHODS)).split(",")
+        methods = {name: make_method(name, cfg, policy, control, link) for name in names}
         samples = publish_all(methods, members, control, policy, repeats)
         for method in methods.values():
             method.close()
@@ -82,7 +115,7 @@ def make_method(
     name: str, cfg: Config, policy: Policy, control: Control, link: GeneratorLink | None
 ) -> Method:
     """The product's own, or Raw."""
-    product_name = RESHARD if name == RAW else name
+    product_name = RESHARD if name in (RAW, OVERLAP) else name
     weights = cfg.weights.model_copy(update={"method": product_name})
     method = open_method(
         cfg.model_copy(update={"weights": weights}), policy, control=control, link=link
@@ -91,7 +124,7 @@ def make_method(
         return method
     # The loader inside the engine knows by it what kind of transfer comes.
     method._settings = replace(method._settings, name=f"{name}-{method._settings.name}")
-    return Raw(method) if name == RAW else method
+    return Raw(method) if name == RAW else Overlapped(method) if name == OVERLAP else method
 
 
 def publish_all(
@@ -145,6 +178,7 @@ def measure(
         _most(peak),
         outcome.peak_bytes,
         _most(growth),
+        method.stall_s if isinstance(method, Overlapped) else seconds,
     )
 
 

@@ -3,6 +3,7 @@
 Weights are those of `megatron-rl plan-weights`: the slices that each engine rank takes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
@@ -91,34 +92,63 @@ def engine_memory(
     )
 
 
+PAPER_PUBLISH_S = 5.0
+"""In less weights reach the generators, even of large models. Source: Magistral (2506.10910)."""
+
+
 @dataclass(frozen=True)
 class Publish:
-    """What one publish to all generators moves."""
+    """What one publish to all generators moves, over NCCL."""
 
     total_bytes: int
     rank_bytes: int
     """Most that a rank of an engine takes."""
+    copies: int
+    """Of the model in the trainer; they serve generators at the same time."""
+    group_ranks: int
+    """Of a copy and an engine."""
+    turns: int
+    """Generators that the busiest copy serves, one after the other."""
     seconds: float
-    """Of all transfers, one generator after the other; digests and pauses are not counted."""
+    """Of the transfers of all turns; digests and pauses are not counted."""
+    turn_s: float
+    """Assumed for a turn beside its transfer."""
+    least_seconds: float
+    """Of the transfers, if all senders sent all the time: the senders' bandwidth."""
+
+    @property
+    def whole_seconds(self) -> float:
+        """That the trainer waits."""
+        return self.seconds + self.turns * self.turn_s
 
 
 def publish_cost(
     shape: ModelShape,
     generator: GeneratorConfig,
     *,
-    trainer_ranks: int,
+    copies: Sequence[Sequence[int]],
     item_bytes: int,
     bytes_per_s: float,
+    turn_s: float = 0.0,
 ) -> Publish:
     """Bytes and seconds, where each rank sends or receives `bytes_per_s`. Raises InputError.
 
-    Senders share the work evenly (`weights/reshard.py`), so that the slower end of a transfer is
-    the fullest receiver, or the senders where they are fewer.
+    copies: the trainer's ranks of each. Those of a copy share its work evenly (`make_plan`), so
+    that the slower end of a transfer is the fullest receiver, or the senders where they are fewer.
     """
     ranks = engine_rank_bytes(shape, generator, item_bytes)
-    slowest = max(max(ranks), sum(ranks) / trainer_ranks)
+    senders = len(copies[0])
+    turns = -(-generator.replicas // len(copies))
+    total = generator.replicas * sum(ranks)
+    # Over NCCL a copy serves its generators in turn: see weights/publish/settings.py.
+    slowest = max(max(ranks), sum(ranks) / senders)
     return Publish(
-        total_bytes=generator.replicas * sum(ranks),
+        total_bytes=total,
         rank_bytes=max(ranks),
-        seconds=generator.replicas * slowest / bytes_per_s,
+        copies=len(copies),
+        group_ranks=senders + len(ranks),
+        turns=turns,
+        seconds=turns * slowest / bytes_per_s,
+        turn_s=turn_s,
+        least_seconds=max(max(ranks), turns * sum(ranks) / senders) / bytes_per_s,
     )

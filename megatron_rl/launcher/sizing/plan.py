@@ -25,6 +25,7 @@ from megatron_rl.launcher.sizing.trainer_memory import (
     fullest_rank,
     setting_of,
 )
+from megatron_rl.weights.layout.copies import copies_of, places_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
 MAX_BUBBLE = 0.25
@@ -43,6 +44,9 @@ class Hardware:
     """Share of the GPUs' peak that the model's FLOPs use."""
     bytes_per_s: float = 25e9
     """That one rank sends or receives in a publish."""
+    turn_s: float = 0.4
+    """Of a publish, for each generator that a copy serves, beside its bytes: pause, readiness,
+    digests. An estimate."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,10 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     publish = publish_cost(
         shape,
         config.generator,
-        trainer_ranks=config.parallel.world_size,
+        copies=copies_of(places_of(config.parallel)),
         item_bytes=item_bytes,
         bytes_per_s=hardware.bytes_per_s,
+        turn_s=hardware.turn_s,
     )
     step = _step(shape, config, hardware, mean)
     stages = _stages(config, hardware, mean_tokens) if config.stages else ()
@@ -315,9 +320,9 @@ def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> l
         )
     if max(config.parallel.tensor, generator.tensor_parallel) > HOST_GPUS:
         found.append(f"more than {HOST_GPUS} tensor ranks span hosts: their traffic is slow there")
-    if publish.seconds / generator.replicas > config.weights.deadline_s:
+    if publish.seconds / publish.turns > config.weights.deadline_s:
         found.append(
-            f"a transfer takes {publish.seconds / generator.replicas:.0f} s, longer than "
+            f"a transfer takes {publish.seconds / publish.turns:.0f} s, longer than "
             f"weights.deadline_s={config.weights.deadline_s:.0f}"
         )
     return found

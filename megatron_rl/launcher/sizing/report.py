@@ -7,6 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Column, Table
 
+from megatron_rl.launcher.sizing.generator import PAPER_PUBLISH_S
 from megatron_rl.launcher.sizing.gpus import GIB
 from megatron_rl.launcher.sizing.plan import PlannedStage, SizingPlan
 
@@ -125,7 +126,11 @@ def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
     room = f"{engine.kv_tokens:,} tokens, {plan.kv_completions} completions"
     yield "  room for KV cache", f"{_gib(engine.kv_room)}: {room} of {plan.context_tokens}"
     yield "  generator.kv_tokens", f"{plan.kv_tokens:,}"
-    yield "publish", f"{publish.total_bytes / 1e9:.2f} GB, {publish.seconds:.2f} s"
+    waited = f"{publish.whole_seconds:.2f} s (paper: under {PAPER_PUBLISH_S:g} s)"
+    yield "publish", f"{publish.total_bytes / 1e9:.2f} GB, {waited}"
+    shared = f"{publish.copies} copies at once, {publish.turns} turns"
+    yield "  transfers", f"{publish.seconds:.2f} s: {shared}, groups of {publish.group_ranks} ranks"
+    yield "  by the senders' bandwidth alone", f"{publish.least_seconds:.2f} s"
     yield "  most that an engine rank takes", f"{publish.rank_bytes / 1e9:.2f} GB"
 
 

@@ -15,7 +15,7 @@ itself. In shared memory every move needs one, at the sender.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Packet:
     """Then a trailer follows the payload."""
     digest: Tensor | None = None
     """Of the payload, at a sender that knows it already."""
+    packed_digest: Tensor | None = None
+    """Of the payload that was packed last, for its twins."""
+    twin_of: "Packet | None" = None
+    """The one that knows the digest, where several receivers get the same bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +123,11 @@ def digest_in_place(packets: Iterable[Packet]) -> None:
             packet.digest = digest(packet.payload)
 
 
+def twins(packets: Iterable[Packet]) -> list[Packet]:
+    """The same packets for another receiver: with buffers of their own, but the same digests."""
+    return [replace(packet, twin_of=packet) for packet in packets]
+
+
 def pack(packets: Sequence[Packet], dtype: torch.dtype, *, version: int) -> None:
     """Copy what is staged into the buffers, and write the trailer.
 
@@ -130,9 +139,20 @@ def pack(packets: Sequence[Packet], dtype: torch.dtype, *, version: int) -> None
     for packet in packets:
         for place, held in packet.staged(dtype):
             held.copy_(place)
-    contents = [digest(m.payload) if m.digest is None else m.digest for m in packets]
-    last.trailer[:WORDS] = fold(contents)
+    last.trailer[:WORDS] = fold([_known_digest(packet) for packet in packets])
     last.trailer[WORDS] = version
+
+
+def _known_digest(packet: Packet) -> Tensor:
+    """Of the payload, computed once for all twins."""
+    if packet.digest is not None:
+        return packet.digest
+    owner = packet.twin_of or packet
+    # Two threads may both compute it: they find the same. What has twins packs anew for a second
+    # attempt, and then computes it anew.
+    if owner is packet or owner.packed_digest is None:
+        owner.packed_digest = digest(packet.payload)
+    return owner.packed_digest
 
 
 def unpack(packets: Iterable[Packet], dtype: torch.dtype, version: int) -> Tensor:

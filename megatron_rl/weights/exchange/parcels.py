@@ -20,6 +20,7 @@ from megatron_rl.weights.exchange.packets import (
     give_back,
     pack,
     packets_of,
+    twins,
     unpack,
 )
 from megatron_rl.weights.exchange.plan import Parcel
@@ -64,6 +65,14 @@ def outgoing(
     for end in (end for parcels in ends for end in parcels):
         digest_in_place(end.packets)
     return ends
+
+
+def for_another(ends: Ends) -> Ends:
+    """What `outgoing` found, for another receiver of the same parcels; digests are taken once.
+
+    Two transfers may then run at the same time: each has its own buffers.
+    """
+    return [[ParcelEnd(end.peer, twins(end.packets)) for end in parcels] for parcels in ends]
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from megatron_rl.weights.exchange.group import close_group, join_group, open_sto
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import POLL_S, GeneratorLink, GeneratorLost
 from megatron_rl.weights.publish.publisher import Member, Outcome
-from megatron_rl.weights.publish.reshard import ExchangeSettings
+from megatron_rl.weights.publish.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ raised as `GeneratorLost` and concerns that generator alone.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megatron_rl.protocol.types import Ack, AnyMessage, Failed, Hello, Ping
 from megatron_rl.protocol.wire import DeadlineExceeded, Router, WireError
@@ -112,8 +112,13 @@ class GeneratorLink:
 
     def await_ack(self, peer: str, message: AnyMessage, ends_at: float) -> None:
         """Wait until a message that was sent is obeyed. Raises GeneratorLost."""
+        for _ in self.awaiting_ack(peer, message, ends_at):
+            self.listen(POLL_S)
+
+    def awaiting_ack(self, peer: str, message: AnyMessage, ends_at: float) -> Iterator[None]:
+        """As `await_ack`, but by whoever iterates; see `waiting`."""
         name = type(message).__name__
-        self.wait(
+        return self.waiting(
             peer, lambda: name in self._acks.get(peer, ()), ends_at, f"it did not answer {name}"
         )
 
@@ -121,6 +126,17 @@ class GeneratorLink:
         """Poll until it is over. Raises GeneratorLost on the generator's failure or the deadline.
 
         ends_at: monotonic time.
+        """
+        for _ in self.waiting(peer, is_over, ends_at, why):
+            # Messages of all generators: what the others say meanwhile is kept for their turn.
+            self.listen(POLL_S)
+
+    def waiting(
+        self, peer: str, is_over: Callable[[], bool], ends_at: float, why: str
+    ) -> Iterator[None]:
+        """One look at an iteration, until it is over; whoever iterates listens in between.
+
+        So several generators can be waited for at once. Raises GeneratorLost as `wait` does.
         """
         ping_at = time.monotonic() + PING_S
         while not is_over():
@@ -133,8 +149,7 @@ class GeneratorLink:
             if now > ping_at:
                 self.tell(peer, Ping())
                 ping_at = now + PING_S
-            # Messages of all generators: what the others say meanwhile is kept for their turn.
-            self.listen(POLL_S)
+            yield
 
     def drop(self, peer: str) -> None:
         """Forget a generator; it comes back with its next Hello, which may be here already."""

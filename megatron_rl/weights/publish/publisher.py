@@ -1,13 +1,15 @@
 """Publishing weights to the generators, which come, fail and go as they like.
 
-Runs on every trainer rank. Rank 0 knows the generators (`link.py`) and says who takes part; a
-`Method` moves the weights. A generator that fails or passes the deadline is dropped and the others
-go on; it gets a whole publish once it says Hello again, at the next version or while the trainer
-waits for a batch.
+Runs on every trainer rank. A publish is waited for (`publish`), or its weights travel while the
+next batch is trained on, up to the optimizer step (`start`, `join`). Rank 0 knows the generators
+(`link.py`) and says who takes part; a `Method` moves the weights. A generator that fails or passes
+the deadline is dropped and the others go on; it gets a whole publish once it says Hello again, at
+the next version or while the trainer waits for a batch.
 """
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -63,6 +65,25 @@ class Method(Protocol):
         """Let go of everything, and tell the generators."""
 
 
+class OverlappingMethod(Method, Protocol):
+    """One whose transfers threads of their own can do."""
+
+    def begin(
+        self, members: list[Member], version: int, then: Callable[[], None] | None = None
+    ) -> None:
+        """Start; the parameters must not change until `end`.
+
+        then: called on rank 0, by another thread, once a member holds the version and none is left
+        that may.
+        """
+
+    def is_over(self) -> bool:
+        """Whether `end` would not wait long."""
+
+    def end(self) -> Outcome:
+        """Wait for what `begin` started."""
+
+
 class WeightPublisher(Closing):
     """Owns the publishing of a training phase."""
 
@@ -74,8 +95,18 @@ class WeightPublisher(Closing):
         *,
         replicas: int,
         join_timeout_s: float,
+        overlapping: OverlappingMethod | None = None,
     ) -> None:
-        """link: on rank 0 only. replicas: generators that are waited for at the beginning."""
+        """link: on rank 0 only. replicas: generators that are waited for at the beginning.
+
+        overlapping: the method, if publishes may overlap with training.
+        """
+        self._overlapping = overlapping
+        self._flight: list[Member] | None = None
+        """Members of the publish that was started and not joined yet."""
+        self._then: Callable[[], None] | None = None
+        self._waited_s = 0.0
+        """By the trainer, since the metrics of the last publish."""
         self._method, self._control, self._link = method, control, link
         self._replicas, self._join_timeout_s = replicas, join_timeout_s
         self._sessions: dict[str, int] = {}
@@ -103,17 +134,61 @@ class WeightPublisher(Closing):
 
         With no generator left it waits for one; DeadlineExceeded after weights.join_timeout_s.
         """
+        self.join()
         started = time.monotonic()
         self._version = version
         self._held.clear()
         self._publish_to(self._members(late_only=False))
+        self._await_one()
+        self._waited_s += time.monotonic() - started
+        self._note()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `start` is possible."""
+        return self._overlapping is not None
+
+    def start(self, version: int, then: Callable[[], None]) -> None:
+        """As `publish`, but returns while the weights travel. Every rank calls it.
+
+        The parameters must not change before `join`. then: called on rank 0 when the generators
+        hold the version, by another thread or in `join`.
+        """
+        assert self._overlapping is not None
+        self.join()
+        # What is known of the publish before: this one's figures come with the next.
+        self._note()
+        started = time.monotonic()
+        self._version = version
+        self._held.clear()
+        self._flight, self._then = self._members(late_only=False), then
+        self._overlapping.begin(self._flight, version, then)
+        self._waited_s += time.monotonic() - started
+
+    def join(self) -> None:
+        """Wait for what `start` began, if anything: then the parameters may change.
+
+        Every rank calls it. With no generator left it waits for one, as `publish` does.
+        """
+        if self._flight is None or self._overlapping is None:
+            return
+        started = time.monotonic()
+        members, self._flight = self._flight, None
+        self._take(members, self._overlapping.end())
+        if not self._held:
+            self._await_one()
+            if self._link is not None and self._then is not None:
+                self._then()
+        self._waited_s += time.monotonic() - started
+
+    def _await_one(self) -> None:
+        """Publish again until a generator holds the version. Raises DeadlineExceeded."""
         # Rank 0 alone waits for a generator to return. The others already wait for its list of
         # members; `_held` is the same on all ranks, so they leave the loop together.
         ends_at = time.monotonic() + self._join_timeout_s
         while not self._held:
             self._await_return(ends_at)
             self._publish_to(self._members(late_only=False))
-        self._note(time.monotonic() - started)
 
     def _await_return(self, ends_at: float) -> None:
         """On rank 0: wait until a generator is there again. Raises DeadlineExceeded."""
@@ -132,6 +207,11 @@ class WeightPublisher(Closing):
 
     def admit(self) -> None:
         """Bring generators that came back to the current version. Every rank calls it."""
+        if self._flight is not None and self._overlapping is not None:
+            # Rank 0's conversation still uses the link, until it is over.
+            if not self._control.share(self._overlapping.is_over(), bool):
+                return
+            self.join()
         late = self._members(late_only=True)
         if late:
             log.info("late publish to %s", [member.name for member in late])
@@ -164,8 +244,11 @@ class WeightPublisher(Closing):
         return is_same and self._held.get(member.name) == self._version
 
     def _publish_to(self, members: list[Member]) -> None:
+        self._take(members, self._method.publish(members, self._version) if members else Outcome())
+
+    def _take(self, members: list[Member], found: Outcome) -> None:
+        """Take in how a publish to these members went."""
         outcome = self._outcome
-        found = self._method.publish(members, self._version) if members else Outcome()
         for member in members:
             reason = found.failed.get(member.name)
             if reason is None:
@@ -186,8 +269,10 @@ class WeightPublisher(Closing):
         outcome.damaged += found.damaged
         outcome.peak_bytes = max(outcome.peak_bytes, found.peak_bytes)
 
-    def _note(self, seconds: float) -> None:
+    def _note(self) -> None:
+        """Metrics of what there was since the last ones."""
         outcome, self._outcome = self._outcome, Outcome()
+        seconds, self._waited_s = self._waited_s, 0.0
         self.metrics = [Metric("publish/s", seconds, "max")]
         if self._link is None:
             return

@@ -1,95 +1,76 @@
 """The method `reshard`: slices go from trainer shards straight into engine shards.
 
-Runs on every trainer rank. One process group a generator, of all trainer ranks and the engine's
-ranks, so that a generator that fails harms no other's. A transfer:
+Runs on every trainer rank. Each generator is bound to one copy of the model (`bindings.py`): its
+process group holds the ranks of that copy and the engine's, so that copies serve their generators
+at the same time, and a generator that fails harms no other's. A publish has these threads:
 
-| rank 0 | the other trainer ranks | the engine's ranks |
+| thread | on | does | waits for |
+|---|---|---|---|
+| the caller's | every rank | binds, begins, joins the others | rank 0's outcome |
+| conversation (`desk.py`) | rank 0 | talks to generators, calls their senders | reports, acks |
+| preparation | every rank of a copy | digests what all receivers get | - |
+| sender (`sender.py`), one a generator | every rank of its copy | sends | calls in a store |
+
+Over NCCL one thread is the sender for all generators of a rank, in turn.
+
+They share no group, store or socket. A transfer:
+
+| conversation | senders | the engine's ranks |
 |---|---|---|
-| find what they send, take digests | the same | |
-| Pause, then Receive | wait for its `Start` | read the plan, check their parameters, say ready |
-| waits for all `ready`, sets `go` | | wait for `go` |
-| opens the group, sends | open the group, send | open the group, receive, compare digests |
-| reads all `done`; Resume, or once more | learn how it ended | |
+| waits until all are prepared | say prepared | |
+| Pause, then Receive | wait for a call | read the plan, check their parameters, say ready |
+| waits for all `ready`, sets `go`, calls | | wait for `go` |
+| | open the group, send | open the group, receive, compare digests |
+| reads all `done`; once more, or over and Resume | | |
 
 Nothing is sent before every receiver is ready, and a receiver that fails closes its connections:
-senders then fail at once. Only a receiver that hangs costs them the whole deadline.
+senders then fail at once. One that hangs is dropped at its deadline, or weights.grace_s after the
+others; over gloo nobody waits for its senders, which end at the deadline.
 """
 
 import logging
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 
-import msgspec
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.nccl_settings import check_settings, own_settings
-from megatron_rl.protocol.types import Fence, Hello, LeaveGroup, Pause, Receive, Resume
+from megatron_rl.protocol.types import Hello, LeaveGroup
 from megatron_rl.weights.exchange.device_group import is_of_devices
-from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.parcels import Ends, outgoing, send
-from megatron_rl.weights.exchange.plan import Parcel, Plan, make_plan
-from megatron_rl.weights.exchange.receiver import Report
-from megatron_rl.weights.exchange.transport import IPC, Buffers, Channel
+from megatron_rl.weights.exchange.memory.sharing import use_device
+from megatron_rl.weights.exchange.parcels import Ends, for_another, outgoing
+from megatron_rl.weights.exchange.plan import Plan, make_plan
+from megatron_rl.weights.exchange.transport import IPC, Buffers
+from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.publish.bindings import Bindings
 from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.publish.desk import Desk, lead
 from megatron_rl.weights.publish.link import GeneratorLink, GeneratorLost
 from megatron_rl.weights.publish.publisher import Member, Outcome
+from megatron_rl.weights.publish.sender import Sender
+from megatron_rl.weights.publish.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 2
-"""Transfers of one publish to one generator; the second if parcels arrived damaged."""
-ENGINE_MARGIN_S = 2.0
-"""The senders' deadline ends so much later than the receivers': a receiver that is late then has
-time to report why, and its error says more than a sender's."""
+Kind = tuple[str, int, int]
+"""Engines of a kind need the same slices: what a Hello says of them."""
 
 
-@dataclass(frozen=True)
-class ExchangeSettings:
-    """How to exchange."""
+@dataclass
+class _Running:
+    """The threads of a publish."""
 
-    host: str
-    """Where the stores of the groups listen."""
-    backend: str
-    """Collectives of the groups, or IPC: no groups, but memory that ranks on one host share."""
-    dtype: torch.dtype
-    """Of elements on the wire."""
-    bucket_bytes: int
-    deadline_s: float
-    name: str
-    """Prefix of the groups' names, the same on every rank and of no other publisher."""
-
-
-class Start(msgspec.Struct, frozen=True):
-    """Whether one transfer takes place: what rank 0 tells the other trainer ranks."""
-
-    reason: str = ""
-    """Why it does not take place; empty when it does."""
-    receive: Receive | None = None
-
-
-class _Stream:
-    """One trainer rank's end of the exchange with one generator."""
-
-    def __init__(self, rounds: list[list[Parcel]]) -> None:
-        self.rounds = rounds
-        self.channel: Channel | None = None
-        self.name = ""
-        self.port = 0
-        self.attempts = 0
-
-    @property
-    def store(self) -> dist.TCPStore:
-        """Of the exchange; rank 0 opens it before the first transfer."""
-        assert self.channel is not None
-        return self.channel.store
+    outcome: Future[Outcome] | None = None
+    """On rank 0."""
+    senders: dict[str, Future[None]] = field(default_factory=dict)
+    """By generator."""
 
 
 class Reshard:
@@ -98,244 +79,208 @@ class Reshard:
     def __init__(
         self,
         parameters: dict[str, Tensor],
-        senders: dict[int, list[Slice]],
+        copies: Copies,
         shape: ModelShape,
         *,
         control: Control,
         link: GeneratorLink | None,
         settings: ExchangeSettings,
     ) -> None:
-        """parameters: this rank's, by local name. senders: the slices of every trainer rank."""
+        """parameters: this rank's, by local name."""
         self._parameters = parameters
-        self._senders, self._shape = senders, shape
+        self._copies, self._shape = copies, shape
         self._control, self._link, self._settings = control, link, settings
-        self._streams: dict[str, _Stream] = {}
+        self._bindings = Bindings(len(copies.ranks))
+        self._copy = next(n for n, ranks in enumerate(copies.ranks) if control.rank in ranks)
+        """Number of the one that this rank belongs to."""
+        self._place = copies.ranks[self._copy].index(control.rank)
+        """Among the ranks of its copy."""
+        self._device = next(iter(parameters.values())).device
+        self._plans: dict[Kind, Plan] = {}
+        self._opened: set[str] = set()
+        """Generators with an exchange."""
+        self._desks: dict[str, Desk] = {}
+        self._senders: dict[str, Sender] = {}
         self._groups_made = 0
         self._buffers = Buffers()
-        self.peak_bytes = 0
+        """Of all senders, where they work in turn."""
+        self._running = _Running()
+
+    @property
+    def peak_bytes(self) -> int:
         """Most memory of buffers that this rank has needed."""
+        peaks = [sender.peak_bytes for sender in self._senders.values()]
+        return sum(peaks) if self._settings.is_concurrent else max(peaks, default=0)
 
     def publish(self, members: list[Member], version: int) -> Outcome:
-        """Serve one member after the other, so that each is paused for its own transfer only."""
-        outcome = Outcome()
-        self._open_streams(members)
-        for member in members:
-            reason = self._serve(member, version, outcome)
-            if reason:
-                outcome.failed[member.name] = reason
-        return outcome
+        """Serve all members at the same time."""
+        self.begin(members, version)
+        return self.end()
 
-    # --- one generator --------------------------------------------------------------------------
+    # --- one publish ----------------------------------------------------------------------------
 
-    def _serve(self, member: Member, version: int, outcome: Outcome) -> str:
-        """Bring one generator to the version; why that failed, the same on every rank."""
-        # Before Pause: while the senders take digests, the generator still generates.
-        ends = outgoing(
-            self._streams[member.name].rounds,
+    def begin(
+        self, members: list[Member], version: int, then: Callable[[], None] | None = None
+    ) -> None:
+        """Start to serve all members. Until `end` the parameters must not change, and nobody else
+        uses the link. then: see `OverlappingMethod`."""
+        self._bind(members)
+        mine = [member for member in members if member.name in self._senders]
+        kinds = {kind_of(member.hello) for member in mine}
+        # One for each publish: threads that wait for a generator that hangs may be left over. They
+        # are no daemons: torch 2.13 aborts a process that ends while a thread waits in gloo.
+        pool = ThreadPoolExecutor(
+            1 + len(kinds) + len(mine),
+            thread_name_prefix="publish",
+            initializer=use_device,
+            initargs=(self._device,),
+        )
+        running = self._running = _Running()
+        if self._link is not None:
+            desks = [self._desks[member.name] for member in members]
+            grace_s = self._settings.grace_s if self._settings.is_concurrent else None
+            talk = partial(lead, self._link, desks, version, grace_s=grace_s)
+            running.outcome = pool.submit(_lead, talk, len(members), then)
+        prepared = {kind: pool.submit(self._prepare, kind) for kind in kinds}
+        tasks = {m.name: (self._senders[m.name], prepared[kind_of(m.hello)]) for m in mine}
+        if self._settings.is_concurrent:
+            running.senders = {name: pool.submit(_serve, [task]) for name, task in tasks.items()}
+        elif tasks:
+            # In the members' order, which is the same on all ranks.
+            running.senders = dict.fromkeys(tasks, pool.submit(_serve, list(tasks.values())))
+        pool.shutdown(wait=False)
+
+    def _prepare(self, kind: Kind) -> Ends:
+        return outgoing(
+            self._plans[kind].of_sender(self._place),
             self._parameters,
             self._settings.dtype,
             stages_all=self._settings.backend == IPC,
         )
-        paused_at = time.monotonic()
-        reason, damaged = "", 0
-        # Every rank repeats or ends the loop alike, as both values come from rank 0.
-        for _ in range(ATTEMPTS):
-            reason, damaged = self._transfer(member, ends, version, outcome)
-            outcome.damaged += damaged
-            if reason or not damaged:
-                break
-            log.warning("%d damaged parcels at %s: once more", damaged, member.name)
-        if damaged and not reason:
-            reason = f"{member.name}: {damaged} parcels arrived damaged, {ATTEMPTS} times"
-        # Shared once more: a generator may also be lost when it is told to go on.
-        reason = self._control.share(self._conclude(member, version, reason), str)
-        if not reason:
-            outcome.pauses_s.append(time.monotonic() - paused_at)
-        return reason
 
-    def _transfer(
-        self, member: Member, ends: Ends, version: int, outcome: Outcome
-    ) -> tuple[str, int]:
-        """(why it failed, damaged parcels), the same on every rank."""
-        ends_at = time.monotonic() + self._settings.deadline_s + ENGINE_MARGIN_S
-        start = self._control.share(self._prepare(member, version, ends_at), Start)
-        if start.receive is None:
-            return start.reason, 0
-        fault = self._send(member.name, ends, start.receive, ends_at)
-        # Where one rank could not send, the reports would not come before the deadline.
-        is_sent = self._control.all(not fault)
-        verdict = self._verdict(member, start.receive, ends_at, outcome) if is_sent else (fault, 0)
-        found = self._control.share(verdict, tuple[str, int])
-        if is_sent or found[0]:
-            return found
-        return f"{member.name}: a trainer rank could not send its slices", 0
+    def is_over(self) -> bool:
+        """On rank 0: whether all conversations are."""
+        return self._running.outcome is not None and self._running.outcome.done()
 
-    def _prepare(self, member: Member, version: int, ends_at: float) -> Start | None:
-        """On rank 0: pause the generator and wait until all its ranks are ready."""
-        if self._link is None:
-            return None
-        stream = self._streams[member.name]
-        self._link.begin(member.name, member.hello.session)
-        # Part of each key of this transfer, so that a late answer to an earlier one does not count.
-        stream.attempts += 1
-        receive = self._receive_message(member, stream, version)
-        ready = self._keys("ready", receive)
-        try:
-            # No wait for the Ack of Pause: a generator obeys in order, so `ready` answers both.
-            self._link.tell(member.name, Pause())
-            self._link.tell(member.name, receive)
-            self._link.wait(
-                member.name, lambda: stream.store.check(ready), ends_at, "it is not ready"
-            )
-        except GeneratorLost as error:
-            # Ranks of it that are ready wait for `go`, and would do so until their deadline.
-            stream.store.set(f"go/{receive.attempt}", "0")
-            return Start(str(error))
-        refusals = [text for key in ready if (text := stream.store.get(key).decode())]
-        stream.store.set(f"go/{receive.attempt}", "0" if refusals else "1")
-        return Start(f"{member.name}: {refusals[0]}") if refusals else Start("", receive)
+    def end(self) -> Outcome:
+        """Wait until all members hold the version or have failed; the parameters may change then.
 
-    def _receive_message(self, member: Member, stream: _Stream, version: int) -> Receive:
-        offset = self._control.world_size
-        return Receive(
-            address=self._settings.host,
-            port=stream.port,
-            group_name=stream.name,
-            backend=self._settings.backend,
-            rank_offset=offset,
-            world_size=offset + member.hello.world_size,
-            attempt=stream.attempts,
-            version=version,
-            deadline_s=self._settings.deadline_s,
-        )
-
-    def _send(self, name: str, ends: Ends, receive: Receive, ends_at: float) -> str:
-        """This rank's part; why it failed."""
-        stream = self._streams[name]
-        try:
-            # Rank 0 made its channel with the store, whose port the others learn from Receive.
-            if stream.channel is None:
-                store = open_store(
-                    receive.address, receive.port, is_master=False, timeout_s=receive.deadline_s
-                )
-                stream.channel = Channel(store, self._control.rank, self._buffers)
-            device = next(iter(self._parameters.values())).device
-            peak_bytes = send(
-                ends,
-                stream.channel.open(receive, device, ends_at),
-                dtype=self._settings.dtype,
-                version=receive.version,
-                ends_at=ends_at,
-            )
-            self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        except RuntimeError as error:
-            # Also torch's DistError of a store, a group or a collective is a RuntimeError.
-            return f"{name}: sending failed: {error}"
-        return ""
-
-    def _verdict(
-        self, member: Member, receive: Receive, ends_at: float, outcome: Outcome
-    ) -> tuple[str, int]:
-        """On rank 0: (why the transfer failed, damaged parcels) by the reports of all its ranks."""
-        if self._link is None:
-            return "", 0
-        store, done = self._streams[member.name].store, self._keys("done", receive)
-        try:
-            self._link.wait(member.name, lambda: store.check(done), ends_at, "no report came")
-            # The engine's call ends after its ranks' reports, and Resume must not come before that.
-            self._link.await_ack(member.name, receive, ends_at)
-        except GeneratorLost as error:
-            return str(error), 0
-        reports = [msgspec.json.decode(store.get(key), type=Report) for key in done]
-        errors = [report.error for report in reports if report.error]
-        outcome.transfers_s.append(max(report.seconds for report in reports))
-        outcome.wire_bytes += sum(report.payload_bytes for report in reports)
-        outcome.peak_bytes = max(outcome.peak_bytes, *(report.peak_bytes for report in reports))
-        damaged = sum(report.damaged for report in reports)
-        return (f"{member.name}: {errors[0]}" if errors else ""), damaged
-
-    def _conclude(self, member: Member, version: int, reason: str) -> str:
-        """On rank 0: let the generator go on, or fence it; why that failed."""
-        if self._link is None:
-            return reason
-        ends_at = time.monotonic() + self._settings.deadline_s
-        try:
-            if not reason:
-                # Every engine rank has reported whole parcels: the version may be served.
-                self._link.ask(member.name, Resume(version), ends_at)
-            else:
-                # Its parameters may be half old and half new; nobody waits for it to obey.
-                self._link.tell(member.name, Fence(reason))
-        except GeneratorLost as error:
-            return reason or str(error)
-        return reason
-
-    def _keys(self, kind: str, receive: Receive) -> list[str]:
-        ranks = range(receive.rank_offset, receive.world_size)
-        return [f"{kind}/{receive.attempt}/{rank}" for rank in ranks]
+        Collective. Where a generator hangs its senders may read on: what they send is never used.
+        """
+        running, self._running = self._running, _Running()
+        outcome = running.outcome.result() if running.outcome is not None else Outcome()
+        outcome.failed = self._control.share(outcome.failed, dict[str, str])
+        for name, sender in running.senders.items():
+            # Over NCCL no kernel may stay behind on the device; this lasts until its deadline.
+            if name not in outcome.failed or not self._settings.is_concurrent or sender.done():
+                sender.result()
+        return outcome
 
     # --- who is there ---------------------------------------------------------------------------
 
-    def _open_streams(self, members: Sequence[Member]) -> None:
-        """Plans for generators without one; all ranks compute the same."""
-        # Counted over all members, so that trainer ranks with the same slices share the sending.
-        loads: dict[int, int] = {}
-        for member in members:
-            if member.name in self._streams:
-                continue
-            self._groups_made += 1
-            plan = self.plan(member.hello, loads)
-            stream = _Stream(plan.of_sender(self._control.rank))
-            # Unique also among runs: another publisher's group is another one.
-            stream.name = f"{self._settings.name}-{self._groups_made}"
-            if self._link is not None:
-                self._open_store(stream, plan, member)
-            self._streams[member.name] = stream
+    def _bind(self, members: Sequence[Member]) -> None:
+        """Find the copy of each member, and open an exchange for those that have none."""
+        for name in self._bindings.bind([member.name for member in members]):
+            log.info("%s changes to copy %d of the model", name, self._bindings.of[name])
+            self._leave(name)
+        new = [member for member in members if member.name not in self._opened]
+        # First, as what is impossible is so on every rank.
+        plans = [self.plan(member.hello) for member in new]
+        ports = []
+        if self._link is not None:
+            ports = [self._open_desk(m, plan) for m, plan in zip(new, plans, strict=True)]
+        if new:
+            ports = self._control.share(ports, list[int])
+        for member, port in zip(new, ports, strict=True):
+            self._opened.add(member.name)
+            if self._bindings.of[member.name] == self._copy:
+                self._senders[member.name] = Sender(
+                    rank=self._place,
+                    port=port,
+                    settings=self._settings,
+                    device=self._device,
+                    buffers=Buffers() if self._settings.is_concurrent else self._buffers,
+                )
 
-    def plan(self, hello: Hello, loads: dict[int, int]) -> Plan:
-        """The exchange with an engine; loads: see `make_plan`. Raises InputError."""
-        offset, settings = self._control.world_size, self._settings
-        if is_of_devices(settings.backend):
+    def _open_desk(self, member: Member, plan: Plan) -> int:
+        """On rank 0: the exchange's store and what is kept beside it; the store's port."""
+        self._groups_made += 1
+        desk = self._desks[member.name] = Desk(
+            member,
+            plan,
+            senders=len(self._copies.slices),
+            # Unique also among runs: another publisher's group is another one.
+            name=f"{self._settings.name}-{self._groups_made}",
+            settings=self._settings,
+        )
+        return desk.port
+
+    def plan(self, hello: Hello) -> Plan:
+        """The exchange of any copy with an engine. Raises InputError."""
+        if is_of_devices(self._settings.backend):
             check_settings(own_settings(), hello.nccl)
+        kind = kind_of(hello)
+        if kind not in self._plans:
+            self._plans[kind] = self._make_plan(hello)
+        return self._plans[kind]
+
+    def _make_plan(self, hello: Hello) -> Plan:
+        senders, settings = self._copies.slices, self._settings
         try:
             receivers = {
-                offset + rank: receiver_slices(self._shape, hello, rank)
+                len(senders) + rank: receiver_slices(self._shape, hello, rank)
                 for rank in range(hello.world_size)
             }
             return make_plan(
-                self._senders,
+                dict(enumerate(senders)),
                 receivers,
                 itemsize=settings.dtype.itemsize,
                 bucket_bytes=settings.bucket_bytes,
-                loads=loads,
             )
         except ValueError as error:
             raise InputError(f"no exchange with a generator of {hello}: {error}") from error
 
-    def _open_store(self, stream: _Stream, plan: Plan, member: Member) -> None:
-        host, timeout_s = self._settings.host, self._settings.deadline_s
-        store = open_store(host, 0, is_master=True, timeout_s=timeout_s)
-        stream.channel, stream.port = Channel(store, self._control.rank, self._buffers), store.port
-        offset = self._control.world_size
-        # Before any Receive names this store: an engine rank reads its plan as soon as it is there.
-        for rank in range(offset, offset + member.hello.world_size):
-            store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))
-
     def forget(self, name: str) -> None:
         """Close the group with a generator that is gone."""
-        stream = self._streams.pop(name, None)
-        if stream is not None and stream.channel is not None:
-            stream.channel.close()
+        self._bindings.forget(name)
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self._opened.discard(name)
+        self._desks.pop(name, None)
+        sender = self._senders.pop(name, None)
+        if sender is not None:
+            sender.close()
 
     def close(self) -> None:
         """Leave all groups."""
-        for name in list(self._streams):
-            if self._link is not None:
+        # After an error a publish may still run: its conversation uses the link.
+        is_free = self._running.outcome is None or self._running.outcome.done()
+        for name in list(self._opened):
+            if self._link is not None and is_free:
                 try:
                     self._link.tell(name, LeaveGroup())
                 except GeneratorLost as error:
                     log.info("%s", error)
             self.forget(name)
+
+
+def _lead(talk: Callable[[], Outcome], members: int, then: Callable[[], None] | None) -> Outcome:
+    outcome = talk()
+    if then is not None and len(outcome.failed) < members:
+        then()
+    return outcome
+
+
+def _serve(tasks: list[tuple[Sender, Future[Ends]]]) -> None:
+    """Serve generators, one after the other."""
+    for sender, prepared in tasks:
+        sender.serve(for_another(prepared.result()))
+
+
+def kind_of(hello: Hello) -> Kind:
+    """What a generator's slices depend on."""
+    return hello.engine, hello.world_size, hello.ffn_multiple
 
 
 def receiver_slices(shape: ModelShape, hello: Hello, rank: int) -> list[Slice]:

@@ -63,23 +63,30 @@ def test_weights_of_an_engine_are_what_a_publish_brings(
     found = engine_rank_bytes(read_shape(tmp_path), config.generator, 4)
     assert tuple(found) == planned.received
     cost = publish_cost(
-        read_shape(tmp_path), config.generator, trainer_ranks=1, item_bytes=4, bytes_per_s=1e6
+        read_shape(tmp_path), config.generator, copies=[(0,)], item_bytes=4, bytes_per_s=1e6
     )
     assert cost.total_bytes == sum(planned.sent)
     # A single sender is the slower end, unless there is a single receiver.
     assert cost.seconds == pytest.approx(sum(planned.sent) / 1e6)
 
 
-def test_replicas_are_served_one_after_the_other(tmp_path: Path) -> None:
+def test_each_copy_serves_its_share_of_the_replicas_in_turn(tmp_path: Path) -> None:
     write_model(tmp_path)
     shape = read_shape(tmp_path)
-    one, three = (
-        publish_cost(shape, GeneratorConfig(tensor_parallel=2, replicas=replicas),
-                     trainer_ranks=8, item_bytes=2, bytes_per_s=1e6)
-        for replicas in (1, 3)
+    copies = [tuple(range(first, first + 4)) for first in (0, 4)]
+    one, two, five = (
+        publish_cost(shape, GeneratorConfig(tensor_parallel=2, replicas=replicas), copies=copies,
+                     item_bytes=2, bytes_per_s=1e6, turn_s=0.5)
+        for replicas in (1, 2, 5)
     )  # fmt: skip
-    assert one.seconds == one.rank_bytes / 1e6
-    assert (three.total_bytes, three.seconds) == (3 * one.total_bytes, 3 * one.seconds)
+    assert (one.copies, one.group_ranks) == (2, 4 + 2)
+    assert one.seconds == one.least_seconds == one.rank_bytes / 1e6
+    assert (two.total_bytes, two.turns, two.seconds) == (2 * one.total_bytes, 1, one.seconds)
+    assert (five.total_bytes, five.turns) == (5 * one.total_bytes, 3)
+    assert five.seconds == pytest.approx(3 * one.seconds)
+    assert five.whole_seconds == pytest.approx(3 * one.seconds + 1.5)
+    # Four senders have half of what two receivers take: two engines fill their bandwidth.
+    assert five.least_seconds == pytest.approx(3 * one.total_bytes / 4 / 1e6)
 
 
 def test_what_weights_and_reserve_leave_is_room_for_the_cache(tmp_path: Path) -> None:

@@ -68,7 +68,14 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     assert plan.engine.kv_per_token == 2 * 32 * 8 * 128 * 2
     assert plan.kv_completions == plan.engine.kv_room // plan.engine.kv_per_token // 8192
     assert plan.publish.total_bytes == 8 * 2 * PARAMETERS
-    assert plan.publish.seconds == pytest.approx(8 * 2 * PARAMETERS / 1e10)
+    # Two copies of four ranks serve four engines each, in turn; the single rank of an engine is
+    # the slower end.
+    publish = plan.publish
+    assert (publish.copies, publish.group_ranks, publish.turns) == (2, 5, 4)
+    assert publish.seconds == pytest.approx(4 * 2 * PARAMETERS / 1e10)
+    # Four senders share what an engine takes.
+    assert publish.least_seconds == pytest.approx(2 * PARAMETERS / 1e10)
+    assert publish.whole_seconds == pytest.approx(publish.seconds + 4 * 0.4)
     assert plan.problems == ()
 
 

@@ -7,11 +7,13 @@ import torch.distributed as dist
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import Hello
+from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.full_tensors import Broadcast, _Paused
 from megatron_rl.weights.publish.publisher import Member, Outcome
-from megatron_rl.weights.publish.reshard import ExchangeSettings, Reshard
+from megatron_rl.weights.publish.reshard import Reshard
+from megatron_rl.weights.publish.settings import ExchangeSettings
 from tests.distributed import run_ranks
 from tests.weights.made_up import SHAPE
 
@@ -31,13 +33,14 @@ def refusals(backend: str) -> list[str]:
     control = Control(dist.new_group())
     settings = ExchangeSettings("127.0.0.1", backend, torch.float32, 2048, 5.0, "settings")
     hello = Hello(1, "hf", "1", nccl=AGREED | {"NCCL_CUMEM_ENABLE": "0"})
-    everything = {0: [Slice("no such tensor", 0, 0, 1, 1, "a", 0, 0)]}
-    reshard = Reshard({}, everything, SHAPE, control=control, link=None, settings=settings)
+    everything = Copies(((0,),), ([Slice("no such tensor", 0, 0, 1, 1, "a", 0, 0)],))
+    parameters = {"a": torch.zeros(1)}
+    reshard = Reshard(parameters, everything, SHAPE, control=control, link=None, settings=settings)
     broadcast = Broadcast(lambda: iter(()), control=control, link=Deaf(), settings=settings)
     paused = _Paused(Deaf(), [], Outcome(), 5.0)
     found = []
     for ask in (
-        lambda: reshard.plan(hello, {}),
+        lambda: reshard.plan(hello),
         lambda: broadcast._join(Member("a", hello), paused),
     ):
         try:

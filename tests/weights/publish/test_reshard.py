@@ -123,9 +123,9 @@ def test_a_receiver_that_stops_reading_costs_one_deadline(
 def test_a_generator_that_restarts_while_another_is_served_costs_no_deadline(
     tmp_path: Path,
 ) -> None:
-    # b dies 0.2 s after version 0, while rank 0 waits for a, and says Hello again at once.
+    # b dies when it is paused, while rank 0 also waits for a, and says Hello again at once.
     generators = [
-        Generator("a", 1, ({1: "dawdle pause"},)), Generator("b", 1, ({0: "die idle"}, {}))
+        Generator("a", 1, ({1: "dawdle pause"},)), Generator("b", 1, ({1: "die pause"}, {}))
     ]  # fmt: skip
     script = "publish 0, publish 1, admit 2, publish 2"
     steps, notes = publish(tmp_path, generators, script, deadline_s=4)
@@ -134,6 +134,50 @@ def test_a_generator_that_restarts_while_another_is_served_costs_no_deadline(
     assert versions(notes["a"]) == [0, 1, 2]
     assert [version for version in versions(notes["b"]) if version >= 0] == [0, 1, 2]
     assert steps[-1].held == {"a": 2, "b": 2}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["stop reading", "die transfer", "die pause", "damage", "fail receive"],
+)
+def test_a_fault_at_one_of_two_copies_harms_no_other_generator(tmp_path: Path, fault: str) -> None:
+    # Copy 0 serves a and c, copy 1 serves b and d.
+    generators = [Generator("a", 2, ({1: fault, 2: fault},)), *(Generator(n, 1) for n in "bcd")]
+    steps, notes = publish(
+        tmp_path, generators, "publish 0, publish 1, publish 2",
+        tensor=2, data=2, deadline_s=8, grace_s=0.5,
+    )  # fmt: skip
+    assert steps[0].held == dict.fromkeys("abcd", 0)
+    assert list(steps[1].failed) == ["a"]
+    # Nobody waits for the deadline of the one that hangs or has died.
+    assert steps[1].seconds < 0.5 + SLACK_S and steps[1].held == dict.fromkeys("bcd", 1)
+    # `publish` has compared every element with the version's; d follows b's copy.
+    for name in "bcd":
+        assert versions(notes[name]) == [0, 1, 2]
+    if fault == "damage":
+        assert steps[1].failed["a"] == "a: 1 parcels arrived damaged, 2 times"
+        assert steps[1].metrics["publish/damaged_parcels"] == 2
+    if fault == "stop reading":
+        assert "not done 0.5 s after another one (weights.grace_s)" in steps[1].failed["a"]
+        # The pauses are those of who took the version.
+        assert steps[1].metrics["publish/pause_s"] < SLACK_S
+
+
+def test_copies_are_served_evenly_when_generators_come_and_go(tmp_path: Path) -> None:
+    lives = ({1: "die idle"},)
+    generators = [
+        Generator("a", 1), Generator("b", 1, lives), Generator("c", 2), Generator("d", 1, lives)
+    ]  # fmt: skip
+    # b and d go, the two of copy 1: c, which came last to copy 0, changes to copy 1.
+    script = "publish 0, publish 1, rest 0.5, publish 2, publish 3, publish 4"
+    steps, notes = publish(tmp_path, generators, script, data=2, deadline_s=4)
+    assert set(steps[3].failed) == {"b", "d"}
+    assert [steps[n].bound for n in (1, 4, 5)] == [
+        {"a": 0, "b": 1, "c": 0, "d": 1}, {"a": 0, "c": 1}, {"a": 0, "c": 1}
+    ]  # fmt: skip
+    assert steps[-1].failed == {} and steps[-1].held == {"a": 4, "c": 4}
+    for name in "ac":
+        assert versions(notes[name]) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("method", METHODS_AT_LENGTH)

@@ -77,6 +77,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def use_device(device: torch.device) -> None:
+    """Make it the calling thread's own: each thread begins with the first one."""
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+
+
 def _mapped(path: str, size: int) -> Tensor:
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 

@@ -1,0 +1,64 @@
+"""Which trainer ranks together hold the whole model once: the copies of the model.
+
+Used by trainer ranks and the launcher; pure functions of places, which need no torch. Data- and
+context-parallel ranks repeat the parameters of others, so there is a copy for each of them. Where
+experts are divided among more ranks than the rest of the model, a copy takes as many: its ranks
+hold each expert once, and the rest several times.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.weights.layout.slices import Slice
+from megatron_rl.weights.layout.tensor_shards import Share
+from megatron_rl.weights.layout.trainer_layout import Place, place_of, trainer_slices
+
+
+@dataclass(frozen=True)
+class Copies:
+    """All copies. Their members hold the same, in the same order: one plan serves every copy."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """World ranks of each copy."""
+    slices: tuple[list[Slice], ...]
+    """Of each member of a copy."""
+
+
+def copies_of(places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
+    """World ranks of each copy; places: of all world ranks.
+
+    The k-th ranks of all places are copy k. Raises ValueError when places are not equally frequent.
+    """
+    seen: Counter[Place] = Counter()
+    copies: list[list[int]] = []
+    for rank, place in enumerate(places):
+        number = seen[place]
+        seen[place] += 1
+        if number == len(copies):
+            copies.append([])
+        copies[number].append(rank)
+    if len(set(seen.values())) > 1:
+        raise ValueError(f"places of trainer ranks are not equally frequent: {seen}")
+    return tuple(map(tuple, copies))
+
+
+def model_copies(shape: ModelShape, places: Sequence[Place]) -> Copies:
+    """The copies with what their members hold; places: of all world ranks."""
+    ranks = copies_of(places)
+    return Copies(ranks, tuple(trainer_slices(shape, places[rank]) for rank in ranks[0]))
+
+
+def places_of(parallel: ParallelConfig) -> tuple[Place, ...]:
+    """The place of every world rank of a trainer that does not run yet."""
+    like = Place(
+        Share(0, parallel.tensor),
+        Share(0, parallel.pipeline),
+        Share(0, parallel.expert),
+        Share(0, parallel.expert_tensor),
+        parallel.virtual_stages,
+    )
+    ranks = range(parallel.world_size)
+    return tuple(place_of(rank, len(ranks), like) for rank in ranks)
