@@ -71,6 +71,7 @@ GENERATOR_PROCESSES = 2
 PROMPTS = 2000
 START_LIMIT_S = 120.0
 END_LIMIT_S = 60.0
+PEER_END_S = 5.0
 QUEUE, FLOOR = "megatron_rl.rollout_queue.server", "tools.bench.queue_floor"
 
 
@@ -221,9 +222,11 @@ def running_peers(load: Load, config: Config) -> Iterator[tuple[Control, list[Co
     finally:
         control.is_over.set()
         for process in processes:
-            process.join(END_LIMIT_S)
+            # After a failure nobody takes its results.
+            process.join(PEER_END_S)
             if process.exitcode is None:
                 process.kill()
+                process.join()
 
 
 @contextlib.contextmanager
@@ -236,9 +239,6 @@ def running_server(module: str, folder: Path, load: Load) -> Iterator[subprocess
         server = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             yield server
-            if server.poll() is not None:
-                end = (folder / f"{module}.log").read_text()[-2000:]
-                raise RuntimeError(f"{module} ended with exit code {server.returncode}:\n{end}")
         finally:
             server.send_signal(signal.SIGTERM)
             try:
@@ -258,7 +258,7 @@ def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
             running_server(module, folder, load) as server,
             running_peers(load, config) as (control, pipes),
         ):
-            _await_first_batch(control, server)
+            _await_first_batch(control, server, folder / f"{module}.log")
             time.sleep(seconds.warm)
             full = _watch(server.pid, control, seconds.full)
             # The floor leases without looking who has room: it has no rate of its own.
@@ -277,9 +277,12 @@ def measure(module: str, variant: Variant, seconds: Seconds) -> Outcome:
     return Outcome(full, paced, rate, leases, peak_rss_mb)
 
 
-def _await_first_batch(control: Control, server: subprocess.Popen) -> None:
+def _await_first_batch(control: Control, server: subprocess.Popen, log: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
-    while control.version.value < 1 and server.poll() is None:
+    while control.version.value < 1:
+        if server.poll() is not None:
+            end = log.read_text()[-2000:]
+            raise RuntimeError(f"the server ended with exit code {server.returncode}:\n{end}")
         if time.monotonic() > deadline:
             raise RuntimeError(f"no batch was formed in {START_LIMIT_S:.0f} s")
         time.sleep(0.1)

@@ -86,7 +86,16 @@ def serve(floor: Floor, sockets: dict[str, zmq.Socket]) -> None:
             while time.monotonic() < until and ready.poll(0):
                 peer, *frames = ready.recv_multipart(copy=False)
                 for endpoint, to, answer in floor.answers(endpoints[ready], peer.bytes, frames):
-                    sockets[endpoint].send_multipart([to, answer], zmq.DONTWAIT, copy=False)
+                    _send(sockets[endpoint], [to, answer])
+
+
+def _send(socket: zmq.Socket, frames: list[bytes]) -> None:
+    try:
+        socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
+    except zmq.ZMQError as error:
+        # A verifier whose handshake takes longer than those of generators: as the queue does.
+        if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            raise
 
 
 def main() -> None:
