@@ -18,7 +18,7 @@ from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage
 
 HIGH_WATER_MESSAGES = 20_000
-_ARRAY_DTYPES = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
+_ARRAY_DTYPES = {"h": np.dtype("<i2"), "i": np.dtype("<i4"), "f": np.dtype("<f4")}
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 
@@ -34,9 +34,11 @@ class DeadlineExceeded(TimeoutError):
 
 
 def _encode_array(obj: Any) -> Any:
-    if isinstance(obj, np.ndarray) and obj.ndim == 1 and obj.dtype.kind in _ARRAY_DTYPES:
-        dtype = _ARRAY_DTYPES[obj.dtype.kind]
-        return (obj.dtype.kind, np.ascontiguousarray(obj, dtype=dtype).tobytes())
+    if isinstance(obj, np.ndarray) and obj.ndim == 1 and obj.dtype.kind in "if":
+        code = "h" if obj.dtype == np.int16 else obj.dtype.kind
+        array = np.ascontiguousarray(obj, dtype=_ARRAY_DTYPES[code])
+        # A view of its bytes: the encoder copies them into the frame, and nothing else need.
+        return (code, array.data.cast("B") if array.size else b"")
     raise NotImplementedError(f"cannot send {type(obj).__name__}: {obj!r:.80}")
 
 
@@ -48,7 +50,7 @@ def _decode_array(kind: type, obj: Any) -> Any:
 
 
 def encode(message: Any) -> bytes:
-    """Frame of a message. Integer arrays become int32, floating ones float32."""
+    """Frame of a message. int16 arrays stay such, other integers become int32, floats float32."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
 
 
