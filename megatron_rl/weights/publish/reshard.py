@@ -29,6 +29,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.types import Fence, Hello, LeaveGroup, Pause, Receive, Resume
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.parcels import Ends, outgoing, send
+from megatron_rl.weights.exchange.plain import PlainParameters
 from megatron_rl.weights.exchange.plan import Parcel, Plan, make_plan
 from megatron_rl.weights.exchange.receiver import Report
 from megatron_rl.weights.exchange.transport import IPC, Buffers, Channel
@@ -105,6 +106,8 @@ class Reshard:
     ) -> None:
         """parameters: this rank's, by local name. senders: the slices of every trainer rank."""
         self._parameters = parameters
+        self._plain = PlainParameters(parameters)
+        """Of the publish that is going on."""
         self._senders, self._shape = senders, shape
         self._control, self._link, self._settings = control, link, settings
         self._streams: dict[str, _Stream] = {}
@@ -117,10 +120,12 @@ class Reshard:
         """Serve one member after the other, so that each is paused for its own transfer only."""
         outcome = Outcome()
         self._open_streams(members)
+        self._plain = PlainParameters(self._parameters)
         for member in members:
             reason = self._serve(member, version, outcome)
             if reason:
                 outcome.failed[member.name] = reason
+        self._plain.clear()
         return outcome
 
     # --- one generator --------------------------------------------------------------------------
@@ -128,16 +133,15 @@ class Reshard:
     def _serve(self, member: Member, version: int, outcome: Outcome) -> str:
         """Bring one generator to the version; why that failed, the same on every rank."""
         # Before Pause: while the senders take digests, the generator still generates.
-        ends = outgoing(
-            self._streams[member.name].rounds,
-            self._parameters,
-            self._settings.dtype,
-            stages_all=self._settings.backend == IPC,
-        )
+        ends, fault = self._find(member.name)
+        # Ranks without a fault do not know of it, and would wait in a transfer.
+        is_found = self._control.all(not fault)
+        if not is_found:
+            fault = fault or f"{member.name}: a trainer rank could not prepare its slices"
         paused_at = time.monotonic()
-        reason, damaged = "", 0
+        reason, damaged = self._control.share(fault, str), 0
         # Every rank repeats or ends the loop alike, as both values come from rank 0.
-        for _ in range(ATTEMPTS):
+        for _ in range(ATTEMPTS if is_found else 0):
             reason, damaged = self._transfer(member, ends, version, outcome)
             outcome.damaged += damaged
             if reason or not damaged:
@@ -150,6 +154,20 @@ class Reshard:
         if not reason:
             outcome.pauses_s.append(time.monotonic() - paused_at)
         return reason
+
+    def _find(self, name: str) -> tuple[Ends, str]:
+        """What this rank sends the generator, and why it could not prepare that."""
+        try:
+            ends = outgoing(
+                self._streams[name].rounds,
+                self._plain,
+                self._settings.dtype,
+                stages_all=self._settings.backend == IPC,
+            )
+        except RuntimeError as error:
+            # torch's, of a device without room for what is dequantised.
+            return [], f"{name}: preparing failed: {error}"
+        return ends, ""
 
     def _transfer(
         self, member: Member, ends: Ends, version: int, outcome: Outcome
