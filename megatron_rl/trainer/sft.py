@@ -29,6 +29,7 @@ from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.render import open_renderer
+from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import open_policy
@@ -70,16 +71,21 @@ def main(cfg: Config, is_control: bool) -> None:
             seed=cfg.run.seed + int(is_control),
         )
         metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source)
-        tune(trainer, (share_of(batch, cfg.train.microbatch_tokens) for batch in batches), metrics)
+        cost = find_cost(cfg.train.packing, cfg.model.path)
+        shares = (share_of(batch, cfg.train.microbatch_tokens, cost) for batch in batches)
+        tune(trainer, shares, metrics)
         policy.export(cfg, name)
 
 
-def share_of(batch: list[TrainSequence], budget_tokens: int) -> MinibatchShare:
+def share_of(
+    batch: list[TrainSequence], budget_tokens: int, cost: SequenceCost = TOKENS
+) -> MinibatchShare:
     """This data-parallel rank's microbatches of a minibatch."""
     dealt = deal(
         [len(sequence.token_ids) for sequence in batch],
         budget_tokens=budget_tokens,
         dp_size=parallel_state.get_data_parallel_world_size(),
+        cost=cost,
     )
     mine = dealt[parallel_state.get_data_parallel_rank()]
     return MinibatchShare([[batch[i] for i in microbatch] for microbatch in mine])
