@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
 
+Fusion = Literal["swiglu", "gradient_accumulation", "moe_permute", "moe_router"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"]
 
 
@@ -38,6 +39,12 @@ class ModelConfig(Section):
     """Of recompute "selective", as Megatron names them: core_attn; mlp (of a dense
     model); moe (a layer's router and experts); with TransformerEngine also moe_act (what stands
     between the products of experts) and layernorm (norms that are not fused into a product)."""
+
+    fusions: tuple[Fusion, ...] = ()
+    """Operations in one kernel, where TransformerEngine computes the layers: swiglu (gate and
+    product of an MLP); gradient_accumulation (a weight's gradient is added where it is summed, by
+    NVIDIA apex); moe_permute (tokens to their experts' order and back); moe_router (scores and
+    choice of experts; not with train.router_replay, which it would ignore)."""
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:
@@ -136,6 +143,10 @@ class TrainConfig(Section):
     """What data-parallel ranks get equally much of, within the token budget of each microbatch.
     Attention makes tokens of long sequences dearer: flops counts that, by the sizes in model.path.
     The steps are the same but for rounding."""
+    expandable_segments: bool = True
+    """On CUDA torch's allocator grows its segments: microbatches of many lengths leave fewer holes.
+    Without effect with weights.method "ipc", which hands memory to another process, and where
+    PYTORCH_CUDA_ALLOC_CONF is set already."""
     logprob_chunk_tokens: int = Field(default=2048, ge=8)
     """Logits and all copies of them take less memory than those of so many tokens in float32."""
     router_replay: bool = False

@@ -253,6 +253,12 @@ class Config(Section):
                 f"weights.method {' or '.join(possible)}, not {self.weights.method!r}: two ranks "
                 "of NCCL do not share a GPU"
             )
+        if self.train.router_replay and "moe_router" in self.model.fusions:
+            # megatron-core 0.16.1, moe_utils.py:652: the fused one never asks for a recorded one.
+            raise ValueError(
+                "model.fusions with 'moe_router' and train.router_replay=true exclude each other: "
+                "the fused router takes no recorded choices; leave 'moe_router' out"
+            )
         if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
             raise ValueError(
                 "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
@@ -290,6 +296,11 @@ class Config(Section):
                 f"{what} needs reward.format above 0, by which well-formed completions are known; "
                 "the paper's is 0.1"
             )
+
+    @property
+    def has_expandable_segments(self) -> bool:
+        """Of trainer ranks; memory that another process opens must not be of them."""
+        return self.train.expandable_segments and self.weights.method != "ipc"
 
     @property
     def sampled_groups(self) -> int:

@@ -16,6 +16,7 @@ from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
     role_environment,
+    trainer_environment,
 )
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -132,7 +133,10 @@ def _start(
         ranks = torchrun_arguments(config, roles, host)
         name = TRAINER if host == 0 else f"{TRAINER}-host-{host}"
         command = [*python, "torch.distributed.run", *ranks, *common]
-        supervisor.start(name, command, environment=with_device)
+        environment = trainer_environment(
+            device_of_host(gpus), expandable_segments=config.has_expandable_segments
+        )
+        supervisor.start(name, command, environment=environment)
 
 
 def torchrun_arguments(config: Config, roles: HostRoles, host: int) -> list[str]:

@@ -40,7 +40,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.backend import fp8
+from megatron_rl.backend import fp8, fusions
 from megatron_rl.backend.device import Backend
 from megatron_rl.backend.folding import FoldedSeqParams, Folding
 from megatron_rl.config.errors import InputError
@@ -172,6 +172,11 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
             has_experts=shape.experts > 0,
         ),
         **backend.transformer_overrides(),
+        **fusions.transformer_fields(
+            cfg.model,
+            has_experts=shape.experts > 0,
+            has_engine=backend.layers == "transformer_engine",
+        ),
     }
     return TransformerConfig(**values)
 
