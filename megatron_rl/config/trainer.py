@@ -52,10 +52,11 @@ class ModelConfig(Section):
         given = f"model.recompute_modules={modules}"
         if not modules or len(set(modules)) < len(modules):
             raise ValueError(f"{given} shall name at least one module, and each once")
-        if self.recompute != "selective" and modules != ["core_attn"]:
+        # With "full" they are recomputed as all else is: one key turns an example to it.
+        if self.recompute == "none" and modules != ["core_attn"]:
             raise ValueError(
-                f"{given} has no effect with model.recompute={self.recompute!r}: set that to "
-                "'selective'"
+                f"{given} has no effect with model.recompute='none': set that to 'selective', or "
+                'leave the modules at ["core_attn"]'
             )
         if {"moe", "moe_act"} <= set(modules):
             raise ValueError(f"{given}: moe holds moe_act already; leave one of them out")

@@ -128,10 +128,6 @@ def test_a_module_that_is_not_there_is_refused(
     ("overrides", "words"),
     [
         (['model.recompute_modules=["mlp"]'], "has no effect with model.recompute='none'"),
-        (
-            ["model.recompute=full", 'model.recompute_modules=["mlp"]'],
-            "has no effect with model.recompute='full'",
-        ),
         (["model.recompute=selective", "model.recompute_modules=[]"], "at least one module"),
         (
             ["model.recompute=selective", 'model.recompute_modules=["moe", "moe_act"]'],
@@ -176,6 +172,11 @@ def test_memory_and_flops_worked_by_hand(folders: dict[str, Path]) -> None:
     assert hardware_flops(flops, recomputes_layers=False, again=more) == flops.total + more
     assert recomputed_flops(shape, CORE, sequences=3, length=8) * 3 == flops.attention
     assert recomputed_flops(shape, NORM, sequences=3, length=8) == 0
+
+
+def test_a_config_with_modules_can_be_turned_to_whole_layers() -> None:
+    config = load_config(None, ["model.recompute=full", 'model.recompute_modules=["mlp"]'])
+    assert config.model.recompute == "full"
 
 
 def test_the_default_is_that_of_before() -> None:
