@@ -1,13 +1,18 @@
-"""Which of Megatron's fused operations a model uses. Runs in trainer ranks."""
+"""Which of Megatron's fused operations a model uses, and how its tokens reach their experts.
+
+Runs in trainer ranks.
+"""
 
 import importlib.util
 from typing import Any
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
 
 APEX_MODULE = "fused_weight_gradient_mlp_cuda"
 """The extension of NVIDIA apex that Megatron looks for (tensor_parallel/layers.py)."""
+DEEPEP_MODULE = "deep_ep"
 _FIELDS = {
     "swiglu": "bias_activation_fusion",
     "gradient_accumulation": "gradient_accumulation_fusion",
@@ -43,3 +48,29 @@ def transformer_fields(
             "'gradient_accumulation' out"
         )
     return {_FIELDS[name]: True for name in wanted}
+
+
+def dispatcher_fields(
+    parallel: ParallelConfig, *, has_experts: bool, has_engine: bool
+) -> dict[str, Any]:
+    """Fields of TransformerConfig that `parallel.expert_exchange` sets.
+
+    Raises InputError for what the model or this host does not have.
+    """
+    if parallel.expert_exchange == "all_to_all":
+        return {"moe_token_dispatcher_type": "alltoall"}
+    given = f"parallel.expert_exchange={parallel.expert_exchange!r}"
+    if not has_experts:
+        raise InputError(f"{given} needs a mixture of experts: set 'all_to_all'")
+    if not has_engine or importlib.util.find_spec(DEEPEP_MODULE) is None:
+        raise InputError(
+            f"{given} needs TransformerEngine's layers on CUDA and the package {DEEPEP_MODULE} "
+            "(github.com/deepseek-ai/DeepEP), and one of them is missing here; nearest possible: "
+            "'all_to_all'"
+        )
+    return {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "deepep",
+        # Its kernels take no other (megatron-core 0.16.1, token_dispatcher.py:1173).
+        "moe_router_dtype": "fp32",
+    }

@@ -160,7 +160,11 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         # Two stages that exchange both directions in one batch would mix them up.
         "overlap_p2p_comm": cfg.parallel.virtual_stages > 1,
         "batch_p2p_comm": cfg.parallel.virtual_stages == 1,
-        "moe_token_dispatcher_type": "alltoall",
+        **fusions.dispatcher_fields(
+            cfg.parallel,
+            has_experts=shape.experts > 0,
+            has_engine=backend.layers == "transformer_engine",
+        ),
         "sequence_parallel": cfg.parallel.sequence and cfg.parallel.tensor > 1,
         # Without this the schedule divides losses by tokens and DDP averages over its ranks.
         "calculate_per_token_loss": True,
