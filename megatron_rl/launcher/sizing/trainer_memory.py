@@ -32,6 +32,8 @@ class TrainerSetting:
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     publish_buffer_bytes: int = 0
+    dequantises: bool = False
+    """A publish holds parameters in the compute dtype beside those in FP8; taken to be all."""
     logprob_chunk_tokens: int | None = None
     """Rows of logits that exist at once; None: those of a whole microbatch."""
     compares_vocabularies: bool = False
@@ -76,6 +78,7 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         recompute_modules=config.model.recompute_modules,
         # Two rounds of a publish are in flight (docs/weights.md).
         publish_buffer_bytes=2 * config.weights.bucket_bytes,
+        dequantises=config.model.fp8_parameters,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compares_vocabularies=config.algorithm.kl.is_exact,
         is_fp8=config.model.fp8 != "none",
@@ -114,7 +117,8 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
             modules=setting.recompute_modules,
         ),
         logits=logits,
-        publish_buffers=setting.publish_buffer_bytes,
+        publish_buffers=setting.publish_buffer_bytes
+        + setting.dequantises * parameters.total * setting.item_bytes,
     )
 
 
