@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from generation.engine import EngineError, EngineSetup
+from generation.event_stream import EventStream
 from generation.sglang_answers import read_event
 from megatron_rl.protocol.types import Sampling
 
@@ -49,12 +50,10 @@ async def stream_events(
         async with session.post("/generate", json=body, timeout=timeout) as response:
             if response.status != 200:
                 raise EngineError(f"/generate: {response.status} {await response.text()}")
-            buffer = b""
+            arriving = EventStream()
             # Not by line: aiohttp refuses lines longer than 64 KiB.
             async for chunk in response.content.iter_any():
-                buffer += chunk
-                *events, buffer = buffer.split(b"\n\n")
-                for event in events:
+                for event in arriving.feed(chunk):
                     if event != b"data: [DONE]":
                         yield read_event(event)
     except aiohttp.ClientError as error:

@@ -43,6 +43,7 @@ from generation.weight_client import WeightClient
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.expert_choices import narrow_choices
 from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
@@ -191,7 +192,7 @@ class GeneratorWorker:
             spans=completion.spans,
             finish_reason=completion.finish_reason,
             text=text,
-            expert_choices=np.frombuffer(completion.expert_choices, dtype=np.int32),
+            expert_choices=narrow_choices(np.frombuffer(completion.expert_choices, dtype=np.int32)),
             prompt_tail=self._renderer.tail(prompt_ids),
             first_token_s=first_at - began_at if first_at >= 0 else -1.0,
             gold=self._find_gold(

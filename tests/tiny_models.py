@@ -76,11 +76,19 @@ class Loaded:
 
 
 def load_on_rank(
-    folder: Path, parallel: ParallelConfig, dtype: str = "float32", *, recompute: str = "none"
+    folder: Path,
+    parallel: ParallelConfig,
+    dtype: str = "float32",
+    *,
+    recompute: str = "none",
+    modules: Sequence[str] = ("core_attn",),
 ) -> Loaded:
     """Start Megatron on this rank and load `folder`; call inside run_ranks."""
     cfg = Config(
-        model=ModelConfig(path=folder, dtype=dtype, recompute=recompute), parallel=parallel
+        model=ModelConfig(
+            path=folder, dtype=dtype, recompute=recompute, recompute_modules=tuple(modules)
+        ),
+        parallel=parallel,
     )
     shape = read_shape(folder)
     check_parallel(shape, parallel)

@@ -18,6 +18,7 @@ from megatron_rl.protocol import nccl_settings
 from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """Whole seconds: see `weights/exchange/device_group.py`."""
@@ -46,6 +47,17 @@ def role_environment(device: DeviceKind) -> dict[str, str]:
         # Compiling takes longer than it saves on a CPU.
         "TORCHDYNAMO_DISABLE": "1",
     }
+
+
+def trainer_environment(
+    device: DeviceKind, *, expandable_segments: bool, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The same for trainer ranks. given: what the launcher's own environment says."""
+    given = os.environ if given is None else given
+    variables = role_environment(device)
+    if device == "cuda" and expandable_segments and not _ALLOCATOR & given.keys():
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return variables
 
 
 def collective_environment(

@@ -28,6 +28,9 @@ class ParallelConfig(Section):
     """Ranks that share the experts of a layer; must divide the experts."""
     expert_tensor: PositiveInt = 1
     """Ranks that share each expert; expert x expert_tensor must divide tensor x context x data."""
+    expert_exchange: Literal["all_to_all", "deepep"] = "all_to_all"
+    """How tokens travel to their experts and back. deepep: by the kernels of the package of that
+    name (CUDA), which want the router's scores in float32."""
     sequence: bool = False
     """Megatron sequence parallelism inside the tensor-parallel group; experts need it there."""
     distributed_optimizer: bool = False
@@ -49,6 +52,11 @@ class ParallelConfig(Section):
             raise ValueError(
                 "parallel.overlap_parameters=true needs parallel.distributed_optimizer=true and "
                 "parallel.overlap_gradients=true: set both, or it to false"
+            )
+        if self.expert_exchange == "deepep" and self.expert * self.expert_tensor == 1:
+            raise ValueError(
+                "parallel.expert_exchange='deepep' needs ranks that share experts: set "
+                "parallel.expert above 1, or 'all_to_all'"
             )
         return self
 

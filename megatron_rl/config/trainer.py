@@ -10,6 +10,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
 
+Fusion = Literal["swiglu", "gradient_accumulation", "moe_permute", "moe_router"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"]
+
 
 class ModelConfig(Section):
     """The policy."""
@@ -30,8 +33,39 @@ class ModelConfig(Section):
     """Keep the weights of FP8 products in FP8, and gather them so; needs
     parallel.distributed_optimizer, and no delayed scaling. Generators get the rounded ones."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, those of core attention, or those of
-    every layer."""
+    """Activations computed again in the backward pass: none, those of recompute_modules, or those
+    of every layer."""
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    """Of recompute "selective", as Megatron names them: core_attn; mlp (of a dense
+    model); moe (a layer's router and experts); with TransformerEngine also moe_act (what stands
+    between the products of experts) and layernorm (norms that are not fused into a product)."""
+
+    fusions: tuple[Fusion, ...] = ()
+    """Operations in one kernel, where TransformerEngine computes the layers: swiglu (gate and
+    product of an MLP); gradient_accumulation (a weight's gradient is added where it is summed, by
+    NVIDIA apex); moe_permute (tokens to their experts' order and back); moe_router (scores and
+    choice of experts; not with train.router_replay, which it would ignore)."""
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> Self:
+        modules = list(self.recompute_modules)
+        given = f"model.recompute_modules={modules}"
+        if not modules or len(set(modules)) < len(modules):
+            raise ValueError(f"{given} shall name at least one module, and each once")
+        # With "full" they are recomputed as all else is: one key turns an example to it.
+        if self.recompute == "none" and modules != ["core_attn"]:
+            raise ValueError(
+                f"{given} has no effect with model.recompute='none': set that to 'selective', or "
+                'leave the modules at ["core_attn"]'
+            )
+        if {"moe", "moe_act"} <= set(modules):
+            raise ValueError(f"{given}: moe holds moe_act already; leave one of them out")
+        if self.fp8 == "delayed" and {"layernorm", "moe_act"} & set(modules):
+            raise ValueError(
+                f"{given} is not possible with model.fp8='delayed'; nearest possible: "
+                "model.fp8='tensorwise', or neither layernorm nor moe_act"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_fp8(self) -> Self:
@@ -106,6 +140,14 @@ class TrainConfig(Section):
     """Optimizer steps a batch; the paper found more than 2 harmful."""
     microbatch_tokens: PositiveInt = 4096
     """Token budget (prompt and completion) of one packed microbatch."""
+    packing: Literal["tokens", "flops"] = "tokens"
+    """What data-parallel ranks get equally much of, within the token budget of each microbatch.
+    Attention makes tokens of long sequences dearer: flops counts that, by the sizes in model.path.
+    The steps are the same but for rounding."""
+    expandable_segments: bool = True
+    """On CUDA torch's allocator grows its segments: microbatches of many lengths leave fewer holes.
+    Without effect with weights.method "ipc", which hands memory to another process, and where
+    PYTORCH_CUDA_ALLOC_CONF is set already."""
     logprob_chunk_tokens: int = Field(default=2048, ge=8)
     """Logits and all copies of them take less memory than those of so many tokens in float32."""
     router_replay: bool = False

@@ -5,13 +5,14 @@ overrides; the resolved tree is saved in the run folder as `config.toml`, which 
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
+from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
 from megatron_rl.config.metrics import MetricsConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
@@ -99,76 +100,6 @@ class QueueConfig(Section):
                 f"queue.breaker_window_groups={self.breaker_window_groups} groups never hold "
                 f"queue.breaker_min_prompts={self.breaker_min_prompts} different prompts: raise "
                 "the former, or lower the latter"
-            )
-        return self
-
-
-class GeneratorConfig(Section):
-    """Engine replicas."""
-
-    engine: str = "sglang"
-    """Entry of ENGINES: "sglang" or "hf"; or package.module:function."""
-    replicas: PositiveInt = 1
-    """Generators that launch starts on this host."""
-    tensor_parallel: PositiveInt = 1
-    """Ranks of one engine."""
-    shares_gpus: bool = False
-    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk",
-    or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
-    quantization: str = ""
-    """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
-    Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
-    max_running: PositiveInt = 64
-    """Completions in flight in one engine."""
-    kv_tokens: PositiveInt = 65_536
-    """Tokens that the KV cache holds (all completions in flight)."""
-    context_tokens: PositiveInt = 2048
-    """Longest prompt plus completion."""
-    nice: int = Field(default=0, ge=0, le=19)
-    """CPU priority given up by the engine, where it shares cores with the trainer."""
-    start_timeout_s: PositiveFloat = 180.0
-    """An engine that is not ready by then has failed."""
-    max_restarts: int = Field(default=3, ge=0)
-    """Times a run that each generator which dies is started again, after 1, 2, 4 ... s; 0: its
-    death ends the run. Its new engine must start and get weights within train.batch_timeout_s."""
-    request_timeout_s: PositiveFloat = 300.0
-    """A completion that takes longer has failed; its engine stops it. Below
-    queue.lease_timeout_s."""
-    wait_for_publish: bool = True
-    """Serve only after the trainer's first publish; false serves the folder's own weights."""
-
-
-class WeightsConfig(Section):
-    """Publishing weights to the generators."""
-
-    method: Literal["reshard", "ipc", "broadcast", "disk"] = "reshard"
-    """reshard: slices from shard to shard. ipc: the same through memory that ranks of one host
-    share, for a GPU that trainer and engine share. broadcast: full tensors by way of rank 0, for
-    engines without our loader; quantised ones get it instead of reshard. disk: a folder that every
-    engine reads; quantised ones get it instead of ipc."""
-    kv_cache: Literal["keep", "recompute"] = "keep"
-    """What running requests keep across a publish. keep: keys and values of older weights, as in
-    the paper; recompute: tokens alone."""
-    bucket_bytes: PositiveInt = 64 << 20
-    """Size of a round of the exchange; trainer and engine ranks need at most twice as much memory
-    beside their parameters."""
-    deadline_s: PositiveFloat = 120.0
-    """A generator that does not take a publish in that time is dropped until it comes back."""
-    grace_s: PositiveFloat = 30.0
-    """A generator that has taken versions before is also dropped when it has not taken one so long
-    after another generator did; over NCCL it has the whole deadline."""
-    overlap: bool = False
-    """Send while the next batch is awaited, and during its forward and backward pass, up to the
-    optimizer step. Needs reshard or ipc, and a trainer without GPUs."""
-    join_timeout_s: PositiveFloat = 300.0
-    """With no generator left, one must come back in that time."""
-
-    @model_validator(mode="after")
-    def _check_overlap(self) -> Self:
-        if self.overlap and self.method not in ("reshard", "ipc"):
-            raise ValueError(
-                f"weights.overlap=true with weights.method={self.method}: full tensors are "
-                "gathered by all ranks, which train meanwhile; give reshard or ipc"
             )
         return self
 
@@ -272,6 +203,12 @@ class Config(Section):
                 f"weights.method {' or '.join(possible)}, not {self.weights.method!r}: two ranks "
                 "of NCCL do not share a GPU"
             )
+        if self.train.router_replay and "moe_router" in self.model.fusions:
+            # megatron-core 0.16.1, moe_utils.py:652: the fused one never asks for a recorded one.
+            raise ValueError(
+                "model.fusions with 'moe_router' and train.router_replay=true exclude each other: "
+                "the fused router takes no recorded choices; leave 'moe_router' out"
+            )
         if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
             raise ValueError(
                 "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"
@@ -326,6 +263,11 @@ class Config(Section):
                 f"{what} needs reward.format above 0, by which well-formed completions are known; "
                 "the paper's is 0.1"
             )
+
+    @property
+    def has_expandable_segments(self) -> bool:
+        """Of trainer ranks; memory that another process opens must not be of them."""
+        return self.train.expandable_segments and self.weights.method != "ipc"
 
     @property
     def sampled_groups(self) -> int:

@@ -17,6 +17,7 @@ from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
     role_environment,
+    trainer_environment,
 )
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
@@ -143,7 +144,8 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
             model = first_model(config, is_resumed=is_resumed)
             command = [*torchrun_arguments(config, roles, host), *_common(config)]
             name = TRAINER if host == 0 else f"{TRAINER}-host-{host}"
-            _start_ranks(supervisor, name, [*command, override("model.path", str(model))], gpus)
+            arguments = [*command, override("model.path", str(model))]
+            _start_ranks(supervisor, name, arguments, gpus, config)
         _wait(supervisor)
 
 
@@ -161,7 +163,7 @@ def _cold_start(
     """
     name = SFT if host == 0 else f"{SFT}-host-{host}"
     command = [*torchrun_arguments(config, roles, host, is_cold_start=True), *_common(config)]
-    _start_ranks(supervisor, name, command, gpus)
+    _start_ranks(supervisor, name, command, gpus, config)
     while supervisor.is_running(name):
         _look(supervisor)
     folder = cold_start_folder(config)
@@ -175,9 +177,14 @@ def _cold_start(
         _look(supervisor)
 
 
-def _start_ranks(supervisor: Supervisor, name: str, arguments: list[str], gpus: list[str]) -> None:
+def _start_ranks(
+    supervisor: Supervisor, name: str, arguments: list[str], gpus: list[str], config: Config
+) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    supervisor.start(name, command, environment=role_environment(device_of_host(gpus)))
+    environment = trainer_environment(
+        device_of_host(gpus), expandable_segments=config.has_expandable_segments
+    )
+    supervisor.start(name, command, environment=environment)
 
 
 def _start_serving(

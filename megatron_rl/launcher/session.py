@@ -18,6 +18,7 @@ from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
     role_environment,
+    trainer_environment,
 )
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.facts import find_export, run_facts
@@ -106,7 +107,10 @@ class Session:
         command += ["--master-addr", self.config.ports.host]
         command += ["--master-port", str(self.config.ports.torchrun)]
         command += ["-m", module, "--config", str(self.config_path), *arguments]
-        self._supervisor.start(name, command, environment=role_environment(self._device))
+        environment = trainer_environment(
+            self._device, expandable_segments=self.config.has_expandable_segments
+        )
+        self._supervisor.start(name, command, environment=environment)
 
     def start_metrics(self) -> None:
         """Start the process that passes metrics on, if anybody is to get them."""

@@ -6,8 +6,13 @@ tokens) and returns indices, so that it serves any kind of sequence.
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
+
+from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 
 LOOKAHEAD = 256
+EXCHANGES = 64
+"""Of microbatches between ranks, at most."""
 Microbatch = list[int]
 """Indices of the sequences packed together."""
 
@@ -80,39 +85,73 @@ def _best_of_pair(left: list[tuple[int, int]], fitting: int, room: int) -> int:
     return best_place
 
 
-def deal(lengths: list[int], *, budget_tokens: int, dp_size: int) -> list[list[Microbatch]]:
+def deal(
+    lengths: list[int], *, budget_tokens: int, dp_size: int, cost: SequenceCost = TOKENS
+) -> list[list[Microbatch]]:
     """Microbatches of each data-parallel rank: [dp_size][same count on every rank].
 
     Every rank runs as many microbatches as the others, so those missing to a multiple of dp_size
-    are won by halving the largest; where nothing is left to halve they are empty. Each microbatch,
-    largest first, goes to the rank with the fewest tokens among those with room.
+    are won by halving the dearest; where nothing is left to halve they are empty. Each microbatch,
+    dearest first, goes to the rank that has the least to do among those with room: then also those
+    of one number are alike on all ranks, which exchange tokens of experts.
     """
     microbatches = pack(lengths, budget_tokens)
+    costs = [cost.of(length) for length in lengths]
     while len(microbatches) % dp_size:
-        microbatches += _halve_largest(microbatches, lengths)
+        microbatches += _halve_dearest(microbatches, costs)
 
-    def tokens_of(microbatch: Microbatch) -> int:
-        return sum(lengths[index] for index in microbatch)
+    def cost_of(microbatch: Microbatch) -> int:
+        return sum(costs[index] for index in microbatch)
 
     per_rank = len(microbatches) // dp_size
     ranks: list[list[Microbatch]] = [[] for _ in range(dp_size)]
-    rank_tokens = [0] * dp_size
-    for microbatch in sorted(microbatches, key=tokens_of, reverse=True):
+    rank_costs = [0] * dp_size
+    for microbatch in sorted(microbatches, key=cost_of, reverse=True):
         open_ranks = [rank for rank in range(dp_size) if len(ranks[rank]) < per_rank]
-        rank = min(open_ranks, key=lambda r: rank_tokens[r])
+        rank = min(open_ranks, key=lambda r: rank_costs[r])
         ranks[rank].append(microbatch)
-        rank_tokens[rank] += tokens_of(microbatch)
-    return ranks
+        rank_costs[rank] += cost_of(microbatch)
+    if cost == TOKENS:
+        # Packed microbatches are nearly full, so their tokens are even as they are.
+        return ranks
+    _even_out(ranks, cost_of)
+    return [sorted(rank, key=cost_of, reverse=True) for rank in ranks]
 
 
-def _halve_largest(microbatches: list[Microbatch], lengths: list[int]) -> list[Microbatch]:
-    """Remove half of the largest divisible microbatch and return it as one; else an empty one."""
+def _even_out(ranks: list[list[Microbatch]], cost_of: Callable[[Microbatch], int]) -> None:
+    """Exchange microbatches of the dearest rank for cheaper ones, as long as that helps.
+
+    As every rank has equally many, dealing them one by one ends with ranks that have no room.
+    """
+    costs = [[cost_of(microbatch) for microbatch in rank] for rank in ranks]
+    for _ in range(EXCHANGES):
+        totals = [sum(of_rank) for of_rank in costs]
+        dearest = max(range(len(ranks)), key=lambda r: totals[r])
+        # What the dearer of the two would have, and the two places; the least of all.
+        best = (totals[dearest], -1, -1, -1)
+        for other, of_other in enumerate(costs):
+            gap = totals[dearest] - totals[other]
+            for place, mine in enumerate(costs[dearest]):
+                for at, theirs in enumerate(of_other):
+                    if 0 < (less := mine - theirs) < gap:
+                        after = max(totals[dearest] - less, totals[other] + less)
+                        best = min(best, (after, other, place, at))
+        _, other, place, at = best
+        if other < 0:
+            return
+        for of_ranks in (ranks, costs):
+            one, two = of_ranks[dearest], of_ranks[other]
+            one[place], two[at] = two[at], one[place]
+
+
+def _halve_dearest(microbatches: list[Microbatch], costs: list[int]) -> list[Microbatch]:
+    """Remove half of the dearest divisible microbatch and return it as one; else an empty one."""
     divisible = [microbatch for microbatch in microbatches if len(microbatch) > 1]
     if not divisible:
         return [[]]
-    largest = max(divisible, key=lambda microbatch: sum(lengths[i] for i in microbatch))
+    dearest = max(divisible, key=lambda microbatch: sum(costs[i] for i in microbatch))
     halves: tuple[Microbatch, Microbatch] = ([], [])
-    for index in sorted(largest, key=lambda i: -lengths[i]):
-        min(halves, key=lambda half: sum(lengths[i] for i in half)).append(index)
-    largest[:] = halves[0]
+    for index in sorted(dearest, key=lambda i: -costs[i]):
+        min(halves, key=lambda half: sum(costs[i] for i in half)).append(index)
+    dearest[:] = halves[0]
     return [halves[1]]

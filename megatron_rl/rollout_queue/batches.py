@@ -13,6 +13,7 @@ from megatron_rl.algorithms.minibatch import Crediting
 from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, Metric, MetricSet
 from megatron_rl.protocol.packing import deal
+from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 from megatron_rl.protocol.types import (
     MinibatchShare,
     RankBatch,
@@ -34,11 +35,13 @@ def form_batch(
     config: TrainConfig,
     crediting: Crediting,
     dp_size: int,
+    cost: SequenceCost = TOKENS,
     more: Sequence[Metric] = (),
 ) -> list[RankBatch]:
     """Each data-parallel rank's share of the batch; `dropped` and `more` only enter the metrics.
 
-    groups: sampled for it; replayed: others, which only count in metrics of their own.
+    groups: sampled for it; replayed: others, which only count in metrics of their own. cost: by
+    which the ranks get equally much to do.
     """
     everything = [*groups, *replayed.groups]
     ranks: list[list[MinibatchShare]] = [[] for _ in range(dp_size)]
@@ -50,6 +53,7 @@ def form_batch(
             [len(sequence.token_ids) for sequence in sequences],
             budget_tokens=config.microbatch_tokens,
             dp_size=dp_size,
+            cost=cost,
         )
         for rank, microbatches in enumerate(dealt):
             ranks[rank].append(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.sequence_cost import find_cost
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.rollout_queue.batches import form_batch
 from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook
@@ -33,6 +34,7 @@ class Formation:
         self, config: Config, training: TrainingGroups, book: GroupBook, replay: Replay
     ) -> None:
         self._crediting = find_crediting(config.algorithm)
+        self._cost = find_cost(config.train.packing, config.model.path)
         self._training = training
         self._book = book
         self._replay = replay
@@ -54,6 +56,7 @@ class Formation:
             config=training.schedule.at(step).train,
             crediting=self._crediting,
             dp_size=dp_size,
+            cost=self._cost,
             more=training.metrics(step),
         )
         training.note_batch(shares[0], self._book)

@@ -32,6 +32,7 @@ from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.render import open_renderer
+from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.checkpoint.checkpoints import OF_SFT, Checkpoints
 from megatron_rl.trainer.checkpoint.sft_state import SftState, check_same, describe
@@ -135,16 +136,20 @@ def batches_of(
         seed=seed,
         done=done,
     )
+    cost = find_cost(cfg.train.packing, cfg.model.path)
     for step, batch in enumerate(found, done + 1):
-        yield step, share_of(batch, cfg.train.microbatch_tokens)
+        yield step, share_of(batch, cfg.train.microbatch_tokens, cost)
 
 
-def share_of(batch: list[TrainSequence], budget_tokens: int) -> MinibatchShare:
+def share_of(
+    batch: list[TrainSequence], budget_tokens: int, cost: SequenceCost = TOKENS
+) -> MinibatchShare:
     """This data-parallel rank's microbatches of a minibatch."""
     dealt = deal(
         [len(sequence.token_ids) for sequence in batch],
         budget_tokens=budget_tokens,
         dp_size=parallel_state.get_data_parallel_world_size(),
+        cost=cost,
     )
     mine = dealt[parallel_state.get_data_parallel_rank()]
     return MinibatchShare([[batch[i] for i in microbatch] for microbatch in mine])

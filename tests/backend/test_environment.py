@@ -18,8 +18,10 @@ from megatron_rl.backend.environment import (
     device_of_host,
     interface_of,
     role_environment,
+    trainer_environment,
 )
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
 from megatron_rl.launcher.supervisor import child_environment
 from megatron_rl.protocol.nccl_settings import CHOSEN
 from megatron_rl.weights.exchange.device_group import CALL_LIMIT_S, call_limit
@@ -47,6 +49,24 @@ def test_device_of_a_host_is_what_it_lists_and_torch_was_built_for(
     gpus: list[str], torch_version: str, device: str
 ) -> None:
     assert device_of_host(gpus, torch_version) == device
+
+
+def test_trainer_ranks_on_cuda_grow_their_segments() -> None:
+    grown = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert trainer_environment("cuda", expandable_segments=True, given={}) == grown
+    assert trainer_environment("cuda", expandable_segments=False, given={}) == {}
+    cpu = trainer_environment("cpu", expandable_segments=True, given={})
+    assert cpu == role_environment("cpu")
+    # What the user has set counts more, under torch's old name and its new one.
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        given = {name: "max_split_size_mb:256"}
+        assert trainer_environment("cuda", expandable_segments=True, given=given) == {}
+
+
+def test_memory_that_engines_open_is_not_of_such_segments() -> None:
+    assert load_config(None, []).has_expandable_segments
+    assert not load_config(None, ["train.expandable_segments=false"]).has_expandable_segments
+    assert not load_config(None, ["weights.method=ipc"]).has_expandable_segments
 
 
 NCCL = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "2", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "91"}

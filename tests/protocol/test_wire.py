@@ -88,6 +88,7 @@ def plain(kind: type) -> Any:
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
         list[int]: [0, -1],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
+        dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"},
         LengthRule | None: LengthRule(8, 2, 0.1),
     }  # fmt: skip
     return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})

@@ -5,6 +5,7 @@ for its backward pass. Their layer has dropout, biases, GELU and stored attentio
 5as/h) bytes (eq. 1); ours has none of them, and gated MLPs, grouped queries and flash attention.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,6 +58,27 @@ def _expert_elements(shape: ModelShape, division: Division) -> float:
     return (routed + 2 * shape.experts) / division.sequence_shards
 
 
+def recomputed_elements(shape: ModelShape, division: Division, modules: Collection[str]) -> float:
+    """Elements for each token of a layer that recomputation of `modules` does not keep.
+
+    Of attention nothing: its softmax is never stored by flash attention. Layers are those of
+    TransformerEngine, where all norms but the one before experts are fused into a product.
+    """
+    spared = 0.0
+    if shape.experts:
+        if "moe" in modules:
+            spared += _expert_elements(shape, division)
+        elif "moe_act" in modules:
+            # Gate and up stay, out of which the others are made.
+            between = (_UNIT_ELEMENTS + 1 - 2) * shape.moe_ffn / division.expert_tensor
+            spared += shape.experts_per_token * between / division.sequence_shards
+        if "layernorm" in modules:
+            spared += shape.hidden / division.sequence_shards
+    elif "mlp" in modules:
+        spared += _UNIT_ELEMENTS * shape.ffn / division.tensor
+    return spared
+
+
 def stored_microbatches(division: Division, stage: int, count: int) -> float:
     """Microbatches whose activations of all layers of a stage are held at once.
 
@@ -79,16 +101,22 @@ def activation_bytes(
     stage: int,
     item_bytes: int,
     recompute: Recompute,
+    modules: Collection[str] = (),
 ) -> int:
     """Most bytes of activations that a rank of `stage` holds, gradients of one layer included.
 
-    recompute "full" keeps the input of each layer and recomputes one layer at a time. "selective"
-    recomputes the attention's softmax alone, which flash attention never stores: as "none" here.
+    recompute "full" keeps the input of each layer and recomputes one layer at a time; "selective"
+    does so with the modules alone.
     """
     tokens = microbatch.tokens / division.context
     layers = shape.layers / division.pipeline
     whole_layer = layer_elements(shape, division)
-    kept = shape.hidden / division.sequence_shards if recompute == "full" else whole_layer
+    again = 0.0
+    if recompute == "full":
+        again = whole_layer - shape.hidden / division.sequence_shards
+    elif recompute == "selective":
+        again = recomputed_elements(shape, division, modules)
+    kept = whole_layer - again
     held = stored_microbatches(division, stage, microbatch.count)
     elements = held * layers * kept
     if stage == 0:
@@ -97,6 +125,8 @@ def activation_bytes(
         elements += 2 * shape.hidden / division.sequence_shards
     if recompute == "full":
         elements += whole_layer
+    elif recompute == "selective":
+        elements += again
     elements += _gradient_elements(shape, division)
     return round(tokens * elements * item_bytes)
 

@@ -5,6 +5,7 @@ Narayanan et al. (arXiv 2104.04473, eq. 3), whose factor 4 holds a recomputed fo
 model's own FLOPs are 3 forward passes, as in PaLM's definition of MFU (arXiv 2204.02311, app. B).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_rl.launcher.sizing.parameters import attention_parameters, expert_parameters
@@ -73,10 +74,32 @@ def step_flops(shape: ModelShape, *, sequences: int, length: int) -> StepFlops:
     )
 
 
-def hardware_flops(flops: StepFlops, *, recomputes_layers: bool) -> int:
-    """What the devices compute: with full recomputation the layers' forward pass twice."""
+def hardware_flops(flops: StepFlops, *, recomputes_layers: bool, again: int = 0) -> int:
+    """What the devices compute: with full recomputation the layers' forward pass twice.
+
+    again: FLOPs that recomputation of some modules adds.
+    """
     layers = flops.products + flops.attention
-    return flops.total + (layers // (1 + BACKWARD) if recomputes_layers else 0)
+    return flops.total + again + (layers // (1 + BACKWARD) if recomputes_layers else 0)
+
+
+def recomputed_flops(
+    shape: ModelShape, modules: Collection[str], *, sequences: int, length: int
+) -> int:
+    """FLOPs of the forward passes through `modules` that a step of `sequences` makes again.
+
+    Norms and activations count nothing: they are limited by memory.
+    """
+    found = 0
+    if "core_attn" in modules:
+        pairs = sequences * causal_pairs(length, shape.sliding_window)
+        found += attention_flops(shape, pairs)
+    units = 0
+    if shape.experts and "moe" in modules:
+        units = shape.experts_per_token * expert_parameters(shape) + shape.experts * shape.hidden
+    elif not shape.experts and "mlp" in modules:
+        units = 3 * shape.hidden * shape.ffn
+    return found + 2 * shape.layers * units * sequences * length
 
 
 def bubble_share(stages: int, virtual_stages: int, microbatches: int) -> float:

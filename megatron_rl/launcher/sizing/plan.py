@@ -13,6 +13,7 @@ from megatron_rl.launcher.sizing.flops import (
     StepFlops,
     bubble_share,
     hardware_flops,
+    recomputed_flops,
     step_flops,
     step_seconds,
 )
@@ -215,12 +216,18 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
     sequences = config.train.groups_per_batch * config.train.group_size
     flops = step_flops(shape, sequences=sequences, length=mean_tokens)
     division = setting.division
+    again = 0
+    if setting.recompute == "selective":
+        modules = setting.recompute_modules
+        again = recomputed_flops(shape, modules, sequences=sequences, length=mean_tokens)
     return Step(
         sequences=sequences,
         mean_tokens=mean_tokens,
         microbatches=setting.microbatch.count,
         flops=flops,
-        hardware_flops=hardware_flops(flops, recomputes_layers=setting.recompute == "full"),
+        hardware_flops=hardware_flops(
+            flops, recomputes_layers=setting.recompute == "full", again=again
+        ),
         seconds=step_seconds(flops, gpus=division.world_size, peak_flops=peak, mfu=hardware.mfu),
         bubble_share=bubble_share(
             division.pipeline, division.virtual_stages, setting.microbatch.count

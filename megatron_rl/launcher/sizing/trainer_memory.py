@@ -30,7 +30,10 @@ class TrainerSetting:
     item_bytes: int
     """Of a parameter and of an activation."""
     recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     publish_buffer_bytes: int = 0
+    dequantises: bool = False
+    """A publish holds parameters in the compute dtype beside those in FP8; taken to be all."""
     logprob_chunk_tokens: int | None = None
     """Rows of logits that exist at once; None: those of a whole microbatch."""
     compares_vocabularies: bool = False
@@ -72,8 +75,10 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         microbatch=Microbatch(budget, max(1, math.ceil(passes))),
         item_bytes=ITEM_BYTES[config.model.dtype],
         recompute=config.model.recompute,
+        recompute_modules=config.model.recompute_modules,
         # Two rounds of a publish are in flight (docs/weights.md).
         publish_buffer_bytes=2 * config.weights.bucket_bytes,
+        dequantises=config.model.fp8_parameters,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compares_vocabularies=config.algorithm.kl.is_exact,
         is_fp8=config.model.fp8 != "none",
@@ -109,9 +114,11 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
             stage=stage,
             item_bytes=setting.item_bytes,
             recompute=setting.recompute,
+            modules=setting.recompute_modules,
         ),
         logits=logits,
-        publish_buffers=setting.publish_buffer_bytes,
+        publish_buffers=setting.publish_buffer_bytes
+        + setting.dequantises * parameters.total * setting.item_bytes,
     )
 
 

@@ -1,9 +1,12 @@
-"""The optimizer's state in the shape of the model: masters and moments, whole for each parameter.
+"""The optimizer's state in the shape of the model: masters and moments of each parameter.
 
 Runs in trainer ranks, for checkpoints. Whatever optimizer wrote it, the state of a parameter stands
 under `optimizer.state.{param,exp_avg,exp_avg_sq}.KEY`, where KEY is the parameter's own key and the
 shards are the model's: so it is read back under any other split, with or without the distributed
 optimizer. A float32 model has no masters beside its parameters, and saves none.
+
+A rank of the distributed optimizer saves and reads its own share alone, as boxes of the whole
+tensors (`boxes.py`): no rank gathers what the others hold.
 
 Megatron's own formats are not used. In 0.16.1 that of the plain optimizer and that of the
 distributed one cannot be read as one another; and the latter, "fully_reshardable", drops the
@@ -15,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -26,12 +28,14 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megatron_rl.trainer.checkpoint.boxes import boxes_of
+
 State = dict[str, Tensor]
-"""Of one parameter, each tensor in its local shape, float32: "param", "exp_avg", "exp_avg_sq"."""
+"""Of one parameter, float32: "param", "exp_avg", "exp_avg_sq", each in the local shape, or several
+boxes of each, "exp_avg.0" and so on."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "param"
-_CHUNK_ELEMENTS = 1 << 24
-"""Elements of a rank's shard that are gathered at once: bounds the memory that it takes."""
+_PREFIX = "optimizer.state"
 
 
 def sharded_optimizer_state(
@@ -47,19 +51,9 @@ def sharded_optimizer_state(
             if isinstance(inner, HybridDeviceOptimizer) and not inner.state:
                 # Allocates the state, and changes the parameters, which are loaded too.
                 inner.dummy_step()
-    owners = _by_parameter(model)
-    states = (
-        state for part in _parts(optimizer, owners) for state in part.states(is_loading=is_loading)
-    )
-    return {
-        str(number): {
-            name: make_sharded_optimizer_tensor(
-                owners[parameter], tensor, f"optimizer.state.{name}"
-            )
-            for name, tensor in state.items()
-        }
-        for number, (parameter, state) in enumerate(states)
-    }
+    parts = _parts(optimizer, _by_parameter(model))
+    states = (state for part in parts for state in part.sharded(is_loading=is_loading))
+    return {str(number): state for number, state in enumerate(states)}
 
 
 def restore_optimizer_state(
@@ -112,7 +106,7 @@ def _parts(
             # Moments of 0 where no step was taken yet: what Adam would start from.
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer):
-            yield _Distributed(part)
+            yield _Distributed(part, owners)
         else:
             yield _Replicated(part, owners)
 
@@ -122,6 +116,7 @@ class _Replicated:
 
     def __init__(self, part: MegatronOptimizer, owners: Mapping[Tensor, Any]) -> None:
         masters = {id(getattr(p, "main_param", p)): p for p in owners if isinstance(p, Tensor)}
+        self._owners = owners
         self._states: dict[Tensor, State] = {}
         for group in part.optimizer.param_groups:
             for master in group["params"]:
@@ -136,9 +131,14 @@ class _Replicated:
         """All parameters, in a fixed order."""
         return list(self._states)
 
-    def states(self, *, is_loading: bool) -> Iterator[tuple[Tensor, State]]:
-        """The optimizer's own tensors."""
-        yield from self._states.items()
+    def sharded(self, *, is_loading: bool) -> Iterator[dict[str, Any]]:
+        """The optimizer's own tensors, parameter by parameter."""
+        for parameter, state in self._states.items():
+            owner = self._owners[parameter]
+            yield {
+                name: make_sharded_optimizer_tensor(owner, tensor, f"{_PREFIX}.{name}")
+                for name, tensor in state.items()
+            }
 
     def put(self, parameter: Tensor, state: State) -> None:
         """Take in the state of a parameter."""
@@ -148,65 +148,50 @@ class _Replicated:
 
 
 class _Distributed:
-    """An optimizer that holds a shard of the state; the replicas together hold it whole."""
+    """An optimizer that holds a share of the state; the replicas together hold it whole."""
 
-    def __init__(self, part: DistributedOptimizer) -> None:
-        self._part = part
+    def __init__(self, part: DistributedOptimizer, owners: Mapping[Tensor, Any]) -> None:
+        self._part, self._owners = part, owners
         self._names = (*_MOMENTS, _MASTER) if part.config.bf16 else _MOMENTS
+        self._runs: dict[Tensor, tuple[int, int]] = {
+            parameter: (ranges["param"].start, ranges["param"].end)
+            for of_dtype in part.gbuf_ranges
+            for ranges_of_buckets in of_dtype.values()
+            for of_bucket in ranges_of_buckets
+            for parameter, ranges in of_bucket["param_map"].items()
+        }
+        """Parameters of which this replica holds elements, and which ones."""
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All parameters, in a fixed order."""
-        return [parameter for buffer in self._part.buffers for parameter in buffer.param_index_map]
+        """Those that this replica holds a part of, in a fixed order."""
+        return list(self._runs)
 
-    def states(self, *, is_loading: bool) -> Iterator[tuple[Tensor, State]]:
-        """Whole states in host memory; unless they are to be loaded, collective over replicas."""
-        if is_loading:
-            for parameter in self.parameters:
+    def sharded(self, *, is_loading: bool) -> Iterator[dict[str, Any]]:
+        """This replica's share, in the optimizer's own memory; to be loaded, in the host's."""
+        for parameter, (start, end) in self._runs.items():
+            owner = self._owners[parameter]
+            boxes = boxes_of(owner, parameter.shape, start, end)
+            if is_loading:
                 # Zeros: rows that pad the vocabulary may not be in the checkpoint.
-                yield parameter, {name: torch.zeros(parameter.shape) for name in self._names}
-            return
-        for buffer, of_dtype in zip(self._part.buffers, self._part.gbuf_ranges, strict=True):
-            [ranges_of_buckets] = of_dtype.values()
-            whole = [
-                {name: self._gather(bucket, ranges["param_map"], name) for name in self._names}
-                for bucket, ranges in zip(buffer.buckets, ranges_of_buckets, strict=True)
-            ]
-            for parameter, (start, end, number) in buffer.param_index_map.items():
-                offset = buffer.buckets[number].offset
-                flat = {name: t[start - offset : end - offset] for name, t in whole[number].items()}
-                yield parameter, {name: t.view(parameter.shape) for name, t in flat.items()}
-
-    def _gather(self, bucket: Any, param_map: Mapping[Tensor, Any], name: str) -> Tensor:
-        """[elements of the bucket] float32 in host memory, on every replica."""
-        group = self._part.data_parallel_group
-        elements = bucket.grad_data.numel() // group.size()
-        shard = torch.zeros(elements, dtype=torch.float32, device=bucket.grad_data.device)
-        for parameter, ranges in param_map.items():
-            local = ranges["gbuf_local"]
-            state = self._part._get_main_param_and_optimizer_states(parameter)
-            shard[local.start : local.end].copy_(state[name].detach())
-        whole = torch.empty(group.size(), elements)
-        for start in range(0, elements, _CHUNK_ELEMENTS):
-            piece = shard[start : start + _CHUNK_ELEMENTS]
-            pieces = [torch.empty_like(piece) for _ in range(group.size())]
-            dist.all_gather(pieces, piece, group=group)
-            for rank, received in enumerate(pieces):
-                whole[rank, start : start + len(piece)].copy_(received)
-        return whole.flatten()
+                state = {name: torch.zeros(end - start) for name in self._names}
+            else:
+                state = self._part._get_main_param_and_optimizer_states(parameter)
+            yield {
+                f"{name}.{number}": box.sharded(
+                    f"{_PREFIX}.{name}.{box.of.key}", state[name].detach(), start
+                )
+                for name in self._names
+                for number, box in enumerate(boxes)
+            }
 
     def put(self, parameter: Tensor, state: State) -> None:
-        """Keep this replica's shard of the state of a parameter."""
+        """Take in this replica's part of the state of a parameter."""
+        start, end = self._runs[parameter]
         # A float32 model's masters are views of its parameters, which are loaded.
-        whole = {_MASTER: parameter, **state}
-        for of_dtype in self._part.gbuf_ranges:
-            for ranges_of_buckets in of_dtype.values():
-                for ranges in ranges_of_buckets:
-                    if parameter in ranges["param_map"]:
-                        mine = ranges["param_map"][parameter]["param"]
-                        shards = {
-                            name: tensor.detach().flatten()[mine.start : mine.end]
-                            for name, tensor in whole.items()
-                        }
-                        with torch.no_grad():
-                            self._part._set_main_param_and_optimizer_states(parameter, shards)
+        share = {_MASTER: parameter.detach().flatten()[start:end]}
+        for name in self._names:
+            boxes = [state[f"{name}.{number}"] for number in range(len(state) // len(self._names))]
+            share[name] = torch.cat([box.flatten() for box in boxes])
+        with torch.no_grad():
+            self._part._set_main_param_and_optimizer_states(parameter, share)

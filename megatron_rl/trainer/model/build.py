@@ -40,9 +40,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.backend import fp8
+from megatron_rl.backend import fp8, fusions
 from megatron_rl.backend.device import Backend
 from megatron_rl.backend.folding import FoldedSeqParams, Folding
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.weights.layout.rotary import inverse_frequencies
 from megatron_rl.weights.layout.shape import ModelShape
@@ -158,18 +160,27 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         # Two stages that exchange both directions in one batch would mix them up.
         "overlap_p2p_comm": cfg.parallel.virtual_stages > 1,
         "batch_p2p_comm": cfg.parallel.virtual_stages == 1,
-        "moe_token_dispatcher_type": "alltoall",
+        **fusions.dispatcher_fields(
+            cfg.parallel,
+            has_experts=shape.experts > 0,
+            has_engine=backend.layers == "transformer_engine",
+        ),
         "sequence_parallel": cfg.parallel.sequence and cfg.parallel.tensor > 1,
         # Without this the schedule divides losses by tokens and DDP averages over its ranks.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": sum_gradients,
-        **_recompute(cfg.model.recompute),
+        **_recompute(cfg.model, has_experts=shape.experts > 0, backend=backend),
         **fp8.transformer_fields(
             cfg.model,
             stage_layers=shape.layers // cfg.parallel.pipeline,
             has_experts=shape.experts > 0,
         ),
         **backend.transformer_overrides(),
+        **fusions.transformer_fields(
+            cfg.model,
+            has_experts=shape.experts > 0,
+            has_engine=backend.layers == "transformer_engine",
+        ),
     }
     return TransformerConfig(**values)
 
@@ -228,10 +239,29 @@ def _leave_unset(weight: torch.Tensor) -> None:
     """Initialization that keeps whatever the memory held."""
 
 
-def _recompute(kind: str) -> dict[str, str | int]:
-    match kind:
+def _recompute(model: ModelConfig, *, has_experts: bool, backend: Backend) -> dict[str, Any]:
+    """Raises InputError for a module that the model or its layers do not have."""
+    match model.recompute:
         case "selective":
-            return {"recompute_granularity": "selective"}
+            modules = list(model.recompute_modules)
+            foreign = {"mlp"} if has_experts else {"moe", "moe_act"}
+            if foreign & set(modules):
+                kind, instead = ("a mixture of experts", "moe") if has_experts else (
+                    "a dense model", "mlp"
+                )  # fmt: skip
+                raise InputError(
+                    f"model.recompute_modules={modules}: {model.path} is {kind}, which has no "
+                    f"{' or '.join(sorted(foreign & set(modules)))}; nearest possible: {instead!r}"
+                )
+            engines = sorted({"layernorm", "moe_act"} & set(modules))
+            if engines and backend.layers != "transformer_engine":
+                # Megatron 0.16.1 asks TransformerEngine for its FP8 state (random.py:589).
+                raise InputError(
+                    f"model.recompute_modules={modules}: {' and '.join(engines)} need "
+                    "TransformerEngine's layers, which this run does not have; nearest possible: "
+                    f"{'moe' if has_experts else 'mlp'!r}"
+                )
+            return {"recompute_granularity": "selective", "recompute_modules": modules}
         case "full":
             return {
                 "recompute_granularity": "full",

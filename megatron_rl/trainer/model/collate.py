@@ -36,7 +36,9 @@ class MicroBatch:
     target_ends: Tensor  # [sequences] int64, one after the last completion token of each
     group_of: Tensor  # [sequences] int64, number of the group in the minibatch; -1: padding
     member_of: Tensor  # [sequences] int64, place in the group
-    expert_choices: Tensor | None = None  # [positions, layers x experts of a token] int64, or -1
+    expert_choices: Tensor | None = None
+    """[positions, layers x experts of a token] int16 or int32, -1 where none is recorded. They are
+    large: they stay on the host, and each forward pass takes those of its microbatch."""
     folding: Folding | None = None  # None: positions are the sequences laid end to end
     places: Tensor | None = None
     """Context ranks: [their completion tokens] int64, which ones of the microbatch they predict.
@@ -48,9 +50,11 @@ class MicroBatch:
         return self.tokens.shape[1] if self.folding is None else len(self.folding.positions)
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on another device."""
+        """The same on another device, but for expert choices."""
         moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            name: value.to(device, non_blocking=True)
+            if isinstance(value, Tensor) and name != "expert_choices"
+            else value
             for name, value in vars(self).items()
         }
         return MicroBatch(**moved)
@@ -180,7 +184,8 @@ def _choices(sequences: list[TrainSequence], lengths: list[int], width: int) -> 
 
     lengths: of the sequences with their padding, and of what follows them.
     """
-    choices = np.full((sum(lengths), width), -1)
+    narrow = np.result_type(np.int16, *(s.expert_choices.dtype for s in sequences))
+    choices = np.full((sum(lengths), width), -1, narrow)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     for sequence, start in zip(sequences, starts, strict=False):
         count = len(sequence.token_ids) - 1
@@ -192,7 +197,7 @@ def _choices(sequences: list[TrainSequence], lengths: list[int], width: int) -> 
                 f"{len(sequence.expert_choices)} expert choices instead of {count * width}: does "
                 "the engine return them for this model? Else set train.router_replay=false"
             )
-    return _tensor(choices, torch.int64)
+    return torch.from_numpy(choices)
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:

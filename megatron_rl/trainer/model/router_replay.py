@@ -29,26 +29,42 @@ def routers_of(chunk: torch.nn.Module) -> list[tuple[int, RouterReplay]]:
     ]
 
 
+class _Choices:
+    """Of one layer, until its router takes them by the one call that it makes: `to(device)`."""
+
+    def __init__(self, narrow: Tensor) -> None:
+        """narrow: [positions, topk] of any integers, UNKNOWN where none is recorded."""
+        self._narrow = narrow
+
+    def to(self, device: torch.device) -> Tensor:
+        """[positions, topk] int64: which experts, where none is recorded any different ones."""
+        wide = self._narrow.to(device, torch.int64)
+        anywhere = torch.arange(wide.shape[1], device=device)
+        return torch.where(wide == UNKNOWN, anywhere, wide)
+
+
 @contextmanager
 def replayed(
     chunk: torch.nn.Module, choices: Tensor | None, *, topk: int, share: Share
 ) -> Iterator[None]:
     """Within it the chunk's routers take `choices`; so does what is recomputed of it afterwards.
 
-    choices: [positions, layers x topk] int64, UNKNOWN where none is recorded; None: the routers
-    choose. share: this rank's part of the positions under sequence parallelism.
+    choices: [positions, layers x topk] of any integers and on any device, UNKNOWN where none is
+    recorded; None: the routers choose. share: this rank's part of the positions under sequence
+    parallelism. On the model's device they are only during this forward pass, as narrow as they
+    came; only those of the layer that is running are widened.
     """
     if choices is None:
         yield
         return
     own = share.of(len(choices))
-    by_layer = choices[own.start : own.stop].unflatten(1, (-1, topk))
-    # Any different experts will do where nothing is predicted.
-    anywhere = torch.arange(topk, device=choices.device)
-    by_layer = torch.where(by_layer == UNKNOWN, anywhere, by_layer)
+    kept = choices[own.start : own.stop].unflatten(1, (-1, topk))
+    here = kept.to(next(chunk.parameters()).device, non_blocking=True)
     routers = routers_of(chunk)
     for layer, replay in routers:
-        replay.set_target_indices(by_layer[:, layer])
+        # Also what it takes when this microbatch is recomputed, perhaps after many others.
+        replay.set_target_indices(_Choices(kept[:, layer]))
+        replay.target_topk_idx = _Choices(here[:, layer])
         replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     try:
         yield
@@ -56,6 +72,7 @@ def replayed(
         # Until the next forward pass, routers only run to recompute, microbatch after microbatch in
         # the order of their forward passes.
         for _, replay in routers:
+            replay.target_topk_idx = None
             replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
 

@@ -96,6 +96,9 @@ class Desk:
         self._old_keys += keys
         ends_at = time.monotonic() + turns * (ATTEMPTS + 1) * self._settings.deadline_s
         yield from self._looking(link, lambda: self._store.check(keys), ends_at, "no sender came")
+        faults = [text for key in keys if (text := self._store.get(key).decode())]
+        if faults:
+            raise GeneratorLost(f"{self.member.name}: {faults[0]}")
 
     def _transfers(self, link: GeneratorLink, version: int, outcome: Outcome) -> Iterator[None]:
         name, damaged = self.member.name, 0

@@ -42,6 +42,7 @@ from megatron_rl.protocol.types import Hello, LeaveGroup
 from megatron_rl.weights.exchange.device_group import is_of_devices
 from megatron_rl.weights.exchange.memory.sharing import use_device
 from megatron_rl.weights.exchange.parcels import Ends, for_another, outgoing
+from megatron_rl.weights.exchange.plain import PlainParameters
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.exchange.transport import IPC, Buffers
 from megatron_rl.weights.layout.copies import Copies
@@ -61,6 +62,15 @@ log = logging.getLogger(__name__)
 
 Kind = tuple[str, int, int]
 """Engines of a kind need the same slices: what a Hello says of them."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What this rank sends to all receivers of a kind."""
+
+    ends: Ends
+    fault: str = ""
+    """Why it cannot send."""
 
 
 @dataclass
@@ -88,6 +98,8 @@ class Reshard:
     ) -> None:
         """parameters: this rank's, by local name."""
         self._parameters = parameters
+        self._plain = PlainParameters(parameters)
+        """Of the publish that is going on."""
         self._copies, self._shape = copies, shape
         self._control, self._link, self._settings = control, link, settings
         self._bindings = Bindings(len(copies.ranks))
@@ -125,6 +137,7 @@ class Reshard:
         """Start to serve all members. Until `end` the parameters must not change, and nobody else
         uses the link. then: see `OverlappingMethod`."""
         self._bind(members)
+        self._plain = PlainParameters(self._parameters)
         mine = [member for member in members if member.name in self._senders]
         kinds = {kind_of(member.hello) for member in mine}
         # One for each publish: threads that wait for a generator that hangs may be left over. They
@@ -141,7 +154,7 @@ class Reshard:
             grace_s = self._settings.grace_s if self._settings.is_concurrent else None
             talk = partial(lead, self._link, desks, version, grace_s=grace_s)
             running.outcome = pool.submit(_lead, talk, len(members), then)
-        prepared = {kind: pool.submit(self._prepare, kind) for kind in kinds}
+        prepared = {kind: pool.submit(self._prepare, kind, self._plain) for kind in kinds}
         tasks = {m.name: (self._senders[m.name], prepared[kind_of(m.hello)]) for m in mine}
         if self._settings.is_concurrent:
             running.senders = {name: pool.submit(_serve, [task]) for name, task in tasks.items()}
@@ -150,13 +163,18 @@ class Reshard:
             running.senders = dict.fromkeys(tasks, pool.submit(_serve, list(tasks.values())))
         pool.shutdown(wait=False)
 
-    def _prepare(self, kind: Kind) -> Ends:
-        return outgoing(
-            self._plans[kind].of_sender(self._place),
-            self._parameters,
-            self._settings.dtype,
-            stages_all=self._settings.backend == IPC,
-        )
+    def _prepare(self, kind: Kind, plain: PlainParameters) -> _Prepared:
+        try:
+            ends = outgoing(
+                self._plans[kind].of_sender(self._place),
+                plain,
+                self._settings.dtype,
+                stages_all=self._settings.backend == IPC,
+            )
+        except RuntimeError as error:
+            # torch's, of a device without room for what is dequantised.
+            return _Prepared([], f"a trainer rank could not prepare its slices: {error}")
+        return _Prepared(ends)
 
     def is_over(self) -> bool:
         """On rank 0: whether all conversations are."""
@@ -170,6 +188,8 @@ class Reshard:
         running, self._running = self._running, _Running()
         outcome = running.outcome.result() if running.outcome is not None else Outcome()
         outcome.failed = self._control.share(outcome.failed, dict[str, str])
+        # Senders that read on keep theirs.
+        self._plain = PlainParameters(self._parameters)
         for name, sender in running.senders.items():
             # Over NCCL no kernel may stay behind on the device; this lasts until its deadline.
             if name not in outcome.failed or not self._settings.is_concurrent or sender.done():
@@ -272,10 +292,11 @@ def _lead(talk: Callable[[], Outcome], members: int, then: Callable[[], None] | 
     return outcome
 
 
-def _serve(tasks: list[tuple[Sender, Future[Ends]]]) -> None:
+def _serve(tasks: list[tuple[Sender, Future[_Prepared]]]) -> None:
     """Serve generators, one after the other."""
     for sender, prepared in tasks:
-        sender.serve(for_another(prepared.result()))
+        found = prepared.result()
+        sender.serve(for_another(found.ends), fault=found.fault)
 
 
 def kind_of(hello: Hello) -> Kind:

@@ -55,15 +55,16 @@ class Sender:
         self.peak_bytes = 0
         """Most memory of buffers that this sender has needed."""
 
-    def serve(self, ends: Ends) -> None:
+    def serve(self, ends: Ends, *, fault: str = "") -> None:
         """Do what rank 0 calls for until the publish to the generator is over.
 
-        ends: see `outgoing`; of this sender alone.
+        ends: see `outgoing`; of this sender alone. fault: why there is nothing to send; rank 0 then
+        calls for no transfer.
         """
         self._is_busy = True
         try:
             channel = self._channel or self._open()
-            channel.store.set(prepared_key(self._calls, self._rank), b"")
+            channel.store.set(prepared_key(self._calls, self._rank), fault)
             while (call := self._next_call(channel)).receive is not None:
                 ends_at = time.monotonic() + call.left_s
                 if reason := self._send(channel, call.receive, ends, ends_at):

@@ -46,7 +46,10 @@ class Call(msgspec.Struct, frozen=True):
 
 
 def prepared_key(call: int, rank: int) -> str:
-    """Set by a sender that can begin; call: number of the call that it waits for."""
+    """Set by a sender to "" when it can begin, else to why not.
+
+    call: number of the call that it waits for.
+    """
     return f"prepared/{call}/{rank}"
 
 

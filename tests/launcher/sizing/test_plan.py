@@ -79,6 +79,13 @@ def test_a_plan_worked_by_hand(config_path: Path) -> None:
     assert plan.problems == ()
 
 
+def test_parameters_in_fp8_are_held_twice_during_a_publish(config_path: Path) -> None:
+    given = ["model.fp8=tensorwise", "parallel.distributed_optimizer=true"]
+    plain = planned(config_path, *given).trainer
+    quantised = planned(config_path, *given, "model.fp8_parameters=true").trainer
+    assert quantised.publish_buffers - plain.publish_buffers == 2 * plain.parameters
+
+
 def test_exact_kl_needs_the_references_output_layer_and_hidden_states(config_path: Path) -> None:
     given = ["algorithm.kl.placement=loss", "algorithm.reference.policy=start"]
     sampled = planned(config_path, *given).trainer

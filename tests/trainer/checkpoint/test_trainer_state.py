@@ -216,3 +216,47 @@ def put_and_gather(folder: Path) -> list[str]:
 
 def test_state_is_gathered_right_from_padded_buckets(dense: Path) -> None:
     assert run_ranks(put_and_gather, 2, dense) == [[], []]
+
+
+def host_bytes(cfg: Config, folder: Path) -> tuple[int, int, int]:
+    """Of a save: (host bytes of copies of optimizer state, of all state on this rank, foreign).
+
+    foreign: tensors to be saved that are not in the optimizer's own memory.
+    """
+    with open_policy(cfg) as policy:
+        trainer = new_trainer(cfg, policy)
+        take_steps(trainer, 0, 1)
+        state = sharded_state(trainer, 1)
+        inner = [part.optimizer for part in trainer.optimizer.chained_optimizers]
+        held = [t for each in inner for state in each.state.values() for t in state.values()]
+        held += [t for each in inner for group in each.param_groups for t in group["params"]]
+        own = {t.untyped_storage().data_ptr() for t in held if isinstance(t, torch.Tensor)}
+        shards = [shard for each in state["optimizer"].values() for shard in each.values()]
+        foreign = sum(s.data.untyped_storage().data_ptr() not in own for s in shards)
+        size = sum(s.data.numel() * s.data.element_size() for s in shards)
+        folder.mkdir(exist_ok=True)
+        save = BackgroundSave(state, folder)
+        copied = sum(
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            for item in save._writer._plan.items
+            if item.tensor_data is not None and item.index.fqn.startswith("optimizer.state.")
+        )
+        assert save.wait(time.monotonic() + 30)
+        save.finalize()
+        return copied, size, foreign
+
+
+@pytest.mark.parametrize("split", ["data=4", "tensor=2 data=2"])
+def test_a_rank_saves_its_share_from_where_it_lies(dense: Path, tmp_path: Path, split: str) -> None:
+    cfg = config(dense, *splits(f"{split} distributed_optimizer=true")[0], "model.dtype=bfloat16")
+    [alone] = run_ranks(host_bytes, 1, config(dense, "model.dtype=bfloat16"), tmp_path / "alone")
+    found = run_ranks(host_bytes, 4, cfg, tmp_path / "saved")
+    copied, sizes, foreign = zip(*found, strict=True)
+    assert foreign == (0, 0, 0, 0)
+    # Nothing is written twice, and nothing is missing: as much as one rank alone writes.
+    assert sum(copied) == alone[0] == alone[1]
+    # Megatron pads a bucket so that each rank's share begins at 64 elements.
+    share = alone[0] / 4
+    # Tensor ranks hold norms both; each saves its own copy's share at most.
+    assert max(sizes) <= share * 1.1 + 4 * 64 * 3
+    assert max(copied) <= share * 1.1 + 4 * 64 * 3

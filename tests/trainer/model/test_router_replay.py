@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.errors import InputError
@@ -179,6 +179,62 @@ def test_choices_stand_at_their_positions() -> None:
     assert (choices[[13, 20, 21, 22, 23]] == UNKNOWN).all()
     assert (collate([], choice_width=width).expert_choices == UNKNOWN).all()
     assert collate([first]).expert_choices is None
+
+
+def test_choices_stay_narrow_and_on_the_host_until_a_forward_pass_takes_them() -> None:
+    first, second, *_ = make_sequences()
+    narrow = msgspec.structs.replace(first, expert_choices=first.expert_choices.astype(np.int16))
+    width = LAYERS * TOPK
+    batch = collate([narrow], choice_width=width).to(torch.device("meta"))
+    assert batch.tokens.device.type == "meta"
+    choices = batch.expert_choices
+    assert choices is not None and (choices.device.type, choices.dtype) == ("cpu", torch.int16)
+    mixed = collate([narrow, second], choice_width=width).expert_choices
+    assert mixed is not None and mixed.dtype == torch.int32
+    assert mixed[:13].flatten().tolist() == first.expert_choices.tolist()
+
+
+class OneRouter(torch.nn.Module):
+    """A chunk with the routers of LAYERS layers, which nothing calls by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.replays = [RouterReplay() for _ in range(LAYERS)]
+
+
+def test_what_megatron_keeps_of_a_microbatch_stays_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = OneRouter()
+    monkeypatch.setattr(
+        "megatron_rl.trainer.model.router_replay.routers_of",
+        lambda chunk: list(enumerate(chunk.replays)),
+    )
+    sequences = make_sequences()[:2]
+    batches = [collate([s], choice_width=LAYERS * TOPK).expert_choices for s in sequences]
+    counts = [len(choices) for choices in batches]
+    scores = torch.rand(max(counts), EXPERTS)
+
+    def experts(layer: int, count: int) -> torch.Tensor:
+        return chunk.replays[layer].get_replay_topk(scores[:count], TOPK)[1]
+
+    forward = []
+    for choices, count in zip(batches, counts, strict=True):
+        with replayed(chunk, choices.to(torch.int16), topk=TOPK, share=Share()):
+            forward.append([experts(layer, count) for layer in range(LAYERS)])
+        assert all(replay.target_topk_idx is None for replay in chunk.replays)
+    kept = [entry for replay in chunk.replays for entry in replay.replay_backward_list]
+    held = [value for entry in kept for value in vars(entry).values()]
+    assert len(held) == 2 * LAYERS and {tensor.dtype for tensor in held} == {torch.int16}
+    for count, mine in zip(counts, forward, strict=True):
+        for layer in range(LAYERS):
+            again = experts(layer, count)
+            assert again.dtype == torch.int64 and torch.equal(again, mine[layer])
+    assert forward[0][1][:-1].flatten().tolist() == [
+        sequences[0].expert_choices.reshape(-1, LAYERS, TOPK)[t, 1, k]
+        for t in range(13)
+        for k in range(TOPK)
+    ]
+    assert not any(replay.replay_backward_list for replay in chunk.replays)
 
 
 def test_a_sequence_without_choices_is_refused() -> None:

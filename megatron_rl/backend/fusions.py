@@ -1,0 +1,76 @@
+"""Which of Megatron's fused operations a model uses, and how its tokens reach their experts.
+
+Runs in trainer ranks.
+"""
+
+import importlib.util
+from typing import Any
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.trainer import ModelConfig
+
+APEX_MODULE = "fused_weight_gradient_mlp_cuda"
+"""The extension of NVIDIA apex that Megatron looks for (tensor_parallel/layers.py)."""
+DEEPEP_MODULE = "deep_ep"
+_FIELDS = {
+    "swiglu": "bias_activation_fusion",
+    "gradient_accumulation": "gradient_accumulation_fusion",
+    "moe_permute": "moe_permute_fusion",
+    "moe_router": "moe_router_fusion",
+}
+
+
+def transformer_fields(
+    model: ModelConfig, *, has_experts: bool, has_engine: bool
+) -> dict[str, Any]:
+    """Fields of TransformerConfig that `model.fusions` sets; they replace the backend's.
+
+    Raises InputError for what the model or this host does not have.
+    """
+    wanted = list(model.fusions)
+    if wanted and not has_engine:
+        raise InputError(
+            f"model.fusions={wanted} needs TransformerEngine's layers (a CUDA device, the package "
+            "transformer-engine, model.layers not 'local'); nearest possible: []"
+        )
+    of_experts = [name for name in wanted if name.startswith("moe_")]
+    if of_experts and not has_experts:
+        left = [name for name in wanted if name not in of_experts]
+        raise InputError(
+            f"model.fusions={wanted}: {model.path} is a dense model, which has no experts; nearest "
+            f"possible: {left}"
+        )
+    if "gradient_accumulation" in wanted and importlib.util.find_spec(APEX_MODULE) is None:
+        raise InputError(
+            "model.fusions: 'gradient_accumulation' needs NVIDIA apex built with --cpp_ext and "
+            f"--cuda_ext (module {APEX_MODULE}), which is not installed: install it, or leave "
+            "'gradient_accumulation' out"
+        )
+    return {_FIELDS[name]: True for name in wanted}
+
+
+def dispatcher_fields(
+    parallel: ParallelConfig, *, has_experts: bool, has_engine: bool
+) -> dict[str, Any]:
+    """Fields of TransformerConfig that `parallel.expert_exchange` sets.
+
+    Raises InputError for what the model or this host does not have.
+    """
+    if parallel.expert_exchange == "all_to_all":
+        return {"moe_token_dispatcher_type": "alltoall"}
+    given = f"parallel.expert_exchange={parallel.expert_exchange!r}"
+    if not has_experts:
+        raise InputError(f"{given} needs a mixture of experts: set 'all_to_all'")
+    if not has_engine or importlib.util.find_spec(DEEPEP_MODULE) is None:
+        raise InputError(
+            f"{given} needs TransformerEngine's layers on CUDA and the package {DEEPEP_MODULE} "
+            "(github.com/deepseek-ai/DeepEP), and one of them is missing here; nearest possible: "
+            "'all_to_all'"
+        )
+    return {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "deepep",
+        # Its kernels take no other (megatron-core 0.16.1, token_dispatcher.py:1173).
+        "moe_router_dtype": "fp32",
+    }
