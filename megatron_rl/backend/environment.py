@@ -11,6 +11,7 @@ from typing import Literal
 from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
+_THREADS = "OMP_NUM_THREADS"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -28,15 +29,33 @@ def role_environment(device: DeviceKind) -> dict[str, str]:
 
     Queue and verifiers compute on the CPU of every host. On CUDA nothing is set: SGLang and
     Megatron compile some of their operations there, and what runs on the host may use its cores.
+    Ranks that torchrun starts need `ranks_environment`.
     """
     if device == "cuda":
         return {}
     return {
         # More threads than cores slow SGLang's CPU server by a factor of ten.
-        "OMP_NUM_THREADS": "1",
+        _THREADS: "1",
         # Compiling takes longer than it saves on a CPU.
         "TORCHDYNAMO_DISABLE": "1",
     }
+
+
+def ranks_environment(
+    device: DeviceKind, ranks: int, *, given: Mapping[str, str] | None = None, cores: int = 0
+) -> dict[str, str]:
+    """Variables of torchrun and the ranks that it starts on this host.
+
+    On CUDA their share of the cores is said: torchrun gives a rank one thread when nothing is.
+    given: what the launcher's own environment says, which counts more; cores: default: those of
+    this process.
+    """
+    environment = role_environment(device)
+    given = os.environ if given is None else given
+    if device == "cuda" and _THREADS not in given:
+        cores = cores or len(os.sched_getaffinity(0))
+        environment[_THREADS] = str(max(1, cores // ranks))
+    return environment
 
 
 def collective_environment(host: str, given: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
+    ranks_environment,
     role_environment,
 )
 from megatron_rl.config.errors import InputError
@@ -109,7 +110,7 @@ def _start(
     common = ["--config", str(config.run.dir / "config.toml")]
     python = [sys.executable, "-m"]
     without_device = role_environment("cpu")
-    with_device = role_environment(device_of_host(gpus))
+    device = device_of_host(gpus)
     if host == 0:
         queue = [*python, "megatron_rl.rollout_queue.server", *common]
         supervisor.start(QUEUE, queue, environment=without_device)
@@ -124,7 +125,7 @@ def _start(
                 until=TRAINER,
                 ready_path=config.run.dir / "logs" / f"{name}.ready",
             ),
-            environment=with_device | gpu_environment(own, gpus),
+            environment=role_environment(device) | gpu_environment(own, gpus),
         )
     verifier = [*python, "verification.worker", *common, "--index", str(host)]
     supervisor.start(f"verifier-{host}", verifier, environment=without_device)
@@ -132,7 +133,8 @@ def _start(
         ranks = torchrun_arguments(config, roles, host)
         name = TRAINER if host == 0 else f"{TRAINER}-host-{host}"
         command = [*python, "torch.distributed.run", *ranks, *common]
-        supervisor.start(name, command, environment=with_device)
+        environment = ranks_environment(device, roles.trainer_ranks)
+        supervisor.start(name, command, environment=environment)
 
 
 def torchrun_arguments(config: Config, roles: HostRoles, host: int) -> list[str]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
+    ranks_environment,
     role_environment,
 )
 from megatron_rl.config.tree import Config
@@ -106,7 +107,8 @@ class Session:
         command += ["--master-addr", self.config.ports.host]
         command += ["--master-port", str(self.config.ports.torchrun)]
         command += ["-m", module, "--config", str(self.config_path), *arguments]
-        self._supervisor.start(name, command, environment=role_environment(self._device))
+        environment = ranks_environment(self._device, self.config.parallel.world_size)
+        self._supervisor.start(name, command, environment=environment)
 
     def wait_for(self, name: str, what: str = "", limit_s: float | None = None) -> None:
         """Wait until the role has ended in good order.
