@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 START=$PWD/runs/sweep-start
 TASKS=$START/tasks
 COLD_START=$START/cold_start/hf/cold_start
-bash tools/install.sh cpu
+bash tools/install.sh
 PYTHON=.venv/bin/python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # A dependency compiles with a SyntaxWarning at its first import.

@@ -4,8 +4,10 @@ Used by the launcher, so without torch: a variable has to be set before torch is
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Literal
 
 from megatron_rl.protocol.wire import LOOPBACK
@@ -24,15 +26,22 @@ def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> Dev
     return "cuda" if gpus and not torch_version.endswith("+cpu") else "cpu"
 
 
+def uses_gpus(device: DeviceKind) -> bool:
+    """Whether a process that computes on `device` needs a GPU."""
+    return device == "cuda"
+
+
 def role_environment(device: DeviceKind) -> dict[str, str]:
     """Variables of a process that computes on `device`.
 
-    Queue and verifiers compute on the CPU of every host. On CUDA nothing is set: SGLang and
-    Megatron compile some of their operations there, and what runs on the host may use its cores.
-    Ranks that torchrun starts need `ranks_environment`.
+    Queue and verifiers compute on the CPU of every host. On CUDA threads and compilers are left
+    alone: SGLang and Megatron compile some of their operations there, and what runs on the host may
+    use its cores. Ranks that torchrun starts need `ranks_environment`.
     """
     if device == "cuda":
-        return {}
+        # SGLang and FlashInfer call ninja by name, which is installed beside this interpreter.
+        tools = str(Path(sys.executable).parent)
+        return {"PATH": os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])}
     return {
         # More threads than cores slow SGLang's CPU server by a factor of ten.
         _THREADS: "1",

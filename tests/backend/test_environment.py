@@ -1,5 +1,7 @@
 """Which variables a process of a run gets, by the device that it computes on."""
 
+import sys
+
 import pytest
 
 from megatron_rl.backend.environment import (
@@ -14,9 +16,18 @@ CPU_ONLY = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
 
 def test_compiled_graphs_and_threads_are_withheld_on_the_cpu_alone() -> None:
     assert role_environment("cpu") == {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    assert role_environment("cuda") == {}
+    assert role_environment("cuda").keys() == {"PATH"}
     # What every process gets does not bring them back.
     assert not CPU_ONLY & child_environment().keys()
+
+
+def test_what_is_compiled_on_gpu_hosts_finds_the_environments_own_ninja(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an environment that nobody activated, too."""
+    monkeypatch.setattr(sys, "executable", "/somewhere/.venv/bin/python")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert role_environment("cuda") == {"PATH": "/somewhere/.venv/bin:/usr/bin:/bin"}
 
 
 @pytest.mark.parametrize(
