@@ -28,7 +28,7 @@ while [ $# -gt 0 ]; do
 done
 OUT=${OUT:-$PWD/runs/miniature-$(date +%Y%m%d-%H%M%S)}
 
-bash tools/install.sh cpu
+bash tools/install.sh
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONWARNINGS=ignore::SyntaxWarning
 exec .venv/bin/python -m tools.miniature "$OUT" --seeds "$SEEDS"

@@ -46,7 +46,7 @@ if [ -e "$RUN_DIR" ] && [ -n "$(ls -A "$RUN_DIR")" ] && [ ! -e "$TASKS" ] &&
     exit 2
 fi
 
-bash tools/install.sh cpu
+bash tools/install.sh
 PYTHON=.venv/bin/python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # A dependency compiles with a SyntaxWarning at its first import.

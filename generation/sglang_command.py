@@ -13,6 +13,7 @@ from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
 
 REPORTS_SPANS_SINCE = (0, 5, 20)
+FP8_TAKES_WEIGHTS_SINCE = (0, 5, 21)
 NEVER_STREAM_TOKENS = 1_000_000
 SERVER_KEEP_ALIVE_S = 3600
 

@@ -5,9 +5,14 @@ module level of a test file, gets torchrun's environment variables (RANK, WORLD_
 MASTER_ADDR, MASTER_PORT) and returns anything that torch.save can write. Ranks are forked from one
 server process that has imported torch, megatron-core and each test file that ran ranks before, so a
 call costs a fraction of a second; the server ends with pytest.
+
+On a host with CUDA each rank is started anew instead, and imports everything itself: libraries talk
+to the driver while they are imported, and a forked process cannot use a driver that its parent has
+talked to.
 """
 
 import atexit
+import functools
 import importlib
 import json
 import multiprocessing
@@ -22,10 +27,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
+from generation import sglang_cpu
 from megatron_rl.protocol.process import die_with_parent
 from tests.ports import free_port
 
@@ -51,10 +57,12 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60.0,
     env: dict[str, str] | None = None,
+    forks: bool | None = None,
 ) -> list[Any]:
     """Return [function(*args) on rank 0, on rank 1, ...].
 
-    `env` adds environment variables. When one rank fails the others are killed at once.
+    `env` adds environment variables; forks: default: where there is no CUDA. When one rank fails
+    the others are killed at once.
     """
     global _server
     if _server is None:
@@ -69,6 +77,7 @@ def run_ranks(
             "timeout_s": timeout_s,
             "env": env or {},
             "path": sys.path,
+            "forks": may_fork() if forks is None else forks,
         }
         try:
             failures = _server.run(job, timeout_s + 10)
@@ -81,6 +90,12 @@ def run_ranks(
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
             for rank in range(world_size)
         ]
+
+
+@functools.cache
+def may_fork() -> bool:
+    """Whether ranks can be forked from a process that has imported everything."""
+    return sglang_cpu.is_needed()
 
 
 def stop_server() -> None:
@@ -146,11 +161,13 @@ def _serve() -> None:
 
 
 def _run_job(job: dict[str, Any]) -> list[str]:
-    # Here, where it is done once: what a test file imports takes a rank two seconds.
-    sys.path[:] = job["path"]
-    importlib.import_module(job["target"][0])
+    start = _start_rank
+    if job["forks"]:
+        start = _fork_rank
+        # Here, where it is done once: what a test file imports takes a rank two seconds.
+        _import_target(job)
     port = free_port()
-    pids = {_fork_rank(job, rank, port): rank for rank in range(job["world_size"])}
+    pids = {start(job, rank, port): rank for rank in range(job["world_size"])}
     deadline = time.monotonic() + job["timeout_s"]
     failures: list[str] = []
     while pids:
@@ -190,23 +207,49 @@ def _failure(folder: Path, rank: int, status: int) -> str:
     return f"rank {rank}: {text}"
 
 
+def _import_target(job: dict[str, Any]) -> None:
+    sys.path[:] = job["path"]
+    importlib.import_module(job["target"][0])
+
+
+def _environment(job: dict[str, Any], rank: int, port: int) -> dict[str, str]:
+    return job["env"] | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job["world_size"]),
+        "LOCAL_WORLD_SIZE": str(job["world_size"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _start_rank(job: dict[str, Any], rank: int, port: int) -> int:
+    """Start a rank as a process of its own."""
+    # Not Popen: it would reap its children, which `_run_job` waits for.
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "tests.distributed", json.dumps(job), str(rank)],
+        os.environ | _environment(job, rank, port),
+        # Not the server's own input.
+        file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+    )
+
+
 def _fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
     pid = os.fork()
     if pid:
         return pid
+    os.environ.update(_environment(job, rank, port))
+    _be_rank(job, rank)
+
+
+def _be_rank(job: dict[str, Any], rank: int) -> NoReturn:
     die_with_parent()
     folder = Path(job["folder"])
-    os.environ.update(
-        job["env"],
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(job["world_size"]),
-        LOCAL_WORLD_SIZE=str(job["world_size"]),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
     exit_code = 1
     try:
+        # What a forked rank has inherited takes no time again.
+        _import_target(job)
         module, name = job["target"]
         function = getattr(sys.modules[module], name)
         args = torch.load(folder / "args.pt", weights_only=False)
@@ -223,4 +266,8 @@ def _fork_rank(job: dict[str, Any], rank: int, port: int) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        _be_rank(json.loads(sys.argv[1]), int(sys.argv[2]))
     _serve()

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RanksFailed, run_ranks
+from generation import sglang_cpu
+from tests.distributed import RanksFailed, may_fork, run_ranks
 
 IMPORTED_BY = os.getpid()
 
@@ -43,20 +44,41 @@ def start_child() -> int:
     return child.pid
 
 
-def test_results_come_in_the_order_of_ranks() -> None:
-    assert run_ranks(add_ranks, 2, 2.0) == [5.0, 5.0]
+@pytest.mark.parametrize("forks", [True, False])
+def test_results_come_in_the_order_of_ranks(forks: bool) -> None:
+    assert run_ranks(add_ranks, 2, 2.0, forks=forks) == [5.0, 5.0]
 
 
 def test_a_test_file_is_imported_once_for_the_ranks_of_all_calls() -> None:
-    calls = run_ranks(importer_and_self, 2) + run_ranks(importer_and_self, 2)
+    calls = [
+        *run_ranks(importer_and_self, 2, forks=True),
+        *run_ranks(importer_and_self, 2, forks=True),
+    ]
     importers, ranks = zip(*calls, strict=True)
     assert len(set(importers)) == 1 and len(set(ranks)) == 4
     assert {os.getpid(), *ranks}.isdisjoint(importers)
 
 
-def test_failing_rank_ends_the_others() -> None:
+def test_ranks_that_may_not_fork_import_everything_themselves() -> None:
+    """As on CUDA, where what was imported before a fork would have talked to the driver."""
+    calls = run_ranks(importer_and_self, 2, forks=False)
+    assert all(importer == rank for importer, rank in calls)
+    assert len({rank for _, rank in calls}) == 2
+
+
+def test_ranks_fork_where_there_is_no_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_cpu in (True, False):
+        may_fork.cache_clear()
+        monkeypatch.setattr(sglang_cpu, "is_needed", lambda is_cpu=is_cpu: is_cpu)
+        [(importer, rank)] = run_ranks(importer_and_self, 1)
+        assert (importer != rank) == is_cpu
+    may_fork.cache_clear()
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_failing_rank_ends_the_others(forks: bool) -> None:
     with pytest.raises(RanksFailed, match="rank 1 had enough"):
-        run_ranks(fail_on_last_rank, 2)
+        run_ranks(fail_on_last_rank, 2, forks=forks)
 
 
 def test_ranks_that_hang_miss_the_deadline() -> None:

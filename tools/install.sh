@@ -1,21 +1,29 @@
 #!/usr/bin/env bash
 # Makes .venv with every component:  bash tools/install.sh [cpu|gpu]
 #
+# Without a mode: that of the .venv there is, or cpu.
 # Safe to repeat: when nothing changed it only prints the versions. A run that was interrupted is
 # started over. Parallel runs wait for each other. Environment:
-#   MEGATRON_RL_PYTHON       interpreter to use (default: the first Python >= 3.11 found)
+#   MEGATRON_RL_PYTHON       interpreter to use (default: the first that will do: Python >= 3.11;
+#                            with gpu 3.11 or 3.12)
 #   MEGATRON_RL_APT=0        never call apt-get; list what is missing instead
 #   MEGATRON_RL_LOCK_WAIT_S  seconds to wait for another installation (default 1800)
 set -euo pipefail
 
-MODE=${1:-cpu}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
+MODE_FILE=$VENV/.mode # of .venv, also of one that is half made
+MODE=${1:-$(cat "$MODE_FILE" 2>/dev/null || echo cpu)}
 LOG=$VENV/install.log
 STAMP=$VENV/.installed    # fingerprint, then the version table; written last
 BROKEN=$VENV/.installing  # present while packages are being changed
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-NEEDED_KB=$((5 * 1024 * 1024))
+# Of .venv when it is ready: cpu 2.6 GiB, gpu 10.1 GiB; and what is unpacked meanwhile.
+declare -A NEEDED_GIB=([cpu]=5 [gpu]=14)
+# The first that is refused: the packages for GPUs have no wheels for it.
+declare -A PYTHON_BELOW=([cpu]=4 [gpu]=3.13)
+BUILT_HERE=transformer-engine-torch # compiled on the host, against the torch that is there
+TOOLKIT=
 UV_PIN=uv==0.13.9 # installs the components in a third of pip's time
 STEP_TIMEOUT_S=1800
 # Steps under way: leaders of their process groups, what they do, their own logs.
@@ -120,7 +128,9 @@ find_python() {
     local candidate
     for candidate in ${MEGATRON_RL_PYTHON:-python3.11 python3 python3.12 python3.13 python3.14}; do
         # Running it matters: a version manager's stub may exist without the version behind it.
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys
+below = tuple(map(int, sys.argv[1].split(".")))
+sys.exit(not (3, 11) <= sys.version_info < below)' "${PYTHON_BELOW[$MODE]}" 2>/dev/null; then
             "$candidate" -c 'import sys; print(sys.executable)'
             return 0
         fi
@@ -156,17 +166,40 @@ ensure_system() {
         mapfile -t missing < <(missing_packages)
         [ ${#missing[@]} -gt 0 ] || return 0
     fi
-    fail "this needs Python >= 3.11 with venv and headers, a C and a C++ compiler, libseccomp" \
+    fail "this needs Python $(known_pythons) with venv and headers, a C and a C++ compiler, libseccomp" \
         "missing Debian packages: ${missing[*]}" \
         "as root: apt-get install -y ${missing[*]}" \
         "or name another interpreter: MEGATRON_RL_PYTHON=/path/to/python3.11 bash tools/install.sh"
 }
 
+known_pythons() {
+    if [ "$MODE" = gpu ]; then echo "3.11 or 3.12"; else echo ">= 3.11"; fi
+}
+
+# Refuses a host whose Python is another one: Debian's package would not change that.
+check_python() {
+    local other=${MEGATRON_RL_PYTHON:-python3}
+    if find_python >/dev/null || ! command -v "$other" >/dev/null; then
+        return 0
+    fi
+    fail "$other is $("$other" -V 2>&1); mode $MODE needs Python $(known_pythons)" \
+        "without root: python3 -m pip install --user uv && python3 -m uv python install 3.12" \
+        "then: MEGATRON_RL_PYTHON=\$(python3 -m uv python find 3.12) bash tools/install.sh $MODE"
+}
+
+# Driver and compiler for GPUs, before anything is downloaded; sets TOOLKIT.
+check_gpu_host() {
+    [ "$MODE" = gpu ] || return 0
+    TOOLKIT=$("$1" -I "$ROOT/megatron_rl/launcher/gpu_host.py") ||
+        fail "this host cannot build what GPUs need: see above"
+}
+
 check_disk() {
-    local free_kb
+    local free_kb used_kb needed_kb=$((NEEDED_GIB[$MODE] * 1024 * 1024))
     free_kb=$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')
-    [ -d "$VENV/sglang-only" ] || [ "$free_kb" -ge "$NEEDED_KB" ] ||
-        fail "$ROOT has $((free_kb / 1024)) MiB free; the installation needs $((NEEDED_KB / 1024))"
+    used_kb=$(du -sk "$VENV" 2>/dev/null | cut -f1 || true)
+    [ $((free_kb + ${used_kb:-0})) -ge "$needed_kb" ] ||
+        fail "$ROOT has $((free_kb / 1024)) MiB free; mode $MODE needs $((needed_kb / 1024))"
 }
 
 # Everything that decides what .venv holds, its place included: a virtual environment cannot move.
@@ -193,15 +226,20 @@ finish_unchanged() {
 
 # Keeps a sound .venv and makes a new one in place of a broken or half-made one.
 make_venv() {
-    local want have
+    local want have mode
     want=$("$1" -c 'import sys; print(sys.version_info[:3])')
     have=$("$VENV/bin/python" -c 'import pip, sys; print(sys.version_info[:3])' 2>/dev/null || true)
+    mode=$(cat "$MODE_FILE" 2>/dev/null || echo cpu)
     if [ -e "$BROKEN" ] || [ "$have" != "$want" ]; then
         [ ! -e "$VENV" ] || say "replacing the unusable $VENV"
         rm -rf "$VENV"
-        mkdir "$VENV"
+    elif [ "$mode" != "$MODE" ]; then
+        say "replacing $VENV, which is of mode $mode"
+        rm -rf "$VENV"
     fi
+    mkdir -p "$VENV"
     : >"$BROKEN"
+    echo "$MODE" >"$MODE_FILE"
     rm -f "$STAMP"
     printf '\n=== %s, mode %s\n' "$(date -u +%FT%TZ)" "$MODE" >>"$LOG"
     [ -x "$VENV/bin/pip" ] || step "virtual environment" "$1" -m venv "$VENV"
@@ -261,12 +299,36 @@ install_cpu() {
 }
 
 install_gpu() {
-    local first
-    # TransformerEngine compiles against the torch that is already here, with these tools.
-    mapfile -t first < <(grep -E '^(torch|setuptools|pybind11|ninja)==' "$ROOT/requirements/gpu.txt")
-    pip_step "torch and build tools" "${first[@]}"
-    pip_step "components" --no-build-isolation -r "$ROOT/requirements/gpu.txt" \
-        -r "$ROOT/requirements/dev.txt"
+    local started=$SECONDS pins=$VENV/.components.txt
+    grep -hv "^$BUILT_HERE==" "$ROOT/requirements/"{gpu,dev}.txt >"$pins"
+    begin "components (about 260 packages)" install_gpu_components "$pins"
+    join || step_failed "$started"
+    say "torch, components (about 260 packages): $((SECONDS - started)) s"
+    started=$SECONDS
+    begin "TransformerEngine's part for torch" build_engine
+    join || step_failed "$started"
+    say "TransformerEngine's part for torch: $((SECONDS - started)) s"
+}
+
+# What is unpacked lies on .venv's own disk: /tmp may be small.
+install_gpu_components() {
+    mkdir -p "$VENV/.tmp"
+    export TMPDIR=$VENV/.tmp
+    install_by_uv "$1" || limited "${PIP_INSTALL[@]}" --no-deps -r "$1" || return
+    rm -r "$1" "$VENV/.tmp"
+}
+
+# Its build finds the toolkit's headers by itself, but cuDNN's and NCCL's are in packages beside torch.
+# Without FORCE_BUILD it would ask the network for a wheel of just this torch.
+build_engine() {
+    local headers pin
+    pin=$(grep "^$BUILT_HERE==" "$ROOT/requirements/gpu.txt") || return
+    headers=$("$VENV/bin/python" -c 'import glob, sysconfig
+print(":".join(sorted(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/include"))))') || return
+    limited env "PATH=$VENV/bin:$PATH" "CUDA_HOME=$TOOLKIT" \
+        "CPLUS_INCLUDE_PATH=$headers${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}" \
+        NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE \
+        "${PIP_INSTALL[@]}" --no-deps --no-build-isolation --no-cache-dir "$pin"
 }
 
 finish() {
@@ -297,10 +359,12 @@ main() {
     exec 9>"$ROOT/.venv.lock"
     flock -w "${MEGATRON_RL_LOCK_WAIT_S:-1800}" 9 ||
         fail "another installation holds $ROOT/.venv.lock; wait for it, or end it"
+    check_python
     ensure_system
     python=$(find_python)
     want=$(fingerprint "$python")
     ! is_current "$want" || finish_unchanged
+    check_gpu_host "$python"
     check_disk
     say "mode $MODE, $("$python" -V) at $python, into $VENV"
     make_venv "$python"

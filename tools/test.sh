@@ -5,16 +5,20 @@
 # `exhaustive` (hostile programs as every user, all of HumanEval, every layout and fault of a
 # publish), file by file on as many cores as there are, up to four. Arguments go to pytest (and skip
 # the lint), e.g. `bash tools/test.sh tests/tools -k convert`, `-m gpu` or `-m exhaustive`.
+# The mode of the installation stays what it is; MEGATRON_RL_MODE=cpu or gpu makes it another.
 # Matrices are sampled by the commit; the first lines name the option that repeats a sample.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash tools/install.sh "${MEGATRON_RL_MODE:-cpu}"
+bash tools/install.sh ${MEGATRON_RL_MODE:+"$MEGATRON_RL_MODE"}
 
-# Several processes share the cores: one thread each is faster than any other count.
-export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-# Megatron-Core's fusions are torch.compile, which costs minutes on CPU.
-export TORCHDYNAMO_DISABLE=1
+export TOKENIZERS_PARALLELISM=false
+if [ "$(cat .venv/.mode)" = cpu ]; then
+    # Several processes share the cores: one thread each is faster than any other count.
+    export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+    # Megatron-Core's fusions are torch.compile, which costs minutes on CPU.
+    export TORCHDYNAMO_DISABLE=1
+fi
 # No test may reach for a hub.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export PYTHONUNBUFFERED=1

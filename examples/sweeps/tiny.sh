@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [ $# -ge 1 ] && [ -f "$1" ] || { sed -n '2,10s/^# \{0,1\}//p' examples/sweeps/tiny.sh >&2; exit 2; }
 
 START=$PWD/runs/sweep-start
-bash tools/install.sh cpu
+bash tools/install.sh
 PYTHON=.venv/bin/python
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # A dependency compiles with a SyntaxWarning at its first import.

@@ -6,9 +6,11 @@ Used by the launcher, so without torch: a variable has to be set before torch is
 import math
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -19,6 +21,7 @@ from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+_THREADS = "OMP_NUM_THREADS"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """Whole seconds: see `weights/exchange/device_group.py`."""
@@ -33,17 +36,25 @@ def device_of_host(gpus: Sequence[str], torch_version: str | None = None) -> Dev
     return "cuda" if gpus and not torch_version.endswith("+cpu") else "cpu"
 
 
+def uses_gpus(device: DeviceKind) -> bool:
+    """Whether a process that computes on `device` needs a GPU."""
+    return device == "cuda"
+
+
 def role_environment(device: DeviceKind) -> dict[str, str]:
     """Variables of a process that computes on `device`.
 
-    Queue and verifiers compute on the CPU of every host. On CUDA nothing is set: SGLang and
-    Megatron compile some of their operations there, and what runs on the host may use its cores.
+    Queue and verifiers compute on the CPU of every host. On CUDA threads and compilers are left
+    alone: SGLang and Megatron compile some of their operations there, and what runs on the host may
+    use its cores. Ranks that torchrun starts need `ranks_environment`.
     """
     if device == "cuda":
-        return {}
+        # SGLang and FlashInfer call ninja by name, which is installed beside this interpreter.
+        tools = str(Path(sys.executable).parent)
+        return {"PATH": os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])}
     return {
         # More threads than cores slow SGLang's CPU server by a factor of ten.
-        "OMP_NUM_THREADS": "1",
+        _THREADS: "1",
         # Compiling takes longer than it saves on a CPU.
         "TORCHDYNAMO_DISABLE": "1",
     }
@@ -58,6 +69,28 @@ def trainer_environment(
     if device == "cuda" and expandable_segments and not _ALLOCATOR & given.keys():
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return variables
+
+
+def ranks_environment(
+    device: DeviceKind,
+    ranks: int,
+    *,
+    expandable_segments: bool = False,
+    given: Mapping[str, str] | None = None,
+    cores: int = 0,
+) -> dict[str, str]:
+    """Variables of torchrun and the ranks that it starts on this host.
+
+    On CUDA their share of the cores is said: torchrun gives a rank one thread when nothing is.
+    given: what the launcher's own environment says, which counts more; cores: default: those of
+    this process.
+    """
+    given = os.environ if given is None else given
+    environment = trainer_environment(device, expandable_segments=expandable_segments, given=given)
+    if device == "cuda" and _THREADS not in given:
+        cores = cores or len(os.sched_getaffinity(0))
+        environment[_THREADS] = str(max(1, cores // ranks))
+    return environment
 
 
 def collective_environment(

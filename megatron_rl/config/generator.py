@@ -1,4 +1,4 @@
-"""The sections `[generator]` (engine replicas) and `[weights]` (what the trainer publishes to them).
+"""The sections `[generator]` (engine replicas) and `[weights]` (what they get of the trainer).
 
 Imported by every process, as part of the configuration tree.
 """

@@ -4,14 +4,18 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.backend.environment import device_of_host, role_environment, uses_gpus
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.gpu_host import check_host
+from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import is_free, resolve_ports
 from megatron_rl.launcher.preflight import find_compiler
 from verification.code.setup import CodeLimits, resolve
@@ -28,14 +32,20 @@ _PACKAGES = (
     "math-verify",
     "reasoning-gym",
 )
-_GPU_PACKAGES = ("transformer-engine",)
+_GPU_PACKAGES = ("transformer-engine-torch", "flashinfer-python", "ninja")
 _LOW_MEMORY_BYTES = 6 << 30
 _LOW_DISK_BYTES = 5 << 30
 
 
 def examine(console: Console) -> int:
     """Print a table of checks and return how many found something that a run needs missing."""
-    checks = [*_check_packages(), *_check_machine(), *_check_sandbox(), *_check_loopback()]
+    checks = [
+        *_check_packages(),
+        *_check_machine(),
+        *_check_gpu_host(),
+        *_check_sandbox(),
+        *_check_loopback(),
+    ]
     table = Table("", "what", "found")
     for is_good, what, found in checks:
         table.add_row("ok" if is_good else "!!", what, found)
@@ -48,8 +58,6 @@ def _check_packages() -> list[tuple[bool, str, str]]:
     for name in _PACKAGES:
         version = _version(name)
         found.append((version is not None, name, version or "missing: bash tools/install.sh"))
-    for name in _GPU_PACKAGES:
-        found.append((True, name, _version(name) or "absent (used on GPUs only)"))
     return found
 
 
@@ -69,9 +77,24 @@ def _check_machine() -> list[tuple[bool, str, str]]:
         (compiler is not None, "C++ compiler", compiler or "missing: apt-get install g++"),
         (setpriv is not None, "setpriv", setpriv or "missing: apt-get install util-linux"),
         (True, "CPU cores for this process", str(len(os.sched_getaffinity(0)))),
-        (True, "NVIDIA driver", shutil.which("nvidia-smi") or "absent (runs on the CPU)"),
         (memory >= _LOW_MEMORY_BYTES, "free memory", f"{memory / 2**30:.1f} GiB (6 are enough)"),
         (disk >= _LOW_DISK_BYTES, "free disk here", f"{disk / 2**30:.1f} GiB (5 are enough)"),
+    ]
+
+
+def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
+    """What engines and trainer ranks need, where they would run on GPUs."""
+    gpus = listed_gpus()
+    if not gpus:
+        return [(True, "GPUs", "none (runs on the CPU)")]
+    device = device_of_host(gpus, _version("torch") or "")
+    if not uses_gpus(device):
+        return [(True, "GPUs", f"{len(gpus)}, but torch is for the CPU: bash tools/install.sh gpu")]
+    packages = [(name, _version(name)) for name in _GPU_PACKAGES]
+    return [
+        (True, "GPUs", str(len(gpus))),
+        *check_host(os.environ | role_environment(device)),
+        *((bool(found), name, found or "missing: see the install log") for name, found in packages),
     ]
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
+    ranks_environment,
     role_environment,
-    trainer_environment,
 )
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
@@ -145,7 +145,7 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
             command = [*torchrun_arguments(config, roles, host), *_common(config)]
             name = TRAINER if host == 0 else f"{TRAINER}-host-{host}"
             arguments = [*command, override("model.path", str(model))]
-            _start_ranks(supervisor, name, arguments, gpus, config)
+            _start_ranks(supervisor, name, arguments, _ranks_environment(config, roles, gpus))
         _wait(supervisor)
 
 
@@ -163,7 +163,7 @@ def _cold_start(
     """
     name = SFT if host == 0 else f"{SFT}-host-{host}"
     command = [*torchrun_arguments(config, roles, host, is_cold_start=True), *_common(config)]
-    _start_ranks(supervisor, name, command, gpus, config)
+    _start_ranks(supervisor, name, command, _ranks_environment(config, roles, gpus))
     while supervisor.is_running(name):
         _look(supervisor)
     folder = cold_start_folder(config)
@@ -177,13 +177,18 @@ def _cold_start(
         _look(supervisor)
 
 
+def _ranks_environment(config: Config, roles: HostRoles, gpus: list[str]) -> dict[str, str]:
+    return ranks_environment(
+        device_of_host(gpus),
+        roles.trainer_ranks,
+        expandable_segments=config.has_expandable_segments,
+    )
+
+
 def _start_ranks(
-    supervisor: Supervisor, name: str, arguments: list[str], gpus: list[str], config: Config
+    supervisor: Supervisor, name: str, arguments: list[str], environment: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    environment = trainer_environment(
-        device_of_host(gpus), expandable_segments=config.has_expandable_segments
-    )
     supervisor.start(name, command, environment=environment)
 
 
@@ -195,7 +200,7 @@ def _start_serving(
     common = _common(config)
     python = [sys.executable, "-m"]
     without_device = role_environment("cpu")
-    with_device = role_environment(device_of_host(gpus))
+    device = device_of_host(gpus)
     if host == 0:
         after = ["--after", str(cold_start_folder(config))] if has_cold_start else []
         queue = [*python, "megatron_rl.rollout_queue.server", *common, *after]
@@ -214,7 +219,7 @@ def _start_serving(
                 until=TRAINER,
                 ready_path=config.run.dir / "logs" / f"{name}.ready",
             ),
-            environment=with_device | gpu_environment(own, gpus),
+            environment=role_environment(device) | gpu_environment(own, gpus),
         )
     verifier = [*python, "verification.worker", *common, "--index", str(host)]
     supervisor.start(f"verifier-{host}", verifier, environment=without_device)

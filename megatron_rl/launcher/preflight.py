@@ -3,6 +3,7 @@
 Used by `run.py`. Each check raises InputError: what was given, what was expected, what to do.
 """
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from generation.engine import ENGINES, load_engine
+from generation.sglang_command import FP8_TAKES_WEIGHTS_SINCE, parse_release
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.divisibility import check_engine_tensor
@@ -18,6 +20,7 @@ from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import (
     Config,
+    GeneratorConfig,
     SftConfig,
     TrainConfig,
 )
@@ -55,6 +58,7 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
         check_run_folder(config)
     check_names(config)
     check_installed(config)
+    check_quantization(config.generator)
     check_model_folder(config.model.path)
     if config.train.steps or config.sft.steps:
         # An evaluation alone needs no trainer: the engine knows more architectures.
@@ -124,6 +128,24 @@ def check_names(config: Config) -> None:
     # By name alone: the engines' modules are slow to load.
     engines = dict.fromkeys(ENGINES, load_engine)
     find_function(engines, config.generator.engine, key="generator.engine")
+
+
+def check_quantization(generator: GeneratorConfig, release: str | None = None) -> None:
+    """The SGLang that engines are started with can take weights after it has quantised some.
+
+    release: default: the installed one.
+    """
+    if generator.engine != "sglang" or generator.quantization != "fp8":
+        return
+    release = release or importlib.metadata.version("sglang")
+    # Older ones replace each weight by one without the function that loads it.
+    if parse_release(release) < FP8_TAKES_WEIGHTS_SINCE:
+        needed = ".".join(map(str, FP8_TAKES_WEIGHTS_SINCE))
+        raise InputError(
+            f"generator.quantization='fp8' with SGLang {release}: no publish would reach the "
+            f"engines. It takes SGLang {needed} or newer: run `bash tools/install.sh gpu`, or set "
+            "generator.quantization=''"
+        )
 
 
 def check_reference(config: Config) -> None:

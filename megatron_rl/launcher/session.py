@@ -17,8 +17,8 @@ from rich.console import Console
 from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
+    ranks_environment,
     role_environment,
-    trainer_environment,
 )
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.facts import find_export, run_facts
@@ -107,8 +107,10 @@ class Session:
         command += ["--master-addr", self.config.ports.host]
         command += ["--master-port", str(self.config.ports.torchrun)]
         command += ["-m", module, "--config", str(self.config_path), *arguments]
-        environment = trainer_environment(
-            self._device, expandable_segments=self.config.has_expandable_segments
+        environment = ranks_environment(
+            self._device,
+            self.config.parallel.world_size,
+            expandable_segments=self.config.has_expandable_segments,
         )
         self._supervisor.start(name, command, environment=environment)
 

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import socket
+import sys
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +32,18 @@ CPU_ONLY = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
 
 def test_compiled_graphs_and_threads_are_withheld_on_the_cpu_alone() -> None:
     assert role_environment("cpu") == {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    assert role_environment("cuda") == {}
+    assert role_environment("cuda").keys() == {"PATH"}
     # What every process gets does not bring them back.
     assert not CPU_ONLY & child_environment().keys()
+
+
+def test_what_is_compiled_on_gpu_hosts_finds_the_environments_own_ninja(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an environment that nobody activated, too."""
+    monkeypatch.setattr(sys, "executable", "/somewhere/.venv/bin/python")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert role_environment("cuda") == {"PATH": "/somewhere/.venv/bin:/usr/bin:/bin"}
 
 
 @pytest.mark.parametrize(
@@ -52,15 +62,18 @@ def test_device_of_a_host_is_what_it_lists_and_torch_was_built_for(
 
 
 def test_trainer_ranks_on_cuda_grow_their_segments() -> None:
-    grown = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    plain = role_environment("cuda")
+    grown = plain | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert trainer_environment("cuda", expandable_segments=True, given={}) == grown
-    assert trainer_environment("cuda", expandable_segments=False, given={}) == {}
+    assert trainer_environment("cuda", expandable_segments=False, given={}) == plain
+    ranks = ranks_environment("cuda", 2, expandable_segments=True, given={}, cores=8)
+    assert ranks == grown | {"OMP_NUM_THREADS": "4"}
     cpu = trainer_environment("cpu", expandable_segments=True, given={})
     assert cpu == role_environment("cpu")
     # What the user has set counts more, under torch's old name and its new one.
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         given = {name: "max_split_size_mb:256"}
-        assert trainer_environment("cuda", expandable_segments=True, given=given) == {}
+        assert trainer_environment("cuda", expandable_segments=True, given=given) == plain
 
 
 def test_memory_that_engines_open_is_not_of_such_segments() -> None:

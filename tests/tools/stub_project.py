@@ -2,14 +2,19 @@
 
 import base64
 import hashlib
+import io
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
+GPU_HOST = ROOT / "megatron_rl" / "launcher" / "gpu_host.py"
 STUB_BACKEND = """
 import sys; sys.path.insert(0, "{tests}")
 from stub_project import write_wheel
@@ -28,11 +33,55 @@ import pathlib, sys
 """
 
 
-def write_wheel(folder: Path, name: str, version: str) -> Path:
-    """A wheel with one empty module."""
+STUB_PYTEST = """
+import json, os, pathlib, sys
+names = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
+found = {"arguments": sys.argv[1:]} | {name: os.environ.get(name) for name in names}
+(pathlib.Path(sys.prefix) / "tested.json").write_text(json.dumps(found))
+"""
+
+# What is compiled on a GPU host: its build says what it was given.
+STUB_ENGINE = """
+import json, os, pathlib, sys; sys.path.insert(0, "{tests}")
+from stub_project import write_wheel
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    names = ("PATH", "CUDA_HOME", "CPLUS_INCLUDE_PATH")
+    found = {{name: os.environ.get(name) for name in names}}
+    found |= {{name: text for name, text in os.environ.items() if name.startswith("NVTE_")}}
+    import torch
+    (pathlib.Path(sys.prefix) / "compiled.json").write_text(json.dumps(found))
+    return write_wheel(pathlib.Path(folder), "transformer_engine_torch", "2.12.0").name
+"""
+GPU_PINS = "torch==2.14.1\nstub_nvidia==1.0\ntransformer-engine-torch==2.12.0\n"
+
+
+def write_sdist(folder: Path, name: str, version: str, backend: str) -> None:
+    """A source package whose build backend is this module."""
+    build = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    files = {"PKG-INFO": metadata, "pyproject.toml": build, "backend.py": backend}
+    with tarfile.open(folder / f"{name}-{version}.tar.gz", "w:gz") as archive:
+        for path, text in files.items():
+            entry = tarfile.TarInfo(f"{name}-{version}/{path}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+
+
+def write_program(path: Path, text: str) -> None:
+    """An executable script of the shell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def write_wheel(
+    folder: Path, name: str, version: str, contents: Mapping[str, str] = MappingProxyType({})
+) -> Path:
+    """A wheel with one module, empty unless `contents` says otherwise, and other files."""
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": "",
+        **contents,
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
@@ -57,12 +106,15 @@ class Project:
         self.wheels.mkdir(parents=True)
         (self.root / "tools").mkdir(parents=True)
         (self.root / "requirements").mkdir()
-        shutil.copy(ROOT / "tools" / "install.sh", self.root / "tools")
+        for script in ("install.sh", "test.sh"):
+            shutil.copy(ROOT / "tools" / script, self.root / "tools")
         self.write("tools/versions.py", STUB_VERSIONS)
         self.write("setup.py", "")
         (self.root / "megatron_rl" / "kernels").mkdir(parents=True)
         self.write("megatron_rl/__init__.py", "")
         self.write("megatron_rl/kernels/build.py", STUB_LOOPS)
+        (self.root / "megatron_rl" / "launcher").mkdir()
+        shutil.copy(GPU_HOST, self.root / "megatron_rl" / "launcher")
         self.write("stub_backend.py", STUB_BACKEND.format(tests=Path(__file__).parent))
         backend = 'requires = []\nbuild-backend = "stub_backend"\nbackend-path = ["."]\n'
         self.write("pyproject.toml", f"[build-system]\n{backend}")
@@ -72,6 +124,17 @@ class Project:
         self.write("requirements/cpu-nodeps.txt", "stub_other==1.0\n")
         self.write("requirements/cpu-sglang-only.txt", "stub_vision==1.0\n")
         self.write("requirements/dev.txt", "stub_dev==1.0\n")
+        self.write("requirements/gpu.txt", GPU_PINS)
+
+    def offer_gpu_packages(self) -> None:
+        """Put what mode gpu installs among the wheels, and a pytest that tells how it was run."""
+        write_wheel(self.wheels, "torch", "2.14.1")
+        headers = {f"nvidia/{part}/include/{part}.h": "" for part in ("cudnn", "nccl")}
+        write_wheel(self.wheels, "stub_nvidia", "1.0", headers)
+        engine = STUB_ENGINE.format(tests=Path(__file__).parent)
+        write_sdist(self.wheels, "transformer_engine_torch", "2.12.0", engine)
+        write_wheel(self.wheels, "pytest", "1.0", {"pytest.py": STUB_PYTEST})
+        self.write("requirements/dev.txt", "stub_dev==1.0\npytest==1.0\n")
 
     def write(self, path: str, text: str) -> None:
         (self.root / path).write_text(text)

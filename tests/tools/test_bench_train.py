@@ -12,6 +12,7 @@ from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import write_model
 from tools.bench.lengths import Lengths
+from tools.bench.train import GPU, PRECISIONS, make_config
 from tools.bench.train_figures import (
     PEERS,
     Measured,
@@ -69,6 +70,17 @@ def test_utilisation_needs_a_device_with_a_known_peak() -> None:
     samples = make_samples({"ours": [2.0]})
     assert mfu(Measured(samples, "NVIDIA H100 80GB HBM3", 989e12), "bf16") == 0.5
     assert mfu(Measured(samples, "cpu", 989e12), "bf16") is None
+
+
+def test_utilisation_is_measured_in_bf16_and_in_fp8(tmp_path: Path) -> None:
+    models = {
+        name: make_config(tmp_path / name, tmp_path, GPU, model=settings).model
+        for name, settings in PRECISIONS.items()
+    }
+    assert {name: model.dtype for name, model in models.items()} == dict.fromkeys(
+        ("bf16", "fp8"), "bfloat16"
+    )
+    assert (models["bf16"].fp8, models["fp8"].fp8) == ("none", "tensorwise")
 
 
 def test_flops_of_a_step_match_a_count_by_hand(tmp_path: Path) -> None:

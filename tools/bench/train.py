@@ -150,6 +150,11 @@ GPU = Scale(
     microbatch_tokens=16_384,
     rounds=0,
 )
+PRECISIONS = {
+    "bf16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "fp8": "tensorwise"},
+}
+"""Name -> settings of the model whose utilisation is measured on a GPU."""
 
 
 def main() -> int:
@@ -225,12 +230,11 @@ def on_gpu(folder: Path) -> dict[str, float | None]:
     if not torch.accelerator.is_available():
         return {}
     write_model(folder / "model", GPU.model)
-    precisions = {"bf16": {"dtype": "bfloat16"}}
-    if importlib.util.find_spec("transformer_engine"):
-        precisions["fp8"] = {"dtype": "bfloat16", "fp8": True}
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
     return {
         f"mfu_{name}": mfu(run(folder / name, folder / "model", GPU, model=model), name)
-        for name, model in precisions.items()
+        for name, model in PRECISIONS.items()
+        if name != "fp8" or has_engine
     }
 
 
@@ -242,18 +246,7 @@ def run(
     model: dict[str, Any] | None = None,
 ) -> Measured:
     """One child process a rank, under torchrun. Raises ChildFailed."""
-    cfg = Config.model_validate(
-        {
-            "run": {"dir": run_dir},
-            "model": {"path": model_folder, "dtype": "float32"} | (model or {}),
-            "parallel": parallel or {},
-            "optimizer": {"lr": 1e-5, "warmup_steps": 0},
-            "train": {
-                "microbatch_tokens": scale.microbatch_tokens,
-                "collective_timeout_s": TIMEOUT_S,
-            },
-        }
-    )
+    cfg = make_config(run_dir, model_folder, scale, parallel, model)
     run_dir.mkdir(parents=True)
     config, work = run_dir / "config.toml", run_dir / "work.json"
     config.write_text(dump_toml(cfg))
@@ -270,6 +263,28 @@ def run(
         cwd=ROOT,
     )
     return msgspec.json.decode((run_dir / "measured.json").read_bytes(), type=Measured)
+
+
+def make_config(
+    run_dir: Path,
+    model_folder: Path,
+    scale: Scale,
+    parallel: dict[str, int] | None = None,
+    model: dict[str, Any] | None = None,
+) -> Config:
+    """Configuration of the ranks that are measured; model: settings beside the folder."""
+    return Config.model_validate(
+        {
+            "run": {"dir": run_dir},
+            "model": {"path": model_folder, "dtype": "float32"} | (model or {}),
+            "parallel": parallel or {},
+            "optimizer": {"lr": 1e-5, "warmup_steps": 0},
+            "train": {
+                "microbatch_tokens": scale.microbatch_tokens,
+                "collective_timeout_s": TIMEOUT_S,
+            },
+        }
+    )
 
 
 def _rounded(value: float | None) -> float | None:

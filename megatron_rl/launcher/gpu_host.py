@@ -1,0 +1,101 @@
+"""What a host needs of NVIDIA before anything is installed or run on its GPUs: driver, compiler.
+
+`megatron-rl doctor` shows it. tools/install.sh runs this file by itself, before there is an
+environment, so it needs the standard library alone; it prints the toolkit's folder, or ends with
+exit code 1 after it said what is wrong.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+CUDA_MAJOR = 13
+"""Of the CUDA runtime that requirements/gpu.txt pins."""
+MIN_DRIVER = 580
+"""The oldest branch of NVIDIA's driver that runs CUDA 13."""
+DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
+_TIMEOUT_S = 30.0
+
+
+class Finding(NamedTuple):
+    """Something of a host, and whether it will do."""
+
+    is_good: bool
+    what: str
+    found: str
+    """With the cure where it is not good."""
+
+
+def check_host(environment: Mapping[str, str]) -> list[Finding]:
+    """Driver and compiler of a host with GPUs; environment: where programs are looked for."""
+    return [check_driver(environment), check_compiler(environment)]
+
+
+def check_driver(environment: Mapping[str, str]) -> Finding:
+    """A host without a driver is good enough to make an image on."""
+    what = "NVIDIA driver"
+    program = shutil.which("nvidia-smi", path=environment.get("PATH", ""))
+    if program is None:
+        return Finding(True, what, "absent: nothing will run on GPUs here")
+    cure = f"CUDA {CUDA_MAJOR} needs {MIN_DRIVER} or newer: install a newer driver"
+    output = _output(program, "--query-gpu=driver_version", "--format=csv,noheader")
+    if (release := re.search(r"\d+(\.\d+)+", output)) is None:
+        said = repr(" ".join(output.split())) if output.strip() else "nothing"
+        return Finding(False, what, f"nvidia-smi said {said}, and no release. {cure}")
+    is_good = int(release.group().split(".")[0]) >= MIN_DRIVER
+    return Finding(is_good, what, release.group() if is_good else f"{release.group()}; {cure}")
+
+
+def check_compiler(environment: Mapping[str, str]) -> Finding:
+    """nvcc: TransformerEngine is built with it, and kernels of SGLang and FlashInfer once used."""
+    what, home = f"nvcc {CUDA_MAJOR}", find_cuda_home(environment)
+    program = home / "bin" / "nvcc"
+    cure = (
+        f"install the toolkit of CUDA {CUDA_MAJOR}.0 (NVIDIA's Debian package cuda-toolkit-13-0), "
+        "or set CUDA_HOME to the folder of one"
+    )
+    if not os.access(program, os.X_OK):
+        return Finding(False, what, f"no {program}; {cure}")
+    release = re.search(r"release (\d+)\.(\d+)", _output(str(program), "--version"))
+    if release is None or int(release.group(1)) != CUDA_MAJOR:
+        named = "no release" if release is None else release.group()
+        return Finding(False, what, f"{program} says {named}; {cure}")
+    return Finding(True, what, f"{program}, {release.group()}")
+
+
+def find_cuda_home(environment: Mapping[str, str]) -> Path:
+    """The toolkit's folder, where torch, FlashInfer and SGLang would look for it."""
+    if given := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
+        return Path(given)
+    program = shutil.which("nvcc", path=environment.get("PATH", ""))
+    return Path(program).parent.parent if program else DEFAULT_CUDA_HOME
+
+
+def _output(*command: str) -> str:
+    """What a program prints; its errors too."""
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout
+
+
+def main() -> None:
+    """Command line, without arguments."""
+    found = check_host(os.environ)
+    for finding in found:
+        print(f"{finding.what}: {finding.found}", file=sys.stderr)  # noqa: T201
+    if not all(finding.is_good for finding in found):
+        sys.exit(1)
+    print(find_cuda_home(os.environ))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What is found of a host's driver and toolkit, from programs that say what NVIDIA's say."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.launcher import doctor
+from megatron_rl.launcher.gpu_host import check_compiler, check_driver, find_cuda_home
+from tests.tools.stub_project import write_program
+
+
+@pytest.mark.parametrize(
+    ("says", "is_good", "words"),
+    [
+        ("580.65.06", True, "580.65.06"),
+        ("590.10", True, "590.10"),
+        # One line a GPU.
+        ("580.65.06\n580.65.06", True, "580.65.06"),
+        ("575.57.08", False, "575.57.08; CUDA 13 needs 580 or newer: install a newer driver"),
+        ("Driver/library version mismatch", False, "said 'Driver/library version mismatch'"),
+        ("", False, "said nothing"),
+    ],
+)
+def test_driver_of_cuda_13_is_580_or_newer(
+    tmp_path: Path, says: str, is_good: bool, words: str
+) -> None:
+    write_program(tmp_path / "nvidia-smi", f"printf '{says}'")
+    found = check_driver({"PATH": str(tmp_path)})
+    assert found.is_good == is_good and words in found.found
+
+
+def test_a_host_without_a_driver_may_make_an_image(tmp_path: Path) -> None:
+    found = check_driver({"PATH": str(tmp_path)})
+    assert found.is_good and found.found.startswith("absent")
+
+
+@pytest.mark.parametrize(
+    ("release", "is_good"), [("13.0", True), ("13.2", True), ("12.9", False), ("14.0", False)]
+)
+def test_compiler_is_of_cuda_13(tmp_path: Path, release: str, is_good: bool) -> None:
+    text = f"Cuda compilation tools, release {release}, V{release}.88"
+    write_program(tmp_path / "bin" / "nvcc", f"echo '{text}'")
+    found = check_compiler({"CUDA_HOME": str(tmp_path)})
+    assert found.is_good == is_good and f"release {release}" in found.found
+
+
+def test_a_host_without_compiler_is_told_where_it_was_sought(tmp_path: Path) -> None:
+    found = check_compiler({"CUDA_HOME": str(tmp_path)})
+    assert not found.is_good
+    assert f"no {tmp_path}/bin/nvcc" in found.found and "cuda-toolkit-13-0" in found.found
+
+
+def test_toolkit_is_sought_where_torch_and_flashinfer_seek_it(tmp_path: Path) -> None:
+    write_program(tmp_path / "cuda" / "bin" / "nvcc", "")
+    path = {"PATH": str(tmp_path / "cuda" / "bin")}
+    assert find_cuda_home(path) == tmp_path / "cuda"
+    assert find_cuda_home(path | {"CUDA_PATH": "/other"}) == Path("/other")
+    assert find_cuda_home(path | {"CUDA_PATH": "/other", "CUDA_HOME": "/one"}) == Path("/one")
+    assert find_cuda_home({"PATH": ""}) == Path("/usr/local/cuda")
+
+
+def test_doctor_checks_the_compiler_where_engines_run_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"torch": "2.14.1", "flashinfer-python": "0.7.2", "ninja": "1.13.0"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    found = {what: is_good for is_good, what, _ in doctor._check_gpu_host()}
+    # This test's toolkit has no compiler, and nothing was compiled with it.
+    assert found["nvcc 13"] is False and found["transformer-engine-torch"] is False
+    assert found["GPUs"] is found["flashinfer-python"] is True
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [good for good, _, _ in doctor._check_gpu_host()] == [True]
+    # A GPU that the CPU's build of torch cannot use takes nothing from a run.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setitem(versions, "torch", "2.13.0+cpu")
+    [(is_good, _, text)] = doctor._check_gpu_host()
+    assert is_good and "bash tools/install.sh gpu" in text

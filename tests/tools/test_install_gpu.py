@@ -1,0 +1,147 @@
+"""tools/install.sh gpu on a small project: what it asks of the host, how it compiles."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.stub_project import Project, write_program
+
+NVCC = 'echo "Cuda compilation tools, release {release}, V{release}.88"'
+
+
+class GpuHost:
+    """A project on a host whose driver and toolkit are scripts."""
+
+    def __init__(self, folder: Path, *, driver: str = "580.65.06", nvcc: str = "13.0") -> None:
+        self.project = Project(folder)
+        self.project.offer_gpu_packages()
+        self.programs = folder / "bin"
+        self.toolkit = folder / "toolkit"
+        write_program(self.programs / "nvidia-smi", f"echo {driver}")
+        write_program(self.toolkit / "bin" / "nvcc", NVCC.format(release=nvcc))
+
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join([str(self.programs), os.environ["PATH"]])
+        return {"PATH": path, "CUDA_HOME": str(self.toolkit)}
+
+    def install(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return self.project.install(*arguments, **(self.environment() | more))
+
+    def found(self, name: str) -> dict[str, str]:
+        return json.loads((self.project.root / ".venv" / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> GpuHost:
+    host = GpuHost(tmp_path_factory.mktemp("gpu"))
+    done = host.install("gpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "components of mode gpu" in done.stdout
+    return host
+
+
+def test_the_engine_is_compiled_against_the_toolkit_and_the_headers_beside_torch(
+    host: GpuHost,
+) -> None:
+    compiled, venv = host.found("compiled.json"), host.project.root / ".venv"
+    assert compiled["CUDA_HOME"] == str(host.toolkit)
+    folders = [Path(path) for path in compiled["CPLUS_INCLUDE_PATH"].split(":")]
+    assert [path.relative_to(path.parents[1]) for path in folders] == [
+        Path("cudnn/include"), Path("nccl/include"),
+    ]  # fmt: skip
+    assert all((path / f"{path.parent.name}.h").is_file() for path in folders)
+    assert compiled["PATH"].split(":")[0] == str(venv / "bin")
+    assert compiled["NVTE_FRAMEWORK"] == "pytorch"
+    assert compiled["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"
+    assert list(venv.rglob("transformer_engine_torch.py"))
+
+
+def test_without_a_mode_an_installation_stays_what_it_is(host: GpuHost) -> None:
+    done = host.install()
+    assert done.returncode == 0, done.stderr
+    assert "components of mode gpu" in done.stdout and "nothing changed" in done.stdout
+
+
+def test_the_tests_of_a_gpu_host_run_on_its_own_builds_and_settings(host: GpuHost) -> None:
+    kept = host.project.environment() | host.environment()
+    for name in ("MEGATRON_RL_MODE", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"):
+        kept.pop(name, None)
+    script = host.project.root / "tools" / "test.sh"
+    done = subprocess.run(
+        ["bash", str(script), "-m", "gpu"], env=kept, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    tested = host.found("tested.json")
+    assert tested["arguments"][-2:] == ["-m", "gpu"]
+    assert tested["HF_HUB_OFFLINE"] == "1"
+    assert tested["OMP_NUM_THREADS"] is None and tested["TORCHDYNAMO_DISABLE"] is None
+    # The build of torch that was there still is.
+    versions = {path.name for path in (host.project.root / ".venv").rglob("torch-*.dist-info")}
+    assert versions == {"torch-2.14.1.dist-info"}
+
+
+@pytest.mark.exhaustive
+def test_another_mode_replaces_the_installation(tmp_path: Path) -> None:
+    host = GpuHost(tmp_path)
+    assert host.install("cpu").returncode == 0
+    left = host.project.root / ".venv" / "of-the-cpu"
+    left.touch()
+    done = host.install("gpu")
+    assert done.returncode == 0, done.stderr
+    assert "which is of mode cpu" in done.stdout and not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"driver": "570.124.06"}, "570.124.06; CUDA 13 needs 580 or newer"),
+        ({"nvcc": "12.8"}, "nvcc says release 12.8; install the toolkit of CUDA 13.0"),
+    ],
+)
+def test_a_host_that_cannot_build_is_refused_before_anything_is_installed(
+    tmp_path: Path, given: dict[str, str], words: str
+) -> None:
+    host = GpuHost(tmp_path, **given)
+    done = host.install("gpu")
+    assert done.returncode == 1
+    assert words in done.stderr and "this host cannot build what GPUs need" in done.stderr
+    assert not (host.project.root / ".venv").exists()
+
+
+def test_too_little_disk_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    host = GpuHost(tmp_path)
+    # 13 GiB.
+    write_program(host.programs / "df", "echo head; echo disk 1 1 $((13 * 1024 * 1024)) 1% /")
+    done = host.install("gpu")
+    assert done.returncode == 1
+    assert "13312 MiB free; mode gpu needs 14336" in done.stderr
+    assert not (host.project.root / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "mode", "needs"),
+    [("3.10.12", "gpu", "3.11 or 3.12"), ("3.14.0", "gpu", "3.11 or 3.12"),
+     ("3.10.12", "cpu", ">= 3.11")],
+)  # fmt: skip
+def test_a_python_without_wheels_is_refused_with_the_cure(
+    tmp_path: Path, version: str, mode: str, needs: str
+) -> None:
+    """3.10 is Ubuntu 22.04's."""
+    host, python = GpuHost(tmp_path), tmp_path / "bin" / "python-of-the-host"
+    numbers = tuple(map(int, version.split(".")))
+    pretend = f"import sys; sys.version_info = {numbers}; code = sys.argv[2]; del sys.argv[1:3]"
+    write_program(
+        python,
+        f'[ "$1" != -V ] || {{ echo Python {version}; exit; }}\n'
+        f'exec {sys.executable} -c "{pretend}; exec(code)" "$@"',
+    )
+    done = host.install(mode, MEGATRON_RL_PYTHON=str(python))
+    assert done.returncode == 1
+    assert f"is Python {version}; mode {mode} needs Python {needs}" in done.stderr
+    assert "uv python install 3.12" in done.stderr
+    assert f"bash tools/install.sh {mode}" in done.stderr
+    assert not (host.project.root / ".venv").exists()
