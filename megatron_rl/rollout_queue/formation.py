@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import RankBatch
-from megatron_rl.rollout_queue.batches import form_batch
+from megatron_rl.rollout_queue.batches import Fill, fill_minibatch, form_batch
 from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook
 from megatron_rl.rollout_queue.replay.draw import Replay
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
@@ -30,8 +30,14 @@ class Formation:
     """Takes groups out of the book, and tells the schedule of stages what became of them."""
 
     def __init__(
-        self, config: Config, training: TrainingGroups, book: GroupBook, replay: Replay
+        self,
+        config: Config,
+        training: TrainingGroups,
+        book: GroupBook,
+        replay: Replay,
+        fill: Fill = fill_minibatch,
     ) -> None:
+        self._fill = fill
         self._crediting = find_crediting(config.algorithm)
         self._training = training
         self._book = book
@@ -55,6 +61,7 @@ class Formation:
             crediting=self._crediting,
             dp_size=dp_size,
             more=training.metrics(step),
+            fill=self._fill,
         )
         training.note_batch(shares[0], self._book)
         return Formed(step, shares, groups, dropped)
