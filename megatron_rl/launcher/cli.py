@@ -22,6 +22,7 @@ from megatron_rl.launcher import (
     analyse_command,
     data_command,
     doctor,
+    simulate_command,
     verify_command,
 )
 from megatron_rl.launcher import hosts as cluster
@@ -67,6 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path)
     report.set_defaults(handler=_report)
     _add_plan_arguments(commands.add_parser("plan", help="say what a run needs, and if it fits"))
+    simulate_command.add_arguments(
+        commands.add_parser("simulate", help="predict step time, idle shares and staleness")
+    )
     plan = commands.add_parser("plan-weights", help="say what a publish moves between which ranks")
     plan.add_argument("config", type=Path, help="TOML file")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import (
-    Cancel, ClassRequest, Lease, RankBatch, ScoreRequest,
+    Cancel,
+    ClassRequest,
+    Lease,
+    RankBatch,
+    ScoreRequest,
 )  # fmt: skip
 from megatron_rl.rollout_queue.outgoing import Outgoing
 from megatron_rl.simulation.events import Agenda

@@ -137,7 +137,7 @@ class Engine:
         """Of the weights that it takes at the end of this iteration."""
         return self._new_version
 
-    # --- what happens to it; each at a time not before that of the call before ------------------
+    # --- what happens to it; each at a time not before that of the call before ----------------
 
     def add(self, request: Request, now: float) -> None:
         """A completion arrives."""
@@ -186,7 +186,7 @@ class Engine:
         finished, self._finished = self._finished, []
         return finished
 
-    # --- time -------------------------------------------------------------------------------------
+    # --- time -----------------------------------------------------------------------------------
 
     def next_at(self) -> float:
         """When something changes by itself: a completion ends, joins or is put back; or never."""
@@ -239,7 +239,7 @@ class Engine:
             return int(2 * seconds / (first + root))
         return int(seconds / first)
 
-    # --- at the end of an iteration -----------------------------------------------------------------
+    # --- at the end of an iteration ---------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
         """Nothing ran until now."""

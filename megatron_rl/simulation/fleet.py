@@ -9,7 +9,11 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron_rl.protocol.types import (
-    Cancel, GeneratorReady, Lease, RolloutDone, RolloutFailed,
+    Cancel,
+    GeneratorReady,
+    Lease,
+    RolloutDone,
+    RolloutFailed,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import PROMPTS, Coordinator
 from megatron_rl.simulation.engine import RESERVE_TOKENS, Engine, EngineModel, Request
@@ -85,7 +89,7 @@ class Fleet:
     def _new_engine(self) -> Engine:
         return Engine(self._model, reserve_tokens=min(RESERVE_TOKENS, self._cap))
 
-    # --- what the queue and the publisher say -----------------------------------------------------
+    # --- what the queue and the publisher say ---------------------------------------------------
 
     def take_lease(self, name: str, lease: Lease) -> None:
         """Generate what is leased."""
@@ -138,7 +142,7 @@ class Fleet:
             if generator.engine.version >= 0:
                 self.announce(generator)
 
-    # --- state ------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------
 
     @property
     def live(self) -> list[Generator]:
@@ -183,7 +187,7 @@ class Fleet:
             timeouts=self._timeouts,
         )
 
-    # --- time ---------------------------------------------------------------------------------------
+    # --- time -------------------------------------------------------------------------------------
 
     def _note(self, generator: Generator) -> None:
         """Count the time since the last look, in which nothing joined or ended."""
@@ -230,7 +234,7 @@ class Fleet:
             )
             self._queue.handle(PROMPTS, generator.name, RolloutDone(rollout), now)
 
-    # --- deaths -------------------------------------------------------------------------------------
+    # --- deaths -----------------------------------------------------------------------------------
 
     def _await_death(self, generator: Generator) -> None:
         if not (rate := self._faults.deaths_per_engine_hour / 3600.0):

@@ -9,7 +9,12 @@ from functools import partial
 
 from megatron_rl.config.reward import LANES
 from megatron_rl.protocol.types import (
-    ClassDone, ClassRequest, Score, ScoreDone, ScoreRequest, VerifierReady,
+    ClassDone,
+    ClassRequest,
+    Score,
+    ScoreDone,
+    ScoreRequest,
+    VerifierReady,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import VERIFY, Coordinator
 from megatron_rl.simulation.events import Agenda

@@ -115,5 +115,3 @@ def make_rollout(
         "length" if is_cut else "stop",
         str(index),
     )
-
-

@@ -1,8 +1,8 @@
 """The simulated trainer: asks for batches, computes, publishes. As `megatron_rl/trainer/train.py`.
 
 Used by the simulation. A step: wait for the batch, passes, optimizer, ask for the next batch,
-publish, say so. With an overlapped publish (`PublishModel.is_overlapped`) the next batch is taken at
-once, and the publish is waited for before the next optimizer step.
+publish, say so. With an overlapped publish (`PublishModel.is_overlapped`) the next batch is taken
+at once, and the publish is waited for before the next optimizer step.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ class Trainer:
         """Publish version 0 and ask for the first batch."""
         self._begin_publish(0, then=self._wait)
 
-    # --- batches ------------------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------------
 
     def take_batch(self, batch: RankBatch) -> None:
         """A share of the next batch arrived; that of rank 0 speaks for all."""
@@ -196,7 +196,7 @@ class Trainer:
             )
         )
 
-    # --- weights ------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------
 
     def _begin_publish(self, version: int, then: Callable[[], None]) -> None:
         members = self._fleet.live
@@ -228,7 +228,7 @@ class Trainer:
         resume = partial(self._fleet.resume, generator, generator.session, self._published)
         self._agenda.at(self._admits_until, resume)
 
-    # --- computing ----------------------------------------------------------------------------------
+    # --- computing --------------------------------------------------------------------------------
 
     def set_speed(self, speed: float) -> None:
         """Compute with another share of the full speed from now on."""

@@ -6,7 +6,10 @@ from megatron_rl.config.tree import Config
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.machines import (
-    ClusterModel, PublishModel, TrainerModel, VerifierModel,
+    ClusterModel,
+    PublishModel,
+    TrainerModel,
+    VerifierModel,
 )  # fmt: skip
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
@@ -35,7 +38,7 @@ def config_of(*, groups: int = 8, size: int = 16, staleness: int = 2, **sections
         "sampling": {"max_new_tokens": 1000},
     }
     for name, section in sections.items():
-        values[name] = values.get(name, {}) | section
+        values[name] = {**values.get(name, {}), **section}
     return Config.model_validate(values)
 
 

@@ -43,9 +43,7 @@ def loop(model: EngineModel, arrivals: list[Arrival]) -> dict[int, float]:
             clock += arrivals[i].prompt * model.prefill_s_per_token
             running[i] = 0
         kv = sum(arrivals[i].prompt + done for i, done in running.items())
-        clock += (
-            model.base_s + model.per_running_s * len(running) + model.per_kv_token_s * kv
-        )
+        clock += model.base_s + model.per_running_s * len(running) + model.per_kv_token_s * kv
         for i in list(running):
             running[i] += 1
             if running[i] == arrivals[i].tokens:
