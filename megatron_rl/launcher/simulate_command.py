@@ -26,6 +26,7 @@ from megatron_rl.simulation.hardware import Assumptions, cluster_model
 from megatron_rl.simulation.machines import ClusterModel
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.plots import check_library, draw_all
+from megatron_rl.simulation.records import read_run
 from megatron_rl.simulation.variants import Variant, make_variants, parse_sweep
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload, mean_tokens
 
@@ -40,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument(
         "--calibrate", type=Path, metavar="RUN", help="finished run that the models are fitted to"
+    )
+    parser.add_argument(
+        "--cores", type=float, help="that all roles of that run shared; default: no sharing"
     )
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=V,V",
@@ -79,7 +83,9 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--correlation", type=float, default=0.5, help="of log length in a group")
     group.add_argument("--prompt-tokens", type=int, default=300)
     group.add_argument("--pass-rate", type=float, default=0.4)
-    group.add_argument("--flat-share", type=float, default=0.25, help="of groups of the config's size")
+    group.add_argument(
+        "--flat-share", type=float, default=0.25, help="of groups of the config's size"
+    )
 
 
 def simulate(options: argparse.Namespace, console: Console) -> int:
@@ -91,11 +97,15 @@ def simulate(options: argparse.Namespace, console: Console) -> int:
     def load(overrides: Sequence[str]) -> Config:
         return load_config(options.config, [*options.overrides, *overrides])
 
-    calibration = calibrate(options.calibrate) if options.calibrate else None
+    calibration = None
+    if options.calibrate:
+        calibration = calibrate(read_run(options.calibrate), options.cores)
     sweeps = [parse_sweep(text) for text in options.sweep]
     variants = make_variants(load, sweeps, _assumptions(options), options.gpus)
     workload = _workload(options, load([]), calibration)
     variants = [v for v in variants if _fits(v, calibration, console, alone=len(variants) == 1)]
+    if not variants:
+        raise InputError("none of these settings fits its GPUs: the lines above say why")
     models = [_model(variant, calibration) for variant in variants]
     span = Span(options.steps, options.warm_up)
     pairs = list(zip(variants, models, strict=True))
@@ -126,7 +136,7 @@ def _check(options: argparse.Namespace) -> None:
         if not 0 <= getattr(options, name) <= 1:
             raise InputError(f"--{name.replace('_', '-')} must be between 0 and 1")
     if not 0 < options.pass_rate < 1 or options.flat_share >= 1:
-        raise InputError("--pass-rate between 0 and 1 and --flat-share below 1 leave groups to train on")
+        raise InputError("--pass-rate must be above 0 and below 1, --flat-share below 1")
     if options.lanes != "all" and not (options.lanes.isdigit() and int(options.lanes) > 0):
         raise InputError(f"--lanes {options.lanes}: give a number above 0, or all")
 

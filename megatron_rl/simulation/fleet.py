@@ -37,6 +37,9 @@ class Generator:
     running_s: float = 0.0
     """Integral of running completions over time."""
     seen_at: float = 0.0
+    latency_s: float = 0.0
+    """Of all completions together, from lease to end."""
+    finished: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,8 @@ class FleetTotals:
     idle_s: float
     """With nothing in flight, dead ones included."""
     running_s: float
+    latency_s: float
+    finished: int
     tokens: int
     retractions: int
     deaths: int
@@ -167,7 +172,8 @@ class Fleet:
         self._deaths = self._timeouts = 0
         for generator in self.generators.values():
             self._note(generator)
-            generator.idle_s = generator.running_s = 0.0
+            generator.idle_s = generator.running_s = generator.latency_s = 0.0
+            generator.finished = 0
             generator.engine.tokens = generator.engine.retractions = 0
 
     def totals(self) -> FleetTotals:
@@ -181,6 +187,8 @@ class Fleet:
         return FleetTotals(
             idle_s=sum(g.idle_s for g in everybody),
             running_s=sum(g.running_s for g in everybody),
+            latency_s=sum(g.latency_s for g in everybody),
+            finished=sum(g.finished for g in everybody),
             tokens=sum(g.engine.tokens for g in everybody),
             retractions=sum(g.engine.retractions for g in everybody),
             deaths=self._deaths,
@@ -219,6 +227,8 @@ class Fleet:
     def _deliver(self, generator: Generator) -> None:
         for _, request in generator.engine.take_finished():
             now = self._agenda.now
+            generator.latency_s += now - request.leased_at
+            generator.finished += 1
             if now - request.leased_at > self._timeout_s:
                 self._timeouts += 1
                 reason = f"it took longer than {self._timeout_s:.0f} s"

@@ -29,6 +29,8 @@ class Outcome:
     """Of a publish, in which the trainer could do nothing else."""
     compute_s: float
     wait_s: float
+    latency_s: float
+    """From a completion's lease to its end, on average."""
     tokens_per_s: float
     """Generated completion tokens, all of them."""
     trained_tokens: float
@@ -78,6 +80,7 @@ def sum_up(
         stall_s=statistics.fmean(record.stall_s for record in records),
         compute_s=statistics.fmean(record.compute_s for record in records),
         wait_s=statistics.fmean(record.wait_s for record in records),
+        latency_s=totals.latency_s / max(1, totals.finished),
         tokens_per_s=totals.tokens / length,
         trained_tokens=sum(record.tokens for record in records) / count,
         flat_share=dropped / (dropped + groups),
