@@ -65,8 +65,10 @@ def _add_assumptions(group: argparse._ArgumentGroup) -> None:
     default = Assumptions()
     group.add_argument("--gpu", default=default.gpu, help=f"one of {', '.join(GPUS)}")
     group.add_argument("--mfu", type=float, help="of the trainer; default 0.35, with experts 0.2")
-    group.add_argument("--gb-per-s", type=float, default=default.bytes_per_s / 1e9,
-                       help="that a rank sends or receives in a publish; default %(default)s")  # fmt: skip
+    group.add_argument(
+        "--gb-per-s", type=float, default=default.bytes_per_s / 1e9,
+        help="that a rank sends or receives in a publish; default %(default)s",
+    )  # fmt: skip
     group.add_argument("--lanes", default="1", help="engines that a publish serves at once, or all")
     group.add_argument("--overlap", action="store_true", help="publish beside the next step")
     group.add_argument("--verify-s", type=float, default=default.verify_s,

@@ -208,7 +208,7 @@ def _engine(run: RunRecords) -> EngineModel:
 
 
 def _trainer(run: RunRecords, measured: Measured) -> TrainerModel:
-    """Passes are proportional to the tokens of the slowest rank; the rest does not depend on them."""
+    """Passes are proportional to the tokens of the slowest rank; nothing else is."""
     config = run.config
     lengths: defaultdict[int, list[int]] = defaultdict(list)
     for record in run.rollouts:

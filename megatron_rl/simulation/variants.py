@@ -8,7 +8,7 @@ Used by `megatron-rl simulate`. A key with a dot is one of the configuration; th
 |                    | that the layout allows, at most MOST_SPLITS                                |
 | `tp`               | tensor ranks of an engine on the same GPUs: replicas, max_running and the  |
 |                    | KV cache follow                                                            |
-| `lanes`, `overlap`, `verifier_servers`, `verify_s`, `dead`, `mfu` | as the options of these names |
+| `lanes`, `overlap`, `verifier_servers`, `verify_s`, `dead`, `mfu` | as options of these names |
 
 With `sampling.max_new_tokens`, generator.context_tokens follows, and train.microbatch_tokens where
 it would be less.

@@ -136,6 +136,7 @@ class Trainer:
         totals = self.accumulate(minibatch, version=version, known=known)
         # Before the step: a mismatch above its limit ends the run with the weights as they were.
         self._guard.check_mismatch(totals.mismatch, version=version)
+        passed = time.monotonic()
         cfg = self._optimizer_cfg
         lr = lr_at(self._steps_done, cfg, self._total_steps)
         result = step_if_finite(self._optimizer, lr=lr, skip_norm=cfg.skip_grad_norm)
@@ -146,13 +147,15 @@ class Trainer:
         if self.value_head is not None and not result.was_skipped:
             self.value_head.step()
         self._guard.count(result, minibatch, version=version)
-        seconds = time.monotonic() - started
+        ended = time.monotonic()
         return [
             *loss_metrics(totals.sums),
             *_step_metrics(result),
             *mismatch_metrics(totals.mismatch),
             Metric("train/lr", lr),
-            *_speed(totals.sums["padded_tokens"], seconds),
+            *_speed(totals.sums["padded_tokens"], ended - started),
+            # What does not grow with the tokens of a minibatch.
+            Metric("train/optimizer_s", ended - passed, "sum"),
         ]
 
     def gather(self) -> None:
