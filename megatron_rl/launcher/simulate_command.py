@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -232,8 +233,8 @@ def _show(
 
 def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:
     table = Table(
-        "setting", "GPUs", "step s", "trainer idle", "engines idle", "places used",
-        "staleness", "publish s", "tokens/s",
+        "setting", "GPUs", "step s", "trainer\nidle", "engines\nidle", "places\nused",
+        "staleness\nmean, max", "publish\ns", "tokens/s", box=SIMPLE, pad_edge=False,
     )  # fmt: skip
     for variant, outcome in zip(variants, outcomes, strict=True):
         table.add_row(
@@ -243,7 +244,7 @@ def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.trainer_idle:.1%}",
             f"{outcome.generator_idle:.1%}",
             f"{outcome.slots_used:.1%}",
-            f"{outcome.staleness_mean:.2f} (max {outcome.staleness_max})",
+            f"{outcome.staleness_mean:.2f}, {outcome.staleness_max}",
             f"{outcome.publish_s:.3g}",
             f"{outcome.tokens_per_s:,.0f}",
         )

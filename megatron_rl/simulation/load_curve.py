@@ -36,21 +36,31 @@ class LoadCurve:
         # Just after each event: what joined or left, and what grew since the one before.
         kv = np.cumsum(steps)
         kv[1:] += np.cumsum(slopes[:-1] * passed)
-        self._running = np.concatenate([[0.0], np.cumsum(running[:-1] * passed)])
-        areas = (kv[:-1] + slopes[:-1] * passed / 2) * passed
-        self._kv = np.concatenate([[0.0], np.cumsum(areas)])
+        self._running = running, np.zeros_like(running)
+        self._kv = kv, slopes
 
     def mean_running(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """[intervals] completions in flight."""
-        return self._mean(self._running, starts, ends)
+        return self._mean(*self._running, starts, ends)
 
     def mean_kv(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """[intervals] tokens in the cache."""
-        return self._mean(self._kv, starts, ends)
+        return self._mean(*self._kv, starts, ends)
 
-    def _mean(self, area: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        found = np.interp(ends, self._times, area) - np.interp(starts, self._times, area)
-        return found / np.maximum(ends - starts, 1e-9)
+    def _mean(
+        self, values: np.ndarray, slopes: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray:
+        """Of what has these values just after the events, and these slopes from there on."""
+        passed = np.diff(self._times)
+        parts = (values[:-1] + slopes[:-1] * passed / 2) * passed
+        area = np.concatenate([[0.0], np.cumsum(parts)])
+
+        def area_until(when: np.ndarray) -> np.ndarray:
+            place = np.clip(np.searchsorted(self._times, when, side="right") - 1, 0, None)
+            since = when - self._times[place]
+            return area[place] + (values[place] + slopes[place] * since / 2) * since
+
+        return (area_until(ends) - area_until(starts)) / np.maximum(ends - starts, 1e-9)
 
 
 def fit_not_negative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
