@@ -43,6 +43,7 @@ from megatron_rl.simulation.records import Measured, RunRecords, measure
 from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
 
 _ROUNDS = 6
+_NEAR = 0.003
 _KEPT_TIMES = 500
 _VERIFIERS = 10**6
 
@@ -118,12 +119,14 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     )
     simulated = Cluster(config, model, workload, Span(steps=measured.steps)).run()
     for _ in range(_ROUNDS):
+        slower = measured.latency_s / simulated.latency_s
+        longer = (measured.compute_s + measured.rest_s) / simulated.compute_s
+        if max(abs(slower - 1), abs(longer - 1)) < _NEAR:
+            break
         model = dataclasses.replace(
             model,
-            engine=_scaled_engine(model.engine, measured.latency_s / simulated.latency_s),
-            trainer=_scaled_trainer(
-                model.trainer, (measured.compute_s + measured.rest_s) / simulated.compute_s
-            ),
+            engine=_scaled_engine(model.engine, slower),
+            trainer=_scaled_trainer(model.trainer, longer),
         )
         simulated = Cluster(config, model, workload, Span(steps=measured.steps)).run()
     return Calibration(model, workload, measured, simulated, config)

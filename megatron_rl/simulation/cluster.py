@@ -18,13 +18,14 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
 )  # fmt: skip
 from megatron_rl.rollout_queue.outgoing import Outgoing
+from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.simulation.events import Agenda
 from megatron_rl.simulation.fleet import Fleet
 from megatron_rl.simulation.graders import Graders
 from megatron_rl.simulation.machines import ClusterModel
 from megatron_rl.simulation.outcome import Outcome, sum_up
 from megatron_rl.simulation.queue import PlannedBatches, open_queue, simulated_config
-from megatron_rl.simulation.trainer import Trainer
+from megatron_rl.simulation.trainer import StepRecord, Trainer
 from megatron_rl.simulation.workload import Workload
 
 _AFTER_LAST = 2
@@ -49,8 +50,15 @@ class Cluster:
     """One simulated run."""
 
     def __init__(
-        self, config: Config, model: ClusterModel, workload: Workload, span: Span | None = None
+        self,
+        config: Config,
+        model: ClusterModel,
+        workload: Workload,
+        span: Span | None = None,
+        *,
+        recorder: Recorder | None = None,
     ) -> None:
+        """recorder: writes rollouts as a real run does; None: nothing is written."""
         self._span = span or Span()
         margin = config.queue.max_staleness + _AFTER_LAST
         self._last = self._span.warm_up + self._span.steps
@@ -58,7 +66,7 @@ class Cluster:
         self._model = model
         self._agenda = Agenda()
         planned = PlannedBatches()
-        self._queue = open_queue(self._config, planned)
+        self._queue = open_queue(self._config, planned, recorder)
         self._graders = Graders(self._agenda, self._queue, model.verifier, workload)
         self._fleet = Fleet(
             self._agenda,
@@ -84,6 +92,11 @@ class Cluster:
             on_change=self._share_cores,
         )
         self._speed = 1.0
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The steps so far, warm-up included."""
+        return self._trainer.records
 
     def run(self) -> Outcome:
         """Simulate. Raises DeadlineExceeded and others, as the queue of a real run would."""

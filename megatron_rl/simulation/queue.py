@@ -80,8 +80,13 @@ def simulated_config(config: Config, steps: int) -> Config:
     )
 
 
-def open_queue(config: Config, planned: PlannedBatches) -> Coordinator:
-    """A coordinator at time 0; `config` as `simulated_config` gives it."""
+def open_queue(
+    config: Config, planned: PlannedBatches, recorder: Recorder | None = None
+) -> Coordinator:
+    """A coordinator at time 0; `config` as `simulated_config` gives it.
+
+    recorder: writes what is simulated as a real run does; None: nothing is written.
+    """
     prompts = [
         Prompt(f"p{number}", TASK, [ChatMessage("user", f"question {number}")], "1", "train")
         for number in range(PROMPTS)
@@ -89,7 +94,7 @@ def open_queue(config: Config, planned: PlannedBatches) -> Coordinator:
     return Coordinator(
         config,
         PromptSets([prompts], [1.0], [], 0),
-        recorder=NoFiles(),
+        recorder=recorder or NoFiles(),
         metrics=NoRows(),
         fill=planned.fill,
         now=0.0,
