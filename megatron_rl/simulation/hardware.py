@@ -70,7 +70,7 @@ class Assumptions:
     lanes: int | None = 1
     """Engines that a publish serves at once; None: all."""
     is_overlapped: bool = False
-    verify_s: float = 0.5
+    verify_s: float = 0.1
     """Of grading one completion."""
     verifier_servers: int | None = None
     """None: verifier.answers.workers for each node of 8 GPUs."""
