@@ -12,9 +12,10 @@ Used by `megatron-rl simulate --calibrate RUN`.
 | verifiers | seconds from a completion's arrival to its score: waiting is in it, so there are as |
 |           | many servers as it takes                                                            |
 
-These seconds are those of roles that may have slowed each other. So the run is simulated, and the
-engine's and the trainer's costs are scaled until the simulated latency of a completion and the
-simulated update are the measured ones.
+Where roles share cores, seconds are turned into seconds of work by the speed that the model of
+sharing gives each moment (`core_use.py`). Then the run is simulated, and the engine's and the
+trainer's costs are scaled until the simulated seconds a token, from a completion's lease to its
+arrival, and those of an update are the measured ones: what the parts leave out is in there.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.simulation.cluster import Cluster, Span
+from megatron_rl.simulation.core_use import CoreUse
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.load_curve import LoadCurve, fit_not_negative
@@ -110,17 +112,20 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     shared = None
     if cores is not None:
         shared = SharedCores(cores, config.parallel.world_size, config.generator.tensor_parallel)
+    use = CoreUse(run, shared)
     model = ClusterModel(
-        engine=_engine(run),
-        trainer=_trainer(run, measured),
+        engine=_engine(run, use),
+        trainer=_trainer(run, measured, use),
         publish=_publish(run, measured),
         verifier=_verifier(run),
         cores=shared,
     )
     simulated = Cluster(config, model, workload, Span(steps=measured.steps)).run()
     for _ in range(_ROUNDS):
-        slower = measured.latency_s / simulated.latency_s
-        longer = (measured.compute_s + measured.rest_s) / simulated.compute_s
+        # By the token: what is drawn for the simulation has other lengths by chance.
+        slower = measured.latency_s_per_token / simulated.latency_s_per_token
+        update_s = (measured.compute_s + measured.rest_s) / measured.trained_tokens
+        longer = update_s / (simulated.compute_s / simulated.trained_tokens)
         if max(abs(slower - 1), abs(longer - 1)) < _NEAR:
             break
         model = dataclasses.replace(
@@ -171,7 +176,7 @@ def _workload(run: RunRecords) -> Workload:
     )
 
 
-def _engine(run: RunRecords) -> EngineModel:
+def _engine(run: RunRecords, use: CoreUse) -> EngineModel:
     generator = run.config.generator
     columns, values, weights = [], [], []
     by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
@@ -186,7 +191,7 @@ def _engine(run: RunRecords) -> EngineModel:
             [r.times.leased for r in records], ends, [r.prompt_tokens for r in records], tokens
         )
         is_used = (ends > starts) & (tokens > 1) & (ends > run.began_at) & (ends < run.ended_at)
-        values.append((ends - starts)[is_used] / (tokens - 1)[is_used])
+        values.append(use.work(starts, ends)[is_used] / (tokens - 1)[is_used])
         weights.append(np.sqrt((tokens - 1)[is_used]))
         running = curve.mean_running(starts[is_used], ends[is_used])
         kv = curve.mean_kv(starts[is_used], ends[is_used])
@@ -210,7 +215,7 @@ def _engine(run: RunRecords) -> EngineModel:
     )
 
 
-def _trainer(run: RunRecords, measured: Measured) -> TrainerModel:
+def _trainer(run: RunRecords, measured: Measured, use: CoreUse) -> TrainerModel:
     """Passes are proportional to the tokens of the slowest rank; nothing else is."""
     config = run.config
     lengths: defaultdict[int, list[int]] = defaultdict(list)
@@ -229,11 +234,12 @@ def _trainer(run: RunRecords, measured: Measured) -> TrainerModel:
         for _, found in sorted(lengths.items())
     ]
     optimizer_s = float(np.mean([row.get("train/optimizer_s", 0.0) for row in run.steps]))
+    share = float(np.mean([use.update_work(row) for row in run.steps])) / measured.compute_s
     passes_s = measured.compute_s - optimizer_s
     tokens = float(np.mean(slowest))
     return TrainerModel(
-        token_s=passes_s / tokens,
-        optimizer_s=optimizer_s / config.train.minibatches,
+        token_s=share * passes_s / tokens,
+        optimizer_s=share * optimizer_s / config.train.minibatches,
         step_s=measured.rest_s,
     )
 

@@ -40,6 +40,7 @@ class Generator:
     latency_s: float = 0.0
     """Of all completions together, from lease to end."""
     finished: int = 0
+    finished_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class FleetTotals:
     running_s: float
     latency_s: float
     finished: int
+    finished_tokens: int
     tokens: int
     retractions: int
     deaths: int
@@ -173,7 +175,7 @@ class Fleet:
         for generator in self.generators.values():
             self._note(generator)
             generator.idle_s = generator.running_s = generator.latency_s = 0.0
-            generator.finished = 0
+            generator.finished = generator.finished_tokens = 0
             generator.engine.tokens = generator.engine.retractions = 0
 
     def totals(self) -> FleetTotals:
@@ -189,6 +191,7 @@ class Fleet:
             running_s=sum(g.running_s for g in everybody),
             latency_s=sum(g.latency_s for g in everybody),
             finished=sum(g.finished for g in everybody),
+            finished_tokens=sum(g.finished_tokens for g in everybody),
             tokens=sum(g.engine.tokens for g in everybody),
             retractions=sum(g.engine.retractions for g in everybody),
             deaths=self._deaths,
@@ -229,6 +232,7 @@ class Fleet:
             now = self._agenda.now
             generator.latency_s += now - request.leased_at
             generator.finished += 1
+            generator.finished_tokens += request.tokens
             if now - request.leased_at > self._timeout_s:
                 self._timeouts += 1
                 reason = f"it took longer than {self._timeout_s:.0f} s"

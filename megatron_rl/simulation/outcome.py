@@ -31,6 +31,8 @@ class Outcome:
     wait_s: float
     latency_s: float
     """From a completion's lease to its end, on average."""
+    latency_s_per_token: float
+    """Of those, over their tokens."""
     tokens_per_s: float
     """Generated completion tokens, all of them."""
     trained_tokens: float
@@ -81,6 +83,7 @@ def sum_up(
         compute_s=statistics.fmean(record.compute_s for record in records),
         wait_s=statistics.fmean(record.wait_s for record in records),
         latency_s=totals.latency_s / max(1, totals.finished),
+        latency_s_per_token=totals.latency_s / max(1, totals.finished_tokens),
         tokens_per_s=totals.tokens / length,
         trained_tokens=sum(record.tokens for record in records) / count,
         flat_share=dropped / (dropped + groups),

@@ -36,6 +36,10 @@ class Measured:
     compute_s: float
     latency_s: float
     """From a completion's lease to its arrival, on average."""
+    latency_s_per_token: float
+    """Of those, over their tokens."""
+    trained_tokens: float
+    """Of a step, prompts included."""
     rest_s: float
     """Of a step, in which the trainer neither waits, nor computes, nor publishes."""
     steps: int
@@ -48,6 +52,8 @@ class RunRecords:
     config: Config
     steps: list[dict[str, Any]]
     """Rows of the trainer, one a step."""
+    every_step: list[dict[str, Any]]
+    """With those that are left out."""
     rollouts: list[RolloutRecord]
     """Of training, all of them, with their times."""
     began_at: float
@@ -87,7 +93,7 @@ def read_run(run_dir: Path) -> RunRecords:
     if not rollouts:
         raise InputError(f"{run_dir}/rollouts holds no rollouts with times: give a newer run")
     began_at, ended_at = steps[WARM_UP - 1]["time"], looked_at[-1]["time"]
-    return RunRecords(config, looked_at, rollouts, began_at, ended_at)
+    return RunRecords(config, looked_at, steps, rollouts, began_at, ended_at)
 
 
 def measure(run: RunRecords) -> Measured:
@@ -104,7 +110,13 @@ def measure(run: RunRecords) -> Measured:
     stale = sum(
         row["queue/staleness_versions_mean"] * row["queue/rollouts_trained"] for row in steps
     )
-    latencies = [record.times.done - record.times.leased for record in run.within()]
+    arrived = run.within()
+    latencies = [record.times.done - record.times.leased for record in arrived]
+    trained = [
+        record.prompt_tokens + record.tokens
+        for record in run.rollouts
+        if record.times.trained is not None and _is_looked_at(run, record.times.trained)
+    ]
     return Measured(
         step_s=length / count,
         trainer_idle=total("wait/batch_s") / length,
@@ -114,9 +126,15 @@ def measure(run: RunRecords) -> Measured:
         publish_s=total("publish/s") / count,
         compute_s=total("train/update_s") / count,
         latency_s=float(np.mean(latencies)),
+        latency_s_per_token=sum(latencies) / sum(record.tokens for record in arrived),
+        trained_tokens=sum(trained) / max(1, len(trained)) * rollouts / count,
         rest_s=max(0.0, length - accounted - total("checkpoint/stall_s")) / count,
         steps=count,
     )
+
+
+def _is_looked_at(run: RunRecords, when: float) -> bool:
+    return run.began_at <= when <= run.ended_at
 
 
 def _idle_share(run: RunRecords) -> float:
