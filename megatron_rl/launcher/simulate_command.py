@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
@@ -233,8 +233,9 @@ def _show(
 
 def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:
     table = Table(
-        "setting", "GPUs", "step s", "trainer\nidle", "engines\nidle", "places\nused",
-        "staleness\nmean, max", "publish\ns", "tokens/s", box=SIMPLE, pad_edge=False,
+        Column("setting", no_wrap=True), "GPUs", "step\ns", "trainer\nidle", "engines\nidle",
+        "places\nused", "staleness\nmean, max", "publish\ns", "tokens\na second",
+        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for variant, outcome in zip(variants, outcomes, strict=True):
         table.add_row(

@@ -41,7 +41,8 @@ class Variant:
     @property
     def name(self) -> str:
         """For tables."""
-        return ", ".join(f"{key}={value}" for key, value in self.values.items()) or "as it is"
+        short = (f"{key.rpartition('.')[2]}={value}" for key, value in self.values.items())
+        return ", ".join(short) or "as it is"
 
     @property
     def trainer_gpus(self) -> int:
