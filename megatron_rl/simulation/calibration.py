@@ -13,9 +13,10 @@ Used by `megatron-rl simulate --calibrate RUN`.
 |           | many servers as it takes                                                            |
 
 Where roles share cores, seconds are turned into seconds of work by the speed that the model of
-sharing gives each moment (`core_use.py`). Then the run is simulated, and the engine's and the
-trainer's costs are scaled until the simulated seconds a token, from a completion's lease to its
-arrival, and those of an update are the measured ones: what the parts leave out is in there.
+sharing gives each moment (`core_use.py`). What an engine does for a completion before its first
+token cannot be told from waiting for others. So the run is simulated, and that time is changed, and
+the trainer's costs with it, until the simulated seconds a token, from a completion's lease to its
+arrival, and those of an update are the measured ones.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import Measured, RunRecords, measure
 from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
 
-_ROUNDS = 6
+_ROUNDS = 8
 _NEAR = 0.003
 _KEPT_TIMES = 500
 _VERIFIERS = 10**6
@@ -120,32 +121,24 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         verifier=_verifier(run),
         cores=shared,
     )
-    simulated = Cluster(config, model, workload, Span(steps=measured.steps)).run()
-    for _ in range(_ROUNDS):
+    span = Span(steps=measured.steps)
+    simulated = Cluster(config, model, workload, span).run()
+    # Without first_token_s there is nothing to tell a completion's own work by.
+    low, high = 0.0, 2 * model.engine.request_s
+    for _ in range(_ROUNDS if high else 0):
         # By the token: what is drawn for the simulation has other lengths by chance.
         slower = measured.latency_s_per_token / simulated.latency_s_per_token
         update_s = (measured.compute_s + measured.rest_s) / measured.trained_tokens
         longer = update_s / (simulated.compute_s / simulated.trained_tokens)
         if max(abs(slower - 1), abs(longer - 1)) < _NEAR:
             break
-        model = dataclasses.replace(
-            model,
-            engine=_scaled_engine(model.engine, slower),
-            trainer=_scaled_trainer(model.trainer, longer),
-        )
-        simulated = Cluster(config, model, workload, Span(steps=measured.steps)).run()
+        request_s = model.engine.request_s
+        low, high = (request_s, high) if slower > 1 else (low, request_s)
+        engine = dataclasses.replace(model.engine, request_s=(low + high) / 2)
+        trainer = _scaled_trainer(model.trainer, longer)
+        model = dataclasses.replace(model, engine=engine, trainer=trainer)
+        simulated = Cluster(config, model, workload, span).run()
     return Calibration(model, workload, measured, simulated, config)
-
-
-def _scaled_engine(engine: EngineModel, factor: float) -> EngineModel:
-    return dataclasses.replace(
-        engine,
-        base_s=engine.base_s * factor,
-        per_running_s=engine.per_running_s * factor,
-        per_kv_token_s=engine.per_kv_token_s * factor,
-        prefill_s_per_token=engine.prefill_s_per_token * factor,
-        request_s=engine.request_s * factor,
-    )
 
 
 def _scaled_trainer(trainer: TrainerModel, factor: float) -> TrainerModel:

@@ -43,12 +43,7 @@ def setting(**sections: Any) -> Config:
         groups=8,
         size=8,
         staleness=sections.pop("staleness", 1),
-        generator={
-            "replicas": 2,
-            "max_running": 64,
-            "kv_tokens": 60_000,
-            **sections.pop("generator", {}),
-        },
+        generator=GENERATOR | sections.pop("generator", {}),
         **sections,
     )
 
