@@ -132,7 +132,7 @@ def test_other_settings_are_predicted(fitted: Calibration, other: dict[str, Any]
     assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
     assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.04)
     assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.04)
-    assert found.staleness_mean == pytest.approx(expected.staleness_mean, rel=0.05, abs=0.02)
+    assert found.staleness_mean == pytest.approx(expected.staleness_mean, rel=0.1, abs=0.02)
 
 
 def test_roles_that_slowed_each_other_are_told_apart(tmp_path: Path) -> None:
