@@ -26,6 +26,7 @@ run: where it is not near 0, the figures say little.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     which.add_argument("--runs", type=Path, nargs="+", help="runs that are there")
     parser.add_argument("--work", type=Path, help="folder for the runs; with --start")
     parser.add_argument("--quick", action="store_true", help="two runs alone")
-    parser.add_argument("--cores", type=float, default=2.0, help="that all roles share")
+    parser.add_argument("--cores", type=float, default=2.0, help="that all share; 0: none")
     options = parser.parse_args(arguments)
     if options.start is not None and options.work is None:
         parser.error("--start needs --work")
@@ -96,7 +97,7 @@ def _make_runs(options: argparse.Namespace, busy: dict[str, float]) -> list[Path
         folder = options.work / name
         if folder.exists():
             raise InputError(f"--work {options.work} holds a run {name}: give another folder")
-        busy[name] = round(busy_share(range(int(options.cores)), 2.0), 3)
+        busy[name] = round(busy_share(range(os.cpu_count() or 1), 2.0), 3)
         print(f"run {name}, other processes take {busy[name]:.0%}", file=sys.stderr)
         command = [
             sys.executable, "-m", "megatron_rl.launcher.cli", "run",
@@ -115,7 +116,7 @@ def compare_runs(runs: list[Path], cores: float) -> dict[str, dict[str, dict[str
     """By run and figure: predicted, measured, ratio or difference. The first run is fitted."""
     first, *others = runs
     print(f"fitting to {first}", file=sys.stderr)
-    fitted = calibrate(read_run(first), cores)
+    fitted = calibrate(read_run(first), cores or None)
     found = {first.name: compare(fitted.simulated, fitted.measured)}
     for folder in others:
         run = read_run(folder)
