@@ -128,7 +128,8 @@ def simulate(options: argparse.Namespace, console: Console) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus"):
+    for name in ("steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus", "mfu",
+                 "verifier_servers", "cores"):  # fmt: skip
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")

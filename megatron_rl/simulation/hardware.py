@@ -81,6 +81,11 @@ class Assumptions:
 
 def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
     """What a configuration costs on these GPUs. Raises InputError for impossible sizes."""
+    if config.generator.shares_gpus:
+        raise InputError(
+            "generator.shares_gpus: that trainer and engines take turns on a GPU is not simulated; "
+            "give a configuration in which each has GPUs of its own"
+        )
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
     engine = _engine(shape, config, assumed)

@@ -94,11 +94,11 @@ def _variant(load: Load, setting: dict[str, str], assumed: Assumptions, gpus: in
         if "." in key:
             overrides.append(f"{key}={value}")
             if key == "sampling.max_new_tokens":
-                overrides += _room_for(load([]), int(value))
+                overrides += _room_for(load([]), _whole(key, value))
         elif key == "split":
-            overrides += _split(load(overrides), int(value), gpus)
+            overrides += _split(load(overrides), _whole(key, value), gpus)
         elif key == "tp":
-            overrides += _tensor(load(overrides), int(value), assumed)
+            overrides += _tensor(load(overrides), _whole(key, value), assumed)
         else:
             assumed = dataclasses.replace(assumed, **_MAKERS[key](value))
     return Variant(setting, load(overrides), assumed)
@@ -167,6 +167,22 @@ def _tensor(config: Config, ranks: int, assumed: Assumptions) -> list[str]:
     ]
 
 
+def _whole(key: str, value: str) -> int:
+    if not value.isdigit() or not int(value):
+        raise InputError(f"{key}={value!r}: give a whole number above 0")
+    return int(value)
+
+
+def _positive(key: str, value: str) -> float:
+    try:
+        found = float(value)
+    except ValueError as error:
+        raise InputError(f"{key}={value!r} is no number") from error
+    if not 0 < found < float("inf"):
+        raise InputError(f"{key}={value!r}: give a number above 0")
+    return found
+
+
 def _is_true(value: str) -> bool:
     if value not in ("true", "false"):
         raise InputError(f"overlap={value!r}: give true or false")
@@ -176,10 +192,10 @@ def _is_true(value: str) -> bool:
 _MAKERS: dict[str, Callable[[str], dict[str, object]]] = {
     "split": lambda value: {},
     "tp": lambda value: {},
-    "lanes": lambda value: {"lanes": None if value == "all" else int(value)},
+    "lanes": lambda value: {"lanes": None if value == "all" else _whole("lanes", value)},
     "overlap": lambda value: {"is_overlapped": _is_true(value)},
-    "verifier_servers": lambda value: {"verifier_servers": int(value)},
-    "verify_s": lambda value: {"verify_s": float(value)},
-    "dead": lambda value: {"dead": int(value)},
-    "mfu": lambda value: {"mfu": float(value)},
+    "verifier_servers": lambda value: {"verifier_servers": _whole("verifier_servers", value)},
+    "verify_s": lambda value: {"verify_s": _positive("verify_s", value)},
+    "dead": lambda value: {"dead": 0 if value == "0" else _whole("dead", value)},
+    "mfu": lambda value: {"mfu": _positive("mfu", value)},
 }
