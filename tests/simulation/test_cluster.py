@@ -184,7 +184,7 @@ def test_a_thousand_gpus_take_less_than_a_minute() -> None:
     workload = Workload(lengths, 300, PassRates.of(0.4, 0.25, 16))
     model = model_of(iteration_s=0.02, token_s=5e-6, max_running=64)
     began = time.process_time()
-    found = simulated(config, model, workload, steps=1, warm_up=1, grain_s=4.0)
+    found = simulated(config, model, workload, steps=1, warm_up=0, grain_s=4.0)
     assert time.process_time() - began < 60
     assert found.steps == 1
     assert found.staleness_max <= 2
