@@ -12,7 +12,7 @@
 #
 #   sbatch examples/magistral_stages.sh --model DIR --prompts FILE --run-dir DIR [section.key=value ...]
 #
-# Nodes 0 to 7 train, nodes 8 to 15 run 32 engines of 2 GPUs each; docs/clusters.md.
+# Nodes 0 to 4 train, nodes 5 to 15 run 44 engines of 2 GPUs each; docs/simulator.md says why.
 set -euo pipefail
 # Slurm runs a copy of this file from a folder of its own.
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"

@@ -12,8 +12,8 @@
 #
 #   sbatch examples/qwen3_30b_a3b.sh --model DIR --prompts FILE --run-dir DIR [section.key=value ...]
 #
-# Nodes 0 and 1 train, each of 16 ranks with 8 experts of every layer; nodes 2 and 3 run 8 engines of
-# 2 GPUs each; docs/clusters.md.
+# Node 0 trains, each of 8 ranks with 16 experts of every layer; nodes 1 to 3 run 12 engines of 2
+# GPUs each; docs/simulator.md says why.
 set -euo pipefail
 # Slurm runs a copy of this file from a folder of its own.
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"

@@ -23,7 +23,7 @@ LAYOUT, EXCHANGE, FOLDERS, PUBLISH = (
     f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "publish")
 )
 MODEL, TRAINER = "megatron_rl/trainer/model", "megatron_rl/trainer"
-ANALYSIS = "megatron_rl/analysis"
+ANALYSIS, SIZING = "megatron_rl/analysis", "megatron_rl/launcher/sizing"
 ALLOWED: dict[str, set[str]] = {
     CONFIG: set(),
     PROTOCOL: {CONFIG},
@@ -44,6 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "generation": {CONFIG, PROTOCOL, KERNELS, LAYOUT, EXCHANGE},
     "verification": {CONFIG, PROTOCOL},
 }  # fmt: skip
+ALLOWED[SIZING] = {CONFIG, LAYOUT}
+ALLOWED["megatron_rl/simulation"] = {CONFIG, PROTOCOL, ALGORITHMS, LAYOUT, QUEUE, SIZING}
 ALLOWED["megatron_rl/data"] = {CONFIG, PROTOCOL, QUEUE, TRAINER, "verification"}
 ALLOWED["megatron_rl/metrics_out"] = {CONFIG, PROTOCOL}
 ALLOWED["megatron_rl/viewer"] = {CONFIG, PROTOCOL}

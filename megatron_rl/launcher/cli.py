@@ -24,6 +24,7 @@ from megatron_rl.launcher import (
     data_command,
     doctor,
     metrics_command,
+    simulate_command,
     status_command,
     verify_command,
     view_command,
@@ -72,6 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     view = commands.add_parser("view", help="look at the rollouts of a run in a browser")
     view_command.add_arguments(view)
     _add_plan_arguments(commands.add_parser("plan", help="say what a run needs, and if it fits"))
+    simulate_command.add_arguments(
+        commands.add_parser("simulate", help="predict step time, idle shares and staleness")
+    )
     plan = commands.add_parser("plan-weights", help="say what a publish moves between which ranks")
     plan.add_argument("config", help="TOML file, or the name of a shipped one")
     plan.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -117,6 +117,7 @@ TRAINER = (
     Known("train/padded_tokens", "positions that went through the trainer", kind="count"),
     Known("train/tokens_per_s", "positions a second of a trainer rank's update"),
     Known("train/update_s", "seconds of the step's updates"),
+    Known("train/optimizer_s", "seconds of them that do not grow with the tokens: the optimizer"),
     Known("wait/batch_s", "seconds that the trainer waited for the batch",
           "far below train/update_s", "more generators; `megatron-rl plan`"),
     Known("checkpoint/stall_s", "seconds that a checkpoint held the trainer up", "below a second"),

@@ -1,9 +1,11 @@
 """Forms the batch of a step from complete groups: advantages, weights, packing, metrics. Pure.
 
-Used by the rollout queue.
+Used by the rollout queue. A batch is planned by lengths (`plan_batch`), then filled with arrays: a
+simulation of the queue needs the plan alone.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -12,7 +14,7 @@ from megatron_rl.algorithms.credit import GroupView
 from megatron_rl.algorithms.minibatch import Crediting
 from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, Metric, MetricSet
-from megatron_rl.protocol.packing import deal
+from megatron_rl.protocol.packing import Microbatch, deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 from megatron_rl.protocol.types import (
     MinibatchShare,
@@ -23,7 +25,50 @@ from megatron_rl.protocol.types import (
 from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
 from megatron_rl.rollout_queue.replay.drawn import NOTHING, Drawn
 from megatron_rl.rollout_queue.tally import RolloutTally
-from megatron_rl.rollout_queue.train_sequence import sequence_of
+from megatron_rl.rollout_queue.train_sequence import length_of, sequence_of
+
+
+@dataclasses.dataclass(frozen=True)
+class MinibatchPlan:
+    """Which sequences of a minibatch go where, known from lengths alone."""
+
+    groups: list[Group]
+    lengths: list[int]
+    """Tokens of each sequence, group by group, prompt included."""
+    ranks: list[list[Microbatch]]
+    """[data-parallel size][same count on every rank], of indices into the lengths."""
+
+
+def plan_batch(
+    groups: list[Group], config: TrainConfig, dp_size: int, cost: SequenceCost = TOKENS
+) -> list[MinibatchPlan]:
+    """The plan of each minibatch of these groups; no array is made. cost: see `form_batch`."""
+    plans = []
+    for number in range(config.minibatches):
+        # Every minibatch gets groups of all ages.
+        members = groups[number :: config.minibatches]
+        lengths = [length_of(group, scored) for group in members for scored in group.ordered]
+        ranks = deal(lengths, budget_tokens=config.microbatch_tokens, dp_size=dp_size, cost=cost)
+        plans.append(MinibatchPlan(members, lengths, ranks))
+    return plans
+
+
+Fill = Callable[[MinibatchPlan, Crediting], list[MinibatchShare]]
+"""The share of each data-parallel rank of a planned minibatch."""
+
+
+def fill_minibatch(plan: MinibatchPlan, crediting: Crediting) -> list[MinibatchShare]:
+    """Each rank's share, with the arrays of its sequences, their advantages and weights."""
+    sequences = minibatch_sequences(plan.groups, crediting)
+    assert [len(sequence.token_ids) for sequence in sequences] == plan.lengths
+    return [
+        MinibatchShare(
+            [[sequences[i] for i in microbatch] for microbatch in microbatches],
+            groups=len(plan.groups),
+            members=max(len(group.scored) for group in plan.groups),
+        )
+        for microbatches in plan.ranks
+    ]
 
 
 def form_batch(
@@ -37,37 +82,20 @@ def form_batch(
     dp_size: int,
     cost: SequenceCost = TOKENS,
     more: Sequence[Metric] = (),
+    fill: Fill = fill_minibatch,
 ) -> list[RankBatch]:
     """Each data-parallel rank's share of the batch; `dropped` and `more` only enter the metrics.
 
     groups: sampled for it; replayed: others, which only count in metrics of their own. cost: by
     which the ranks get equally much to do.
     """
-    everything = [*groups, *replayed.groups]
-    ranks: list[list[MinibatchShare]] = [[] for _ in range(dp_size)]
-    for number in range(config.minibatches):
-        # Every minibatch gets groups of all ages.
-        members = everything[number :: config.minibatches]
-        sequences = minibatch_sequences(members, crediting)
-        dealt = deal(
-            [len(sequence.token_ids) for sequence in sequences],
-            budget_tokens=config.microbatch_tokens,
-            dp_size=dp_size,
-            cost=cost,
-        )
-        for rank, microbatches in enumerate(dealt):
-            ranks[rank].append(
-                MinibatchShare(
-                    [[sequences[i] for i in microbatch] for microbatch in microbatches],
-                    groups=len(members),
-                    members=max(len(group.scored) for group in members),
-                )
-            )
+    plans = plan_batch([*groups, *replayed.groups], config, dp_size, cost)
+    filled = [fill(plan, crediting) for plan in plans]
     metrics = MetricSet()
     metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])
     return [
-        RankBatch(step, rank, minibatches, metrics.entries() if rank == 0 else {})
-        for rank, minibatches in enumerate(ranks)
+        RankBatch(step, rank, list(minibatches), metrics.entries() if rank == 0 else {})
+        for rank, minibatches in enumerate(zip(*filled, strict=True))
     ]
 
 

@@ -27,6 +27,7 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
+from megatron_rl.rollout_queue.batches import Fill, fill_minibatch
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
 from megatron_rl.rollout_queue.formation import Formation
@@ -57,9 +58,10 @@ class Coordinator:
         recorder: Recorder,
         metrics: JsonlWriter,
         evaluate_only: str = "",
+        fill: Fill = fill_minibatch,
         now: float,
     ) -> None:
-        """evaluate_only: label of the one evaluation to run; empty for training."""
+        """evaluate_only: label of the one evaluation to run, or empty; fill: shares of a plan."""
         self._config = config
         self._recorder = recorder
         self._metrics = metrics
@@ -94,7 +96,7 @@ class Coordinator:
         self._replay = open_replay(config, prompts.held_out) if self._training else NoReplay()
         self._formation = None
         if self._training is not None:
-            self._formation = Formation(config, self._training, self._groups, self._replay)
+            self._formation = Formation(config, self._training, self._groups, self._replay, fill)
         self._patience = Patience(config, now)
         self._states: list[tuple[str, QueueState]] = []
         self._first_version = 0
@@ -274,9 +276,8 @@ class Coordinator:
         self._evaluations.note_batch()
         self._desk.put(formed.shares)
         step, groups, reasons = formed.step, formed.groups, dict(formed.dropped.reasons)
-        late, untaken = self._leases.late_rollouts, self._groups.untaken
         text = "batch of step %d: %d groups, dropped before it %s, %d open, %d late rollouts so far"
-        log.info(text, step, len(groups), reasons, untaken, late)
+        log.info(text, step, len(groups), reasons, self._groups.untaken, self._leases.late_rollouts)
         return step, groups
 
     def _next_lease(self, now: float) -> Outgoing | None:

@@ -9,7 +9,7 @@ from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.sequence_cost import find_cost
 from megatron_rl.protocol.types import RankBatch
-from megatron_rl.rollout_queue.batches import form_batch
+from megatron_rl.rollout_queue.batches import Fill, fill_minibatch, form_batch
 from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook
 from megatron_rl.rollout_queue.replay.draw import Replay
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
@@ -31,8 +31,14 @@ class Formation:
     """Takes groups out of the book, and tells the schedule of stages what became of them."""
 
     def __init__(
-        self, config: Config, training: TrainingGroups, book: GroupBook, replay: Replay
+        self,
+        config: Config,
+        training: TrainingGroups,
+        book: GroupBook,
+        replay: Replay,
+        fill: Fill = fill_minibatch,
     ) -> None:
+        self._fill = fill
         self._crediting = find_crediting(config.algorithm)
         self._cost = find_cost(config.train.packing, config.model.path)
         self._training = training
@@ -58,6 +64,7 @@ class Formation:
             dp_size=dp_size,
             cost=self._cost,
             more=training.metrics(step),
+            fill=self._fill,
         )
         training.note_batch(shares[0], self._book)
         return Formed(step, shares, groups, dropped)

@@ -17,10 +17,22 @@ NO_VERSION = -1
 def sequence_of(group: Group, scored: ScoredRollout) -> TrainSequence:
     """The sequence of a completion of a group, without its advantage, weight and place."""
     sequence = _as_sampled(scored)
-    gold = scored.rollout.gold
-    if group.learns_gold and gold is not None and has_gold(scored):
-        return _with_gold(sequence, gold)
-    return sequence
+    gold = _gold_of(group, scored)
+    return sequence if gold is None else _with_gold(sequence, gold)
+
+
+def length_of(group: Group, scored: ScoredRollout) -> int:
+    """Tokens of that sequence, prompt included."""
+    gold = _gold_of(group, scored)
+    completion = len(scored.rollout.token_ids)
+    if gold is not None:
+        completion = gold.thought_tokens + len(gold.token_ids)
+    return len(scored.rollout.prompt_ids) + completion
+
+
+def _gold_of(group: Group, scored: ScoredRollout) -> GoldAnswer | None:
+    """The reference answer that takes the place of the sampled one."""
+    return scored.rollout.gold if group.learns_gold and has_gold(scored) else None
 
 
 def _as_sampled(scored: ScoredRollout) -> TrainSequence:

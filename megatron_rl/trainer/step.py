@@ -140,6 +140,7 @@ class Trainer:
         self._guard.check_mismatch(totals.mismatch, version=version)
         if before_step is not None:
             before_step()
+        passed = time.monotonic()
         cfg = self._optimizer_cfg
         lr = lr_at(self._steps_done, cfg, self._total_steps)
         result = step_if_finite(self._optimizer, lr=lr, skip_norm=cfg.skip_grad_norm)
@@ -150,13 +151,15 @@ class Trainer:
         if self.value_head is not None and not result.was_skipped:
             self.value_head.step()
         self._guard.count(result, minibatch, version=version)
-        seconds = time.monotonic() - started
+        ended = time.monotonic()
         return [
             *loss_metrics(totals.sums),
             *_step_metrics(result),
             *mismatch_metrics(totals.mismatch),
             Metric("train/lr", lr),
-            *_speed(totals.sums["padded_tokens"], seconds),
+            *_speed(totals.sums["padded_tokens"], ended - started),
+            # What does not grow with the tokens of a minibatch.
+            Metric("train/optimizer_s", ended - passed, "sum"),
         ]
 
     def gather(self) -> None:

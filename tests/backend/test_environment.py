@@ -18,6 +18,7 @@ from megatron_rl.backend.environment import (
     collective_environment,
     device_of_host,
     interface_of,
+    ranks_environment,
     role_environment,
     trainer_environment,
 )

@@ -1,0 +1,5 @@
+"""A run under virtual time: the product's own rollout queue, with models of all who talk to it.
+
+Run by `megatron-rl simulate` and `tools.bench.simulate`; no process, socket, device or clock. May
+import config, protocol, the rollout queue, the layout of weights and the launcher's sizing.
+"""

@@ -1,0 +1,255 @@
+"""Fits the model of a cluster to the records of a finished run.
+
+Used by `megatron-rl simulate --calibrate RUN`.
+
+| part      | fitted to                                                                           |
+|-----------|-------------------------------------------------------------------------------------|
+| lengths   | the run's completions, prompt by prompt; dropped groups too                         |
+| verdicts  | share of right completions, and of groups dropped as flat                           |
+| engine    | seconds a token of each completion, by the completions and tokens that were with it |
+| trainer   | train/update_s by the tokens of the slowest rank; train/optimizer_s                 |
+| publish   | publish/s and publish/pause_s                                                       |
+| verifiers | seconds from a completion's arrival to its score: waiting is in it, so there are as |
+|           | many servers as it takes                                                            |
+
+Where roles share cores, seconds are turned into seconds of work by the speed that the model of
+sharing gives each moment (`core_use.py`). What an engine does for a completion before its first
+token cannot be told from waiting for others. So the run is simulated, and that time is changed, and
+the trainer's costs with it, until the simulated seconds a token, from a completion's lease to its
+arrival, and those of an update are the measured ones.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.packing import deal
+from megatron_rl.protocol.rollout_files import RolloutRecord
+from megatron_rl.simulation.cluster import Cluster, Span
+from megatron_rl.simulation.core_use import CoreUse
+from megatron_rl.simulation.engine import EngineModel
+from megatron_rl.simulation.hardware import Assumptions
+from megatron_rl.simulation.load_curve import LoadCurve, fit_not_negative
+from megatron_rl.simulation.machines import (
+    ClusterModel,
+    Faults,
+    PublishModel,
+    SharedCores,
+    TrainerModel,
+    VerifierModel,
+)
+from megatron_rl.simulation.outcome import Outcome
+from megatron_rl.simulation.records import Measured, RunRecords, measure
+from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
+
+_ROUNDS = 8
+_NEAR = 0.003
+_KEPT_TIMES = 500
+_VERIFIERS = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """A fitted model, and the run that it was fitted to."""
+
+    fitted: ClusterModel
+    workload: Workload
+    measured: Measured
+    simulated: Outcome
+    """Of the same configuration."""
+    config: Config
+    """Of the run."""
+
+    def model(self, config: Config, assumed: Assumptions) -> ClusterModel:
+        """The model of another configuration of the same machines. Raises InputError."""
+        mine, fitted = self.config, self.fitted
+        for name in ("tensor", "pipeline", "context", "expert"):
+            _check_same(
+                f"parallel.{name}", getattr(mine.parallel, name), getattr(config.parallel, name)
+            )
+        ranks = config.generator.tensor_parallel
+        _check_same("generator.tensor_parallel", mine.generator.tensor_parallel, ranks)
+        engine = dataclasses.replace(
+            fitted.engine,
+            max_running=config.generator.max_running,
+            kv_tokens=config.generator.kv_tokens,
+        )
+        publish = dataclasses.replace(
+            fitted.publish,
+            lanes=assumed.lanes or config.generator.replicas,
+            is_overlapped=assumed.is_overlapped,
+        )
+        verifier = fitted.verifier
+        if assumed.verifier_servers is not None:
+            verifier = dataclasses.replace(verifier, servers=assumed.verifier_servers)
+        cores = fitted.cores
+        if cores is not None:
+            cores = dataclasses.replace(cores, trainer_threads=config.parallel.world_size)
+        return dataclasses.replace(
+            fitted,
+            engine=engine,
+            publish=publish,
+            verifier=verifier,
+            faults=Faults(assumed.deaths_per_engine_hour, assumed.restart_s, assumed.dead),
+            cores=cores,
+        )
+
+
+def _check_same(name: str, fitted: object, asked: object) -> None:
+    if fitted != asked:
+        raise InputError(
+            f"{name} is {asked}, but {fitted} in the run of --calibrate: what it measured says "
+            "nothing about that; give a run with the same"
+        )
+
+
+def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
+    """Fit to a run. cores: that all its roles share; None: each has devices of its own."""
+    config, measured = run.config, measure(run)
+    workload = _workload(run)
+    shared = None
+    if cores is not None:
+        shared = SharedCores(cores, config.parallel.world_size, config.generator.tensor_parallel)
+    use = CoreUse(run, shared)
+    model = ClusterModel(
+        engine=_engine(run, use),
+        trainer=_trainer(run, measured, use),
+        publish=_publish(run, measured),
+        verifier=_verifier(run),
+        cores=shared,
+    )
+    span = Span(steps=measured.steps)
+    simulated = Cluster(config, model, workload, span).run()
+    # Without first_token_s there is nothing to tell a completion's own work by.
+    low, high = 0.0, 2 * model.engine.request_s
+    for _ in range(_ROUNDS if high else 0):
+        # By the token: what is drawn for the simulation has other lengths by chance.
+        slower = measured.latency_s_per_token / simulated.latency_s_per_token
+        update_s = (measured.compute_s + measured.rest_s) / measured.trained_tokens
+        longer = update_s / (simulated.compute_s / simulated.trained_tokens)
+        if max(abs(slower - 1), abs(longer - 1)) < _NEAR:
+            break
+        request_s = model.engine.request_s
+        low, high = (request_s, high) if slower > 1 else (low, request_s)
+        engine = dataclasses.replace(model.engine, request_s=(low + high) / 2)
+        trainer = _scaled_trainer(model.trainer, longer)
+        model = dataclasses.replace(model, engine=engine, trainer=trainer)
+        simulated = Cluster(config, model, workload, span).run()
+    return Calibration(model, workload, measured, simulated, config)
+
+
+def _scaled_trainer(trainer: TrainerModel, factor: float) -> TrainerModel:
+    return dataclasses.replace(
+        trainer,
+        token_s=trainer.token_s * factor,
+        optimizer_s=trainer.optimizer_s * factor,
+        step_s=trainer.step_s * factor,
+    )
+
+
+# --- parts ------------------------------------------------------------------------------------
+
+
+def _workload(run: RunRecords) -> Workload:
+    by_group: defaultdict[int, list[RolloutRecord]] = defaultdict(list)
+    for record in run.within():
+        by_group[record.group].append(record)
+    graded = [r for group in by_group.values() for r in group if r.reward is not None]
+    right = sum(record.reason == "correct" for record in graded) / len(graded)
+    dropped = Counter(group[0].dropped == "flat" for group in by_group.values())
+    flat_share = dropped[True] / dropped.total()
+    prompts = [record.prompt_tokens for record in graded]
+    return Workload(
+        RecordedLengths(tuple(tuple(r.tokens for r in group) for group in by_group.values())),
+        max(1, round(float(np.mean(prompts)))),
+        PassRates.of(min(0.999, max(0.001, right)), flat_share, run.config.train.group_size),
+    )
+
+
+def _engine(run: RunRecords, use: CoreUse) -> EngineModel:
+    generator = run.config.generator
+    columns, values, weights = [], [], []
+    by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in run.rollouts:
+        by_engine[record.generator].append(record)
+    firsts = []
+    for records in by_engine.values():
+        starts = np.array([r.times.leased + max(0.0, r.times.first_token_s) for r in records])
+        ends = np.array([r.times.done for r in records])
+        tokens = np.array([r.tokens for r in records])
+        curve = LoadCurve(
+            [r.times.leased for r in records], ends, [r.prompt_tokens for r in records], tokens
+        )
+        is_used = (ends > starts) & (tokens > 1) & (ends > run.began_at) & (ends < run.ended_at)
+        values.append(use.work(starts, ends)[is_used] / (tokens - 1)[is_used])
+        weights.append(np.sqrt((tokens - 1)[is_used]))
+        running = curve.mean_running(starts[is_used], ends[is_used])
+        kv = curve.mean_kv(starts[is_used], ends[is_used])
+        columns.append(np.stack([np.ones_like(running), running, kv], axis=1))
+        firsts += [r.times.first_token_s for r in records if r.times.first_token_s >= 0]
+    weight = np.concatenate(weights)
+    base, per_running, per_kv = fit_not_negative(
+        np.concatenate(columns) * weight[:, None], np.concatenate(values) * weight
+    )
+    mean_running = float(np.mean(np.concatenate(columns)[:, 1]))
+    # A completion waits for the prefills of those that come with it: half of them on average.
+    request_s = 2 * float(np.median(firsts)) / max(1.0, mean_running) if firsts else 0.0
+    return EngineModel(
+        base_s=max(float(base), 1e-6),
+        per_running_s=float(per_running),
+        per_kv_token_s=float(per_kv),
+        prefill_s_per_token=0.0,
+        max_running=generator.max_running,
+        kv_tokens=generator.kv_tokens,
+        request_s=request_s,
+    )
+
+
+def _trainer(run: RunRecords, measured: Measured, use: CoreUse) -> TrainerModel:
+    """Passes are proportional to the tokens of the slowest rank; nothing else is."""
+    config = run.config
+    lengths: defaultdict[int, list[int]] = defaultdict(list)
+    for record in run.rollouts:
+        if not record.dropped and record.times.trained is not None:
+            lengths[round(record.times.trained * 1000)].append(record.prompt_tokens + record.tokens)
+    slowest = [
+        max(
+            sum(sum(found[i] for i in microbatch) for microbatch in rank)
+            for rank in deal(
+                found,
+                budget_tokens=config.train.microbatch_tokens,
+                dp_size=config.parallel.data,
+            )
+        )
+        for _, found in sorted(lengths.items())
+    ]
+    optimizer_s = float(np.mean([row.get("train/optimizer_s", 0.0) for row in run.steps]))
+    share = float(np.mean([use.update_work(row) for row in run.steps])) / measured.compute_s
+    passes_s = measured.compute_s - optimizer_s
+    tokens = float(np.mean(slowest))
+    return TrainerModel(
+        token_s=share * passes_s / tokens,
+        optimizer_s=share * optimizer_s / config.train.minibatches,
+        step_s=measured.rest_s,
+    )
+
+
+def _publish(run: RunRecords, measured: Measured) -> PublishModel:
+    pauses = [row["publish/pause_s"] for row in run.steps if "publish/pause_s" in row]
+    replicas = run.config.generator.replicas
+    alone = measured.publish_s / replicas
+    replica_s = min(alone, float(np.mean(pauses))) if pauses else alone
+    return PublishModel(replica_s, fixed_s=measured.publish_s - replicas * replica_s)
+
+
+def _verifier(run: RunRecords) -> VerifierModel:
+    seconds = sorted(
+        max(0.0, record.times.scored - record.times.done)
+        for record in run.within()
+        if record.times.scored is not None
+    )
+    thinned = seconds[:: max(1, len(seconds) // _KEPT_TIMES)]
+    return VerifierModel(_VERIFIERS, tuple(thinned) or (0.0,))

@@ -1,0 +1,54 @@
+"""How fast roles that share cores could compute at each moment of a run. Pure.
+
+Used by calibration: seconds of a run, times this speed, are seconds of work.
+"""
+
+import numpy as np
+
+from megatron_rl.simulation.machines import SharedCores
+from megatron_rl.simulation.records import RunRecords
+
+
+class CoreUse:
+    """The speed of all roles over the time of a run."""
+
+    def __init__(self, run: RunRecords, cores: SharedCores | None) -> None:
+        """cores: None: nobody slows anybody."""
+        engines: dict[str, list[tuple[float, float]]] = {}
+        for record in run.rollouts:
+            engines.setdefault(record.generator, []).append(
+                (record.times.leased, record.times.done)
+            )
+        updates = [_update(row) for row in run.every_step]
+        everything = [*updates, *(span for spans in engines.values() for span in spans)]
+        self._times = np.unique(np.array(everything).ravel())
+        working = sum(self._busy(spans) for spans in engines.values())
+        trains = self._busy(updates)
+        speed = np.ones(len(self._times))
+        if cores is not None:
+            demand = cores.trainer_threads * trains + cores.engine_threads * working
+            speed = np.minimum(1.0, cores.cores / np.maximum(demand, 1e-9))
+        parts = speed[:-1] * np.diff(self._times)
+        self._work = np.concatenate([[0.0], np.cumsum(parts)])
+
+    def _busy(self, spans: list[tuple[float, float]]) -> np.ndarray:
+        """[times] 1 where one of the spans covers what follows, else 0."""
+        begins, ends = np.array(spans).T
+        running = np.searchsorted(np.sort(begins), self._times, side="right")
+        return ((running - np.searchsorted(np.sort(ends), self._times, side="right")) > 0) * 1.0
+
+    def work(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[intervals] seconds at full speed that fit into them."""
+        found = np.interp(ends, self._times, self._work)
+        return found - np.interp(starts, self._times, self._work)
+
+    def update_work(self, row: dict) -> float:
+        """Seconds at full speed of a step's update."""
+        start, end = _update(row)
+        return float(self.work(np.array([start]), np.array([end]))[0])
+
+
+def _update(row: dict) -> tuple[float, float]:
+    """When the update of a step ran: its row is written after the publish."""
+    end = row["time"] - row.get("publish/s", 0.0) - row.get("checkpoint/stall_s", 0.0)
+    return end - row["train/update_s"], end

@@ -1,0 +1,277 @@
+"""The simulated generators: engines that take leases, return rollouts, die and come back.
+
+Used by the simulation. Says to the queue what real generators say, in the same messages.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from functools import partial
+
+from megatron_rl.protocol.types import (
+    Cancel,
+    GeneratorReady,
+    Lease,
+    RolloutDone,
+    RolloutFailed,
+)  # fmt: skip
+from megatron_rl.rollout_queue.coordinator import PROMPTS, Coordinator
+from megatron_rl.simulation.engine import RESERVE_TOKENS, Engine, EngineModel, Request
+from megatron_rl.simulation.events import Agenda
+from megatron_rl.simulation.machines import Faults
+from megatron_rl.simulation.queue import make_rollout
+from megatron_rl.simulation.workload import Workload
+
+
+@dataclasses.dataclass
+class Generator:
+    """One engine and what is known of its time."""
+
+    name: str
+    engine: Engine
+    session: int = 1
+    is_alive: bool = True
+    stamp: int = 0
+    """Of the event that is set for it; earlier ones mean nothing any more."""
+    idle_s: float = 0.0
+    running_s: float = 0.0
+    """Integral of running completions over time."""
+    seen_at: float = 0.0
+    latency_s: float = 0.0
+    """Of all completions together, from lease to end."""
+    finished: int = 0
+    finished_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetTotals:
+    """Over all generators since the last reset."""
+
+    idle_s: float
+    """With nothing in flight, dead ones included."""
+    running_s: float
+    latency_s: float
+    finished: int
+    finished_tokens: int
+    tokens: int
+    retractions: int
+    deaths: int
+    timeouts: int
+    """Completions that took longer than generator.request_timeout_s."""
+
+
+class Fleet:
+    """All generators of a run."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        queue: Coordinator,
+        model: EngineModel,
+        workload: Workload,
+        *,
+        replicas: int,
+        max_new_tokens: int,
+        request_timeout_s: float,
+        faults: Faults,
+        on_change: Callable[[], None],
+        on_restart: Callable[[Generator], None],
+    ) -> None:
+        """on_change: engines begin or cease to compute; on_restart: one waits for weights."""
+        self._agenda, self._queue, self._model = agenda, queue, model
+        self._workload, self._faults = workload, faults
+        self._cap, self._timeout_s = max_new_tokens, request_timeout_s
+        self._on_change, self._on_restart = on_change, on_restart
+        self._draw = random.Random(f"{workload.seed}/faults")
+        names = [f"generator-{i}" for i in range(replicas)]
+        self.generators = {name: Generator(name, self._new_engine()) for name in names}
+        self._deaths = self._timeouts = 0
+        self._speed = 1.0
+        self._base = (0, 0)
+        for number, generator in enumerate(self.generators.values()):
+            generator.is_alive = number >= faults.dead_from_start
+            if generator.is_alive:
+                self._await_death(generator)
+
+    def _new_engine(self) -> Engine:
+        return Engine(self._model, reserve_tokens=min(RESERVE_TOKENS, self._cap))
+
+    # --- what the queue and the publisher say ---------------------------------------------------
+
+    def take_lease(self, name: str, lease: Lease) -> None:
+        """Generate what is leased."""
+        generator = self.generators[name]
+        if not generator.is_alive:
+            return
+        now, workload = self._agenda.now, self._workload
+        self._note(generator)
+        for index in lease.indices:
+            group = lease.sampling.seed
+            tokens = workload.tokens(group, index, lease.sampling.max_new_tokens)
+            request = Request(
+                lease.lease_id, index, group, workload.prompt_tokens, tokens, leased_at=now
+            )
+            generator.engine.add(request, now)
+        self._changed(generator)
+
+    def take_cancel(self, name: str, cancel: Cancel) -> None:
+        """Stop what is left of a lease."""
+        generator = self.generators[name]
+        self._note(generator)
+        generator.engine.cancel(cancel.lease_id, self._agenda.now)
+        self._changed(generator)
+
+    def pause(self, generator: Generator, session: int) -> None:
+        """A publish to a generator begins."""
+        if generator.is_alive and generator.session == session:
+            self._note(generator)
+            generator.engine.pause(self._agenda.now)
+            self._changed(generator)
+
+    def resume(self, generator: Generator, session: int, version: int) -> None:
+        """It has the weights of a version."""
+        if generator.is_alive and generator.session == session:
+            self._note(generator)
+            generator.engine.resume(version, self._agenda.now)
+            self._changed(generator)
+            self.announce(generator)
+
+    def announce(self, generator: Generator) -> None:
+        """Tell the queue of a generator."""
+        engine = generator.engine
+        version = engine.version if engine.pending_version is None else engine.pending_version
+        ready = GeneratorReady(self._model.max_running, version, generator.session)
+        self._queue.handle(PROMPTS, generator.name, ready, self._agenda.now)
+
+    def beat(self) -> None:
+        """The heartbeats of all that live."""
+        for generator in self.live:
+            if generator.engine.version >= 0:
+                self.announce(generator)
+
+    # --- state ----------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[Generator]:
+        """Those that can take a publish."""
+        return [generator for generator in self.generators.values() if generator.is_alive]
+
+    @property
+    def working(self) -> int:
+        """Engines that compute."""
+        return sum(g.engine.is_working for g in self.generators.values() if g.is_alive)
+
+    def set_speed(self, speed: float) -> None:
+        """All engines compute with another share of their full speed."""
+        self._speed = speed
+        for generator in self.live:
+            self._note(generator)
+            generator.engine.set_speed(speed, self._agenda.now)
+            self._set_event(generator)
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self._deaths = self._timeouts = 0
+        for generator in self.generators.values():
+            self._note(generator)
+            generator.idle_s = generator.running_s = generator.latency_s = 0.0
+            generator.finished = generator.finished_tokens = 0
+            generator.engine.tokens = generator.engine.retractions = 0
+
+    def totals(self) -> FleetTotals:
+        """Since the last reset."""
+        for generator in self.generators.values():
+            self._note(generator)
+            if generator.is_alive:
+                generator.engine.advance(self._agenda.now)
+                self._deliver(generator)
+        everybody = self.generators.values()
+        return FleetTotals(
+            idle_s=sum(g.idle_s for g in everybody),
+            running_s=sum(g.running_s for g in everybody),
+            latency_s=sum(g.latency_s for g in everybody),
+            finished=sum(g.finished for g in everybody),
+            finished_tokens=sum(g.finished_tokens for g in everybody),
+            tokens=sum(g.engine.tokens for g in everybody),
+            retractions=sum(g.engine.retractions for g in everybody),
+            deaths=self._deaths,
+            timeouts=self._timeouts,
+        )
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _note(self, generator: Generator) -> None:
+        """Count the time since the last look, in which nothing joined or ended."""
+        passed = self._agenda.now - generator.seen_at
+        generator.seen_at = self._agenda.now
+        if not generator.is_alive or not generator.engine.in_flight:
+            generator.idle_s += passed
+        else:
+            generator.running_s += passed * generator.engine.running
+
+    def _changed(self, generator: Generator) -> None:
+        self._deliver(generator)
+        self._set_event(generator)
+        self._on_change()
+
+    def _set_event(self, generator: Generator) -> None:
+        generator.stamp += 1
+        when = generator.engine.next_at()
+        if when < float("inf"):
+            self._agenda.at(when, partial(self._wake, generator, generator.stamp))
+
+    def _wake(self, generator: Generator, stamp: int) -> None:
+        if stamp != generator.stamp or not generator.is_alive:
+            return
+        self._note(generator)
+        generator.engine.advance(self._agenda.now)
+        self._changed(generator)
+
+    def _deliver(self, generator: Generator) -> None:
+        for _, request in generator.engine.take_finished():
+            now = self._agenda.now
+            generator.latency_s += now - request.leased_at
+            generator.finished += 1
+            generator.finished_tokens += request.tokens
+            if now - request.leased_at > self._timeout_s:
+                self._timeouts += 1
+                reason = f"it took longer than {self._timeout_s:.0f} s"
+                failed = RolloutFailed(request.lease_id, request.index, reason)
+                self._queue.handle(PROMPTS, generator.name, failed, now)
+                continue
+            rollout = make_rollout(
+                request.lease_id,
+                request.index,
+                request.spans(),
+                prompt_tokens=request.prompt_tokens,
+                is_cut=request.tokens >= self._cap,
+            )
+            self._queue.handle(PROMPTS, generator.name, RolloutDone(rollout), now)
+
+    # --- deaths -----------------------------------------------------------------------------------
+
+    def _await_death(self, generator: Generator) -> None:
+        if not (rate := self._faults.deaths_per_engine_hour / 3600.0):
+            return
+        when = self._agenda.now + self._draw.expovariate(rate)
+        self._agenda.at(when, partial(self._die, generator))
+
+    def _die(self, generator: Generator) -> None:
+        self._note(generator)
+        generator.is_alive = False
+        self._deaths += 1
+        counted = generator.engine.tokens, generator.engine.retractions
+        generator.engine = self._new_engine()
+        generator.engine.tokens, generator.engine.retractions = counted
+        generator.engine.set_speed(self._speed, self._agenda.now)
+        self._agenda.at(
+            self._agenda.now + self._faults.restart_s, partial(self._come_back, generator)
+        )
+        self._on_change()
+
+    def _come_back(self, generator: Generator) -> None:
+        self._note(generator)
+        generator.is_alive = True
+        generator.session += 1
+        self._await_death(generator)
+        self._on_restart(generator)

@@ -1,0 +1,177 @@
+"""The model of a cluster from sizes alone: the GPU's data sheet, the model's shape, the layout.
+
+Used by `megatron-rl simulate` without a calibrating run. Pure, but that it reads config.json. Every
+figure that is assumed, not derived, is a field of `Assumptions`; docs/simulator.md says where each
+comes from.
+"""
+
+from dataclasses import dataclass
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.sizing.flops import (
+    BACKWARD,
+    attention_flops,
+    output_flops,
+    product_flops,
+)
+from megatron_rl.launcher.sizing.generator import (
+    engine_memory,
+    engine_rank_bytes,
+    kv_bytes_per_token,
+)
+from megatron_rl.launcher.sizing.gpus import find_gpu
+from megatron_rl.launcher.sizing.parameters import model_parameters
+from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES
+from megatron_rl.simulation.engine import EngineModel
+from megatron_rl.simulation.machines import (
+    ClusterModel,
+    Faults,
+    PublishModel,
+    TrainerModel,
+    VerifierModel,
+)
+from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
+
+MEMORY_BYTES_PER_S = {
+    "a100-40g": 1.555e12,
+    "a100-80g": 2.039e12,
+    "l40s-48g": 0.864e12,
+    "h100-80g": 3.35e12,
+    "h200-141g": 4.8e12,
+    "b200-180g": 8.0e12,
+}
+"""NVIDIA's data sheets, SXM models."""
+DENSE_MFU, EXPERTS_MFU = 0.35, 0.2
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no data sheet says."""
+
+    gpu: str = "h100-80g"
+    mfu: float | None = None
+    """Model FLOPs of the trainer over the peak in bfloat16, whatever is recomputed and in whatever
+    precision; None: DENSE_MFU, or EXPERTS_MFU for a mixture of experts."""
+    memory_share: float = 0.7
+    """Of the memory's bandwidth, that decoding reaches."""
+    iteration_overhead_s: float = 0.004
+    """Of an iteration beside memory and products: launches, reductions over tensor ranks."""
+    request_overhead_s: float = 5e-6
+    """For each completion of an iteration: sampling, scheduling."""
+    prefill_share: float = 0.5
+    """Of the peak in bfloat16, that prefills reach."""
+    bytes_per_s: float = 25e9
+    """That one rank sends or receives in a publish."""
+    reduce_bytes_per_s: float = 25e9
+    """At which gradients are reduced and parameters gathered, for each trainer rank."""
+    pause_s: float = 0.1
+    """Of an engine, beside the transfer: pause, digests, going on."""
+    lanes: int | None = 1
+    """Engines that a publish serves at once; None: all."""
+    is_overlapped: bool = False
+    verify_s: float = 0.1
+    """Of grading one completion."""
+    verifier_servers: int | None = None
+    """None: verifier.answers.workers for each node of 8 GPUs."""
+    deaths_per_engine_hour: float = 0.0
+    restart_s: float = 300.0
+    dead: int = 0
+
+
+def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
+    """What a configuration costs on these GPUs. Raises InputError for impossible sizes."""
+    if config.generator.shares_gpus:
+        raise InputError(
+            "generator.shares_gpus: that trainer and engines take turns on a GPU is not simulated; "
+            "give a configuration in which each has GPUs of its own"
+        )
+    shape = read_shape(config.model.path)
+    check_parallel(shape, config.parallel)
+    engine = _engine(shape, config, assumed)
+    if assumed.dead >= config.generator.replicas:
+        raise InputError(
+            f"{assumed.dead} dead engines of generator.replicas={config.generator.replicas}: "
+            "at least one must live"
+        )
+    gpus = config.parallel.world_size + config.generator.replicas * config.generator.tensor_parallel
+    servers = assumed.verifier_servers or config.verifier.answers.workers * -(-gpus // 8)
+    return ClusterModel(
+        engine=engine,
+        trainer=_trainer(shape, config, assumed),
+        publish=_publish(shape, config, assumed),
+        verifier=VerifierModel(servers, (assumed.verify_s,)),
+        faults=Faults(assumed.deaths_per_engine_hour, assumed.restart_s, assumed.dead),
+    )
+
+
+def kv_tokens_of(config: Config, assumed: Assumptions) -> int:
+    """Tokens that the KV cache of an engine could hold on these GPUs; 0: it does not fit."""
+    gpu = find_gpu(assumed.gpu)
+    memory = engine_memory(
+        read_shape(config.model.path),
+        config.generator,
+        item_bytes=ITEM_BYTES[config.model.dtype],
+        gpu_bytes=gpu.memory_bytes,
+    )
+    return memory.kv_tokens
+
+
+def _engine(shape: ModelShape, config: Config, assumed: Assumptions) -> EngineModel:
+    """One iteration reads all weights and the cache, or computes the products, whichever is longer.
+
+    All weights: at 64 completions a mixture of 128 experts, 8 a token, misses 2 % of them.
+    """
+    generator, peak = config.generator, find_gpu(assumed.gpu).bf16_flops
+    ranks = generator.tensor_parallel
+    item = ITEM_BYTES[config.model.dtype]
+    rate = MEMORY_BYTES_PER_S[assumed.gpu] * assumed.memory_share
+    weights = max(engine_rank_bytes(shape, generator, 1 if generator.quantization else item))
+    read_s = weights / rate
+    token_flops = product_flops(shape) + output_flops(shape)
+    most_s = generator.max_running * token_flops / (ranks * peak * assumed.prefill_share)
+    return EngineModel(
+        base_s=read_s + assumed.iteration_overhead_s,
+        # A line from the time at few completions to that at max_running.
+        per_running_s=max(0.0, most_s - read_s) / generator.max_running
+        + assumed.request_overhead_s,
+        per_kv_token_s=kv_bytes_per_token(shape, ranks, item) / rate,
+        prefill_s_per_token=token_flops / (ranks * peak * assumed.prefill_share),
+        max_running=generator.max_running,
+        kv_tokens=generator.kv_tokens,
+    )
+
+
+def _trainer(shape: ModelShape, config: Config, assumed: Assumptions) -> TrainerModel:
+    parallel = config.parallel
+    replica = parallel.world_size // parallel.data
+    mfu = assumed.mfu or (EXPERTS_MFU if shape.experts else DENSE_MFU)
+    rate = replica * find_gpu(assumed.gpu).bf16_flops * mfu
+    passes = 1 + BACKWARD
+    rank_parameters = model_parameters(shape) / (parallel.tensor * parallel.pipeline)
+    if shape.experts:
+        rank_parameters = model_parameters(shape) / max(parallel.expert, parallel.tensor)
+    # Gradients in float32 one way, parameters in the model's precision the other.
+    moved = rank_parameters * (4 + ITEM_BYTES[config.model.dtype])
+    return TrainerModel(
+        token_s=passes * (product_flops(shape) + output_flops(shape)) / rate,
+        pair_s=passes * attention_flops(shape, 1) / rate,
+        optimizer_s=moved / assumed.reduce_bytes_per_s if parallel.data > 1 else 0.0,
+        window=shape.sliding_window,
+        stages=parallel.pipeline,
+        virtual_stages=parallel.virtual_stages,
+        ranks_meet=parallel.expert > parallel.tensor,
+    )
+
+
+def _publish(shape: ModelShape, config: Config, assumed: Assumptions) -> PublishModel:
+    ranks = engine_rank_bytes(shape, config.generator, ITEM_BYTES[config.model.dtype])
+    all_senders_s = sum(ranks) / (config.parallel.world_size * assumed.bytes_per_s)
+    transfer_s = max(max(ranks) / assumed.bytes_per_s, all_senders_s)
+    replica_s = transfer_s + assumed.pause_s
+    return PublishModel(
+        replica_s=replica_s,
+        lanes=assumed.lanes or config.generator.replicas,
+        sender_share=all_senders_s / replica_s,
+        is_overlapped=assumed.is_overlapped,
+    )

@@ -1,0 +1,138 @@
+"""What trainer, publish, verifiers, faults and cores cost: the model of a cluster. Pure.
+
+Used by the simulation; engines are in `engine.py`. Filled from sizes of GPUs and the model
+(`hardware.py`) or from the records of a run (`calibration.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.launcher.sizing.flops import bubble_share, causal_pairs
+from megatron_rl.rollout_queue.batches import MinibatchPlan
+from megatron_rl.simulation.engine import EngineModel
+
+
+@dataclass(frozen=True)
+class TrainerModel:
+    """Seconds of a step, from the lengths of the sequences of each microbatch.
+
+    A microbatch takes `microbatch_s + token_s * tokens + pair_s * pairs`, where pairs are those of
+    a query and a key of its sequences; a minibatch as long as its slowest data-parallel rank, and
+    the optimizer.
+    """
+
+    token_s: float
+    pair_s: float = 0.0
+    microbatch_s: float = 0.0
+    optimizer_s: float = 0.0
+    """Of each minibatch: reduction of gradients, update."""
+    step_s: float = 0.0
+    """Of each step beside its minibatches."""
+    window: int | None = None
+    """Tokens that one sees; None: all before it."""
+    stages: int = 1
+    """Of the pipeline."""
+    virtual_stages: int = 1
+    ranks_meet: bool = False
+    """Data-parallel ranks wait for each other in every microbatch: experts lie across them."""
+
+    def compute_s(self, plans: Sequence[MinibatchPlan]) -> float:
+        """Of all forward and backward passes of a step, and its optimizer steps but the last."""
+        passes = [self._minibatch_s(plan) for plan in plans]
+        return self.step_s + sum(passes) + self.optimizer_s * (len(plans) - 1)
+
+    def _minibatch_s(self, plan: MinibatchPlan) -> float:
+        ranks = [[self._pass_s(plan.lengths, m) for m in rank] for rank in plan.ranks]
+        if self.ranks_meet:
+            slowest = sum(max(passes) for passes in zip(*ranks, strict=True))
+        else:
+            slowest = max(sum(passes) for passes in ranks)
+        # The share is over the ideal time: (p - 1) / (v m + p - 1) of the whole.
+        bubble = bubble_share(self.stages, self.virtual_stages, len(ranks[0]))
+        return slowest / (1.0 - bubble)
+
+    def _pass_s(self, lengths: Sequence[int], microbatch: Sequence[int]) -> float:
+        tokens = sum(lengths[i] for i in microbatch)
+        pairs = 0
+        if self.pair_s:
+            pairs = sum(causal_pairs(lengths[i], self.window) for i in microbatch)
+        return self.microbatch_s + self.token_s * tokens + self.pair_s * pairs
+
+
+@dataclass(frozen=True)
+class PublishModel:
+    """How weights come to the engines."""
+
+    replica_s: float
+    """From the pause of an engine until it goes on, with nobody beside it."""
+    lanes: int = 1
+    """Engines that are served at once; 1: one after the other."""
+    sender_share: float = 0.0
+    """Share of what all senders can send that one engine's transfer takes when it is alone."""
+    fixed_s: float = 0.0
+    """Of a publish beside the transfers; engines go on meanwhile."""
+    is_overlapped: bool = False
+    """Sent during the next step's passes, and joined before its optimizer step."""
+
+    def times(self, replicas: int) -> tuple[list[tuple[float, float]], float]:
+        """([(pause, resume) of each engine], seconds until the trainer is done)."""
+        found: list[tuple[float, float]] = []
+        at = self.fixed_s
+        for first in range(0, replicas, self.lanes):
+            count = min(self.lanes, replicas - first)
+            seconds = self.replica_s * max(1.0, count * self.sender_share)
+            found += [(at, at + seconds)] * count
+            at += seconds
+        return found, at
+
+
+@dataclass(frozen=True)
+class VerifierModel:
+    """Servers that each grade one completion at a time, first come first served."""
+
+    servers: int
+    service_s: tuple[float, ...] = (0.0,)
+    """Seconds of grading, one of them for each completion: measured ones, or a single figure."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Deaths of engines at random moments."""
+
+    deaths_per_engine_hour: float = 0.0
+    restart_s: float = 300.0
+    """From a death until the new engine has started; it waits for weights after that."""
+    dead_from_start: int = 0
+    """Engines that never serve."""
+
+
+@dataclass(frozen=True)
+class SharedCores:
+    """Processor sharing, for roles on the cores of one host.
+
+    While the roles that compute want `demand` cores and there are `cores`, each works at
+    min(1, cores / demand) of its full speed. Devices of their own need no such thing.
+    """
+
+    cores: float
+    trainer_threads: float
+    engine_threads: float
+    """Of each engine."""
+
+    def speed(self, *, trains: bool, engines: int) -> float:
+        """Of every role, while the trainer and so many engines compute."""
+        demand = self.trainer_threads * trains + self.engine_threads * engines
+        return min(1.0, self.cores / demand) if demand else 1.0
+
+
+@dataclass(frozen=True)
+class ClusterModel:
+    """All of it."""
+
+    engine: EngineModel
+    trainer: TrainerModel
+    publish: PublishModel
+    verifier: VerifierModel
+    faults: Faults = field(default_factory=Faults)
+    cores: SharedCores | None = None
+    """None: every role has devices of its own."""

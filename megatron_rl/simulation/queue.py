@@ -1,0 +1,122 @@
+"""The product's coordinator, with nothing written and no arrays made.
+
+Used by the simulation. Evaluations, stages, replay and the curriculum are switched off: what is
+simulated is the steady state of one configuration.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.algorithms.minibatch import Crediting
+from megatron_rl.config.curriculum import CurriculumConfig
+from megatron_rl.config.evaluation import EvalConfig
+from megatron_rl.config.replay import ReplayConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.prompt import ChatMessage, Prompt
+from megatron_rl.protocol.types import MinibatchShare, Rollout, VersionSpan
+from megatron_rl.rollout_queue.batches import MinibatchPlan
+from megatron_rl.rollout_queue.coordinator import Coordinator
+from megatron_rl.rollout_queue.prompts import PromptSets
+from megatron_rl.rollout_queue.record import Recorder
+
+PROMPTS = 4096
+TASK = "math"
+
+
+class NoFiles(Recorder):
+    """A recorder that keeps to its rules and writes nothing."""
+
+    def __init__(self) -> None:
+        self.keeps_evaluated = False
+        self.run_dir = Path()
+        self.dropped_file: Path | None = None
+        self._next_step = 0
+        self._evaluations: set[str] = set()
+        self._begun: set[str] = set()
+
+    def _write(self, stem: str, entries: list, *, is_first: bool) -> Path:
+        return Path(stem)
+
+
+class NoRows(JsonlWriter):
+    """A writer of metrics that keeps none."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, step: int, values: object) -> None:
+        """Nothing."""
+
+
+class PlannedBatches:
+    """Takes the place of what fills batches with arrays: keeps the plans of each step."""
+
+    def __init__(self) -> None:
+        self._plans: list[MinibatchPlan] = []
+
+    def fill(self, plan: MinibatchPlan, crediting: Crediting) -> list[MinibatchShare]:
+        """Empty shares, and the plan kept."""
+        self._plans.append(plan)
+        return [MinibatchShare([], len(plan.groups)) for _ in plan.ranks]
+
+    def take(self) -> list[MinibatchPlan]:
+        """The plans of the minibatches since the last call."""
+        plans, self._plans = self._plans, []
+        return plans
+
+
+def simulated_config(config: Config, steps: int) -> Config:
+    """The configuration of a simulated run of so many steps."""
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"steps": steps}),
+            "eval": EvalConfig(prompts=0),
+            "stages": (),
+            "replay": ReplayConfig(),
+            "curriculum": CurriculumConfig(),
+        }
+    )
+
+
+def open_queue(
+    config: Config, planned: PlannedBatches, recorder: Recorder | None = None
+) -> Coordinator:
+    """A coordinator at time 0; `config` as `simulated_config` gives it.
+
+    recorder: writes what is simulated as a real run does; None: nothing is written.
+    """
+    prompts = [
+        Prompt(f"p{number}", TASK, [ChatMessage("user", f"question {number}")], "1", "train")
+        for number in range(PROMPTS)
+    ]
+    return Coordinator(
+        config,
+        PromptSets([prompts], [1.0], [], 0),
+        recorder=recorder or NoFiles(),
+        metrics=NoRows(),
+        fill=planned.fill,
+        now=0.0,
+    )
+
+
+_TOKEN = np.zeros((), np.int32)
+_LOGPROB = np.zeros((), np.float32)
+
+
+def make_rollout(
+    lease_id: int, index: int, spans: list[VersionSpan], *, prompt_tokens: int, is_cut: bool
+) -> Rollout:
+    """A rollout whose arrays take no memory; its text is its place in the group."""
+    tokens = spans[-1].end
+    return Rollout(
+        lease_id,
+        index,
+        np.broadcast_to(_TOKEN, (prompt_tokens,)),
+        np.broadcast_to(_TOKEN, (tokens,)),
+        np.broadcast_to(_LOGPROB, (tokens,)),
+        spans,
+        "length" if is_cut else "stop",
+        str(index),
+    )

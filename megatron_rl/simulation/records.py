@@ -1,0 +1,156 @@
+"""What a finished run's own files say of its steady state: figures to predict, and to fit to.
+
+Used by `megatron-rl simulate --calibrate` and `tools.bench.simulate`. Reads metrics.jsonl and
+rollouts/. The first steps, in which the queue fills, and the last ones, for which no further group
+is opened, are left out.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.metrics import read_jsonl, without_superseded
+from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
+
+WARM_UP = 5
+"""Steps left out at the beginning: that is also what a simulation leaves out."""
+LEAST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of the steady state, named as in a simulation's outcome."""
+
+    step_s: float
+    trainer_idle: float
+    generator_idle: float
+    staleness_mean: float
+    staleness_max: int
+    publish_s: float
+    compute_s: float
+    latency_s: float
+    """From a completion's lease to its arrival, on average."""
+    latency_s_per_token: float
+    """Of those, over their tokens."""
+    trained_tokens: float
+    """Of a step, prompts included."""
+    rest_s: float
+    """Of a step, in which the trainer neither waits, nor computes, nor publishes."""
+    steps: int
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """A run and the steps of it that are looked at."""
+
+    config: Config
+    steps: list[dict[str, Any]]
+    """Rows of the trainer, one a step."""
+    every_step: list[dict[str, Any]]
+    """With those that are left out."""
+    rollouts: list[RolloutRecord]
+    """Of training, all of them, with their times."""
+    began_at: float
+    ended_at: float
+    """Unix seconds of the steps that are looked at."""
+
+    def within(self) -> list[RolloutRecord]:
+        """Rollouts that arrived during these steps."""
+        return [
+            record
+            for record in self.rollouts
+            if record.times is not None and self.began_at <= record.times.done <= self.ended_at
+        ]
+
+
+def read_run(run_dir: Path) -> RunRecords:
+    """The records of a run. Raises InputError where something is missing."""
+    if not (run_dir / "config.toml").exists():
+        raise InputError(f"--calibrate {run_dir} holds no run: it has no config.toml")
+    config = load_config(run_dir / "config.toml")
+    rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
+    steps = [row for row in rows if row.get("source") == "trainer" and "wait/batch_s" in row]
+    last = len(steps) - config.queue.max_staleness - 1
+    if last - WARM_UP < LEAST_STEPS:
+        raise InputError(
+            f"{run_dir} has {len(steps)} steps: give a run with at least "
+            f"{WARM_UP + LEAST_STEPS + config.queue.max_staleness + 1}"
+        )
+    looked_at = steps[WARM_UP:last]
+    rollouts = [
+        record
+        for file in rollout_files(run_dir)
+        if file.step is not None
+        for record in read_records(file.path)
+        if record.times is not None and record.tokens > 0
+    ]
+    if not rollouts:
+        raise InputError(f"{run_dir}/rollouts holds no rollouts with times: give a newer run")
+    began_at, ended_at = steps[WARM_UP - 1]["time"], looked_at[-1]["time"]
+    return RunRecords(config, looked_at, steps, rollouts, began_at, ended_at)
+
+
+def measure(run: RunRecords) -> Measured:
+    """The figures of a run."""
+    length = run.ended_at - run.began_at
+    steps = run.steps
+    count = len(steps)
+
+    def total(name: str) -> float:
+        return sum(row.get(name, 0.0) for row in steps)
+
+    accounted = sum(map(total, ("wait/batch_s", "train/update_s", "publish/s")))
+    rollouts = total("queue/rollouts_trained")
+    stale = sum(
+        row["queue/staleness_versions_mean"] * row["queue/rollouts_trained"] for row in steps
+    )
+    arrived = run.within()
+    latencies = [record.times.done - record.times.leased for record in arrived]
+    trained = [
+        record.prompt_tokens + record.tokens
+        for record in run.rollouts
+        if record.times.trained is not None and _is_looked_at(run, record.times.trained)
+    ]
+    return Measured(
+        step_s=length / count,
+        trainer_idle=total("wait/batch_s") / length,
+        generator_idle=_idle_share(run),
+        staleness_mean=stale / rollouts,
+        staleness_max=int(max(row["queue/staleness_versions_max"] for row in steps)),
+        publish_s=total("publish/s") / count,
+        compute_s=total("train/update_s") / count,
+        latency_s=float(np.mean(latencies)),
+        latency_s_per_token=sum(latencies) / sum(record.tokens for record in arrived),
+        trained_tokens=sum(trained) / max(1, len(trained)) * rollouts / count,
+        rest_s=max(0.0, length - accounted - total("checkpoint/stall_s")) / count,
+        steps=count,
+    )
+
+
+def _is_looked_at(run: RunRecords, when: float) -> bool:
+    return run.began_at <= when <= run.ended_at
+
+
+def _idle_share(run: RunRecords) -> float:
+    """Share of the time, over all generators, in which one had nothing of the queue's."""
+    spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for record in run.rollouts:
+        spans[record.generator].append((record.times.leased, record.times.done))
+    length = run.ended_at - run.began_at
+    idle = 0.0
+    for intervals in spans.values():
+        reached = run.began_at
+        busy = 0.0
+        for start, end in sorted(intervals):
+            start, end = max(start, reached), min(end, run.ended_at)
+            if end > start:
+                busy += end - start
+                reached = end
+        idle += length - busy
+    return idle / length / run.config.generator.replicas

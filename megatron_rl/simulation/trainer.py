@@ -1,0 +1,256 @@
+"""The simulated trainer: asks for batches, computes, publishes. As `megatron_rl/trainer/train.py`.
+
+Used by the simulation. A step: wait for the batch, passes, optimizer, ask for the next batch,
+publish, say so. With an overlapped publish (`PublishModel.is_overlapped`) the next batch is taken
+at once, and the publish is waited for before the next optimizer step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from megatron_rl.protocol.types import NextBatch, Published, RankBatch
+from megatron_rl.rollout_queue.coordinator import BATCHES, Coordinator
+from megatron_rl.simulation.events import Agenda
+from megatron_rl.simulation.fleet import Fleet, Generator
+from megatron_rl.simulation.machines import PublishModel, TrainerModel
+from megatron_rl.simulation.queue import PlannedBatches
+
+
+@dataclass
+class StepRecord:
+    """One step, in seconds and versions."""
+
+    ended_at: float
+    wait_s: float
+    compute_s: float
+    publish_s: float
+    """From its beginning to its end, overlapped or not."""
+    stall_s: float
+    """Of the publish, in which the trainer could do nothing else."""
+    tokens: int
+    microbatches: int
+    """Of each data-parallel rank."""
+    staleness_sum: float
+    rollouts: int
+    staleness_max: float
+    groups: int
+    groups_dropped: int
+    """For any reason, since the batch before; in a simulation nearly all are flat."""
+
+
+@dataclass
+class _Step:
+    """The step under way."""
+
+    wait_s: float = 0.0
+    began_at: float = 0.0
+    compute_s: float = 0.0
+    optimizer_at: float = 0.0
+    metrics: dict[str, tuple[float, float, str]] = field(default_factory=dict)
+    tokens: int = 0
+    microbatches: int = 0
+
+
+class Trainer:
+    """All ranks of the trainer as one."""
+
+    def __init__(
+        self,
+        agenda: Agenda,
+        queue: Coordinator,
+        fleet: Fleet,
+        planned: PlannedBatches,
+        *,
+        model: TrainerModel,
+        publish: PublishModel,
+        dp_size: int,
+        steps: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._agenda, self._queue, self._fleet, self._planned = agenda, queue, fleet, planned
+        self._model, self._publish_model = model, publish
+        self._dp_size, self._steps = dp_size, steps
+        self._on_change = on_change
+        self.records: list[StepRecord] = []
+        self.is_computing = False
+        self._speed = 1.0
+        self._left_s = 0.0
+        """Of the computation under way, at full speed, at `_left_at`."""
+        self._left_at = 0.0
+        self._stamp = 0
+        self._then: Callable[[], None] = self._end_passes
+        self._step = 0
+        self._now: _Step = _Step()
+        self._is_waiting = self._asked = False
+        self._free_at = 0.0
+        self._batch: RankBatch | None = None
+        self._publish_ends: float | None = 0.0
+        """Of the last publish; None: not yet."""
+        self._joins: Callable[[], None] | None = None
+        self._published = -1
+        self._publish_s = 0.0
+        self._admits_until = 0.0
+
+    def start(self) -> None:
+        """Publish version 0 and ask for the first batch."""
+        self._begin_publish(0, then=self._wait)
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def take_batch(self, batch: RankBatch) -> None:
+        """A share of the next batch arrived; that of rank 0 speaks for all."""
+        if batch.dp_rank == 0:
+            self._batch = batch
+            if self._is_waiting:
+                self._begin_passes()
+
+    def _wait(self) -> None:
+        if self._step >= self._steps:
+            return
+        self._free_at, self._is_waiting = self._agenda.now, True
+        if self._batch is not None:
+            self._begin_passes()
+        elif not self._asked:
+            self._ask()
+
+    def _ask(self) -> None:
+        self._asked = True
+        for rank in range(self._dp_size):
+            message = NextBatch(self._step, rank, self._dp_size)
+            self._queue.handle(BATCHES, f"trainer-{rank}", message, self._agenda.now)
+
+    def _begin_passes(self) -> None:
+        if self._agenda.now < self._admits_until:
+            # It sends weights to a generator that came back.
+            self._agenda.at(self._admits_until, self._begin_if_waiting)
+            return
+        assert self._batch is not None
+        batch, self._batch = self._batch, None
+        plans = self._planned.take()
+        now = self._agenda.now
+        self._is_waiting, self._asked = False, False
+        self._now = _Step(
+            wait_s=now - self._free_at,
+            began_at=now,
+            metrics=batch.metrics,
+            tokens=sum(sum(plan.lengths) for plan in plans),
+            microbatches=sum(len(plan.ranks[0]) for plan in plans),
+        )
+        self._compute(self._model.compute_s(plans), self._end_passes)
+
+    def _begin_if_waiting(self) -> None:
+        if self._is_waiting and self._batch is not None:
+            self._begin_passes()
+
+    def _end_passes(self) -> None:
+        if self._publish_ends is None:
+            self._joins = self._begin_optimizer
+            return
+        self._begin_optimizer()
+
+    def _begin_optimizer(self) -> None:
+        self._compute(self._model.optimizer_s, self._end_step)
+
+    def _end_step(self) -> None:
+        self._now.compute_s = self._agenda.now - self._now.began_at
+        self._step += 1
+        if self._step < self._steps:
+            self._ask()
+        if self._publish_model.is_overlapped:
+            self._begin_publish(self._step, then=self._join)
+            self._record(stall_s=0.0)
+            self._wait()
+        else:
+            self._begin_publish(self._step, then=self._end_publish)
+
+    def _end_publish(self) -> None:
+        self._record(stall_s=self._publish_s)
+        self._wait()
+
+    def _join(self) -> None:
+        if self.records:
+            self.records[-1].publish_s = self._publish_s
+        if self._joins is not None:
+            joins, self._joins = self._joins, None
+            joins()
+
+    def _record(self, *, stall_s: float) -> None:
+        step = self._now
+        total, count, _ = step.metrics["queue/staleness_versions_mean"]
+        dropped = sum(v for name, (v, _, _) in step.metrics.items() if "groups_dropped" in name)
+        self.records.append(
+            StepRecord(
+                ended_at=self._agenda.now,
+                wait_s=step.wait_s,
+                compute_s=step.compute_s,
+                publish_s=self._publish_s,
+                stall_s=stall_s,
+                tokens=step.tokens,
+                microbatches=step.microbatches,
+                staleness_sum=total,
+                rollouts=int(count),
+                staleness_max=step.metrics["queue/staleness_versions_max"][0],
+                groups=int(step.metrics["queue/groups_trained"][0]),
+                groups_dropped=int(dropped),
+            )
+        )
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def _begin_publish(self, version: int, then: Callable[[], None]) -> None:
+        members = self._fleet.live
+        if not members:
+            # As the publisher: with no generator left it waits for one.
+            self._agenda.at(self._agenda.now + 1.0, partial(self._begin_publish, version, then))
+            return
+        now = self._agenda.now
+        times, total = self._publish_model.times(len(members))
+        self._publish_ends, self._publish_s = None, total
+        for member, (pause, resume) in zip(members, times, strict=True):
+            session = member.session
+            self._agenda.at(now + pause, partial(self._fleet.pause, member, session))
+            self._agenda.at(now + resume, partial(self._fleet.resume, member, session, version))
+        self._agenda.at(now + total, partial(self._published_to_all, version, then))
+
+    def _published_to_all(self, version: int, then: Callable[[], None]) -> None:
+        self._published, self._publish_ends = version, self._agenda.now
+        is_final = version == self._steps
+        self._queue.handle(BATCHES, "trainer-0", Published(version, is_final), self._agenda.now)
+        then()
+
+    def admit(self, generator: Generator) -> None:
+        """A generator came back: it gets weights while the trainer waits for a batch."""
+        if not self._is_waiting or self._published < 0 or self._publish_ends is None:
+            return
+        begins = max(self._agenda.now, self._admits_until)
+        self._admits_until = begins + self._publish_model.replica_s
+        resume = partial(self._fleet.resume, generator, generator.session, self._published)
+        self._agenda.at(self._admits_until, resume)
+
+    # --- computing --------------------------------------------------------------------------------
+
+    def set_speed(self, speed: float) -> None:
+        """Compute with another share of the full speed from now on."""
+        if self.is_computing:
+            self._left_s -= (self._agenda.now - self._left_at) * self._speed
+        self._speed, self._left_at = speed, self._agenda.now
+        if self.is_computing:
+            self._set_event()
+
+    def _compute(self, seconds: float, then: Callable[[], None]) -> None:
+        self._left_s, self._left_at, self._then = seconds, self._agenda.now, then
+        self.is_computing = True
+        self._set_event()
+        self._on_change()
+
+    def _set_event(self) -> None:
+        self._stamp += 1
+        when = self._left_at + max(0.0, self._left_s) / self._speed
+        self._agenda.at(when, partial(self._end_computing, self._stamp))
+
+    def _end_computing(self, stamp: int) -> None:
+        if stamp == self._stamp:
+            self.is_computing = False
+            self._on_change()
+            self._then()

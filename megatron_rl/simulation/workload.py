@@ -1,0 +1,146 @@
+"""What is generated: lengths of completions, and which prompts tell anything. Pure.
+
+Used by the simulation. A completion's length and verdict depend on the seed, the number of its
+group and its place in it alone, never on when or where it is generated: what an engine loses comes
+back with the same length, and two settings are compared on the same completions.
+
+Lengths and verdicts are drawn independently of each other.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.config.errors import InputError
+
+_MOST = 1e6
+_LEAST = 1e-3
+
+
+class Lengths(Protocol):
+    """Completion tokens."""
+
+    def draw(self, group: random.Random, completion: random.Random, cap: int) -> int:
+        """Of one completion: `group` is the same for all of a prompt."""
+
+
+@dataclass(frozen=True)
+class LogNormalLengths:
+    """exp(N(log median, sigma^2)), of which a part is the prompt's: longer problems think longer.
+
+    correlation: share of the variance of log length that completions of a prompt have in common.
+    """
+
+    median_tokens: float
+    sigma: float
+    correlation: float = 0.5
+
+    def draw(self, group: random.Random, completion: random.Random, cap: int) -> int:
+        """Completion tokens, from 1 to the cap."""
+        common = math.sqrt(self.correlation) * group.gauss(0.0, 1.0)
+        own = math.sqrt(1.0 - self.correlation) * completion.gauss(0.0, 1.0)
+        return max(1, min(cap, round(self.median_tokens * math.exp(self.sigma * (common + own)))))
+
+
+@dataclass(frozen=True)
+class RecordedLengths:
+    """Those of a run's own completions, prompt by prompt."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Completion tokens of each group."""
+
+    def draw(self, group: random.Random, completion: random.Random, cap: int) -> int:
+        """Of a random completion of a random group, which is the same for all of a prompt."""
+        lengths = self.groups[int(group.random() * len(self.groups))]
+        return max(1, min(cap, lengths[int(completion.random() * len(lengths))]))
+
+
+@dataclass(frozen=True)
+class PassRates:
+    """Beta-distributed chances of prompts that a completion is right."""
+
+    alpha: float
+    beta: float
+
+    def flat_share(self, size: int) -> float:
+        """Share of groups of a size whose completions are all right or all wrong.
+
+        E[p^n] + E[(1-p)^n] under Beta(alpha, beta).
+        """
+        a, b, n = self.alpha, self.beta, size
+        whole = math.lgamma(a + b) - math.lgamma(a + b + n)
+        right = math.exp(math.lgamma(a + n) - math.lgamma(a) + whole)
+        wrong = math.exp(math.lgamma(b + n) - math.lgamma(b) + whole)
+        return right + wrong
+
+    @classmethod
+    def of(cls, mean: float, flat_share: float, size: int) -> "PassRates":
+        """With this mean, and this share of flat groups of a size, or the nearest possible."""
+        low, high = math.log(_LEAST), math.log(_MOST)
+        for _ in range(80):
+            middle = (low + high) / 2
+            total = math.exp(middle)
+            if cls(mean * total, (1 - mean) * total).flat_share(size) > flat_share:
+                low = middle
+            else:
+                high = middle
+        total = math.exp(low)
+        return cls(mean * total, (1 - mean) * total)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run generates and how it is judged."""
+
+    lengths: Lengths
+    prompt_tokens: int
+    pass_rates: PassRates
+    seed: int = 0
+
+    def tokens(self, group: int, index: int, cap: int) -> int:
+        """Length of a completion."""
+        own = random.Random(f"{self.seed}/{group}/{index}/length")
+        return self.lengths.draw(random.Random(f"{self.seed}/{group}/length"), own, cap)
+
+    def is_correct(self, group: int, index: int) -> bool:
+        """Verdict on a completion."""
+        rates = self.pass_rates
+        rate = random.Random(f"{self.seed}/{group}/rate").betavariate(rates.alpha, rates.beta)
+        return random.Random(f"{self.seed}/{group}/{index}/verdict").random() < rate
+
+
+def mean_tokens(lengths: Lengths, cap: int, *, draws: int = 4000, seed: int = 0) -> float:
+    """Mean completion tokens under a cap."""
+    found = [
+        lengths.draw(random.Random(f"{seed}/{i}"), random.Random(f"{seed}/{i}/own"), cap)
+        for i in range(draws)
+    ]
+    return sum(found) / len(found)
+
+
+def correlation_of(groups: Sequence[Sequence[int]]) -> tuple[float, float, float]:
+    """(median tokens, sigma, correlation) of the log-normal nearest to these groups' lengths.
+
+    The correlation is the one-way analysis of variance of log lengths: (between - within) over
+    (between + (n - 1) within), with mean squares of groups of about n. Raises InputError.
+    """
+    logs = [[math.log(tokens) for tokens in group if tokens > 0] for group in groups]
+    logs = [group for group in logs if len(group) > 1]
+    if len(logs) < 2:
+        raise InputError(
+            f"{len(logs)} groups with two completions or more: give a run with at least 2"
+        )
+    everything = sorted(value for group in logs for value in group)
+    mean = sum(everything) / len(everything)
+    sigma = math.sqrt(sum((value - mean) ** 2 for value in everything) / len(everything))
+    means = [sum(group) / len(group) for group in logs]
+    size = len(everything) / len(logs)
+    between = size * sum((value - mean) ** 2 for value in means) / (len(logs) - 1)
+    within = sum(
+        (value - own) ** 2 for group, own in zip(logs, means, strict=True) for value in group
+    ) / (len(everything) - len(logs))
+    total = between + (size - 1) * within
+    correlation = (between - within) / total if total > 0 else 0.0
+    return math.exp(everything[len(everything) // 2]), sigma, min(1.0, max(0.0, correlation))

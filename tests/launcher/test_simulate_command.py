@@ -1,0 +1,104 @@
+"""`megatron-rl simulate`: what it prints, what it compares, what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.launcher import cli
+from megatron_rl.launcher.sizing.gpus import GPUS
+from megatron_rl.simulation.hardware import MEMORY_BYTES_PER_S
+from megatron_rl.simulation.variants import parse_sweep
+from tests.launcher.sizing.test_plan import LLAMA_8B
+
+SMALL = (
+    "parallel.tensor=4", "parallel.sequence=true", "parallel.distributed_optimizer=true",
+    "parallel.data=2", "generator.replicas=8", "generator.context_tokens=2048",
+    "generator.kv_tokens=100000", "sampling.max_new_tokens=1024", "train.groups_per_batch=8",
+    "train.group_size=8", "train.microbatch_tokens=8192", "model.recompute=full",
+)  # fmt: skip
+SHORT = ("--steps", "3", "--warm-up", "3")
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{tmp_path / "model"}"\n')
+    return path
+
+
+def called(config_path: Path, *arguments: str) -> int:
+    return cli.main(["simulate", str(config_path), *arguments, *SHORT, *SMALL])
+
+
+def test_json_has_the_figures(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(config_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trainer_gpus"] == 8 and found["engine_gpus"] == 8
+    parts = found["compute_s"] + found["wait_s"] + found["stall_s"]
+    assert found["step_s"] == pytest.approx(parts, rel=1e-6)
+    assert 0 <= found["trainer_idle"] <= 1 and 0 <= found["generator_idle"] <= 1
+    assert found["staleness_max"] >= found["staleness_mean"] >= 0
+    # 16 GB from 8 senders to 8 engines, one after the other, each at 25 GB/s and 0.1 s.
+    assert found["publish_s"] == pytest.approx(8 * (16.06e9 / 25e9 + 0.1), rel=0.01)
+
+
+def test_splits_are_compared_and_the_best_is_the_shortest(
+    config_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plots = tmp_path / "plots"
+    arguments = ("--json", "--gpus", "16", "--sweep", "split=auto", "--plots", str(plots))
+    assert called(config_path, *arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    splits = {run["setting"]["split"]: run for run in found["runs"]}
+    # A replica of the trainer takes 4 GPUs, and an engine one at least.
+    assert set(splits) <= {"4", "8", "12"} and len(splits) >= 2
+    assert all(run["trainer_gpus"] + run["engine_gpus"] == 16 for run in splits.values())
+    shortest = min(run["step_s"] for run in splits.values())
+    assert splits[found["best"]["split"]]["step_s"] <= 1.01 * shortest
+    for name in ("steps.png", "shares.png"):
+        assert (plots / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_names_who_waits(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(config_path, "--lanes", "all", "--sweep", "queue.max_staleness=0,2") == 0
+    text = capsys.readouterr().out
+    assert "max_staleness=0" in text and "best: max_staleness=2" in text
+    assert "the trainer computes" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--sweep", "split"), "expected key=value"),
+        (("--sweep", "nonsense=1"), "one of split"),
+        (("--gpus", "16", "--sweep", "split=6"), "split=6 of 16 GPUs is not possible"),
+        (("--sweep", "tp=3"), "does not divide"),
+        (("--sweep", "dead=few"), "dead='few'"),
+        (("--sweep", "mfu=0"), "mfu='0'"),
+        (("generator.shares_gpus=true", "weights.method=disk"), "not simulated"),
+        (("--steps", "0"), "--steps 0"),
+        (("--flat-share", "1"), "flat-share"),
+        (("--calibrate", "/nowhere"), "holds no run"),
+        (("--lanes", "none"), "--lanes none"),
+    ],
+)
+def test_bad_input_says_what_to_do(
+    config_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    arguments: tuple[str, ...],
+    words: str,
+) -> None:
+    assert cli.main(["simulate", str(config_path), *SMALL, *arguments]) == 2
+    assert words in caplog.text + capsys.readouterr().err
+
+
+def test_every_known_gpu_has_its_bandwidth() -> None:
+    assert set(MEMORY_BYTES_PER_S) == set(GPUS)
+
+
+def test_a_sweep_is_read() -> None:
+    assert parse_sweep("queue.max_staleness=0, 1,2") == ("queue.max_staleness", ["0", "1", "2"])

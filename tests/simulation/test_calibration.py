@@ -1,0 +1,158 @@
+"""A run whose costs are known is recorded, and the fit to its files predicts other settings."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.simulation.calibration import Calibration, calibrate
+from megatron_rl.simulation.cluster import Cluster, Span
+from megatron_rl.simulation.engine import EngineModel
+from megatron_rl.simulation.hardware import Assumptions
+from megatron_rl.simulation.machines import (
+    ClusterModel,
+    PublishModel,
+    SharedCores,
+    TrainerModel,
+    VerifierModel,
+)
+from megatron_rl.simulation.outcome import Outcome
+from megatron_rl.simulation.records import measure, read_run
+from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
+from tests.simulation.clusters import config_of
+
+TRUTH = ClusterModel(
+    EngineModel(0.02, 4e-4, 1e-6, 0.0, max_running=32, kv_tokens=40_000),
+    TrainerModel(token_s=4e-4, optimizer_s=0.4),
+    PublishModel(0.3),
+    VerifierModel(10**6, (0.02, 0.04)),
+)
+WORKLOAD = Workload(LogNormalLengths(150, 0.5, 0.5), 20, PassRates.of(0.5, 0.3, 8), seed=7)
+STEPS = 24
+GENERATOR = {"replicas": 2, "max_running": 32, "kv_tokens": 40_000}
+
+
+def setting(**sections: Any) -> Config:
+    return config_of(
+        groups=8,
+        size=8,
+        staleness=sections.pop("staleness", 1),
+        generator=GENERATOR | sections.pop("generator", {}),
+        **sections,
+    )
+
+
+def truth(config: Config, model: ClusterModel = TRUTH) -> Outcome:
+    """The outcome of another setting of the machines that are to be found out."""
+    running = config.generator.max_running
+    engine = dataclasses.replace(model.engine, max_running=running)
+    model = dataclasses.replace(model, engine=engine)
+    return Cluster(config, model, WORKLOAD, Span(steps=12)).run()
+
+
+def predicted(fitted: Calibration, config: Config) -> Outcome:
+    """What the fit says of it, for the same completions: chance is no part of the comparison."""
+    return Cluster(config, fitted.model(config, Assumptions()), WORKLOAD, Span(steps=12)).run()
+
+
+def record(folder: Path, config: Config, model: ClusterModel = TRUTH) -> None:
+    """The files of a run that takes virtual time."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    (folder / "config.toml").write_text(tomli_w.dumps(tree))
+    recorder = Recorder(folder, keeps_tokens=False)
+    span = Span(steps=STEPS - 5, warm_up=5)
+    cluster = Cluster(config, model, WORKLOAD, span, recorder=recorder)
+    cluster.run()
+    rows = []
+    for number, step in enumerate(cluster.records, 1):
+        rows.append(
+            {
+                "time": step.ended_at,
+                "source": "trainer",
+                "step": number,
+                "wait/batch_s": step.wait_s,
+                "train/update_s": step.compute_s,
+                "train/optimizer_s": model.trainer.optimizer_s,
+                "publish/s": step.publish_s,
+                "publish/pause_s": model.publish.replica_s,
+                "queue/rollouts_trained": step.rollouts,
+                "queue/staleness_versions_mean": step.staleness_sum / step.rollouts,
+                "queue/staleness_versions_max": step.staleness_max,
+            }
+        )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    folder = tmp_path_factory.mktemp("run")
+    record(folder, setting())
+    return calibrate(read_run(folder))
+
+
+def test_what_is_measured_is_what_was_simulated(tmp_path: Path) -> None:
+    record(tmp_path, setting())
+    found, expected = measure(read_run(tmp_path)), truth(setting())
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
+    assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.03)
+    assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.03)
+    assert found.publish_s == pytest.approx(0.6)
+    assert found.staleness_max == 1
+
+
+def test_the_fit_finds_the_costs_that_made_the_run(fitted: Calibration) -> None:
+    engine, model = fitted.fitted.engine, TRUTH.engine
+    assert engine.iteration_s(24, 4000) == pytest.approx(model.iteration_s(24, 4000), rel=0.05)
+    assert fitted.fitted.trainer.token_s == pytest.approx(4e-4, rel=0.05)
+    assert fitted.fitted.trainer.optimizer_s == pytest.approx(0.4, rel=0.05)
+    assert fitted.fitted.publish.replica_s == pytest.approx(0.3)
+    assert fitted.workload.pass_rates.flat_share(8) == pytest.approx(0.3, abs=0.06)
+    assert fitted.workload.prompt_tokens == 20
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"staleness": 0},
+        {"generator": {"max_running": 16}},
+        {"train": {"groups_per_batch": 12}},
+        {"generator": {"replicas": 1}},
+    ],
+    ids=str,
+)
+def test_other_settings_are_predicted(fitted: Calibration, other: dict[str, Any]) -> None:
+    config = setting(**other)
+    found, expected = predicted(fitted, config), truth(config)
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
+    assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.04)
+    assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.04)
+    assert found.staleness_mean == pytest.approx(expected.staleness_mean, rel=0.1, abs=0.02)
+
+
+def test_roles_that_slowed_each_other_are_told_apart(tmp_path: Path) -> None:
+    # Two engines and a trainer on two cores: fitted with the sharing, predicted for one engine.
+    cores = SharedCores(2, trainer_threads=1, engine_threads=1)
+    model = dataclasses.replace(TRUTH, cores=cores)
+    record(tmp_path, setting(), model)
+    fitted = calibrate(read_run(tmp_path), cores=2)
+    assert fitted.fitted.trainer.token_s == pytest.approx(4e-4, rel=0.1)
+    config = setting(generator={"replicas": 1})
+    expected = truth(config, model)
+    assert predicted(fitted, config).step_s == pytest.approx(expected.step_s, rel=0.1)
+
+
+def test_another_layout_than_the_runs_is_refused(fitted: Calibration) -> None:
+    config = setting(generator={"tensor_parallel": 2})
+    with pytest.raises(InputError, match=r"generator.tensor_parallel is 2, but 1 in the run"):
+        fitted.model(config, Assumptions())
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no run"):
+        read_run(tmp_path)

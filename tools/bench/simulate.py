@@ -1,0 +1,148 @@
+"""Prediction of `megatron-rl simulate` beside real runs: `python -m tools.bench.simulate`.
+
+    python -m tools.bench.simulate --start QUICKSTART --work DIR [--quick]
+    python -m tools.bench.simulate --runs FITTED OTHER [OTHER ...]
+
+The first makes the runs below with the tiny model of a finished `examples/quickstart.sh --tiny` run
+(its hf/cold_start and tasks/prompts.jsonl), each some 40 s on an otherwise idle machine of two
+cores; the second takes runs that are there. The models are fitted to the first run alone, and
+predict the others' configurations.
+
+| run   | differs from the first in     |
+|-------|-------------------------------|
+| base  | (the one that is fitted)      |
+| sync  | queue.max_staleness=0         |
+| small | generator.max_running=64      |
+| wide  | twice the groups of a batch   |
+
+The learning rate is so small that the policy, and with it the share of flat groups, stays what it
+is: what is compared is time, not learning. --quick makes base and sync alone.
+
+Progress goes to stderr; the last line on stdout is one JSON object: for each run and figure what
+was predicted, what was measured, and their ratio (of shares also the difference, since a ratio of
+small shares says nothing), and `busy_share`, what other processes took of the cores before each
+run: where it is not near 0, the figures say little.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.simulation.calibration import Calibration, calibrate
+from megatron_rl.simulation.cluster import Cluster, Span
+from megatron_rl.simulation.hardware import Assumptions
+from megatron_rl.simulation.outcome import Outcome
+from megatron_rl.simulation.records import Measured, measure, read_run
+from tools.bench.children import ChildFailed, run_child
+from tools.bench.contention import busy_share
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMMON = (
+    "sft.steps=0",
+    "optimizer.lr=1e-9",
+    "eval.prompts=0",
+    "checkpoint.every_steps=0",
+    "parallel.tensor=1",
+)
+RUNS: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "sync": ("queue.max_staleness=0",),
+    "small": ("generator.max_running=64",),
+    "wide": ("train.groups_per_batch=32",),
+}
+QUICK = ("base", "sync")
+STEPS = 40
+RUN_TIMEOUT_S = 600.0
+TIMES = ("step_s", "compute_s", "publish_s", "latency_s", "staleness_mean")
+SHARES = ("trainer_idle", "generator_idle")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0, or 2 for bad input, or 1 when a run fails."""
+    options = _parse(arguments)
+    busy: dict[str, float] = {}
+    try:
+        runs = options.runs or _make_runs(options, busy)
+        found = compare_runs(runs, options.cores)
+    except (InputError, ChildFailed) as error:
+        print(f"tools.bench.simulate: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1
+    print(json.dumps({"cores": options.cores, "busy_share": busy, "runs": found}))
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--start", type=Path, help="run folder of quickstart.sh --tiny")
+    which.add_argument("--runs", type=Path, nargs="+", help="runs that are there")
+    parser.add_argument("--work", type=Path, help="folder for the runs; with --start")
+    parser.add_argument("--quick", action="store_true", help="two runs alone")
+    parser.add_argument("--cores", type=float, default=2.0, help="that all share; 0: none")
+    options = parser.parse_args(arguments)
+    if options.start is not None and options.work is None:
+        parser.error("--start needs --work")
+    return options
+
+
+def _make_runs(options: argparse.Namespace, busy: dict[str, float]) -> list[Path]:
+    names = QUICK if options.quick else tuple(RUNS)
+    options.work.mkdir(parents=True, exist_ok=True)
+    made = []
+    for name in names:
+        folder = options.work / name
+        if folder.exists():
+            raise InputError(f"--work {options.work} holds a run {name}: give another folder")
+        busy[name] = round(busy_share(range(os.cpu_count() or 1), 2.0), 3)
+        print(f"run {name}, other processes take {busy[name]:.0%}", file=sys.stderr)
+        command = [
+            sys.executable, "-m", "megatron_rl.launcher.cli", "run",
+            "--config", ROOT / "examples" / "tiny.toml", "--run-dir", folder,
+            f"model.path={options.start / 'hf' / 'cold_start'}",
+            f"prompts.0.path={options.start / 'tasks' / 'prompts.jsonl'}",
+            f"train.steps={STEPS}", *COMMON, *RUNS[name],
+        ]  # fmt: skip
+        log = options.work / f"{name}.log"
+        run_child(command, log=log, timeout_s=RUN_TIMEOUT_S, cwd=ROOT)
+        made.append(folder)
+    return made
+
+
+def compare_runs(runs: list[Path], cores: float) -> dict[str, dict[str, dict[str, float]]]:
+    """By run and figure: predicted, measured, ratio or difference. The first run is fitted."""
+    first, *others = runs
+    print(f"fitting to {first}", file=sys.stderr)
+    fitted = calibrate(read_run(first), cores or None)
+    found = {first.name: compare(fitted.simulated, fitted.measured)}
+    for folder in others:
+        run = read_run(folder)
+        measured = measure(run)
+        outcome = _predict(fitted, run.config, measured.steps)
+        found[folder.name] = compare(outcome, measured)
+    return found
+
+
+def _predict(fitted: Calibration, config: Any, steps: int) -> Outcome:
+    model = fitted.model(config, Assumptions())
+    return Cluster(config, model, fitted.workload, Span(steps=steps)).run()
+
+
+def compare(predicted: Outcome, measured: Measured) -> dict[str, dict[str, float]]:
+    """Each figure of both."""
+    found: dict[str, dict[str, float]] = {}
+    for name in (*TIMES, *SHARES):
+        said, was = getattr(predicted, name), getattr(measured, name)
+        found[name] = {"predicted": round(said, 4), "measured": round(was, 4)}
+        if was:
+            found[name]["ratio"] = round(said / was, 3)
+        if name in SHARES:
+            found[name]["difference"] = round(said - was, 4)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
