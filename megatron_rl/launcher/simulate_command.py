@@ -23,7 +23,7 @@ from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.simulation.advice import best_of, reasons
 from megatron_rl.simulation.calibration import Calibration, calibrate
 from megatron_rl.simulation.cluster import Cluster, Span
-from megatron_rl.simulation.hardware import Assumptions, cluster_model
+from megatron_rl.simulation.hardware import Assumptions, cluster_model, read_lanes
 from megatron_rl.simulation.machines import ClusterModel
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.plots import check_library, draw_all
@@ -70,7 +70,11 @@ def _add_assumptions(group: argparse._ArgumentGroup) -> None:
         "--gb-per-s", type=float, default=default.bytes_per_s / 1e9,
         help="that a rank sends or receives in a publish; default %(default)s",
     )  # fmt: skip
-    group.add_argument("--lanes", default="1", help="engines that a publish serves at once, or all")
+    group.add_argument(
+        "--lanes", default="copies",
+        help="engines that a publish serves at once: a number, all, or one for each copy of the "
+        "trainer's model (default)",
+    )  # fmt: skip
     group.add_argument("--overlap", action="store_true", help="publish beside the next step")
     group.add_argument("--verify-s", type=float, default=default.verify_s,
                        help="of grading one completion; default %(default)s")  # fmt: skip
@@ -141,8 +145,7 @@ def _check(options: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} must be between 0 and 1")
     if not 0 < options.pass_rate < 1 or options.flat_share >= 1:
         raise InputError("--pass-rate must be above 0 and below 1, --flat-share below 1")
-    if options.lanes != "all" and not (options.lanes.isdigit() and int(options.lanes) > 0):
-        raise InputError(f"--lanes {options.lanes}: give a number above 0, or all")
+    read_lanes(options.lanes)
 
 
 def _assumptions(options: argparse.Namespace) -> Assumptions:
@@ -150,7 +153,7 @@ def _assumptions(options: argparse.Namespace) -> Assumptions:
         gpu=options.gpu,
         mfu=options.mfu,
         bytes_per_s=options.gb_per_s * 1e9,
-        lanes=None if options.lanes == "all" else int(options.lanes),
+        lanes=read_lanes(options.lanes),
         is_overlapped=options.overlap,
         verify_s=options.verify_s,
         verifier_servers=options.verifier_servers,

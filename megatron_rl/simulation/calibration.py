@@ -79,7 +79,8 @@ class Calibration:
         )
         publish = dataclasses.replace(
             fitted.publish,
-            lanes=assumed.lanes or config.generator.replicas,
+            # Over gloo each copy serves all its engines at once.
+            lanes=assumed.lanes if isinstance(assumed.lanes, int) else config.generator.replicas,
             is_overlapped=assumed.is_overlapped,
         )
         verifier = fitted.verifier

@@ -6,6 +6,7 @@ comes from.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
@@ -31,6 +32,7 @@ from megatron_rl.simulation.machines import (
     TrainerModel,
     VerifierModel,
 )
+from megatron_rl.weights.layout.copies import copies_of, places_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
 MEMORY_BYTES_PER_S = {
@@ -43,6 +45,9 @@ MEMORY_BYTES_PER_S = {
 }
 """NVIDIA's data sheets, SXM models."""
 DENSE_MFU, EXPERTS_MFU = 0.35, 0.2
+
+
+Lanes = int | Literal["copies", "all"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,9 @@ class Assumptions:
     """At which gradients are reduced and parameters gathered, for each trainer rank."""
     pause_s: float = 0.1
     """Of an engine, beside the transfer: pause, digests, going on."""
-    lanes: int | None = 1
-    """Engines that a publish serves at once; None: all."""
+    lanes: Lanes = "copies"
+    """Engines that a publish serves at once. copies: each copy of the trainer's model serves one,
+    with its own ranks; a number, or all: all ranks serve so many."""
     is_overlapped: bool = False
     verify_s: float = 0.1
     """Of grading one completion."""
@@ -164,14 +170,33 @@ def _trainer(shape: ModelShape, config: Config, assumed: Assumptions) -> Trainer
     )
 
 
+def read_lanes(text: str) -> Lanes:
+    """Of the command line. Raises InputError."""
+    if text == "all" or text == "copies":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise InputError(f"--lanes {text}: give a number above 0, all, or copies")
+    return int(text)
+
+
+def lanes_of(lanes: Lanes, *, copies: int, replicas: int) -> int:
+    """How many engines are served at once."""
+    if lanes == "all":
+        return replicas
+    return copies if lanes == "copies" else lanes
+
+
 def _publish(shape: ModelShape, config: Config, assumed: Assumptions) -> PublishModel:
     ranks = engine_rank_bytes(shape, config.generator, ITEM_BYTES[config.model.dtype])
-    all_senders_s = sum(ranks) / (config.parallel.world_size * assumed.bytes_per_s)
-    transfer_s = max(max(ranks) / assumed.bytes_per_s, all_senders_s)
-    replica_s = transfer_s + assumed.pause_s
+    copies = len(copies_of(places_of(config.parallel)))
+    # Ranks that send to one engine.
+    senders = config.parallel.world_size // (copies if assumed.lanes == "copies" else 1)
+    senders_s = sum(ranks) / (senders * assumed.bytes_per_s)
+    replica_s = max(max(ranks) / assumed.bytes_per_s, senders_s) + assumed.pause_s
     return PublishModel(
         replica_s=replica_s,
-        lanes=assumed.lanes or config.generator.replicas,
-        sender_share=all_senders_s / replica_s,
+        lanes=lanes_of(assumed.lanes, copies=copies, replicas=config.generator.replicas),
+        # Copies do not share what they can send.
+        sender_share=0.0 if assumed.lanes == "copies" else senders_s / replica_s,
         is_overlapped=assumed.is_overlapped,
     )

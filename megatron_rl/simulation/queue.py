@@ -15,9 +15,11 @@ from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.prompt import ChatMessage, Prompt
-from megatron_rl.protocol.types import MinibatchShare, Rollout, VersionSpan
+from megatron_rl.protocol.types import MinibatchShare, Rollout, ScoredRollout, VersionSpan
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.rollout_queue.coordinator import Coordinator
+from megatron_rl.rollout_queue.failures import ScoreFailure
+from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 
@@ -26,18 +28,37 @@ TASK = "math"
 
 
 class NoFiles(Recorder):
-    """A recorder that keeps to its rules and writes nothing."""
+    """A recorder that writes nothing, and makes no lines to write."""
 
     def __init__(self) -> None:
         self.keeps_evaluated = False
         self.run_dir = Path()
-        self.dropped_file: Path | None = None
-        self._next_step = 0
-        self._evaluations: set[str] = set()
-        self._begun: set[str] = set()
+        self.dropped_file = None
 
-    def _write(self, stem: str, entries: list, *, is_first: bool) -> Path:
-        return Path(stem)
+    def write_step(self, step: int, groups: list[Group], now: float) -> None:
+        """Nothing."""
+
+    def write_dropped(self, group: Group, reason: str) -> None:
+        """Nothing."""
+
+    def write_left_out(self, group: Group, scored: ScoredRollout, reason: str) -> None:
+        """Nothing."""
+
+    def write_ungraded(self, failure: ScoreFailure) -> Path:
+        """Nothing; the path of no file."""
+        return self.run_dir
+
+    def begin_evaluation(self, label: str, *, keeps_lines: bool = False) -> None:
+        """Nothing."""
+
+    def write_evaluation(self, label: str, groups: list[Group]) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def check(self) -> None:
+        """Nothing."""
 
 
 class NoRows(JsonlWriter):

@@ -41,8 +41,13 @@ def test_json_has_the_figures(config_path: Path, capsys: pytest.CaptureFixture[s
     assert found["step_s"] == pytest.approx(parts, rel=1e-6)
     assert 0 <= found["trainer_idle"] <= 1 and 0 <= found["generator_idle"] <= 1
     assert found["staleness_max"] >= found["staleness_mean"] >= 0
-    # 16 GB from 8 senders to 8 engines, one after the other, each at 25 GB/s and 0.1 s.
-    assert found["publish_s"] == pytest.approx(8 * (16.06e9 / 25e9 + 0.1), rel=0.01)
+    # 16 GB to 8 engines, four for each copy of the model, each at 25 GB/s and 0.1 s.
+    turn_s = 16.06e9 / 25e9 + 0.1
+    assert found["publish_s"] == pytest.approx(4 * turn_s, rel=0.01)
+    for lanes, turns in (("1", 8), ("4", 2), ("all", 1)):
+        assert called(config_path, "--json", "--lanes", lanes) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["publish_s"] == pytest.approx(turns * turn_s, rel=0.01)
 
 
 def test_splits_are_compared_and_the_best_is_the_shortest(
