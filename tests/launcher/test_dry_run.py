@@ -11,6 +11,7 @@ from megatron_rl.launcher.cli import main
 from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, rehearse
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.prompts import load_prompts
+from tools.make_skills import Counts, make
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 TEMPLATE = (
@@ -81,7 +82,7 @@ def problems_of(config: Config) -> dict[str, list[str]]:
 
 SHIPPED = sorted(
     path.stem for path in EXAMPLES.glob("*.toml")
-    if path.stem not in ("quickstart", "tiny", "miniature", "own_prompts")
+    if path.stem not in ("quickstart", "tiny", "tiny_skills", "miniature", "own_prompts")
 )  # fmt: skip
 
 
@@ -99,6 +100,18 @@ def test_shipped_examples_pay_a_right_answer_of_every_task(
     for report in reports:
         assert report.earned == pytest.approx(reward.format + reward.correct + reward.language)
         assert report.earned_wrong == pytest.approx(reward.format + reward.language)
+
+
+def test_the_skills_of_the_studies_can_earn_a_reward(model: Path, tmp_path: Path) -> None:
+    made = make(Counts(train=20, held_out=5, traces=10, followed=10), seed=0)
+    for name, lines in made.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    code = f'prompts.1.path="{tmp_path / "code.jsonl"}"'
+    room = ["sampling.max_new_tokens=256", "generator.context_tokens=512"]
+    config = load("tiny_skills", model, tmp_path / "math.jsonl", code, *room)
+    found = problems_of(config)
+    assert len(found) == 2 and not any(found.values())
 
 
 def test_the_quickstart_teaches_its_form(model: Path, prompts: Path, tmp_path: Path) -> None:

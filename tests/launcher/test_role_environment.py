@@ -62,7 +62,12 @@ def start_on_the_first_of_two(folder: Path) -> None:
     config, gpus = make_config(folder), [str(gpu) for gpu in range(5)]
     roles = place(config, hosts=2, gpus_per_host=5)[0]
     (folder / "logs").mkdir(parents=True)
-    cluster._start(Supervisor(folder / "logs"), config, roles, 0, gpus)
+    supervisor = Supervisor(folder / "logs")
+    cluster._start_serving(supervisor, config, roles, 0, gpus, has_cold_start=False)
+    command = [*cluster.torchrun_arguments(config, roles, 0), "--config", "config.toml"]
+    cluster._start_ranks(
+        supervisor, "trainer", command, cluster._ranks_environment(config, roles, gpus)
+    )
 
 
 def settings(found: dict[str, str]) -> dict[str, str]:

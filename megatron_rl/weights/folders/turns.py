@@ -10,6 +10,7 @@ store by which the ranks met:
 | `export/N/over` | rank 0 | rank 0, when all have seen it | all is done |
 """
 
+import functools
 import itertools
 from collections.abc import Iterable
 from datetime import timedelta
@@ -28,10 +29,15 @@ class Turns:
 
     def __init__(self, patience_s: float) -> None:
         """patience_s: how long rank 0 may keep the others waiting between two calls."""
-        # A connection of its own: torch's threads use the other one, which a wait would keep.
-        store = distributed_c10d._get_default_store().clone()
-        self._store = dist.PrefixStore(f"export/{next(_exports)}", store)
+        self._prefix = f"export/{next(_exports)}"
         self._patience_s = patience_s
+
+    @functools.cached_property
+    def _store(self) -> dist.Store:
+        # A connection of its own: torch's threads use the other one, which a wait would keep. Made
+        # when it is needed: rank 0 may be done with a rank that has nothing to send, and gone.
+        store = distributed_c10d._get_default_store().clone()
+        return dist.PrefixStore(self._prefix, store)
 
     def call(self, name: str, ranks: Iterable[int]) -> None:
         """On rank 0: let these send."""
