@@ -1,6 +1,6 @@
 """What the trainer found of each token it trained on: RUN/rollouts/trained_NNNNNN.RANK.npz.
 
-Written by the trainer, one file a step and data-parallel rank; read by the viewer. Arrays of a file,
+Written by the trainer, one file a step and data-parallel rank; read by the viewer. Arrays of a file
 for S sequences of T completion tokens in all, end to end:
 
 | array        |                                                                                 |

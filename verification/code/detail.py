@@ -1,4 +1,4 @@
-"""What a reader of a verdict is told of the test that a program failed: short, and harmless to print.
+"""What a reader of a verdict is told of the test that a program failed: short, safe to print.
 
 A program wrote most of it: it is quoted as Python would, so that it holds no line end, no control
 character and no mark that turns text around. Pure.
