@@ -30,6 +30,8 @@ class Finding(msgspec.Struct, frozen=True):
     """Reason of the verdict, from the step "judge" alone."""
     tests: tuple[int, int] = (0, 0)
     """As in Score, from the step "judge" alone."""
+    detail: str = ""
+    """As in Score, from the step "judge" alone."""
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -44,6 +46,8 @@ class Draft(msgspec.Struct, frozen=True):
     steps: tuple[Step, ...]
     """Next one first; never empty."""
     tests: tuple[int, int] = (0, 0)
+    """As in Score."""
+    detail: str = ""
     """As in Score."""
 
     @property
@@ -62,6 +66,7 @@ class Draft(msgspec.Struct, frozen=True):
         parts = self.parts | finding.parts
         reason = self.reason or finding.reason
         tests = max(self.tests, finding.tests)
+        detail = self.detail or finding.detail
         if len(self.steps) == 1:
-            return Score(sum(parts.values()), parts, reason, tests)
-        return Draft(self.request, self.gated, parts, reason, self.steps[1:], tests)
+            return Score(sum(parts.values()), parts, reason, tests, detail)
+        return Draft(self.request, self.gated, parts, reason, self.steps[1:], tests, detail)

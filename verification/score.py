@@ -132,7 +132,8 @@ def _judged(verdict: Verdict, rules: RewardRules) -> Finding:
     if rules.reward.code_credit == "proportional" and any(verdict.tests):
         passed, tests = verdict.tests
         share = passed / tests
-    return Finding({"correct": rules.reward.correct * share}, verdict.reason, verdict.tests)
+    parts = {"correct": rules.reward.correct * share}
+    return Finding(parts, verdict.reason, verdict.tests, verdict.detail)
 
 
 def _judge_language(question: Question, rules: RewardRules) -> Finding:

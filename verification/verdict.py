@@ -11,6 +11,8 @@ class Verdict(NamedTuple):
     """"correct", "wrong_answer", or why the answer could not be compared."""
     tests: tuple[int, int] = (0, 0)
     """Tests that a program passed, and all there were, where they were counted."""
+    detail: str = ""
+    """For readers: the test that a program failed first, and what it printed."""
 
 
 CORRECT = Verdict(True, "correct")

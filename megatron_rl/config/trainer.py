@@ -153,6 +153,9 @@ class TrainConfig(Section):
     router_replay: bool = False
     """Mixtures of experts: tokens go to the experts that the generator chose, not to those that the
     trainer's router would; generators return them (generator.engine "sglang")."""
+    record_tokens: bool = True
+    """Write the policy's logprob and entropy and the advantage of every token that is trained on to
+    rollouts/, for `megatron-rl view`: 12 bytes a token."""
     max_mismatch: float = Field(default=0.0, ge=0)
     """The run stops where |trainer - generator logprob| of tokens sampled under the current version
     is above this on average, in nats; 0: never."""

@@ -90,7 +90,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why its group was not trained on, "flat" for equal rewards; or why it alone was dropped.
     Left out of other records."""
     detail: str = ""
-    """What verifiers said last of a completion that they could not grade."""
+    """What verifiers said last of a completion that they could not grade; or the test that a
+    program failed first, and what it printed."""
     generator: str = ""
     prompt_tokens: int = 0
     spans: list[RecordedSpan] = []
@@ -179,14 +180,20 @@ def rollout_files(run_dir: Path) -> list[RolloutFile]:
         raise InputError(f"{run_dir} holds no rollouts: expected the folder {folder}")
     found = []
     for path in sorted(folder.glob(f"*{LINES}")):
-        if (match := _NAME.fullmatch(path.name)) is None:
-            continue
-        is_dropped = match["kind"] == "dropped" or match["lost"] is not None
-        step = None if match["step"] is None else int(match["step"])
-        found.append(RolloutFile(path, step, match["label"] or "", is_dropped))
+        if (file := parse_name(path)) is not None:
+            found.append(file)
     training = [file for file in found if file.step is not None]
     training.sort(key=lambda file: (file.step, not file.is_dropped))
     return training + [file for file in found if file.step is None]
+
+
+def parse_name(path: Path) -> RolloutFile | None:
+    """The file of lines that has this name; None for another file."""
+    if (match := _NAME.fullmatch(path.name)) is None:
+        return None
+    is_dropped = match["kind"] == "dropped" or match["lost"] is not None
+    step = None if match["step"] is None else int(match["step"])
+    return RolloutFile(path, step, match["label"] or "", is_dropped)
 
 
 def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[RolloutRecord]:

@@ -122,6 +122,8 @@ class Score(msgspec.Struct, frozen=True):
     """"correct", "wrong_answer", or why grading stopped: "no_think_start", "wrong_output", ..."""
     tests: tuple[int, int] = (0, 0)
     """Tests that a program passed, and all, where reward.code_credit counts them."""
+    detail: str = ""
+    """For readers: the test that a program failed first, and what it printed."""
 
     @property
     def is_correct(self) -> bool:
@@ -161,6 +163,9 @@ class TrainSequence(msgspec.Struct, frozen=True):
     """Place in its group."""
     gold_tokens: int = 0
     """So many tokens at the end are of the reference answer, which nobody sampled."""
+    rollout: tuple[int, int] = (-1, 0)
+    """Group and index of the rollout that it is of, as they are recorded; (-1, 0): of none that
+    this run sampled."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
     """As in Rollout."""
 

@@ -11,6 +11,7 @@
 |                          | completions that cannot be graded; none: no file |                |
 | the same with .int32     | prompt ids, token ids and logprobs of the lines; | before the     |
 |                          | none without queue.record_tokens                 | lines          |
+| trained_NNNNNN.RANK.npz  | what the trainer found of the tokens of a step   | by the trainer |
 | superseded_N/            | what was written of steps that a resumed run     | when it        |
 |                          | takes again                                      | resumes        |
 
@@ -34,6 +35,7 @@ from megatron_rl.protocol.rollout_files import (
     RolloutTimes,
     rollout_files,
 )
+from megatron_rl.protocol.trained_tokens import trained_files
 from megatron_rl.protocol.types import Rollout, ScoredRollout
 from megatron_rl.rollout_queue.failures import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
@@ -96,13 +98,14 @@ class Recorder:
             for file in rollout_files(self.run_dir)
             if file.step is not None and file.step >= step
         ]
-        if not stale:
+        trained = [path for at, path in trained_files(self.run_dir) if at >= step]
+        if not stale and not trained:
             return
         folders = (self._dir / f"superseded_{number}" for number in itertools.count(1))
         aside = next(folder for folder in folders if not folder.exists())
         aside.mkdir()
         # Lines first: killed in between, this leaves words alone, which nobody reads.
-        for path in [*stale, *(path.with_suffix(WORDS) for path in stale)]:
+        for path in [*stale, *(path.with_suffix(WORDS) for path in stale), *trained]:
             if path.exists():
                 path.rename(aside / path.name)
 
@@ -207,6 +210,7 @@ class Recorder:
             parts=score.parts,
             reason=score.reason,
             dropped=dropped,
+            detail=score.detail,
         )
         return Entry(record, rollout)
 

@@ -16,7 +16,7 @@ NO_VERSION = -1
 
 def sequence_of(group: Group, scored: ScoredRollout) -> TrainSequence:
     """The sequence of a completion of a group, without its advantage, weight and place."""
-    sequence = _as_sampled(scored)
+    sequence = _as_sampled(scored, _identity(group, scored))
     gold = _gold_of(group, scored)
     return sequence if gold is None else _with_gold(sequence, gold)
 
@@ -35,7 +35,13 @@ def _gold_of(group: Group, scored: ScoredRollout) -> GoldAnswer | None:
     return scored.rollout.gold if group.learns_gold and has_gold(scored) else None
 
 
-def _as_sampled(scored: ScoredRollout) -> TrainSequence:
+def _identity(group: Group, scored: ScoredRollout) -> tuple[int, int]:
+    """As the run records it."""
+    is_own = group.opened_version != NO_VERSION
+    return (group.number, scored.rollout.index) if is_own else (-1, 0)
+
+
+def _as_sampled(scored: ScoredRollout, identity: tuple[int, int]) -> TrainSequence:
     rollout = scored.rollout
     lengths = [span.end - span.start for span in rollout.spans]
     versions = np.repeat(np.array([span.version for span in rollout.spans], np.int32), lengths)
@@ -48,6 +54,7 @@ def _as_sampled(scored: ScoredRollout) -> TrainSequence:
         weight=0.0,
         reward=scored.score.reward,
         expert_choices=rollout.expert_choices,
+        rollout=identity,
     )
 
 

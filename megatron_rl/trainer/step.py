@@ -39,6 +39,7 @@ from megatron_rl.trainer.optimizer import (
 )
 from megatron_rl.trainer.passes import Passes, PassInput
 from megatron_rl.trainer.reference import open_reference
+from megatron_rl.trainer.token_record import TokenRecord
 from megatron_rl.trainer.value_head import ValueHead, first_tokens
 
 
@@ -63,8 +64,12 @@ class Trainer:
         *,
         train: TrainConfig | None = None,
         run_dir: Path = Path(),
+        record: TokenRecord | None = None,
     ) -> None:
-        """total_steps: optimizer steps of the whole phase, for the learning-rate schedule."""
+        """total_steps: optimizer steps of the whole phase, for the learning-rate schedule.
+
+        record: takes in what is found of each token.
+        """
         train = train or TrainConfig()
         self.policy = policy
         self._objective = objective
@@ -74,6 +79,7 @@ class Trainer:
         self._passes = Passes(policy, objective, train)
         self._sums = SumsLayout.of(objective)
         self._guard = StepGuard(train, run_dir / "skipped")
+        self._record = record
         self.reference = open_reference(policy, objective, train)
         self.value_head: ValueHead | None = None
         if objective.cfg.learns_value and self.reference is not None:
@@ -166,6 +172,11 @@ class Trainer:
         """Complete the parameters of the last update; before anything but an update reads them."""
         gather_parameters(self.policy.chunks)
 
+    def write_record(self, step: int) -> None:
+        """Write what was found of the tokens of the batch of `step`."""
+        if self._record is not None:
+            self._record.write(step)
+
     def accumulate(
         self,
         minibatch: MinibatchShare,
@@ -183,6 +194,8 @@ class Trainer:
             self.value_head.clear()
         step = partial(self._loss_step, version)
         reports = self._passes.run(inputs, step, is_training=True)
+        if self._record is not None:
+            self._record.end_minibatch(minibatch)
         size = len(self._sums.names)
         local = torch.zeros(size + MISMATCH_SIZE, dtype=torch.float64, device=self.policy.device)
         if reports and _reports():
@@ -251,6 +264,8 @@ class Trainer:
             self.value_head.add(known.features[is_real], residuals[is_real])
         # For the mismatch: the trainer's logprobs before the batch's first update, if recomputed.
         own = logprobs.detach() if known.proximal_logprobs is None else known.proximal_logprobs
+        if self._record is not None and _reports():
+            self._record.keep(own, entropy, advantages)
         is_current = tokens.is_real & (tokens.lags == 0)
         with torch.no_grad():
             report = self._sums.stack(

@@ -34,6 +34,7 @@ from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
+from megatron_rl.trainer.token_record import TokenRecord
 from megatron_rl.weights.exchange.transport import IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
 from megatron_rl.weights.folders.hf_folder import bucketed
@@ -84,6 +85,7 @@ def train(
         else:
             weights.publish(version=step)
             batches.announce(step, is_final=step == steps.stop)
+        trainer.write_record(batch.step)
         checkpoints.save_if_due(step, trainer)
         metrics.add_entries(batch.metrics)
         metrics.flush(step, batches.metrics + weights.metrics + checkpoints.metrics)
@@ -101,6 +103,7 @@ def main(cfg: Config) -> None:
             optimizer_steps(cfg),
             train=cfg.train,
             run_dir=cfg.run.dir,
+            record=open_record(cfg),
         )
         with (
             open_batches(cfg, policy) as batches,
@@ -220,6 +223,13 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
         keys=load_keys(cfg.ports.keys_dir),
     )
+
+
+def open_record(cfg: Config) -> TokenRecord | None:
+    """Where this rank puts what it finds of single tokens."""
+    if not cfg.train.record_tokens:
+        return None
+    return TokenRecord(cfg.run.dir, parallel_state.get_data_parallel_rank())
 
 
 def open_checkpoints(cfg: Config, policy: Policy, batches: BatchClient) -> Checkpoints:

@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.protocol.rollout_files import RolloutRecord, read_arrays
+from megatron_rl.protocol.rollout_files import RolloutRecord, parse_name, read_arrays
+from megatron_rl.protocol.trained_tokens import read_trained
 from megatron_rl.viewer.index import Place
 
 _WINDOW = 8
@@ -21,6 +22,17 @@ class Decoder(Protocol):
         """Text of token ids."""
 
 
+class TrainedView(msgspec.Struct, frozen=True):
+    """What the trainer found of the same tokens."""
+
+    gaps: list[float]
+    """Its logprobs less the generator's, in nats."""
+    entropies: list[float]
+    """Of its next-token distribution, in nats."""
+    advantages: list[float]
+    """As the loss was given them."""
+
+
 class TokenView(msgspec.Struct, frozen=True):
     """The tokens of a completion; lists of equal length."""
 
@@ -28,6 +40,8 @@ class TokenView(msgspec.Struct, frozen=True):
     logprobs: list[float]
     """In nats, of the generator when it sampled them."""
     versions: list[int]
+    trained: TrainedView | None
+    """None: of a rollout that was not trained on, or whose values are not recorded."""
 
 
 def read_record(place: Place) -> RolloutRecord:
@@ -50,7 +64,7 @@ def load_decoder(model: Path) -> Decoder | None:
 
 
 def view_tokens(place: Place, record: RolloutRecord, decoder: Decoder) -> TokenView:
-    """Raises InputError where the arrays are missing or do not fit."""
+    """Raises InputError where the generator's arrays are missing or do not fit."""
     if record.words is None or not place.path.with_suffix(".int32").exists():
         raise InputError("recorded without token ids (queue.record_tokens = false)")
     _, token_ids, logprobs = read_arrays(record, place.path)
@@ -58,8 +72,26 @@ def view_tokens(place: Place, record: RolloutRecord, decoder: Decoder) -> TokenV
     for span in record.spans:
         versions[span.start : span.end] = span.version
     return TokenView(
-        pieces(token_ids.tolist(), decoder), np.round(logprobs, 5).tolist(), versions.tolist()
+        pieces(token_ids.tolist(), decoder),
+        _rounded(logprobs),
+        versions.tolist(),
+        _trained(place, record, logprobs),
     )
+
+
+def _trained(place: Place, record: RolloutRecord, logprobs: np.ndarray) -> TrainedView | None:
+    file = parse_name(place.path)
+    if file is None or file.step is None or file.is_dropped:
+        return None
+    found = read_trained(place.path.parent.parent, file.step, record.group, record.index)
+    if found is None or len(found.logprobs) != len(logprobs):
+        return None
+    gaps = found.logprobs - logprobs
+    return TrainedView(_rounded(gaps), _rounded(found.entropies), _rounded(found.advantages))
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return np.round(values.astype(np.float64), 5).tolist()
 
 
 def pieces(ids: list[int], decoder: Decoder) -> list[str]:

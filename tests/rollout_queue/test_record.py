@@ -14,6 +14,7 @@ from megatron_rl.protocol.rollout_files import (
     read_rollouts,
     rollout_files,
 )
+from megatron_rl.protocol.trained_tokens import TrainedTokens, trained_files, write_trained
 from megatron_rl.protocol.types import (
     UNGRADABLE,
     Lease,
@@ -30,6 +31,7 @@ from tests.rollout_queue.played_queue import PlayedQueue
 
 WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
 RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
+ONES = TrainedTokens(*np.ones((3, 8), np.float32))
 
 
 class SendingQueue(PlayedQueue):
@@ -174,12 +176,14 @@ def test_steps_that_are_taken_again_replace_lines_and_arrays_together(tmp_path: 
     for step in (0, 1, 2):
         first.write_dropped(make_group(10 * step, [0.1], tokens=[9]), FLAT)
         first.write_step(step, [make_group(10 * step + 1, [0.1], tokens=[8])], now=4.0)
+        write_trained(tmp_path, step, 0, np.array([[10 * step + 1, 0]]), np.array([8]), ONES)
     again = Recorder(tmp_path)
     again.resume_at(1)
     before = [(0, 0, 9), (0, 1, 8)]
+    assert [step for step, _ in trained_files(tmp_path)] == [0]
     assert numbers_of(read_rollouts(tmp_path)) == before
     aside = tmp_path / "rollouts" / "superseded_1"
-    assert len(list(aside.iterdir())) == 8 and len(read_jsonl(aside / "step_000002.jsonl")) == 1
+    assert len(list(aside.iterdir())) == 10 and len(read_jsonl(aside / "step_000002.jsonl")) == 1
     again.write_step(1, [make_group(56, [0.1], tokens=[3])], now=4.0)
     again.write_dropped(make_group(57, [0.1], tokens=[4]), FLAT)
     assert numbers_of(read_rollouts(tmp_path)) == [*before, (1, 56, 3), (2, 57, 4)]
@@ -188,6 +192,16 @@ def test_steps_that_are_taken_again_replace_lines_and_arrays_together(tmp_path: 
     third.write_step(1, [make_group(66, [0.1], tokens=[5])], now=4.0)
     assert numbers_of(read_rollouts(tmp_path)) == [*before, (1, 66, 5)]
     assert (tmp_path / "rollouts" / "superseded_2" / "dropped_000002.int32").exists()
+
+
+def test_what_a_program_printed_is_recorded_with_its_verdict(tmp_path: Path) -> None:
+    group = make_group(0, [0.1, 1.0])
+    said = "test 2: input '1', expected '1', printed '2'"
+    wrong = group.scored[0]
+    failed = msgspec.structs.replace(WRONG, detail=said)
+    group.scored[0] = msgspec.structs.replace(wrong, score=failed)
+    Recorder(tmp_path).write_step(0, [group], now=4.0)
+    assert [rollout.detail for rollout in read_rollouts(tmp_path)] == [said, ""]
 
 
 def test_evaluation_that_is_made_again_replaces_lines_and_arrays_together(tmp_path: Path) -> None:

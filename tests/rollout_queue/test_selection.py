@@ -96,6 +96,7 @@ def test_ill_formed_completions_stay_as_they_were_sampled(tellers: Tellers) -> N
         assert len(sequence.generator_logprobs) == 3
     assert third.token_ids[third.prompt_length :].tolist() == [100, 101, 102]
     assert third.gold_tokens == 0
+    assert [s.rollout for s in (first, second, third)] == [(0, 0), (0, 1), (0, 2)]
     # Well-formed against ill-formed, normalised: 1/3 and -2/3 over sqrt(2)/3.
     assert first.advantage == pytest.approx(2**-0.5)
     assert third.advantage == pytest.approx(-(2**0.5))

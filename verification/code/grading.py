@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from verification.code.checking import make_jobs, read_report
+from verification.code.checking import Report, make_jobs, read_report
+from verification.code.detail import of_case, of_compiler, of_unit_tests
 from verification.code.languages import LANGUAGES, compile_command, find_language
 from verification.code.output_comparison import CHECKER, OUTPUT_COMPARISONS
 from verification.code.problem import Case, CodeTests, draw_cases, is_called, parse_tests
@@ -75,8 +76,9 @@ def grade(
             return verdict._replace(tests=(0, total)) if counts_all else verdict
 
         def run_tests() -> Iterator[Verdict]:
-            for case in cases if not calls else []:
-                yield _run_case(sandbox, name, code, case=case, tests=tests, limits=limits)
+            for number, case in enumerate(cases if not calls else [], 1):
+                found = _run_case(sandbox, name, code, case=case, tests=tests, limits=limits)
+                yield found._replace(detail=found.detail and f"test {number}: {found.detail}")
             if jobs is not None:
                 yield run_unit_tests(sandbox, jobs, limits)
 
@@ -125,19 +127,40 @@ def compile_program(sandbox: Sandbox, name: str, code: bytes, limits: CodeLimits
         return CORRECT
     if result.is_late or ending.cpu_s >= allowed.cpu_s:
         return Verdict(False, "compile_timeout")
-    return Verdict(False, "compile_error")
+    return Verdict(False, "compile_error", detail=of_compiler(result))
 
 
 def _run_case(
     sandbox: Sandbox, name: str, code: bytes, *, case: Case, tests: CodeTests, limits: CodeLimits
 ) -> Verdict:
     """Verdict on one case; the expected output stays in this process while the program runs."""
-    allowed = limits_of_test(limits)
+    result = _run_program(sandbox, name, code, case=case, limits=limits)
+    verdict = _judge(result, sandbox, name, case=case, tests=tests, limits=limits)
+    return verdict if verdict.is_correct else verdict._replace(detail=of_case(case, result))
+
+
+def _run_program(
+    sandbox: Sandbox, name: str, code: bytes, *, case: Case, limits: CodeLimits
+) -> ProgramResult:
     program = LANGUAGES[name].program
     command = [f"{sandbox.build_folder}/{program}"] if program else None
     stdin = case.stdin.encode("utf-8", "surrogatepass")
-    result = sandbox.run(command, b"" if command else code, stdin=stdin, limits=allowed)
-    verdict = failure_of(result, result.endings[0], allowed, is_python=not program)
+    source = b"" if command else code
+    return sandbox.run(command, source, stdin=stdin, limits=limits_of_test(limits))
+
+
+def _judge(
+    result: ProgramResult,
+    sandbox: Sandbox,
+    name: str,
+    *,
+    case: Case,
+    tests: CodeTests,
+    limits: CodeLimits,
+) -> Verdict:
+    allowed = limits_of_test(limits)
+    is_python = not LANGUAGES[name].program
+    verdict = failure_of(result, result.endings[0], allowed, is_python=is_python)
     if verdict is not None:
         return verdict
     if tests.comparison == CHECKER:
@@ -197,8 +220,13 @@ def run_unit_tests(sandbox: Sandbox, jobs: tuple[bytes, bytes], limits: CodeLimi
     """
     allowed = limits_of_test(limits)
     result = sandbox.check(*jobs, limits=allowed)
-    _, solution = result.endings
     report = read_report(result.output)
+    verdict = _judge_report(report, result, allowed)
+    return verdict if verdict.is_correct else verdict._replace(detail=of_unit_tests(report, result))
+
+
+def _judge_report(report: Report, result: ProgramResult, allowed: Limits) -> Verdict:
+    _, solution = result.endings
     if report.is_passed:
         return CORRECT
     if not report.is_asked:

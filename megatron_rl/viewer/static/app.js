@@ -3,7 +3,7 @@
 
 const PAGE = 50;
 const RANGES = ["step", "reward", "tokens", "staleness"];
-const COLOURS = ["none", "logprob", "version", "advantage"];
+const COLOURS = ["none", "logprob", "gap", "entropy", "version", "advantage"];
 const at = (id) => document.getElementById(id);
 const state = { offset: 0, total: 0, rows: [], chosen: -1, open: null, colour: "none", asked: 0 };
 
@@ -115,28 +115,52 @@ function showText() {
     text.replaceChildren(...tokens.texts.map((piece, i) => {
       const span = element("span", piece);
       span.style.backgroundColor = known[i];
-      span.title = `logprob ${tokens.logprobs[i]}, version ${tokens.versions[i]}`;
+      span.title = whatOf(tokens, i);
       return span;
     }));
   }
-  const why = tokens ? "" : ` (tokens: ${why_no_tokens})`;
-  at("colours").textContent = `colour by (c): ${state.colour}${why}`;
+  at("colours").textContent = `colour by (c): ${state.colour}${whyNot(tokens, why_no_tokens)}`;
+}
+
+function whyNot(tokens, why) {
+  if (!tokens) return ` (tokens: ${why})`;
+  const isMissing = ["gap", "entropy"].includes(state.colour) && !tokens.trained;
+  return isMissing ? " (not recorded: not trained on, or train.record_tokens = false)" : "";
+}
+
+function whatOf(tokens, i) {
+  const said = `logprob ${tokens.logprobs[i]}, version ${tokens.versions[i]}`;
+  const found = tokens.trained;
+  if (!found) return said;
+  return `${said}, trainer's logprob less the generator's ${found.gaps[i]}, ` +
+    `entropy ${found.entropies[i]}, advantage ${found.advantages[i]}`;
+}
+
+function signed(value, strength) {
+  return value >= 0 ? `rgba(22, 163, 74, ${strength})` : `rgba(220, 38, 38, ${strength})`;
 }
 
 function shades(tokens) {
+  const found = tokens.trained;
   if (state.colour === "logprob") {
     return tokens.logprobs.map((p) => `rgba(220, 38, 38, ${Math.min(0.8, -p / 5)})`);
   }
+  if (state.colour === "gap" && found) {
+    return found.gaps.map((gap) => signed(gap, Math.min(0.8, Math.abs(gap) * 2)));
+  }
+  if (state.colour === "entropy" && found) {
+    return found.entropies.map((nats) => `rgba(37, 99, 235, ${Math.min(0.8, nats / 3)})`);
+  }
+  if (["gap", "entropy"].includes(state.colour)) return tokens.texts.map(() => "transparent");
   if (state.colour === "version") {
     const first = Math.min(...tokens.versions);
     return tokens.versions.map((v) => `hsl(${(210 + 67 * (v - first)) % 360}, 80%, 85%)`);
   }
-  const gain = advantage();
-  const strength = Math.min(0.6, Math.abs(gain));
-  return tokens.texts.map(() => gain >= 0 ? `rgba(22, 163, 74, ${strength})` : `rgba(220, 38, 38, ${strength})`);
+  const gains = found ? found.advantages : tokens.texts.map(advantage);
+  return gains.map((gain) => signed(gain, Math.min(0.6, Math.abs(gain) / 2)));
 }
 
-// Reward beyond the mean of the group, before any scaling.
+// Of what was not trained on: reward beyond the mean of the group, before any scaling.
 function advantage() {
   const graded = state.open.group.filter((one) => one.reward !== null);
   const mean = graded.reduce((sum, one) => sum + one.reward, 0) / graded.length;
