@@ -112,6 +112,9 @@ class PortsConfig(Section):
     hosts can reach needs keys, which `megatron-rl prepare` makes."""
     keys_dir: Path | None = None
     """Folder with the run's CURVE keys, on a file system that all hosts share."""
+    label: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$", max_length=200)
+    """Tells the processes of this start of the run from others, which are turned away; "": launch
+    draws one."""
     prompts: int = Field(default=0, ge=0, le=65535)
     """Queue, for generators."""
     verify: int = Field(default=0, ge=0, le=65535)
@@ -124,6 +127,8 @@ class PortsConfig(Section):
     """Rendezvous of the trainer ranks."""
     sft: int = Field(default=0, ge=0, le=65535)
     """On several hosts, that of the cold start: a host may begin RL while another one ends it."""
+    hosts: int = Field(default=0, ge=0, le=65535)
+    """Launcher of the first host, for those of the others."""
     engine: int = Field(default=0, ge=0, le=65535)
     """HTTP of the first engine, whose ranks meet at the next port; further replicas take the next
     two each."""

@@ -37,7 +37,7 @@ from megatron_rl.launcher.cold_start import (
     left_behind_text,
     steps_left_behind,
 )
-from megatron_rl.launcher.ports import ports_text, resolve_ports
+from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import (
     CONFIG,
@@ -46,6 +46,7 @@ from megatron_rl.launcher.run_folder import (
     set_aside,
     step_of,
     write_config,
+    write_evaluation_config,
 )
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.summary import render_text, summarize
@@ -199,13 +200,7 @@ def serve_evaluation(
     session: Session, label: str, model: Path, *, queue_arguments: Sequence[str] = ()
 ) -> str:
     """Start the same to evaluate a model folder once; returns the queue's name."""
-    config = session.config
-    changed = {
-        "model": config.model.model_copy(update={"path": model}),
-        "generator": config.generator.model_copy(update={"wait_for_publish": False}),
-    }
-    path = config.run.dir / f"config.{label}.toml"
-    write_whole(path, dump_toml(config.model_copy(update=changed)))
+    path = write_evaluation_config(session.config, label, model)
     return _start_serving(session, path, label, queue_arguments=queue_arguments)
 
 
@@ -256,7 +251,7 @@ def prepare_run_folder(
     replaces_config: an evaluation goes on, perhaps on other ports.
     """
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
-    resolved = resolve_ports(config.model_copy(update={"run": run_config}))
+    resolved = draw_label(resolve_ports(config.model_copy(update={"run": run_config})))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, CONTROL, FINAL):
         recover(resolved.run.dir / "hf" / name)
