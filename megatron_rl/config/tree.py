@@ -13,6 +13,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
+from megatron_rl.config.hosts import HostsConfig
 from megatron_rl.config.metrics import MetricsConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
@@ -159,6 +160,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     ports: PortsConfig = PortsConfig()
+    hosts: HostsConfig = HostsConfig()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

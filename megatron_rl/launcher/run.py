@@ -20,6 +20,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -49,7 +50,7 @@ from megatron_rl.launcher.run_folder import (
     write_evaluation_config,
 )
 from megatron_rl.launcher.session import Session
-from megatron_rl.launcher.summary import render_text, summarize
+from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl
@@ -109,12 +110,17 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
         # The control spends what reinforcement learning spent: without a step there is none.
         if config.sft.control and config.train.steps and config.eval.is_wanted:
             _evaluate_control(session)
-    facts = session.facts()
-    summary = summarize(read_jsonl(config.run.dir / "metrics.jsonl"), facts)
-    write_whole(config.run.dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    summary = write_summary(config.run.dir, session.facts())
     # Found anew: the summary is one of the files that the text names.
     text = render_text(summary, session.facts())
     console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
+
+
+def write_summary(run_dir: Path, facts: RunFacts) -> dict[str, Any]:
+    """Sum up a run that has ended, in RUN/summary.json."""
+    summary = summarize(read_jsonl(run_dir / "metrics.jsonl"), facts)
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return summary
 
 
 def _train(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Generators and verifiers of another phase at a queue's sockets: turned away, and never mixed in."""
+"""Generators and verifiers of another phase at a queue: turned away, and never mixed in."""
 
 from contextlib import ExitStack
 from pathlib import Path
