@@ -20,7 +20,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.hosts import HostsConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.closing import Closing
-from megatron_rl.protocol.host_messages import HostState, RunPhase
+from megatron_rl.protocol.host_messages import HostState, PhaseKind, RunPhase
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.types import AnyMessage
@@ -172,7 +172,7 @@ class FirstHost(HostLink):
             raise HostLost(lost)
 
     def leave(self, error: str) -> None:
-        phase = self._phase or RunPhase(number=0, kind="")
+        phase = self._phase or RunPhase(number=0, kind=PhaseKind.END)
         self._tell(msgspec.structs.replace(phase, error=error))
 
     def _tell(self, phase: RunPhase) -> None:

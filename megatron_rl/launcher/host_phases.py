@@ -45,15 +45,11 @@ from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run import eval_limit_s, write_summary
 from megatron_rl.launcher.run_folder import CONFIG
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
-from megatron_rl.protocol.exports import CONTROL as CONTROL_LABEL
-from megatron_rl.protocol.exports import candidate_name
-from megatron_rl.protocol.host_messages import RunPhase
+from megatron_rl.protocol.exports import CONTROL, candidate_name
+from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.wire import DeadlineExceeded
 
-COLD_START, EVALUATION, TRAINING, CONTROL, END = (
-    "cold start", "evaluation", "training", "control", "end",
-)  # fmt: skip
 QUEUE = "queue"
 TRAINER = "trainer"
 SFT = "sft"
@@ -98,7 +94,7 @@ class Share:
         return self.config.run.dir
 
     @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
+    def timed(self, kind: PhaseKind) -> Iterator[None]:
         """Add up how long phases of a kind take."""
         started = time.monotonic()
         yield
@@ -111,28 +107,28 @@ def lead(own: Share, link: FirstHost, is_resumed: bool) -> None:
     config, started = own.config, time.monotonic()
     if config.sft.candidates and is_due(config, is_resumed=is_resumed):
         if not is_trained(config):
-            _begin(own, link, COLD_START)
+            _begin(own, link, PhaseKind.COLD_START)
         _choose(own, link)
     model = str(first_model(config, is_resumed=is_resumed))
     comes_first = is_due(config, is_resumed=is_resumed)
-    _begin(own, link, TRAINING, model=model, has_cold_start=comes_first)
+    _begin(own, link, PhaseKind.TRAINING, model=model, has_cold_start=comes_first)
     if config.sft.control:
-        _begin(own, link, CONTROL, model=model)
+        _begin(own, link, PhaseKind.CONTROL, model=model)
         if config.eval.is_wanted:
-            _begin(own, link, EVALUATION, label=CONTROL_LABEL)
-    link.begin(RunPhase(0, END), own.look)
+            _begin(own, link, PhaseKind.EVALUATION, label=CONTROL)
+    link.begin(RunPhase(0, PhaseKind.END), own.look)
     wall_s = own.wall_s | {"total": time.monotonic() - started}
     write_summary(own.run_dir, run_facts(config, own.run_dir, wall_s, find_export(own.run_dir)))
 
 
 def follow(own: Share, link: OtherHost) -> None:
     """All phases, as the first host says."""
-    while (phase := link.next_phase(own.look)).kind != END:
+    while (phase := link.next_phase(own.look)).kind != PhaseKind.END:
         _take_part(own, phase)
 
 
 def _begin(
-    own: Share, link: FirstHost, kind: str, *, label: str = "", model: str = "",
+    own: Share, link: FirstHost, kind: PhaseKind, *, label: str = "", model: str = "",
     has_cold_start: bool = False,
 ) -> None:  # fmt: skip
     wanted = RunPhase(0, kind, label=label, model=model, has_cold_start=has_cold_start)
@@ -147,7 +143,7 @@ def _choose(own: Share, link: FirstHost) -> None:
     config, metrics = own.config, own.run_dir / "metrics.jsonl"
     for step in config.sft.candidates:
         if not is_evaluated(config, read_jsonl(metrics), step):
-            _begin(own, link, EVALUATION, label=candidate_name(step))
+            _begin(own, link, PhaseKind.EVALUATION, label=candidate_name(step))
     chosen = choose(read_jsonl(metrics), config.sft.candidates, config.sft.choose_by)
     begin_with(config, chosen, after_file=own.beat)
 
@@ -155,18 +151,18 @@ def _choose(own: Share, link: FirstHost) -> None:
 def _take_part(own: Share, phase: RunPhase) -> None:
     """What this host does in a phase, until nothing of it runs here."""
     match phase.kind:
-        case "cold start":
+        case PhaseKind.COLD_START:
             _tune(own, SFT)
-        case "control":
+        case PhaseKind.CONTROL:
             _tune(own, "sft-control", "--control", override("model.path", phase.model))
-        case "evaluation":
+        case PhaseKind.EVALUATION:
             _await_folder(own, own.run_dir / "hf" / phase.label)
             queue = _start_serving(own, phase)
             _wait(own, queue, limit_s=eval_limit_s(own.config))
-        case "training":
+        case PhaseKind.TRAINING:
             _train(own, phase)
-        case kind:
-            raise AssertionError(f"no phase is called {kind!r}")
+        case PhaseKind.END:
+            return
     own.supervisor.stop()
 
 
@@ -189,7 +185,7 @@ def _train(own: Share, phase: RunPhase) -> None:
     if own.roles.trainer_ranks:
         if phase.has_cold_start:
             _tune(own, SFT)
-            _await_folder(own, cold_start_folder(own.config))
+        _await_folder(own, Path(phase.model))
         name = TRAINER if own.host == 0 else f"{TRAINER}-host-{own.host}"
         model = override("model.path", phase.model)
         _start_ranks(own, name, is_supervised=False, arguments=(model,))

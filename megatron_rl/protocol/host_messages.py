@@ -3,7 +3,19 @@
 Imported by every process by way of `types.py`. First host (ROUTER) <-> the others (DEALER).
 """
 
+import enum
+
 import msgspec
+
+
+class PhaseKind(enum.StrEnum):
+    """What the hosts of a run do together; `launcher/host_phases.py` says what each means."""
+
+    COLD_START = "cold start"
+    EVALUATION = "evaluation"
+    TRAINING = "training"
+    CONTROL = "control"
+    END = "end"
 
 
 class HostState(msgspec.Struct, frozen=True, tag="HostState"):
@@ -26,8 +38,7 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
 
     number: int
     """From 1."""
-    kind: str
-    """Of `launcher/host_phases.py`."""
+    kind: PhaseKind
     label: str = ""
     """Of an evaluation."""
     model: str = ""

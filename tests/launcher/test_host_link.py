@@ -12,7 +12,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.hosts import HostsConfig
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher.host_link import Attendance, FirstHost, HostLost, OtherHost
-from megatron_rl.protocol.host_messages import HostState, RunPhase
+from megatron_rl.protocol.host_messages import HostState, PhaseKind, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
 from tests.ports import free_port
@@ -81,7 +81,7 @@ class Follower(threading.Thread):
         self._open = partial(OtherHost, cfg, host, hosts)
         self.work_s = work_s
         self.phases: list[RunPhase] = []
-        self.ended: list[tuple[str, float]] = []
+        self.ended: list[tuple[PhaseKind, float]] = []
         self.raises: BaseException | None = None
         """What it leaves its next phase with."""
         self.is_killed = False
@@ -97,7 +97,7 @@ class Follower(threading.Thread):
             self.error = error
 
     def _follow(self, link: OtherHost) -> None:
-        while (phase := link.next_phase(partial(look, link))).kind != "end":
+        while (phase := link.next_phase(partial(look, link))).kind != PhaseKind.END:
             self.phases.append(phase)
             until = time.monotonic() + self.work_s
             while time.monotonic() < until:
@@ -128,23 +128,27 @@ def test_no_phase_begins_before_all_hosts_have_ended_the_one_before() -> None:
     cfg = config()
     with followers(cfg, 3, work_s=0.3) as others, FirstHost(cfg, 3) as first:
         begun = {}
-        for kind, label in (("cold start", ""), ("evaluation", "step_1"), ("training", "")):
+        wanted = [
+            (PhaseKind.COLD_START, ""),
+            (PhaseKind.EVALUATION, "step_1"),
+            (PhaseKind.TRAINING, ""),
+        ]
+        for kind, label in wanted:
             phase = first.begin(RunPhase(0, kind, label=label), partial(look, first))
             begun[kind] = time.monotonic()
             assert first.is_ending is False
             first.end_phase()
             assert first.is_ending
             assert (phase.kind, phase.number) == (kind, len(begun))
-        first.begin(RunPhase(0, "end"), partial(look, first))
+        first.begin(RunPhase(0, PhaseKind.END), partial(look, first))
         for one in others:
             one.join(20)
             assert not one.is_alive() and one.error is None
-            assert [(p.number, p.kind, p.label) for p in one.phases] == [
-                (1, "cold start", ""), (2, "evaluation", "step_1"), (3, "training", ""),
-            ]  # fmt: skip
+            assert [(phase.kind, phase.label) for phase in one.phases] == wanted
+            assert [phase.number for phase in one.phases] == [1, 2, 3]
             ended = dict(one.ended)
-            assert ended["cold start"] <= begun["evaluation"]
-            assert ended["evaluation"] <= begun["training"]
+            assert ended[PhaseKind.COLD_START] <= begun[PhaseKind.EVALUATION]
+            assert ended[PhaseKind.EVALUATION] <= begun[PhaseKind.TRAINING]
 
 
 def lose(first: FirstHost, within_s: float) -> HostLost:
@@ -167,7 +171,7 @@ def test_a_host_that_leaves_with_an_error_ends_all_others(error: BaseException, 
     with followers(cfg, 3, work_s=0.2) as (one, two):
         one.raises = error
         with pytest.raises(HostLost, match=said), FirstHost(cfg, 3) as first:
-            first.begin(RunPhase(0, "training"), partial(look, first))
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             raise lose(first, within_s=15)
         one.join(20)
         two.join(20)
@@ -180,7 +184,7 @@ def test_a_host_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None
     cfg = config(silence_timeout_s=2.0)
     with followers(cfg, 3, work_s=20.0) as (one, two):
         with pytest.raises(HostLost), FirstHost(cfg, 3) as first:
-            first.begin(RunPhase(0, "training"), partial(look, first))
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             while not (one.phases and two.phases):
                 look(first)
             one.is_killed = True
@@ -195,7 +199,7 @@ def test_the_others_miss_a_first_host_that_falls_silent() -> None:
     cfg = config(silence_timeout_s=2.0)
     with followers(cfg, 2, work_s=20.0) as (one,):
         first = FirstHost(cfg, 2)
-        first.begin(RunPhase(0, "training"), partial(look, first))
+        first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         while not one.phases:
             look(first)
         first.close()
@@ -207,11 +211,11 @@ def test_a_host_that_does_not_end_its_processes_is_named_after_the_deadline() ->
     cfg = config(end_timeout_s=1.0)
     with followers(cfg, 2, work_s=2.5) as (one,):
         with pytest.raises(HostLost) as found, FirstHost(cfg, 2) as first:
-            first.begin(RunPhase(0, "evaluation"), partial(look, first))
+            first.begin(RunPhase(0, PhaseKind.EVALUATION), partial(look, first))
             while not one.phases:
                 look(first)
             first.end_phase()
-            first.begin(RunPhase(0, "training"), partial(look, first))
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         expected = "hosts [1] have not ended phase 1 (evaluation) 1 s after the first host did"
         assert expected in str(found.value)
         one.join(20)
@@ -222,7 +226,7 @@ def test_a_launcher_of_an_earlier_job_is_turned_away() -> None:
     cfg = config(label="a")
     stale = cfg.model_copy(update={"ports": cfg.ports.model_copy(update={"label": "b"})})
     with FirstHost(cfg, 2) as first, followers(stale, 2) as (one,):
-        first.begin(RunPhase(0, "training"), partial(look, first))
+        first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         until = time.monotonic() + 15
         while one.is_alive() and time.monotonic() < until:
             look(first)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
+from megatron_rl.protocol.host_messages import PhaseKind
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import (
     CurriculumState,
@@ -93,6 +94,7 @@ def examples() -> list[Any]:
 def plain(kind: type) -> Any:
     """A message of a kind whose fields are plain."""
     values = {
+        PhaseKind: PhaseKind.CONTROL,
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
         list[int]: [0, -1],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
