@@ -13,6 +13,7 @@ from megatron_rl.protocol.wire import (
     DeadlineExceeded,
     Dealer,
     WireError,
+    check_welcome,
     decode_frames,
     encode_frames,
 )
@@ -21,8 +22,10 @@ from megatron_rl.protocol.wire import (
 class AsyncDealer(Dealer):
     """`wire.Dealer` with an awaitable receive."""
 
-    def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
-        super().__init__(address, identity, keys)
+    def __init__(
+        self, address: str, identity: str, keys: Keys | None = None, *, label: str = ""
+    ) -> None:
+        super().__init__(address, identity, keys, label=label)
         self._awaitable = zmq.asyncio.Socket.shadow(self.socket)
 
     def send(self, message: AnyMessage) -> None:
@@ -56,11 +59,12 @@ class AsyncDealer(Dealer):
         )
 
     async def next_message(self, timeout_s: float) -> AnyMessage | None:
-        """Next message, or None when nothing came in time."""
+        """Next message, or None when nothing came in time. Raises TurnedAway."""
         if not await self._awaitable.poll(max(0, int(timeout_s * 1000)), zmq.POLLIN):
             return None
-        frames = await self._awaitable.recv_multipart(copy=False)
-        return decode_frames([frame.buffer for frame in frames])
+        frames = [frame.buffer for frame in await self._awaitable.recv_multipart(copy=False)]
+        check_welcome(frames, self.address, self.label)
+        return decode_frames(frames)
 
     def close(self) -> None:
         """Close the socket and its context."""

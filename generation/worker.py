@@ -121,6 +121,16 @@ class GeneratorWorker:
 
     async def _receive(self) -> None:
         """Serve leases until Stop. An error that `_serve` does not report back is raised."""
+        try:
+            await self._receive_leases()
+        except ExceptionGroup as group:
+            # What the queue did wrong is a line for people, not a group with a traceback.
+            wire_error = next((e for e in group.exceptions if isinstance(e, WireError)), None)
+            if wire_error is None:
+                raise
+            raise wire_error from None
+
+    async def _receive_leases(self) -> None:
         serving: dict[int, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as leases:
             while True:
@@ -283,8 +293,8 @@ async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
         metrics = JsonlWriter(config.run.dir / "metrics.jsonl", identity)
         with (
             contextlib.closing(metrics),
-            AsyncDealer(f"{host}:{ports.prompts}", identity, keys) as queue,
-            AsyncDealer(f"{host}:{ports.weights}", identity, keys) as weights,
+            AsyncDealer(f"{host}:{ports.prompts}", identity, keys, label=ports.label) as queue,
+            AsyncDealer(f"{host}:{ports.weights}", identity, keys, label=ports.label) as weights,
         ):
             worker = GeneratorWorker(
                 engine,

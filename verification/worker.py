@@ -166,7 +166,10 @@ def serve(config: Config, role: str) -> None:
     rules = RewardRules.of(config)
     address = f"{config.ports.host}:{config.ports.verify}"
     keys = load_keys(config.ports.keys_dir)
-    with Dealer(address, role, keys) as dealer, Pool(config.verifier, rules) as pool:
+    with (
+        Dealer(address, role, keys, label=config.ports.label) as dealer,
+        Pool(config.verifier, rules) as pool,
+    ):
         capacity = {name: config.verifier.lane(name).max_pending for name in LANES}
         log.info("verifier serves %s, room by lane: %s", address, capacity)
         desk = ClassDesk(pool, rules, answer_within_s=config.verifier.answer_within_s)

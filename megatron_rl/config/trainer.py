@@ -187,7 +187,7 @@ class SftConfig(Section):
     kept as checkpoint.keep_last says, and each is written within checkpoint.write_timeout_s."""
     export_every_steps: int = Field(default=0, ge=0)
     """Export the model after every so many steps and after the last one, evaluate all of them, and
-    begin with the most accurate; 0: export the last alone. On one host."""
+    begin with the most accurate; 0: export the last alone."""
     choose_by: str = ""
     """The evaluation that chooses among them: the name of one of eval.sets; "": the held-out
     prompts. What is chosen by a set looks better on that set than it is."""

@@ -13,6 +13,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
+from megatron_rl.config.hosts import HostsConfig
 from megatron_rl.config.metrics import MetricsConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
@@ -112,6 +113,9 @@ class PortsConfig(Section):
     hosts can reach needs keys, which `megatron-rl prepare` makes."""
     keys_dir: Path | None = None
     """Folder with the run's CURVE keys, on a file system that all hosts share."""
+    label: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$", max_length=200)
+    """Tells the processes of this start of the run from others, which are turned away; "": launch
+    draws one."""
     prompts: int = Field(default=0, ge=0, le=65535)
     """Queue, for generators."""
     verify: int = Field(default=0, ge=0, le=65535)
@@ -124,6 +128,8 @@ class PortsConfig(Section):
     """Rendezvous of the trainer ranks."""
     sft: int = Field(default=0, ge=0, le=65535)
     """On several hosts, that of the cold start: a host may begin RL while another one ends it."""
+    hosts: int = Field(default=0, ge=0, le=65535)
+    """Launcher of the first host, for those of the others."""
     engine: int = Field(default=0, ge=0, le=65535)
     """HTTP of the first engine, whose ranks meet at the next port; further replicas take the next
     two each."""
@@ -154,6 +160,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     ports: PortsConfig = PortsConfig()
+    hosts: HostsConfig = HostsConfig()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -1,11 +1,12 @@
 """The cold start in the phases of a run: whether it is to come, what is left of it, its model.
 
-Used by `run.py` and `hosts.py`.
+Used by `run.py`, `hosts.py` and `host_phases.py`.
 """
 
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -92,19 +93,29 @@ def is_evaluated(config: Config, rows: list[Row], step: int) -> bool:
     return all(step in candidates_of(rows, name) for name in sets)
 
 
-def begin_with(config: Config, chosen: Candidate) -> None:
-    """Note the choice, and make its model that of the cold start: by hard links where possible."""
+def begin_with(
+    config: Config, chosen: Candidate, *, after_file: Callable[[], None] = lambda: None
+) -> None:
+    """Note the choice, and make its model that of the cold start: by hard links where possible.
+
+    after_file is called after each file: without links, copies of them may take minutes in all.
+    """
+
+    def bring(source: str, target: str) -> str:
+        _link_or_copy(source, target)
+        after_file()
+        return target
+
     with closing(JsonlWriter(config.run.dir / "metrics.jsonl", "launch")) as metrics:
         metrics.write(0, {CHOSEN: chosen.step, SET: config.sft.choose_by})
     source = config.run.dir / "hf" / candidate_name(chosen.step)
     with staged(cold_start_folder(config)) as staging:
-        shutil.copytree(source, staging, dirs_exist_ok=True, copy_function=_link_or_copy)
+        shutil.copytree(source, staging, dirs_exist_ok=True, copy_function=bring)
 
 
-def _link_or_copy(source: str, target: str) -> str:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
         # Some shared file systems know no hard links.
         shutil.copyfile(source, target)
-    return target

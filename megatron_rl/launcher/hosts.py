@@ -2,53 +2,39 @@
 
 `megatron-rl prepare` runs on the first host and writes RUN_DIR/config.toml, which all roles of all
 hosts read: RUN_DIR is on a file system that they share. `megatron-rl host` runs on every host (one
-task of `srun`), starts the roles that `placement.py` gives it, and ends when they have; when one
-dies it ends the others of its host and leaves with an error, on which the cluster's launcher has to
-end the other hosts. A cold start comes first, on the hosts of the trainer; the engines load
-meanwhile. One process, one thread.
+task of `srun`), starts the roles that `placement.py` gives it in each phase of the run, and ends
+when they have; when one dies, or another host is lost, it ends the others of its host and leaves
+with an error. One process, one thread.
 """
 
 import logging
-import sys
-import time
 from pathlib import Path
 
-from megatron_rl.backend.environment import (
-    collective_environment,
-    device_of_host,
-    ranks_environment,
-    role_environment,
-)
+from megatron_rl.backend.environment import collective_environment
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config, override
-from megatron_rl.config.trainer import SftConfig
+from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.cold_start import (
-    cold_start_folder,
-    first_model,
-    is_due,
-    left_behind_text,
-    steps_left_behind,
+from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
+from megatron_rl.launcher.host_link import FirstHost, OtherHost
+from megatron_rl.launcher.host_phases import Share, follow, lead
+from megatron_rl.launcher.placement import listed_gpus, place
+from megatron_rl.launcher.ports import draw_label, resolve_ports
+from megatron_rl.launcher.run_folder import (
+    CONFIG,
+    check_run_folder,
+    set_aside,
+    write_config,
+    write_evaluation_config,
 )
-from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
-from megatron_rl.launcher.ports import resolve_ports
-from megatron_rl.launcher.restarts import RestartRule
-from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, set_aside, write_config
-from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.protocol.checkpoint_folder import find_resume
+from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
 from megatron_rl.protocol.keys import make_keys
-from megatron_rl.protocol.wire import LOOPBACK, DeadlineExceeded
+from megatron_rl.protocol.wire import LOOPBACK
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.rollout_queue.replay.traces import prepare_traces
-
-QUEUE = "queue"
-TRAINER = "trainer"
-SFT = "sft"
-# After the queue and the trainer have ended, the roles that they told to stop have so long.
-_END_S = 60.0
-# A shared file system shows one host within this time what another one has written.
-_VISIBLE_S = 120.0
+from megatron_rl.weights.folders.staging import recover
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +45,6 @@ def prepare(config: Config) -> Config:
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
     run goes on. Raises InputError.
     """
-    _check_phases(config.sft)
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
     prompts = preflight.check(config)
@@ -69,7 +54,7 @@ def prepare(config: Config) -> Config:
         _begin_anew(config)
     run_dir = config.run.dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
-    ports = resolve_ports(config).ports
+    ports = draw_label(resolve_ports(config)).ports
     if ports.host not in LOOPBACK and ports.keys_dir is None:
         ports = ports.model_copy(update={"keys_dir": run_dir / "keys"})
         try:
@@ -80,6 +65,11 @@ def prepare(config: Config) -> Config:
     run = config.run.model_copy(update={"dir": run_dir})
     resolved = config.model_copy(update={"run": run, "ports": ports})
     (run_dir / "logs").mkdir(exist_ok=True)
+    for name in (COLD_START, CONTROL, FINAL):
+        recover(run_dir / "hf" / name)
+    # Now, so that every host sees them when it begins an evaluation.
+    for label in evaluations_of(resolved):
+        write_evaluation_config(resolved, label, run_dir / "hf" / label)
     write_config(resolved, resumed)
     write_dropped(run_dir, prompts.dropped)
     notes = [*prompts.notes, *prepare_traces(resolved)]
@@ -88,19 +78,10 @@ def prepare(config: Config) -> Config:
     return resolved
 
 
-def _check_phases(sft: SftConfig) -> None:
-    """Raise InputError for what one host alone can do."""
-    if sft.control:
-        raise InputError(
-            "sft.control is a phase of `megatron-rl run`, on one host: set sft.control=false"
-        )
-    if sft.steps and sft.export_every_steps:
-        raise InputError(
-            f"sft.export_every_steps={sft.export_every_steps} chooses by evaluations between cold "
-            "start and reinforcement learning, which `megatron-rl run` makes on one host: set it "
-            "to 0; or make the cold start there with train.steps=0, and begin with its hf/"
-            "cold_start as model.path and sft.steps=0"
-        )
+def evaluations_of(config: Config) -> list[str]:
+    """Labels of the evaluations that are phases of their own, and names of their models."""
+    control = [CONTROL] if config.sft.control and config.eval.is_wanted else []
+    return [*map(candidate_name, config.sft.candidates), *control]
 
 
 def _begin_anew(config: Config) -> None:
@@ -121,11 +102,11 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
     """Start this host's roles of a prepared run and wait until all have ended in good order.
 
     host: its place among `hosts`, from 0; gpus_per_host: None: as many as this host lists. Raises
-    InputError, RoleDied.
+    InputError, RoleDied, HostLost, DeadlineExceeded.
     """
     if not 0 <= host < hosts:
         raise InputError(f"--host {host} of --hosts {hosts}: hosts are counted from 0")
-    path = run_dir / "config.toml"
+    path = run_dir / CONFIG
     if not path.exists():
         raise InputError(f"{run_dir} is no prepared run: run `megatron-rl prepare` first")
     config, gpus = load_config(path), listed_gpus()
@@ -134,133 +115,12 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
         raise InputError(f"this host lists {len(gpus)} GPUs: give --gpus-per-host")
     roles = place(config, hosts=hosts, gpus_per_host=count)[host]
     environment = collective_environment(config.ports.host, config.weights.deadline_s)
-    is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
     with Supervisor(config.run.dir / "logs", extra_environment=environment) as supervisor:
-        has_cold_start = is_due(config, is_resumed=is_resumed)
-        _start_serving(supervisor, config, roles, host, gpus, has_cold_start=has_cold_start)
-        if roles.trainer_ranks:
-            if has_cold_start:
-                _cold_start(supervisor, config, roles, host, gpus)
-            model = first_model(config, is_resumed=is_resumed)
-            command = [*torchrun_arguments(config, roles, host), *_common(config)]
-            name = TRAINER if host == 0 else f"{TRAINER}-host-{host}"
-            arguments = [*command, override("model.path", str(model))]
-            _start_ranks(supervisor, name, arguments, _ranks_environment(config, roles, gpus))
-        _wait(supervisor)
-
-
-def _common(config: Config) -> list[str]:
-    return ["--config", str(config.run.dir / CONFIG)]
-
-
-def _cold_start(
-    supervisor: Supervisor, config: Config, roles: HostRoles, host: int, gpus: list[str]
-) -> None:
-    """Supervised training with the other hosts of the trainer, and its model.
-
-    The collectives of its ranks have deadlines, which bound the wait for them. Raises RoleDied,
-    DeadlineExceeded.
-    """
-    name = SFT if host == 0 else f"{SFT}-host-{host}"
-    command = [*torchrun_arguments(config, roles, host, is_cold_start=True), *_common(config)]
-    _start_ranks(supervisor, name, command, _ranks_environment(config, roles, gpus))
-    while supervisor.is_running(name):
-        _look(supervisor)
-    folder = cold_start_folder(config)
-    deadline = time.monotonic() + _VISIBLE_S
-    while not folder.exists():
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                f"the cold start has ended, and {folder} is not there after {_VISIBLE_S:.0f} s: "
-                "is the run folder on a file system that all hosts share?"
-            )
-        _look(supervisor)
-
-
-def _ranks_environment(config: Config, roles: HostRoles, gpus: list[str]) -> dict[str, str]:
-    return ranks_environment(
-        device_of_host(gpus),
-        roles.trainer_ranks,
-        expandable_segments=config.has_expandable_segments,
-    )
-
-
-def _start_ranks(
-    supervisor: Supervisor, name: str, arguments: list[str], environment: dict[str, str]
-) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    supervisor.start(name, command, environment=environment)
-
-
-def _start_serving(
-    supervisor: Supervisor, config: Config, roles: HostRoles, host: int, gpus: list[str], *,
-    has_cold_start: bool,
-) -> None:  # fmt: skip
-    """Queue, engines and verifier of this host; engines take weights at the first publish."""
-    common = _common(config)
-    python = [sys.executable, "-m"]
-    without_device = role_environment("cpu")
-    device = device_of_host(gpus)
-    if host == 0:
-        after = ["--after", str(cold_start_folder(config))] if has_cold_start else []
-        queue = [*python, "megatron_rl.rollout_queue.server", *common, *after]
-        supervisor.start(QUEUE, queue, environment=without_device)
-        if config.metrics.is_on:
-            metrics = [*python, "megatron_rl.metrics_out.worker", *common]
-            supervisor.start("metrics", metrics, environment=without_device, is_expendable=True)
-    for index, own in roles.engines.items():
-        name = f"generator-{index}"
-        supervisor.start(
-            name,
-            [*python, "generation.worker", *common, "--index", str(index)],
-            restarts=RestartRule(
-                replica=name,
-                limit=config.generator.max_restarts,
-                until=TRAINER,
-                ready_path=config.run.dir / "logs" / f"{name}.ready",
-            ),
-            environment=role_environment(device) | gpu_environment(own, gpus),
-        )
-    verifier = [*python, "verification.worker", *common, "--index", str(host)]
-    supervisor.start(f"verifier-{host}", verifier, environment=without_device)
-
-
-def torchrun_arguments(
-    config: Config, roles: HostRoles, host: int, *, is_cold_start: bool = False
-) -> list[str]:
-    """Arguments of torchrun on one host, up to those of the trainer."""
-    # A port each: one host may be at the next phase while another one leaves the last.
-    port = config.ports.sft if is_cold_start else config.ports.torchrun
-    return [
-        f"--nnodes={roles.trainer_hosts}",
-        f"--node-rank={host}",
-        f"--nproc-per-node={roles.trainer_ranks}",
-        f"--master-addr={config.ports.host}",
-        f"--master-port={port}",
-        "-m",
-        f"megatron_rl.trainer.{'sft' if is_cold_start else 'train'}",
-    ]
-
-
-def _look(supervisor: Supervisor) -> None:
-    """Wait a moment, then see to the roles of this host. Raises RoleDied."""
-    time.sleep(POLL_S)
-    for restart in supervisor.check():
-        log.warning("restarted %s, %d of %d", restart.role, restart.count, restart.limit)
-
-
-def _wait(supervisor: Supervisor) -> None:
-    """Until every role has ended well; their own deadlines bound it. Raises RoleDied."""
-    ends_at = None
-    while running := [
-        name
-        for name, role in supervisor.roles.items()
-        if supervisor.is_running(name) and not role.is_expendable
-    ]:
-        _look(supervisor)
-        if QUEUE not in supervisor.roles or not {QUEUE, TRAINER}.isdisjoint(running):
-            continue
-        ends_at = ends_at or time.monotonic() + _END_S
-        if time.monotonic() > ends_at:
-            log.warning("%s did not end within %.0f s of the queue", ", ".join(running), _END_S)
-            return
+        # The link closes first: others are told of an error before this host ends its processes.
+        if host == 0:
+            is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
+            with FirstHost(config, hosts) as link:
+                lead(Share(config, roles, host, gpus, supervisor, link), link, is_resumed)
+        else:
+            with OtherHost(config, host, hosts) as link:
+                follow(Share(config, roles, host, gpus, supervisor, link), link)

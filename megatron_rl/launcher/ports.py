@@ -4,6 +4,7 @@ Used by `run.py`, `preflight.py` and `cli.py`.
 """
 
 import random
+import secrets
 import socket
 from collections.abc import Set
 
@@ -16,7 +17,7 @@ from megatron_rl.config.tree import Config, PortsConfig
 # minutes later, and no connection takes it meanwhile.
 _FIRST, _LAST = 20_000, 32_000
 _MAX_TRIES = 200
-_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "engine")
+_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "hosts", "engine")
 
 
 def resolve_ports(config: Config) -> Config:
@@ -30,6 +31,14 @@ def resolve_ports(config: Config) -> Config:
             chosen[name] = find_free(ports.host, count, taken)
             taken.update(range(chosen[name], chosen[name] + count))
     return config.model_copy(update={"ports": ports.model_copy(update=chosen)})
+
+
+def draw_label(config: Config) -> Config:
+    """The config with a label for this start of the run, unless it names one."""
+    if config.ports.label:
+        return config
+    ports = config.ports.model_copy(update={"label": secrets.token_hex(4)})
+    return config.model_copy(update={"ports": ports})
 
 
 def listed_ports(config: Config) -> list[tuple[str, int]]:

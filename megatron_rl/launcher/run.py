@@ -20,6 +20,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -37,7 +38,7 @@ from megatron_rl.launcher.cold_start import (
     left_behind_text,
     steps_left_behind,
 )
-from megatron_rl.launcher.ports import ports_text, resolve_ports
+from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import (
     CONFIG,
@@ -46,9 +47,10 @@ from megatron_rl.launcher.run_folder import (
     set_aside,
     step_of,
     write_config,
+    write_evaluation_config,
 )
 from megatron_rl.launcher.session import Session
-from megatron_rl.launcher.summary import render_text, summarize
+from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl
@@ -108,12 +110,17 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
         # The control spends what reinforcement learning spent: without a step there is none.
         if config.sft.control and config.train.steps and config.eval.is_wanted:
             _evaluate_control(session)
-    facts = session.facts()
-    summary = summarize(read_jsonl(config.run.dir / "metrics.jsonl"), facts)
-    write_whole(config.run.dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    summary = write_summary(config.run.dir, session.facts())
     # Found anew: the summary is one of the files that the text names.
     text = render_text(summary, session.facts())
     console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
+
+
+def write_summary(run_dir: Path, facts: RunFacts) -> dict[str, Any]:
+    """Sum up a run that has ended, in RUN/summary.json."""
+    summary = summarize(read_jsonl(run_dir / "metrics.jsonl"), facts)
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return summary
 
 
 def _train(session: Session) -> None:
@@ -199,13 +206,7 @@ def serve_evaluation(
     session: Session, label: str, model: Path, *, queue_arguments: Sequence[str] = ()
 ) -> str:
     """Start the same to evaluate a model folder once; returns the queue's name."""
-    config = session.config
-    changed = {
-        "model": config.model.model_copy(update={"path": model}),
-        "generator": config.generator.model_copy(update={"wait_for_publish": False}),
-    }
-    path = config.run.dir / f"config.{label}.toml"
-    write_whole(path, dump_toml(config.model_copy(update=changed)))
+    path = write_evaluation_config(session.config, label, model)
     return _start_serving(session, path, label, queue_arguments=queue_arguments)
 
 
@@ -256,7 +257,7 @@ def prepare_run_folder(
     replaces_config: an evaluation goes on, perhaps on other ports.
     """
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
-    resolved = resolve_ports(config.model_copy(update={"run": run_config}))
+    resolved = draw_label(resolve_ports(config.model_copy(update={"run": run_config})))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, CONTROL, FINAL):
         recover(resolved.run.dir / "hf" / name)

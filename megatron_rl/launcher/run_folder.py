@@ -194,3 +194,18 @@ def write_config(config: Config, resumed: Path | None) -> None:
         (config.run.dir / SUMMARY).unlink(missing_ok=True)
         with contextlib.closing(JsonlWriter(config.run.dir / "metrics.jsonl", "launch")) as metrics:
             metrics.write(step_of(resumed), {RESUMED: 1, "checkpoint": str(resumed)})
+
+
+def write_evaluation_config(config: Config, label: str, model: Path) -> Path:
+    """Save the tree of those who evaluate a model folder without training: RUN/config.LABEL.toml.
+
+    They are a phase of their own, to which those of another one are strangers.
+    """
+    changed = {
+        "model": config.model.model_copy(update={"path": model}),
+        "generator": config.generator.model_copy(update={"wait_for_publish": False}),
+        "ports": config.ports.model_copy(update={"label": f"{config.ports.label}.{label}"}),
+    }
+    path = config.run.dir / f"config.{label}.toml"
+    write_whole(path, dump_toml(config.model_copy(update=changed)))
+    return path

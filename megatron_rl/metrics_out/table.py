@@ -46,6 +46,9 @@ QUEUE = (
           "difficulty`; others: logs of generators and verifiers", "count"),
     Known("queue/completions_dropped_*", "completions that were left out, by reason", "0",
           "logs/verifier.log; not_graded: more verifier.*.workers, or less on the host", "count"),
+    Known("queue/messages_turned_away", "messages of processes of another phase or start of the "
+          "run, which are not heard", "0", "end what an earlier job left: logs/queue.log names it",
+          "count"),
     Known("queue/groups_abandoned", "groups that were given up at the end of training",
           kind="count"),
     Known("queue/staleness_versions_mean", "policy versions between sampling and training, mean",

@@ -15,6 +15,7 @@ from megatron_rl.protocol.generator_messages import (
     Hold,
     RolloutFailed,
 )
+from megatron_rl.protocol.host_messages import HostState, RunPhase
 from megatron_rl.protocol.prompt import ChatMessage as ChatMessage
 from megatron_rl.protocol.prompt import LengthRule, Prompt
 from megatron_rl.protocol.queue_state import QueueState
@@ -342,4 +343,6 @@ AnyMessage = (
     | LeaveGroup
     | Ack
     | Failed
+    | HostState
+    | RunPhase
 )

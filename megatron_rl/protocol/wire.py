@@ -3,9 +3,15 @@
 Used by every process. `frames.py` says what a message is made of. Sockets bind to loopback unless
 CURVE keys are configured. Every receive has a deadline; every send fails at a full queue instead of
 blocking.
+
+Both ends belong to a phase of one start of a run, which has a label (`ports.label`). It is part of
+the DEALER's identity: a ROUTER of another label never hands its messages on, but turns it away, and
+its identity is not that of the peer whose name it shares.
 """
 
+import logging
 import time
+from collections import Counter
 
 import zmq
 
@@ -25,15 +31,36 @@ from megatron_rl.protocol.types import AnyMessage
 
 HIGH_WATER_MESSAGES = 20_000
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+_LABEL_MARK = "@"
+_TURNED_AWAY = b"\xc1"
+"""The first of two frames, of which the other one is the label that is expected: no message begins
+so, as msgpack never uses this byte."""
+
+log = logging.getLogger(__name__)
 
 
 class DeadlineExceeded(TimeoutError):
     """A peer did not answer in time."""
 
 
+class TurnedAway(WireError):
+    """The peer at the other end belongs to another phase, or to another start of the run."""
+
+
 def receive_frames(socket: zmq.Socket) -> list[Frame]:
     """Frames of the message that is there, as views of where they arrived."""
     return [frame.buffer for frame in socket.recv_multipart(copy=False)]
+
+
+def check_welcome(frames: list[Frame], address: str, label: str) -> None:
+    """Raise TurnedAway where a ROUTER of another label has answered."""
+    if len(frames) == 2 and bytes(frames[0]) == _TURNED_AWAY:
+        expected = bytes(frames[1]).decode(errors="replace")
+        raise TurnedAway(
+            f"{address} serves {expected or 'no label'!r}, this process is of "
+            f"{label or 'no label'!r} (ports.label): it is left over from an earlier phase or job, "
+            "or two runs share a port; end it, or choose other ports"
+        )
 
 
 def check_loopback(host: str) -> None:
@@ -45,12 +72,21 @@ def check_loopback(host: str) -> None:
         )
 
 
+def labelled(name: str, label: str) -> bytes:
+    """The identity of a peer on the wire."""
+    return (f"{name}{_LABEL_MARK}{label}" if label else name).encode()
+
+
 class Router(Closing):
     """A bound ROUTER: many peers, each known by the identity that its DEALER chose."""
 
-    def __init__(self, host: str, port: int, keys: Keys | None = None) -> None:
+    def __init__(self, host: str, port: int, keys: Keys | None = None, *, label: str = "") -> None:
+        """label: that of the peers that are heard; others are turned away."""
         if keys is None:
             check_loopback(host)
+        self._label = label
+        self.turned_away: Counter[str] = Counter()
+        """Messages that were not heard, by the identity of their sender."""
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 2_000)
@@ -74,7 +110,7 @@ class Router(Closing):
     def send(self, peer: str, message: AnyMessage) -> bool:
         """Queue a message for a peer; False when that peer is gone or its queue is full."""
         try:
-            frames = [peer.encode(), *encode_frames(message)]
+            frames = [labelled(peer, self._label), *encode_frames(message)]
             self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -84,10 +120,20 @@ class Router(Closing):
 
     def receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
         """Next (peer, message), or None when nothing came in time."""
-        if not self.socket.poll(max(0, int(timeout_s * 1000))):
-            return None
-        identity, *frames = receive_frames(self.socket)
-        peer = bytes(identity).decode(errors="replace")
+        until = time.monotonic() + timeout_s
+        while True:
+            if not self.socket.poll(max(0, int(timeout_s * 1000))):
+                return None
+            identity, *frames = receive_frames(self.socket)
+            peer, _, label = bytes(identity).decode(errors="replace").partition(_LABEL_MARK)
+            if label == self._label:
+                return self._decode(peer, frames)
+            self._turn_away(bytes(identity))
+            # A peer that never ends to send must not keep the caller here.
+            if (timeout_s := until - time.monotonic()) <= 0:
+                return None
+
+    def _decode(self, peer: str, frames: list[Frame]) -> tuple[str, AnyMessage]:
         try:
             if not frames:
                 raise WireError(f"received no frame from {peer}, expected 1 or more")
@@ -95,6 +141,19 @@ class Router(Closing):
         except WireError as error:
             error.peer = peer
             raise
+
+    def _turn_away(self, identity: bytes) -> None:
+        name = identity.decode(errors="replace")
+        if name not in self.turned_away:
+            log.warning("%s is turned away: this is %r (ports.label)", name, self._label)
+        self.turned_away[name] += 1
+        try:
+            frames = [identity, _TURNED_AWAY, self._label.encode()]
+            self.socket.send_multipart(frames, flags=zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            # It is gone, or takes no answers: it gets one to its next message.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
 
     def close(self) -> None:
         """Close the socket and its context."""
@@ -105,11 +164,15 @@ class Router(Closing):
 class Dealer(Closing):
     """A connected DEALER with a stable identity."""
 
-    def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
+    def __init__(
+        self, address: str, identity: str, keys: Keys | None = None, *, label: str = ""
+    ) -> None:
+        """label: that of the ROUTER's peers; one of another label makes `receive` raise."""
         self.address = address
+        self.label = label
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self.socket.setsockopt(zmq.IDENTITY, labelled(identity, label))
         self.socket.setsockopt(zmq.LINGER, 2_000)
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
@@ -133,15 +196,20 @@ class Dealer(Closing):
             ) from error
 
     def receive(self, timeout_s: float) -> AnyMessage | None:
-        """Next message, or None when nothing came in time."""
+        """Next message, or None when nothing came in time. Raises TurnedAway."""
         frames = self.receive_frames(timeout_s)
         return None if frames is None else decode_frames(frames)
 
     def receive_frames(self, timeout_s: float) -> list[Frame] | None:
-        """Next message as it came, for who passes it on; None when nothing came in time."""
+        """Next message as it came, for who passes it on; None when nothing came in time.
+
+        Raises TurnedAway.
+        """
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
             return None
-        return receive_frames(self.socket)
+        frames = receive_frames(self.socket)
+        check_welcome(frames, self.address, self.label)
+        return frames
 
     def request(self, message: AnyMessage, timeout_s: float) -> AnyMessage:
         """Send a message and return the next one that arrives; DeadlineExceeded after timeout_s."""

@@ -39,12 +39,18 @@ _TICK_S = 1.0
 _BURST_S = 0.005
 """Messages are taken from one endpoint for so long before the others get their turn: long rollouts
 take as many times longer than short ones, and slots wait meanwhile."""
+TURNED_AWAY = "queue/messages_turned_away"
+"""Metric: messages of peers that belong to another phase or start of the run."""
 _RECORDED_BATCHES = 2
 """Groups of so many batches may wait to be recorded."""
 
 
 def serve(
-    coordinator: Coordinator, routers: dict[str, Router], cold_start: Path | None = None
+    coordinator: Coordinator,
+    routers: dict[str, Router],
+    cold_start: Path | None = None,
+    *,
+    metrics: JsonlWriter,
 ) -> None:
     """Run until training and all evaluations are done, then tell everyone to stop.
 
@@ -54,6 +60,7 @@ def serve(
     for router in routers.values():
         poller.register(router.socket, zmq.POLLIN)
     tick_at = time.monotonic()
+    turned_away = 0
     while not coordinator.is_over:
         poller.poll(max(0.0, tick_at - time.monotonic()) * 1000)
         for endpoint, router in routers.items():
@@ -64,9 +71,19 @@ def serve(
                 coordinator.expect_trainer(now)
                 cold_start = None
             coordinator.tick(now)
+            turned_away = _count_turned_away(routers, metrics, turned_away)
             tick_at = now + _TICK_S
         _send(coordinator, routers, coordinator.outgoing(now))
+    _count_turned_away(routers, metrics, turned_away)
     _send(coordinator, routers, coordinator.farewell(time.monotonic()))
+
+
+def _count_turned_away(routers: dict[str, Router], metrics: JsonlWriter, told: int) -> int:
+    """Write down the messages that were turned away since `told` of them; all of them so far."""
+    count = sum(router.turned_away.total() for router in routers.values())
+    if count > told:
+        metrics.write(0, {TURNED_AWAY: count - told})
+    return count
 
 
 def _receive_burst(coordinator: Coordinator, endpoint: str, router: Router) -> None:
@@ -117,11 +134,13 @@ def main(
         }
         keys = load_keys(config.ports.keys_dir)
         routers = {
-            endpoint: stack.enter_context(Router(config.ports.host, port, keys))
+            endpoint: stack.enter_context(
+                Router(config.ports.host, port, keys, label=config.ports.label)
+            )
             for endpoint, port in ports.items()
         }
         log.info("serving on %s, ports %s", config.ports.host, ports)
-        serve(coordinator, routers, cold_start)
+        serve(coordinator, routers, cold_start, metrics=metrics)
         log.info("the run is over")
 
 

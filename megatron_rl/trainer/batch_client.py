@@ -46,6 +46,7 @@ class BatchClient(Closing):
         device: torch.device,
         timeout_s: float,
         keys: Keys | None = None,
+        label: str = "",
     ) -> None:
         """group: the ranks of this rank's replica; its rank 0 is the leader.
 
@@ -58,10 +59,14 @@ class BatchClient(Closing):
         self._leader = dist.get_global_rank(group, 0)
         self._is_leader = group.rank() == 0
         self._address, self._name, self._keys = address, f"trainer-{dp_rank}", keys
-        self._dealer = wire.Dealer(address, self._name, keys) if self._is_leader else None
+        self._label = label
+        self._dealer = self._connect(self._name) if self._is_leader else None
         self._aside: wire.Dealer | None = None
         self._requested_step = -1
         self.metrics: list[Metric] = []
+
+    def _connect(self, name: str) -> wire.Dealer:
+        return wire.Dealer(self._address, name, self._keys, label=self._label)
 
     def request(self, step: int) -> None:
         """Ask for the batch of `step` before it is needed: it comes while others work."""
@@ -108,7 +113,7 @@ class BatchClient(Closing):
         if self._dealer is not None and self._dp_rank == 0:
             # A socket serves one thread at a time, and `next` may be waiting at the other one.
             if self._aside is None:
-                self._aside = wire.Dealer(self._address, f"{self._name}-published", self._keys)
+                self._aside = self._connect(f"{self._name}-published")
             self._aside.send(Published(version, is_final=False))
 
     def queue_state(self, step: int, timeout_s: float) -> QueueState | None:

@@ -125,7 +125,7 @@ def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
         link = None
         if int(os.environ["RANK"]) == 0:
             keys = load_keys(cfg.ports.keys_dir)
-            router = Router(cfg.ports.host, cfg.ports.weights, keys)
+            router = Router(cfg.ports.host, cfg.ports.weights, keys, label=cfg.ports.label)
             link = GeneratorLink(stack.enter_context(router))
         # A rank may wait for two transfers of another rank that pass their deadline.
         patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
@@ -222,6 +222,7 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
         keys=load_keys(cfg.ports.keys_dir),
+        label=cfg.ports.label,
     )
 
 

@@ -214,3 +214,68 @@ def test_a_host_whose_cold_start_dies_ends_with_its_error(inputs: Path, tmp_path
         output, _ = host.communicate(timeout=60)
     assert host.returncode == 1 and "sft ended with" in output, output
     assert not any(child.is_running() for child in children)
+
+
+def evaluated(run_dir: Path) -> list[str]:
+    """Labels of the evaluations whose figures are known, in their order."""
+    rows = read_jsonl(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
+    return [row["label"] for row in rows if "eval/accuracy" in row]
+
+
+def two_hosts(run_dir: Path, host: int) -> list[object]:
+    # The first has the trainer and the queue, the second one the generator.
+    return ["host", run_dir, "--host", host, "--hosts", 2, "--gpus-per-host", 1]
+
+
+@pytest.mark.exhaustive
+def test_two_hosts_choose_train_and_control_and_go_on_when_one_died(
+    inputs: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    prepare = ["prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
+               f"ports.host={ADDRESS}", "sft.export_every_steps=21", "sft.control=true",
+               "hosts.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
+    with launched(*prepare) as run:
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, output
+    with launched(*two_hosts(run_dir, 0)) as first, launched(*two_hosts(run_dir, 1)) as second:
+        wait_until((run_dir / "logs" / "queue-cold_start_step_24.out").exists, first)
+        children = psutil.Process(first.pid).children(recursive=True)
+        second.kill()
+        killed_at = time.monotonic()
+        output, _ = first.communicate(timeout=60)
+        # Silent for 4 s, then its own processes ended.
+        assert time.monotonic() - killed_at < 25
+        assert first.returncode == 1 and "host 1 has been silent for 4 s" in output, output
+        assert not any(child.is_running() for child in children)
+    assert evaluated(run_dir) == ["cold_start_step_21"]
+    with launched(*prepare) as run:
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 0 and "begins anew, but for its cold start" in output, output
+    with launched(*two_hosts(run_dir, 1)) as second, launched(*two_hosts(run_dir, 0)) as first:
+        for host in (first, second):
+            output, _ = host.communicate(timeout=150)
+            assert host.returncode == 0, output
+    # Nothing was done twice.
+    assert sft_steps(run_dir) == list(range(1, SFT_STEPS + 1))
+    assert evaluated(run_dir) == [
+        "cold_start_step_21", "cold_start_step_24", "before", "after", "control",
+    ]  # fmt: skip
+    summary = json.loads((run_dir / "summary.json").read_text())
+    accuracy = {}
+    for step in (21, 24):
+        records = read_jsonl(run_dir / "rollouts" / f"eval_cold_start_step_{step}.jsonl")
+        accuracy[step] = sum(record["reason"] == "correct" for record in records) / HELD_OUT
+    best = 24 if accuracy[24] > accuracy[21] else 21
+    assert summary["cold_start"]["chosen_step"] == best and summary["steps"] == 1
+    assert summary["control_accuracy"] is not None
+    chosen, control, final = (
+        (run_dir / "hf" / name / "model.safetensors").read_bytes()
+        for name in ("cold_start", "control", "final")
+    )
+    candidate = run_dir / "hf" / f"cold_start_step_{best}" / "model.safetensors"
+    assert chosen == candidate.read_bytes() and len({chosen, control, final}) == 3
+    outputs = {path.name for path in (run_dir / "logs").glob("verifier-1*.out")}
+    assert outputs == {f"verifier-1{phase}.out" for phase in (
+        "", "-cold_start_step_21", "-cold_start_step_24", "-control",
+    )}  # fmt: skip

@@ -133,7 +133,8 @@ def test_a_run_on_two_hosts_trains_and_ends_on_both(config_path: Path, tmp_path:
 def test_a_host_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     prepare(config_path, run_dir)
-    # Without the first host nobody answers; the generator waits for weights until it is killed.
+    # On the first one the trainer and the queue run, on the second one the generator.
+    first = start("host", str(run_dir), "--host", "0", "--hosts", "2", "--gpus-per-host", "1")
     host = start("host", str(run_dir), "--host", "1", "--hosts", "2", "--gpus-per-host", "1")
     ready = run_dir / "logs" / "generator-0.ready"
     process = psutil.Process(host.pid)
@@ -142,8 +143,14 @@ def test_a_host_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: 
             break
         psutil.wait_procs([process], timeout=0.1)
     children = process.children(recursive=True)
+    others = psutil.Process(first.pid).children(recursive=True)
     [generator] = [child for child in children if "generation.worker" in child.cmdline()]
     generator.kill()
     text, _ = host.communicate(timeout=30)
     assert host.returncode == 1 and "generator-0 ended with signal 9" in text
     assert not any(child.is_running() for child in children)
+    # The other host hears of it, and ends too.
+    text, _ = first.communicate(timeout=30)
+    assert first.returncode == 1, text
+    assert "host 1 has left the run: generator-0 ended with signal 9" in text
+    assert not any(child.is_running() for child in others)

@@ -8,14 +8,13 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import hosts as cluster
+from megatron_rl.launcher.host_phases import torchrun_arguments
 from megatron_rl.launcher.placement import place
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sft.control=true"], "is a phase of `megatron-rl run`, on one host"),
-        (["sft.steps=3", "sft.export_every_steps=1"], "which `megatron-rl run` makes on one host"),
         (["train.steps=0"], "train.steps is 0"),
         (["model.path=nowhere"], "nowhere: there is no such folder"),
     ],
@@ -51,12 +50,12 @@ def test_torchrun_joins_the_trainers_hosts_at_the_first() -> None:
         update={"ports": PortsConfig(host="10.0.0.7", torchrun=29500, sft=29600)}
     )
     hosts = place(config, hosts=3, gpus_per_host=8)
-    assert cluster.torchrun_arguments(config, hosts[1], 1) == [
+    assert torchrun_arguments(config, hosts[1], 1) == [
         "--nnodes=2", "--node-rank=1", "--nproc-per-node=8", "--master-addr=10.0.0.7",
         "--master-port=29500", "-m", "megatron_rl.trainer.train",
     ]  # fmt: skip
     # Another rendezvous, for a host that is done with the cold start before the others.
-    assert cluster.torchrun_arguments(config, hosts[1], 1, is_cold_start=True)[4:] == [
+    assert torchrun_arguments(config, hosts[1], 1, is_supervised=True)[4:] == [
         "--master-port=29600", "-m", "megatron_rl.trainer.sft",
     ]  # fmt: skip
     assert hosts[2].trainer_ranks == 0 and len(hosts[2].engines) == 8

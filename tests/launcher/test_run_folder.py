@@ -11,6 +11,8 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import run_folder
+from megatron_rl.launcher.hosts import evaluations_of
+from megatron_rl.launcher.ports import draw_label
 from megatron_rl.launcher.run_folder import (
     Beginning,
     check_run_folder,
@@ -18,6 +20,7 @@ from megatron_rl.launcher.run_folder import (
     set_aside,
     step_of,
     write_config,
+    write_evaluation_config,
 )
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal
 from megatron_rl.protocol.metrics import RESUMED, read_jsonl
@@ -145,3 +148,25 @@ def test_folder_is_locked_until_the_last_child_is_gone(
         child.communicate(timeout=10)
     with locked(tmp_path):
         pass
+
+
+def test_each_evaluation_of_a_start_has_a_tree_and_a_label_of_its_own(tmp_path: Path) -> None:
+    settings = ["sft.steps=9", "sft.export_every_steps=5", "sft.control=true"]
+    first, second = (draw_label(config(tmp_path, *settings)) for _ in range(2))
+    assert evaluations_of(first) == ["cold_start_step_5", "cold_start_step_9", "control"]
+    labels = set()
+    for start in (first, second):
+        labels.add(start.ports.label)
+        for label in evaluations_of(start):
+            path = write_evaluation_config(start, label, tmp_path / "hf" / label)
+            assert path == tmp_path / f"config.{label}.toml"
+            tree = load_config(path)
+            assert tree.ports.label == f"{start.ports.label}.{label}"
+            assert tree.model.path == tmp_path / "hf" / label
+            assert not tree.generator.wait_for_publish and start.generator.wait_for_publish
+            labels.add(tree.ports.label)
+    # Nobody of one of these eight may be heard by another.
+    assert len(labels) == 8 and "" not in labels
+    named = config(tmp_path, "ports.label=mine")
+    assert draw_label(named) == named
+    assert evaluations_of(config(tmp_path, *settings, "eval.prompts=0", "sft.steps=0")) == []

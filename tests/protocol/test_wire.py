@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
+from megatron_rl.protocol.host_messages import PhaseKind
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import (
     CurriculumState,
@@ -34,7 +35,15 @@ from megatron_rl.protocol.types import (
     TrainSequence,
     VersionSpan,
 )  # fmt: skip
-from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError, decode, encode
+from megatron_rl.protocol.wire import (
+    DeadlineExceeded,
+    Dealer,
+    Router,
+    TurnedAway,
+    WireError,
+    decode,
+    encode,
+)
 from tests.ports import free_port
 
 
@@ -85,6 +94,7 @@ def examples() -> list[Any]:
 def plain(kind: type) -> Any:
     """A message of a kind whose fields are plain."""
     values = {
+        PhaseKind: PhaseKind.CONTROL,
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
         list[int]: [0, -1],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
@@ -187,3 +197,50 @@ def test_rollout_knows_its_oldest_and_newest_version() -> None:
     rollout = examples()[0].rollout
     assert isinstance(rollout, types.Rollout)
     assert (rollout.oldest_version, rollout.newest_version) == (2, 3)
+
+
+def test_a_peer_of_another_phase_is_turned_away_and_never_heard() -> None:
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    with (
+        Router("127.0.0.1", port, label="a1.step_2") as router,
+        Dealer(address, "generator-0", label="a1.step_2") as own,
+        Dealer(address, "generator-0", label="a1.step_1") as late,
+        Dealer(address, "generator-0") as unlabelled,
+    ):
+        # The same name: what is sent to it goes to its own phase alone, whoever comes last.
+        own.send(NextBatch(1, 0, 1))
+        assert router.receive(5.0) == ("generator-0", NextBatch(1, 0, 1))
+        for stranger, count in ((late, 3), (unlabelled, 2)):
+            for step in range(count):
+                stranger.send(NextBatch(step, 0, 1))
+        own.send(NextBatch(2, 0, 1))
+        assert router.receive(5.0) == ("generator-0", NextBatch(2, 0, 1))
+        deadline = time.monotonic() + 5
+        while router.turned_away.total() < 5 and time.monotonic() < deadline:
+            assert router.receive(0.05) is None
+        assert router.turned_away == {"generator-0@a1.step_1": 3, "generator-0": 2}
+        assert router.send("generator-0", Stop("x")) and own.receive(5.0) == Stop("x")
+        expected = r"serves 'a1.step_2', this process is of 'a1.step_1' \(ports.label\)"
+        with pytest.raises(TurnedAway, match=expected):
+            late.receive(5.0)
+        with pytest.raises(TurnedAway, match="is of 'no label'"):
+            unlabelled.receive(5.0)
+        assert own.receive(0.0) is None
+
+
+def test_turning_strangers_away_does_not_keep_the_receiver() -> None:
+    port = free_port()
+    with (
+        Router("127.0.0.1", port, label="a") as router,
+        Dealer(f"127.0.0.1:{port}", "g", label="b") as stranger,
+    ):
+        for step in range(50):
+            stranger.send(NextBatch(step, 0, 1))
+        deadline = time.monotonic() + 5
+        while router.turned_away.total() < 1 and time.monotonic() < deadline:
+            router.receive(0.01)
+        # One message a look: what else is to be done comes in between.
+        before = router.turned_away.total()
+        assert router.receive(0.0) is None
+        assert router.turned_away.total() <= before + 1

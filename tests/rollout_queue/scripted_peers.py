@@ -85,10 +85,15 @@ class ScriptedPeers:
         self.on_step = on_step
         self.config, self.dp_size, self.trains = config, dp_size, trains
         host = config.ports.host
-        self.generator: Dealer | None = Dealer(f"{host}:{config.ports.prompts}", "generator-0")
-        self.verifier = Dealer(f"{host}:{config.ports.verify}", "verifier-0")
+        self.generator: Dealer | None = Dealer(
+            f"{host}:{config.ports.prompts}", "generator-0", label=config.ports.label
+        )
+        self.verifier = Dealer(
+            f"{host}:{config.ports.verify}", "verifier-0", label=config.ports.label
+        )
         self.trainers = [
-            Dealer(f"{host}:{config.ports.batches}", f"trainer-{rank}") for rank in range(dp_size)
+            Dealer(f"{host}:{config.ports.batches}", f"trainer-{rank}", label=config.ports.label)
+            for rank in range(dp_size)
         ]
         self.version = -1 if trains else 0
         self.step = 0
@@ -158,7 +163,7 @@ class ScriptedPeers:
 
     def _revive_generator(self) -> None:
         address = f"{self.config.ports.host}:{self.config.ports.prompts}"
-        self.generator = Dealer(address, "generator-0")
+        self.generator = Dealer(address, "generator-0", label=self.config.ports.label)
         self.poller.register(self.generator.socket, zmq.POLLIN)
         self._announce()
 

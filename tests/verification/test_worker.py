@@ -249,3 +249,19 @@ def test_refused_dataset_ends_the_verifier_at_once(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "'spiral_matrix' is refused: its scorer evaluates" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_verifier_of_another_phase_ends_with_exit_code_2(tmp_path: Path) -> None:
+    port = free_port()
+    path = _write_config(tmp_path, port)
+    text = path.read_text()
+    assert 'label = ""' in text
+    path.write_text(text.replace('label = ""', 'label = "a.step_1"'))
+    with Router("127.0.0.1", port, label="a.step_2") as router, _verifier(path) as process:
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:
+            assert router.receive(0.1) is None
+        assert process.wait(1) == 2
+        assert set(router.turned_away) == {"verifier@a.step_1"}
+    log = (tmp_path / "logs" / "verifier.log").read_text()
+    assert "serves 'a.step_2', this process is of 'a.step_1'" in log and "Traceback" not in log

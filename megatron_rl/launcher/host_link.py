@@ -1,0 +1,246 @@
+"""Keeps the launchers of all hosts in step: one phase after the other, and no host alone.
+
+Used by `hosts.py`, in its one thread. The first host decides what comes next, and begins it when
+every other host has ended the processes of the phase before. All tell each other about once a
+second that they live. A host that leaves with an error says so at once; one that falls silent
+(it was killed, or its network is gone) is missed after `hosts.silence_timeout_s`. Either way every
+other host raises HostLost, and ends its own processes.
+"""
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.hosts import HostsConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.host_messages import HostState, PhaseKind, RunPhase
+from megatron_rl.protocol.keys import load_keys
+from megatron_rl.protocol.process import Interrupted
+from megatron_rl.protocol.types import AnyMessage
+from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError
+
+BEAT_S = 1.0
+_ERROR_CHARS = 4000
+Look = Callable[[], None]
+"""Waits a moment, sees to the host's processes, and calls `exchange`."""
+
+log = logging.getLogger(__name__)
+
+
+class HostLost(DeadlineExceeded):
+    """Another host of the run is gone; the text says which, and what is known of it."""
+
+
+class Attendance:
+    """What the first host knows of the others. No sockets, no clock."""
+
+    def __init__(self, hosts: int, limits: HostsConfig, now: float) -> None:
+        self._hosts, self._limits = hosts, limits
+        self._opened_at = now
+        self._states: dict[int, HostState] = {}
+        self._heard_at: dict[int, float] = {}
+
+    def note(self, state: HostState, now: float) -> None:
+        """Take in a host's state. Raises InputError for a host that cannot be one of the run's."""
+        if state.hosts != self._hosts or not 1 <= state.host < self._hosts:
+            raise InputError(
+                f"a host was started as --host {state.host} of --hosts {state.hosts}, the first "
+                f"one with --hosts {self._hosts}: give all the same, and each its own place"
+            )
+        known = self._states.get(state.host)
+        if known is not None and known.session != state.session:
+            raise InputError(f"--host {state.host} was started twice: give each its own place")
+        if known is None:
+            log.info("host %d is there", state.host)
+        self._states[state.host], self._heard_at[state.host] = state, now
+
+    def find_lost(self, now: float) -> str:
+        """Which host is gone, and how that is known; "": none."""
+        for host in range(1, self._hosts):
+            state = self._states.get(host)
+            if state is None:
+                if now - self._opened_at > self._limits.start_timeout_s:
+                    limit_s = self._limits.start_timeout_s
+                    return f"host {host} was not heard within {limit_s:.0f} s of the first one"
+            elif state.error:
+                return f"host {host} has left the run: {state.error}"
+            elif now - self._heard_at[host] > self._limits.silence_timeout_s:
+                silent_s = now - self._heard_at[host]
+                return f"host {host} has been silent for {silent_s:.0f} s"
+        return ""
+
+    def behind(self, number: int) -> list[int]:
+        """Hosts that have not ended the processes of that phase."""
+        return [
+            host
+            for host in range(1, self._hosts)
+            if host not in self._states or self._states[host].ended < number
+        ]
+
+
+class HostLink(Closing):
+    """A host's end of the link; says why when it is left with an error."""
+
+    _phase: RunPhase | None = None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the phase's queue has ended."""
+        return self._phase is not None and self._phase.is_ending
+
+    @abstractmethod
+    def exchange(self, now: float) -> None:
+        """Say that this host lives, and hear of the others. Raises HostLost."""
+
+    @abstractmethod
+    def leave(self, error: str) -> None:
+        """Tell the others why this host ends before the run does."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None:
+                self.leave(_text_of(error)[:_ERROR_CHARS])
+        finally:
+            self.close()
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, Interrupted):
+        return f"it was ended by signal {int(error.code) - 128}"
+    return str(error) or type(error).__name__
+
+
+class FirstHost(HostLink):
+    """The end of the host that decides."""
+
+    def __init__(self, config: Config, hosts: int) -> None:
+        ports = config.ports
+        self._limits = config.hosts
+        self._router = Router(ports.host, ports.hosts, load_keys(ports.keys_dir), label=ports.label)
+        self._attendance = Attendance(hosts, config.hosts, time.monotonic())
+        self._peers: set[str] = set()
+
+    def begin(self, phase: RunPhase, look: Look) -> RunPhase:
+        """Begin a phase, whose number is given here, once all hosts have ended the one before.
+
+        This host must have done so. The first phase waits for nobody. Raises HostLost.
+        """
+        last = 0 if self._phase is None else self._phase.number
+        until = time.monotonic() + self._limits.end_timeout_s
+        while last and (behind := self._attendance.behind(last)):
+            if time.monotonic() > until:
+                raise HostLost(
+                    f"hosts {behind} have not ended phase {last} ({self._phase.kind}) "
+                    f"{self._limits.end_timeout_s:.0f} s after the first host did "
+                    "(hosts.end_timeout_s)"
+                )
+            look()
+        self._tell(msgspec.structs.replace(phase, number=last + 1))
+        assert self._phase is not None
+        return self._phase
+
+    def end_phase(self) -> None:
+        """Tell all that the phase's queue has ended."""
+        assert self._phase is not None
+        self._tell(msgspec.structs.replace(self._phase, is_ending=True))
+
+    def exchange(self, now: float) -> None:
+        while (received := self._router.receive(0)) is not None:
+            peer, message = received
+            if not isinstance(message, HostState):
+                raise WireError(f"{peer} sent {type(message).__name__} to the first host")
+            self._attendance.note(message, now)
+            self._peers.add(peer)
+            if self._phase is not None:
+                self._router.send(peer, self._phase)
+        if lost := self._attendance.find_lost(now):
+            raise HostLost(lost)
+
+    def leave(self, error: str) -> None:
+        phase = self._phase or RunPhase(number=0, kind=PhaseKind.END)
+        self._tell(msgspec.structs.replace(phase, error=error))
+
+    def _tell(self, phase: RunPhase) -> None:
+        self._phase = phase
+        for peer in self._peers:
+            # Who cannot be reached now hears it in answer to its next state, or is missed.
+            self._router.send(peer, phase)
+
+    def close(self) -> None:
+        self._router.close()
+
+
+class OtherHost(HostLink):
+    """The end of a host that does what the first one says."""
+
+    def __init__(self, config: Config, host: int, hosts: int) -> None:
+        ports = config.ports
+        self._limits = config.hosts
+        self._dealer = Dealer(
+            f"{ports.host}:{ports.hosts}", f"host-{host}", load_keys(ports.keys_dir),
+            label=ports.label,
+        )  # fmt: skip
+        self._state = HostState(host, hosts, session=time.time_ns(), ended=0)
+        self._heard_at = time.monotonic()
+        self._next_beat_at = 0.0
+
+    def next_phase(self, look: Look) -> RunPhase:
+        """Say that the phase before has ended here; what comes next.
+
+        The first host bounds the wait, as long as it is heard. Raises HostLost.
+        """
+        if self._phase is not None:
+            self._say(ended=self._phase.number)
+        while self._phase is None or self._phase.number == self._state.ended:
+            look()
+        return self._phase
+
+    def exchange(self, now: float) -> None:
+        if now >= self._next_beat_at:
+            self._dealer.send(self._state)
+            self._next_beat_at = now + BEAT_S
+        while (message := self._dealer.receive(0)) is not None:
+            self._take(message)
+            self._heard_at = now
+        if now - self._heard_at > self._limit_s:
+            silent_s = now - self._heard_at
+            raise HostLost(
+                f"the first host ({self._dealer.address}) has been silent for {silent_s:.0f} s"
+            )
+
+    @property
+    def _limit_s(self) -> float:
+        is_known = self._phase is not None
+        return self._limits.silence_timeout_s if is_known else self._limits.start_timeout_s
+
+    def _take(self, message: AnyMessage) -> None:
+        if not isinstance(message, RunPhase):
+            raise WireError(f"the first host sent {type(message).__name__}")
+        if message.error:
+            raise HostLost(f"the first host has left the run: {message.error}")
+        self._phase = message
+
+    def leave(self, error: str) -> None:
+        self._say(error=error)
+
+    def _say(self, **changes: object) -> None:
+        self._state = msgspec.structs.replace(self._state, **changes)
+        self._dealer.send(self._state)
+
+    def close(self) -> None:
+        self._dealer.close()

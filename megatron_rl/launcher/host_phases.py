@@ -1,0 +1,307 @@
+"""The phases of a run on several hosts: which there are, and what one host does in each.
+
+Used by `hosts.py`, in its one thread. The first host leads, the others follow (`host_link.py`):
+
+| phase      | runs                                                                      |
+|------------|---------------------------------------------------------------------------|
+| cold start | sft ranks, on the hosts of the trainer; where a model is chosen afterwards |
+| evaluation | queue, generators, verifiers, on a model folder that nobody trains        |
+| training   | these and the trainer ranks; before them the cold start, without a choice |
+| control    | sft ranks                                                                 |
+| end        | nothing                                                                   |
+
+A phase ends on the first host when its queue has ended, or its own ranks have. Each host then ends
+what is left of its processes, and the next phase begins when all have.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_rl.backend.environment import (
+    device_of_host,
+    ranks_environment,
+    role_environment,
+)
+from megatron_rl.config.files import override
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.choice import choose
+from megatron_rl.launcher.cold_start import (
+    begin_with,
+    cold_start_folder,
+    first_model,
+    is_due,
+    is_evaluated,
+    is_trained,
+)
+from megatron_rl.launcher.facts import find_export, run_facts
+from megatron_rl.launcher.host_link import FirstHost, HostLink, OtherHost
+from megatron_rl.launcher.placement import HostRoles, gpu_environment
+from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.run import eval_limit_s, write_summary
+from megatron_rl.launcher.run_folder import CONFIG
+from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.protocol.exports import CONTROL, candidate_name
+from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
+from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+QUEUE = "queue"
+TRAINER = "trainer"
+SFT = "sft"
+# After the queue and the trainer have ended, the roles that they told to stop have so long.
+_END_S = 60.0
+# A shared file system shows one host within this time what another one has written.
+_VISIBLE_S = 120.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A host's part of the run."""
+
+    config: Config
+    roles: HostRoles
+    host: int
+    gpus: list[str]
+    supervisor: Supervisor
+    link: HostLink
+    wall_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of each kind of phase so far."""
+
+    def look(self) -> None:
+        """Wait a moment, then see to this host's roles and the other hosts.
+
+        Raises RoleDied, HostLost.
+        """
+        time.sleep(POLL_S)
+        for restart in self.supervisor.check():
+            log.warning("restarted %s, %d of %d", restart.role, restart.count, restart.limit)
+        self.beat()
+
+    def beat(self) -> None:
+        """Tell the other hosts that this one lives. Raises HostLost."""
+        self.link.exchange(time.monotonic())
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return self.config.run.dir
+
+    @contextmanager
+    def timed(self, kind: PhaseKind) -> Iterator[None]:
+        """Add up how long phases of a kind take."""
+        started = time.monotonic()
+        yield
+        name = kind.replace(" ", "_")
+        self.wall_s[name] = self.wall_s.get(name, 0.0) + time.monotonic() - started
+
+
+def lead(own: Share, link: FirstHost, is_resumed: bool) -> None:
+    """All phases, in order, as the first host decides them."""
+    config, started = own.config, time.monotonic()
+    if config.sft.candidates and is_due(config, is_resumed=is_resumed):
+        if not is_trained(config):
+            _begin(own, link, PhaseKind.COLD_START)
+        _choose(own, link)
+    model = str(first_model(config, is_resumed=is_resumed))
+    comes_first = is_due(config, is_resumed=is_resumed)
+    _begin(own, link, PhaseKind.TRAINING, model=model, has_cold_start=comes_first)
+    if config.sft.control:
+        _begin(own, link, PhaseKind.CONTROL, model=model)
+        if config.eval.is_wanted:
+            _begin(own, link, PhaseKind.EVALUATION, label=CONTROL)
+    link.begin(RunPhase(0, PhaseKind.END), own.look)
+    wall_s = own.wall_s | {"total": time.monotonic() - started}
+    write_summary(own.run_dir, run_facts(config, own.run_dir, wall_s, find_export(own.run_dir)))
+
+
+def follow(own: Share, link: OtherHost) -> None:
+    """All phases, as the first host says."""
+    while (phase := link.next_phase(own.look)).kind != PhaseKind.END:
+        _take_part(own, phase)
+
+
+def _begin(
+    own: Share, link: FirstHost, kind: PhaseKind, *, label: str = "", model: str = "",
+    has_cold_start: bool = False,
+) -> None:  # fmt: skip
+    wanted = RunPhase(0, kind, label=label, model=model, has_cold_start=has_cold_start)
+    phase = link.begin(wanted, own.look)
+    log.info("phase %d: %s %s", phase.number, kind, label)
+    with own.timed(kind):
+        _take_part(own, phase)
+
+
+def _choose(own: Share, link: FirstHost) -> None:
+    """Evaluate the models that the cold start exported, and begin with the most accurate one."""
+    config, metrics = own.config, own.run_dir / "metrics.jsonl"
+    for step in config.sft.candidates:
+        if not is_evaluated(config, read_jsonl(metrics), step):
+            _begin(own, link, PhaseKind.EVALUATION, label=candidate_name(step))
+    chosen = choose(read_jsonl(metrics), config.sft.candidates, config.sft.choose_by)
+    begin_with(config, chosen, after_file=own.beat)
+
+
+def _take_part(own: Share, phase: RunPhase) -> None:
+    """What this host does in a phase, until nothing of it runs here."""
+    match phase.kind:
+        case PhaseKind.COLD_START:
+            _tune(own, SFT)
+        case PhaseKind.CONTROL:
+            _tune(own, "sft-control", "--control", override("model.path", phase.model))
+        case PhaseKind.EVALUATION:
+            _await_folder(own, own.run_dir / "hf" / phase.label)
+            queue = _start_serving(own, phase)
+            _wait(own, queue, limit_s=eval_limit_s(own.config))
+        case PhaseKind.TRAINING:
+            _train(own, phase)
+        case PhaseKind.END:
+            return
+    own.supervisor.stop()
+
+
+def _tune(own: Share, name: str, *arguments: str) -> None:
+    """Supervised training with the other hosts of the trainer.
+
+    The collectives of its ranks have deadlines, which bound the wait for them.
+    """
+    if not own.roles.trainer_ranks:
+        return
+    role = name if own.host == 0 else f"{name}-host-{own.host}"
+    _start_ranks(own, role, is_supervised=True, arguments=arguments)
+    while own.supervisor.is_running(role):
+        own.look()
+
+
+def _train(own: Share, phase: RunPhase) -> None:
+    """Reinforcement learning; the engines load during a cold start that comes before it."""
+    queue = _start_serving(own, phase)
+    if own.roles.trainer_ranks:
+        if phase.has_cold_start:
+            _tune(own, SFT)
+        _await_folder(own, Path(phase.model))
+        name = TRAINER if own.host == 0 else f"{TRAINER}-host-{own.host}"
+        model = override("model.path", phase.model)
+        _start_ranks(own, name, is_supervised=False, arguments=(model,))
+    _wait(own, queue)
+
+
+def _await_folder(own: Share, folder: Path) -> None:
+    """Until this host sees what another one has written. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + _VISIBLE_S
+    while not folder.exists():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{folder} was written, and is not there after {_VISIBLE_S:.0f} s: is the run "
+                "folder on a file system that all hosts share?"
+            )
+        own.look()
+
+
+def _start_ranks(own: Share, name: str, *, is_supervised: bool, arguments: tuple[str, ...]) -> None:
+    torchrun = torchrun_arguments(own.config, own.roles, own.host, is_supervised=is_supervised)
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+    command += ["--config", str(own.run_dir / CONFIG), *arguments]
+    environment = ranks_environment(
+        device_of_host(own.gpus),
+        own.roles.trainer_ranks,
+        expandable_segments=own.config.has_expandable_segments,
+    )
+    own.supervisor.start(name, command, environment=environment)
+
+
+def torchrun_arguments(
+    config: Config, roles: HostRoles, host: int, *, is_supervised: bool = False
+) -> list[str]:
+    """Arguments of torchrun on one host, up to those of the trainer."""
+    # A port each: one host may be at its ranks of RL while another one leaves the cold start.
+    port = config.ports.sft if is_supervised else config.ports.torchrun
+    return [
+        f"--nnodes={roles.trainer_hosts}",
+        f"--node-rank={host}",
+        f"--nproc-per-node={roles.trainer_ranks}",
+        f"--master-addr={config.ports.host}",
+        f"--master-port={port}",
+        "-m",
+        f"megatron_rl.trainer.{'sft' if is_supervised else 'train'}",
+    ]
+
+
+def _start_serving(own: Share, phase: RunPhase) -> str:
+    """Queue, engines and verifier of this host; returns the queue's name.
+
+    In training the engines take weights at the first publish.
+    """
+    label = phase.label
+    suffix = f"-{label}" if label else ""
+    name = f"config.{label}.toml" if label else CONFIG
+    common = ["--config", str(own.run_dir / name)]
+    queue = f"{QUEUE}{suffix}"
+    if own.host == 0:
+        _start_queue(own, queue, common, phase)
+    python, device = [sys.executable, "-m"], device_of_host(own.gpus)
+    for index, gpus in own.roles.engines.items():
+        role = f"generator-{index}{suffix}"
+        own.supervisor.start(
+            role,
+            [*python, "generation.worker", *common, "--index", str(index)],
+            restarts=RestartRule(
+                replica=f"generator-{index}",
+                limit=own.config.generator.max_restarts,
+                until=queue if label else TRAINER,
+                ready_path=own.run_dir / "logs" / f"{role}.ready",
+            ),
+            environment=role_environment(device) | gpu_environment(gpus, own.gpus),
+        )
+    verifier = [*python, "verification.worker", *common, "--index", str(own.host)]
+    own.supervisor.start(
+        f"verifier-{own.host}{suffix}", verifier, environment=role_environment("cpu")
+    )
+    return queue
+
+
+def _start_queue(own: Share, name: str, common: list[str], phase: RunPhase) -> None:
+    python, without_device = [sys.executable, "-m"], role_environment("cpu")
+    arguments = ["--evaluate-only", phase.label] if phase.label else []
+    if phase.has_cold_start:
+        arguments = ["--after", str(cold_start_folder(own.config))]
+    queue = [*python, "megatron_rl.rollout_queue.server", *common, *arguments]
+    own.supervisor.start(name, queue, environment=without_device)
+    if own.config.metrics.is_on:
+        metrics = [*python, "megatron_rl.metrics_out.worker"]
+        metrics += ["--config", str(own.run_dir / CONFIG)]
+        own.supervisor.start("metrics", metrics, environment=without_device, is_expendable=True)
+
+
+def _wait(own: Share, queue: str, limit_s: float | None = None) -> None:
+    """Until every role has ended well, or the queue has and some time has passed.
+
+    limit_s: within which the queue must end; None: its own deadlines and those of the trainer
+    bound it. Raises RoleDied, HostLost, DeadlineExceeded.
+    """
+    started, ends_at, is_told = time.monotonic(), None, False
+    while running := [
+        name
+        for name, role in own.supervisor.roles.items()
+        if own.supervisor.is_running(name) and not role.is_expendable
+    ]:
+        own.look()
+        now = time.monotonic()
+        if limit_s is not None and queue in running and now - started > limit_s:
+            raise DeadlineExceeded(f"{queue} has not ended after {limit_s:.0f} s")
+        if isinstance(own.link, FirstHost) and not is_told and {queue, TRAINER}.isdisjoint(running):
+            own.link.end_phase()
+            is_told = True
+        # Ranks end by themselves, by their own deadlines: their export may take long.
+        if not own.link.is_ending or any(name.startswith(TRAINER) for name in running):
+            continue
+        ends_at = ends_at or now + _END_S
+        if now > ends_at:
+            log.warning("%s did not end within %.0f s of the queue", ", ".join(running), _END_S)
+            return

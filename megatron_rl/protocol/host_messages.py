@@ -1,0 +1,51 @@
+"""What the launchers of a run's hosts say to each other.
+
+Imported by every process by way of `types.py`. First host (ROUTER) <-> the others (DEALER).
+"""
+
+import enum
+
+import msgspec
+
+
+class PhaseKind(enum.StrEnum):
+    """What the hosts of a run do together; `launcher/host_phases.py` says what each means."""
+
+    COLD_START = "cold start"
+    EVALUATION = "evaluation"
+    TRAINING = "training"
+    CONTROL = "control"
+    END = "end"
+
+
+class HostState(msgspec.Struct, frozen=True, tag="HostState"):
+    """How a host stands: sent about once a second, after every change, and when it ends early."""
+
+    host: int
+    """Its place, from 1: the first host, 0, tells itself nothing."""
+    hosts: int
+    """How many it was told that there are."""
+    session: int
+    """Differs after a restart."""
+    ended: int
+    """Number of the phase whose processes it has ended; 0: none yet."""
+    error: str = ""
+    """Why it leaves the run."""
+
+
+class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
+    """What all hosts are to do now: the answer to every HostState."""
+
+    number: int
+    """From 1."""
+    kind: PhaseKind
+    label: str = ""
+    """Of an evaluation."""
+    model: str = ""
+    """Folder of the model that the phase begins with."""
+    has_cold_start: bool = False
+    """Training alone: the cold start comes first, in the same phase."""
+    is_ending: bool = False
+    """Its queue has ended: what it told to stop closes."""
+    error: str = ""
+    """Why the first host leaves the run."""

@@ -1,0 +1,234 @@
+"""Hosts begin each phase together, and none goes on without the others."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.hosts import HostsConfig
+from megatron_rl.config.tree import Config, PortsConfig
+from megatron_rl.launcher.host_link import Attendance, FirstHost, HostLost, OtherHost
+from megatron_rl.protocol.host_messages import HostState, PhaseKind, RunPhase
+from megatron_rl.protocol.process import Interrupted
+from megatron_rl.protocol.wire import TurnedAway
+from tests.ports import free_port
+
+LIMITS = HostsConfig(start_timeout_s=10, silence_timeout_s=4, end_timeout_s=6)
+
+
+def state(host: int, ended: int = 0, **changes: object) -> HostState:
+    return HostState(**{"host": host, "hosts": 3, "session": 1, "ended": ended, **changes})
+
+
+def test_a_host_is_missed_when_it_never_came_fell_silent_or_left() -> None:
+    attendance = Attendance(3, LIMITS, now=100.0)
+    attendance.note(state(1), 105.0)
+    assert attendance.find_lost(109.0) == ""
+    assert attendance.find_lost(109.1) == "host 1 has been silent for 4 s"
+    attendance.note(state(1), 110.0)
+    assert attendance.find_lost(110.0) == ""
+    assert attendance.find_lost(110.1) == "host 2 was not heard within 10 s of the first one"
+    attendance.note(state(2), 110.2)
+    attendance.note(state(1, error="a role died"), 110.3)
+    assert attendance.find_lost(110.4) == "host 1 has left the run: a role died"
+
+
+def test_a_phase_is_over_when_every_host_has_ended_it() -> None:
+    attendance = Attendance(3, LIMITS, now=0.0)
+    assert attendance.behind(1) == [1, 2]
+    attendance.note(state(2, ended=1), 1.0)
+    assert attendance.behind(1) == [1] and attendance.behind(2) == [1, 2]
+    attendance.note(state(1, ended=2), 1.0)
+    assert attendance.behind(1) == []
+    assert Attendance(1, LIMITS, now=0.0).behind(7) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (state(1, session=2), "--host 1 was started twice"),
+        (state(3), "as --host 3 of --hosts 3"),
+        (state(0), "as --host 0 of --hosts 3"),
+        (state(2, hosts=2), "as --host 2 of --hosts 2, the first one with --hosts 3"),
+    ],
+)
+def test_hosts_that_were_started_wrongly_are_named(wrong: HostState, expected: str) -> None:
+    attendance = Attendance(3, LIMITS, now=0.0)
+    attendance.note(state(1), 0.0)
+    with pytest.raises(InputError, match=expected):
+        attendance.note(wrong, 0.0)
+
+
+def config(label: str = "a", **limits: float) -> Config:
+    found = {"start_timeout_s": 20.0, "silence_timeout_s": 20.0, "end_timeout_s": 20.0, **limits}
+    return Config(ports=PortsConfig(hosts=free_port(), label=label), hosts=HostsConfig(**found))
+
+
+def look(link: FirstHost | OtherHost) -> None:
+    time.sleep(0.01)
+    link.exchange(time.monotonic())
+
+
+class Follower(threading.Thread):
+    """Another host: notes each phase that begins, works for a moment, and ends as it is told."""
+
+    def __init__(self, cfg: Config, host: int, hosts: int, *, work_s: float = 0.0) -> None:
+        super().__init__(daemon=True)
+        self._open = partial(OtherHost, cfg, host, hosts)
+        self.work_s = work_s
+        self.phases: list[RunPhase] = []
+        self.ended: list[tuple[PhaseKind, float]] = []
+        self.raises: BaseException | None = None
+        """What it leaves its next phase with."""
+        self.is_killed = False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        link = self._open()
+        try:
+            if not self.is_killed:
+                with link:
+                    self._follow(link)
+        except (HostLost, TurnedAway, RuntimeError, Interrupted) as error:
+            self.error = error
+
+    def _follow(self, link: OtherHost) -> None:
+        while (phase := link.next_phase(partial(look, link))).kind != PhaseKind.END:
+            self.phases.append(phase)
+            until = time.monotonic() + self.work_s
+            while time.monotonic() < until:
+                look(link)
+                if self.is_killed:
+                    # As by SIGKILL: nothing is said any more, and the socket is gone.
+                    link._dealer.close()
+                    link.leave = lambda error: None
+                    raise RuntimeError("killed")
+            if self.raises is not None:
+                raise self.raises
+            while not link.is_ending:
+                look(link)
+            self.ended.append((phase.kind, time.monotonic()))
+
+
+@contextmanager
+def followers(cfg: Config, hosts: int, **settings: float) -> Iterator[list[Follower]]:
+    with ExitStack() as stack:
+        found = [Follower(cfg, host, hosts, **settings) for host in range(1, hosts)]
+        for one in found:
+            one.start()
+            stack.callback(one.join, 20)
+        yield found
+
+
+def test_no_phase_begins_before_all_hosts_have_ended_the_one_before() -> None:
+    cfg = config()
+    with followers(cfg, 3, work_s=0.3) as others, FirstHost(cfg, 3) as first:
+        begun = {}
+        wanted = [
+            (PhaseKind.COLD_START, ""),
+            (PhaseKind.EVALUATION, "step_1"),
+            (PhaseKind.TRAINING, ""),
+        ]
+        for kind, label in wanted:
+            phase = first.begin(RunPhase(0, kind, label=label), partial(look, first))
+            begun[kind] = time.monotonic()
+            assert first.is_ending is False
+            first.end_phase()
+            assert first.is_ending
+            assert (phase.kind, phase.number) == (kind, len(begun))
+        first.begin(RunPhase(0, PhaseKind.END), partial(look, first))
+        for one in others:
+            one.join(20)
+            assert not one.is_alive() and one.error is None
+            assert [(phase.kind, phase.label) for phase in one.phases] == wanted
+            assert [phase.number for phase in one.phases] == [1, 2, 3]
+            ended = dict(one.ended)
+            assert ended[PhaseKind.COLD_START] <= begun[PhaseKind.EVALUATION]
+            assert ended[PhaseKind.EVALUATION] <= begun[PhaseKind.TRAINING]
+
+
+def lose(first: FirstHost, within_s: float) -> HostLost:
+    started = time.monotonic()
+    with pytest.raises(HostLost) as found:
+        while time.monotonic() - started < within_s:
+            look(first)
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("generator-1 ended with signal 9"), "generator-1 ended with signal 9"),
+        (Interrupted(128 + 15), "it was ended by signal 15"),
+    ],
+)
+def test_a_host_that_leaves_with_an_error_ends_all_others(error: BaseException, said: str) -> None:
+    cfg = config()
+    with followers(cfg, 3, work_s=0.2) as (one, two):
+        one.raises = error
+        with pytest.raises(HostLost, match=said), FirstHost(cfg, 3) as first:
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+            raise lose(first, within_s=15)
+        one.join(20)
+        two.join(20)
+        # The first host passes it on.
+        assert isinstance(two.error, HostLost)
+        assert str(two.error) == f"the first host has left the run: host 1 has left the run: {said}"
+
+
+def test_a_host_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None:
+    cfg = config(silence_timeout_s=2.0)
+    with followers(cfg, 3, work_s=20.0) as (one, two):
+        with pytest.raises(HostLost), FirstHost(cfg, 3) as first:
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+            while not (one.phases and two.phases):
+                look(first)
+            one.is_killed = True
+            lost = lose(first, within_s=15)
+            assert str(lost) == "host 1 has been silent for 2 s"
+            raise lost
+        two.join(20)
+        assert "host 1 has been silent" in str(two.error)
+
+
+def test_the_others_miss_a_first_host_that_falls_silent() -> None:
+    cfg = config(silence_timeout_s=2.0)
+    with followers(cfg, 2, work_s=20.0) as (one,):
+        first = FirstHost(cfg, 2)
+        first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+        while not one.phases:
+            look(first)
+        first.close()
+        one.join(20)
+        assert "has been silent for 2 s" in str(one.error)
+
+
+def test_a_host_that_does_not_end_its_processes_is_named_after_the_deadline() -> None:
+    cfg = config(end_timeout_s=1.0)
+    with followers(cfg, 2, work_s=2.5) as (one,):
+        with pytest.raises(HostLost) as found, FirstHost(cfg, 2) as first:
+            first.begin(RunPhase(0, PhaseKind.EVALUATION), partial(look, first))
+            while not one.phases:
+                look(first)
+            first.end_phase()
+            first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+        expected = "hosts [1] have not ended phase 1 (evaluation) 1 s after the first host did"
+        assert expected in str(found.value)
+        one.join(20)
+        assert expected in str(one.error)
+
+
+def test_a_launcher_of_an_earlier_job_is_turned_away() -> None:
+    cfg = config(label="a")
+    stale = cfg.model_copy(update={"ports": cfg.ports.model_copy(update={"label": "b"})})
+    with FirstHost(cfg, 2) as first, followers(stale, 2) as (one,):
+        first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+        until = time.monotonic() + 15
+        while one.is_alive() and time.monotonic() < until:
+            look(first)
+        assert isinstance(one.error, TurnedAway) and not one.phases
+        assert first._attendance.behind(1) == [1]
