@@ -219,3 +219,20 @@ def test_it_rests_at_the_best_policy(sampled_by: str) -> None:
     own, other = best.exp(), BANDIT.probabilities(behaviour)
     low = true_value(BANDIT, reference) - mean_value(BANDIT, reference, behaviour, others=2)
     torch.testing.assert_close(found, low * (other - own), **LIMIT)
+
+
+def test_off_policy_it_rests_close_to_the_best_policy_with_groups_of_four() -> None:
+    reference, behaviour = BANDIT.logits(5), torch.zeros(5, dtype=torch.float64)
+    value = mean_value(BANDIT, reference, behaviour, others=3)
+    logits = reference.clone()
+    for _ in range(4000):
+        # Its gradient in closed form: residuals of a value that is low, every arm as likely.
+        ratios = logits.log_softmax(0) - reference.log_softmax(0)
+        residuals = (rewards(BANDIT) - value - BETA * ratios) / 5
+        logits += 0.5 * (residuals - logits.softmax(0) * residuals.sum())
+    best = best_policy(BANDIT, reference)
+    assert float((best.exp() * (best - logits.log_softmax(0))).sum()) < 1e-3
+    found = expected_gradient(
+        BANDIT, spo(), logits, group_size=4, behaviour=behaviour, reference=reference
+    )
+    torch.testing.assert_close(found, torch.zeros_like(found), **LIMIT)
