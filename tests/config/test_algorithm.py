@@ -93,6 +93,14 @@ def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> N
             ["algorithm.preset=sft", "algorithm.kl.placement=reward", EXACT[-1]],
             'reads none: set algorithm.kl.placement="loss"',
         ),
+        (
+            ["algorithm.preset=spo", "algorithm.credit.name=group_mean"],
+            "baseline=\"soft\" is in units of rewards, and credit 'group_mean'",
+        ),
+        (
+            ["algorithm.preset=dro", "algorithm.shaping.name=cross_entropy"],
+            'baseline="value" is of regression, not of algorithm.shaping.name="cross_entropy"',
+        ),
         (["algorithm.surrogate.dual_clip=0.5"], "ratios that did not move"),
         (
             ["algorithm.correction.name=masked", "algorithm.correction.low=3"],
