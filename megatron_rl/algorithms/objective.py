@@ -103,8 +103,11 @@ class Objective:
             sums = sums | {"reference_kl": tokens.with_constant_policy().reference_kl.sum()}
         if self.cfg.used_gold is not None:
             sums = sums | _gold_sums(tokens)
-        if self.cfg.learns_value:
+        if self.cfg.learns_value or self.cfg.has_soft_value:
             sums = sums | {"value_mean": tokens.values[tokens.is_real].sum()}
+        if self.cfg.has_soft_value:
+            shares = tokens.effective_shares[tokens.is_real]
+            sums = sums | {"soft_value_effective_share": shares.sum()}
         return LossOutput(loss, sums | _advantage_sums(tokens, advantages))
 
 

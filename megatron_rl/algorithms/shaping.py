@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.algorithms.log_means import log_mean_exp_of_others
 from megatron_rl.algorithms.normalization import MIN_STD
 from megatron_rl.algorithms.tokens import Tokens
 from megatron_rl.config.algorithm import ShapingConfig
@@ -33,34 +34,38 @@ def regression(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
 
     With credit leave_one_out and b the mean of S over the others of the group, sum_i A_i grad log
     pi(y_i) / n is -1 / beta times the gradient of the group's variance of reward - beta S, halved,
-    whoever sampled it: AGRO (arXiv 2503.19612). With credit soft_value and no b it is that of the
-    squared residual: SPO (arXiv 2503.05453), DRO (arXiv 2405.19107). With baseline value, A is the
-    reward, and V of the prompt is learnt on the same residual: DRO-V.
+    whoever sampled it: AGRO (arXiv 2503.19612). With baseline soft or value, A is the reward less V
+    of the prompt, without b: the gradient of the squared residual. V is the soft value from the
+    others of the group: SPO (arXiv 2503.05453); or learnt on the same residual: DRO-V (arXiv
+    2405.19107). With credit soft_value and baseline none, V is the queue's, of samples of the
+    reference.
     """
     segments = tokens.segments
     sums = segments.sum(tokens.with_constant_policy().reference_log_ratios)
     if cfg.baseline == "group":
         sums = sums - segments.mean_of_others(sums)
-    if cfg.baseline == "value":
-        assert tokens.values is not None
-        return tokens.advantages - tokens.values - cfg.temperature * segments.spread(sums)
-    return tokens.advantages - cfg.temperature * segments.spread(sums)
+    return _less_value(tokens) - cfg.temperature * segments.spread(sums)
 
 
 def cross_entropy(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     """(q - p) / (1 - p) of a sequence: SPO's loss -(q log p + (1 - q) log(1 - p)).
 
     q = exp((r - top_reward) / beta) and p = exp((V + beta S - top_reward) / beta). The queue's
-    advantage is r - V (credit soft_value). A sequence whose p reaches 1 teaches nothing, as in the
-    paper: take a top_reward above what can be earned.
+    advantage is r - V (credit soft_value), or r with baseline soft. A sequence whose p reaches 1
+    teaches nothing, as in the paper: take a top_reward above what can be earned.
     Source: SPO (arXiv 2503.05453), section 3.2.
     """
     segments, beta = tokens.segments, cfg.temperature
     sums = segments.sum(tokens.with_constant_policy().reference_log_ratios)
     log_q = ((tokens.rewards - cfg.top_reward) / beta).clamp_max(0.0)
-    log_p = log_q + segments.spread(sums) - tokens.advantages / beta
+    log_p = log_q + segments.spread(sums) - _less_value(tokens) / beta
     slopes = (log_q.exp() - log_p.exp()) / -log_p.expm1()
     return slopes.masked_fill(log_p >= -1e-6 / beta, 0.0)
+
+
+def _less_value(tokens: Tokens) -> Tensor:
+    """[tokens]: the queue's advantages, less the prompt's value where the trainer has one."""
+    return tokens.advantages if tokens.values is None else tokens.advantages - tokens.values
 
 
 def jepo(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
@@ -97,15 +102,11 @@ def gold_credit(values: Tensor, has_gold: Tensor) -> tuple[Tensor, Tensor]:
 
     values: [groups, members] float64, l_i; A_i = LME(l) - LME(l without i), s = softmax(l).
     """
-    members = values.shape[1]
     listed = values.masked_fill(~has_gold, -math.inf)
     counts = has_gold.double().sum(-1, keepdim=True)
     shares = listed.softmax(-1).where(has_gold, values.new_zeros(()))
     whole = listed.logsumexp(-1, keepdim=True) - counts.log()
-    # [groups, i, members]: without i.
-    is_own = values.new_ones(members).diag().bool()
-    others = listed[:, None].expand(-1, members, -1).masked_fill(is_own, -math.inf)
-    without = others.logsumexp(-1) - (counts - 1).log()
+    without = log_mean_exp_of_others(values, has_gold)
     is_comparable = has_gold & (counts > 1)
     return (whole - without).where(is_comparable, values.new_zeros(())), shares
 

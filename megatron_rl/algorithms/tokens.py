@@ -103,7 +103,9 @@ class Tokens:
     differentiable; 0 for padding and what nobody sampled. None unless algorithm.kl is exact."""
     values: Tensor | None = None
     """Of the token's prompt: what is expected of its completions; constant. None unless
-    algorithm.shaping.baseline is value."""
+    algorithm.shaping.baseline is value or soft."""
+    effective_shares: Tensor | None = None
+    """Of the token's group: as soft_value.py gives them. None unless that baseline is soft."""
 
     @property
     def old_logprobs(self) -> Tensor:

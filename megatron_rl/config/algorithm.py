@@ -31,7 +31,7 @@ class CreditConfig(Part):
     k: PositiveInt = 4
     """pass_at_k and majority: how many samples are judged together."""
     temperature: PositiveFloat = 1e-3
-    """soft_value: beta of beta * log mean exp(reward / beta)."""
+    """soft_value: beta of beta * log mean exp(reward / beta), of the reference's samples."""
 
 
 class NormalizationConfig(Part):
@@ -163,9 +163,10 @@ class ShapingConfig(Part):
     """Entry of SHAPINGS (none, regression, cross_entropy, jepo), or package.module:function."""
     temperature: PositiveFloat = 1e-3
     """Beta of reward - beta * log(policy / reference), over whole sequences."""
-    baseline: Literal["group", "none", "value"] = "group"
-    """regression: what is taken off, the mean of the others of a group, nothing more, or a value of
-    the prompt that is learnt beside (train/value_*), for data of single completions."""
+    baseline: Literal["group", "none", "value", "soft"] = "group"
+    """regression: what is taken off, the mean of the others of a group, nothing more, a value of
+    the prompt that is learnt beside (train/value_*), for data of single completions, or its soft
+    value under the reference, from the others of a group whoever sampled (also cross_entropy)."""
     value_lr: PositiveFloat = 1e-2
     """baseline value: learning rate of the value, in rewards; constant."""
     top_reward: float = 1.1
@@ -283,17 +284,19 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check_value(self) -> Self:
-        if not self.learns_value:
+        if not (self.learns_value or self.has_soft_value):
             return self
+        baseline = self.shaping.baseline
         if (self.credit.name, self.normalization.name) != ("reward", "none"):
             raise ValueError(
-                'algorithm.shaping.baseline="value" is learnt in units of rewards, and credit '
+                f'algorithm.shaping.baseline="{baseline}" is in units of rewards, and credit '
                 f"{self.credit.name!r} with normalization {self.normalization.name!r} is not: set "
                 'algorithm.credit.name="reward" and algorithm.normalization.name="none"'
             )
-        if self.shaping.name != "regression":
+        shapings = ("regression",) if self.learns_value else REGRESSIONS
+        if self.shaping.name not in shapings:
             raise ValueError(
-                f'algorithm.shaping.baseline="value" is of "regression", not of '
+                f'algorithm.shaping.baseline="{baseline}" is of {" and ".join(shapings)}, not of '
                 f'algorithm.shaping.name="{self.shaping.name}"'
             )
         return self
@@ -302,6 +305,11 @@ class AlgorithmConfig(Section):
     def learns_value(self) -> bool:
         """Whether a value of prompts is learnt, as a baseline."""
         return self.shaping.name != "none" and self.shaping.baseline == "value"
+
+    @property
+    def has_soft_value(self) -> bool:
+        """Whether the soft value of prompts under the reference is a baseline."""
+        return self.shaping.name != "none" and self.shaping.baseline == "soft"
 
     @property
     def used_gold(self) -> GoldConfig | None:
@@ -319,7 +327,8 @@ class AlgorithmConfig(Section):
         """Whether anything compares with the logprobs under which completions were sampled."""
         has_ratio = self.surrogate.name not in ("reinforce", "supervised")
         is_own = self.surrogate.old_logprobs == "recompute"
-        return (has_ratio and not is_own) or self.correction.name != "none"
+        is_compared = (has_ratio and not is_own) or self.correction.name != "none"
+        return is_compared or self.has_soft_value
 
     @property
     def _reads_reference(self) -> bool:

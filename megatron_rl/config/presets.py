@@ -145,13 +145,13 @@ PRESETS: dict[str, Preset] = {
         "Soft Policy Optimization, arXiv 2503.05453, section 3",
         "off-policy data; variety rather than the mean",
         {
-            # Only the reference holds up what a soft value above most rewards pushes down: with
-            # 1e-3, as beside a group's mean, it weighs too little and the policy collapses.
-            "credit": {"name": "soft_value", "temperature": 0.3},
+            "credit": {"name": "reward"},
             "normalization": _NONE,
             "aggregation": _SUM,
             "surrogate": _REINFORCE,
-            "shaping": {"name": "regression", "baseline": "none", "temperature": 0.3},
+            # Only the reference holds up what a soft value above most rewards pushes down: with
+            # 1e-3, as beside a group's mean, it weighs too little and the policy collapses.
+            "shaping": {"name": "regression", "baseline": "soft", "temperature": 0.3},
             "reference": {"policy": "start"},
             "flat_groups": "keep",
         },
@@ -202,7 +202,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "distill": Preset(
         "On-policy distillation (GKD), arXiv 2306.13649, eq. 2 with reverse KL",
-        "a teacher is at hand: give its folder as algorithm.reference.policy",
+        "a teacher is at hand: give its folder as algorithm.reference.policy; groups of 2 and small "
+        "batches do (train.group_size)",
         {
             "credit": {"name": "zero"},
             "normalization": _NONE,

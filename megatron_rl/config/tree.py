@@ -308,9 +308,11 @@ class Config(Section):
             raise ValueError(
                 "replay.traces have no generator's logprobs, which algorithm.surrogate.name="
                 f"{self.algorithm.surrogate.name!r} with old_logprobs="
-                f"{self.algorithm.surrogate.old_logprobs!r} and algorithm.correction.name="
+                f"{self.algorithm.surrogate.old_logprobs!r}, algorithm.shaping.baseline="
+                f"{self.algorithm.shaping.baseline!r} and algorithm.correction.name="
                 f"{self.algorithm.correction.name!r} read: take a preset without importance "
-                "ratios, such as agro, or old_logprobs='recompute' without a correction"
+                "ratios, such as agro, or old_logprobs='recompute' without a correction; with spo, "
+                "for traces of the reference, credit.name='soft_value', shaping.baseline='none'"
             )
         if replay.buffer_groups and not self.queue.record_tokens:
             raise ValueError(

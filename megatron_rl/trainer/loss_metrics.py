@@ -57,6 +57,7 @@ def _no_tokens() -> Tokens:
         reference_logprobs=none,
         reference_kl=none,
         values=none,
+        effective_shares=none,
     )
 
 

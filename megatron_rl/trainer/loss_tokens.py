@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl.algorithms.soft_value import SoftValues
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.trainer.model.collate import MicroBatch
 from megatron_rl.trainer.model.divergence import ReferenceLayer
@@ -29,6 +30,8 @@ class Known:
     """On the host; hidden states of this context rank's own tokens."""
     features: Tensor | None = None
     """[sequences, hidden + 1] of prompts, from which their values are computed."""
+    soft: SoftValues | None = None
+    """Of each sequence, from its whole group."""
     advantages: Tensor | None = None
     """Those that depend on the policy; None: the queue's, or a shaping without groups."""
 
@@ -47,8 +50,11 @@ def tokens_of(
 ) -> Tokens:
     """Of one microbatch; logprobs, reference_kl: [completion tokens], of the policy in training.
 
-    values: [sequences], of their prompts.
+    values: [sequences], of their prompts, where they are not in known.soft.
     """
+    shares = None
+    if known.soft is not None:
+        values, shares = known.soft
     segments = Segments(batch.sequence_of, batch.target_ends, batch.group_of, batch.member_of)
     proximal = known.proximal_logprobs
     # Nobody sampled a reference answer: its ratios are 1.
@@ -70,6 +76,7 @@ def tokens_of(
         reference_logprobs=known.reference_logprobs,
         reference_kl=reference_kl,
         values=None if values is None else segments.spread(values),
+        effective_shares=None if shares is None else segments.spread(shares),
     )
 
 

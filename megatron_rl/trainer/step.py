@@ -17,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
+from megatron_rl.algorithms.soft_value import SoftValues, soft_values
 from megatron_rl.algorithms.tokens import Tokens
 from megatron_rl.config.tree import OptimizerConfig, TrainConfig
 from megatron_rl.protocol.metrics import Metric
@@ -186,6 +187,8 @@ class Trainer:
     ) -> Totals:
         """Gradient of a minibatch, left in the gradient buffers."""
         inputs = self._passes.inputs(minibatch, known)
+        if self._objective.cfg.has_soft_value:
+            inputs = self._with_soft_values(inputs, minibatch)
         if self._objective.needs_groups:
             inputs = self._with_advantages(inputs, minibatch, version)
         zero_gradients(self.policy.chunks, self._optimizer)
@@ -204,6 +207,25 @@ class Trainer:
         dist.all_reduce(local)
         sums, mismatch = local.cpu().split([size, MISMATCH_SIZE])
         return Totals(self._sums.named(sums), mismatch)
+
+    @torch.no_grad()
+    def _with_soft_values(
+        self, inputs: list[PassInput], minibatch: MinibatchShare
+    ) -> list[PassInput]:
+        """The inputs with soft values, from what is known already of whole groups."""
+        if inputs[0][1].reference_logprobs is None:
+            return inputs
+        parts = [
+            tokens_of(batch, known.reference_logprobs, known, version=0) for batch, known in inputs
+        ]
+        tokens = whole_groups(parts, groups=minibatch.groups, members=minibatch.members)
+        found = soft_values(tokens, self._objective.cfg.shaping.temperature)
+        sizes = [len(part.segments.ends) for part in parts]
+        split = zip(*(values.split(sizes) for values in found), strict=True)
+        return [
+            (batch, replace(known, soft=SoftValues(*mine)))
+            for (batch, known), mine in zip(inputs, split, strict=True)
+        ]
 
     @torch.no_grad()
     def _with_advantages(

@@ -4,7 +4,7 @@ An estimator's mean is then a sum, and so is the objective whose gradient it sho
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.algorithms.soft_value import soft_values
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.protocol.types import (
     GoldAnswer,
@@ -195,6 +196,11 @@ def _gradient_of_groups(
         None if reference is None else table.logprobs(reference)[places].flatten(),
     )
     objective = find_objective(cfg)
+    members = len(tuples[0])
+    if cfg.has_soft_value:
+        part = tokens_of(batch, torch.zeros(len(batch.weights)), known, version=0)
+        whole = whole_groups([part], groups=len(groups), members=members, is_alone=True)
+        known = replace(known, soft=soft_values(whole, cfg.shaping.temperature))
 
     def utility(leaf: Tensor) -> Tensor:
         logprobs = table.logprobs(leaf)[places].flatten()
@@ -204,7 +210,6 @@ def _gradient_of_groups(
         values = None if value is None else torch.full((len(sequences),), value)
         tokens = tokens_of(batch, logprobs, known, version=0, reference_kl=kl, values=values)
         if objective.needs_groups:
-            members = len(tuples[0])
             whole = whole_groups([tokens], groups=len(groups), members=members, is_alone=True)
             advantages = objective.advantages(whole)
         else:

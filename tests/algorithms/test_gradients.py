@@ -240,7 +240,7 @@ def test_agro_is_at_rest_at_the_best_policy_whoever_sampled() -> None:
 
 
 @pytest.mark.parametrize("shaping", ["regression", "cross_entropy"])
-def test_spo_follows_its_loss(shaping: str) -> None:
+def test_spo_follows_its_loss_with_the_value_of_its_group(shaping: str) -> None:
     logits, reference, behaviour = PAIRS.logits(0), PAIRS.logits(5), PAIRS.logits(9)
     r, top = rewards(PAIRS), 2.0
     chances = PAIRS.probabilities(behaviour)
@@ -259,8 +259,8 @@ def test_spo_follows_its_loss(shaping: str) -> None:
         exact -= chances[i] * chances[j] * gradient(loss, logits)
     given = {
         "preset": "spo",
-        "credit": {"temperature": BETA},
-        "shaping": {"name": shaping, "temperature": BETA, "top_reward": top},
+        "credit": {"name": "soft_value", "temperature": BETA},
+        "shaping": {"name": shaping, "temperature": BETA, "top_reward": top, "baseline": "none"},
     }
     found = expected_gradient(
         PAIRS, given, logits, group_size=2, behaviour=behaviour, reference=reference

@@ -93,6 +93,14 @@ def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> N
             ["algorithm.preset=sft", "algorithm.kl.placement=reward", EXACT[-1]],
             'reads none: set algorithm.kl.placement="loss"',
         ),
+        (
+            ["algorithm.preset=spo", "algorithm.credit.name=group_mean"],
+            "baseline=\"soft\" is in units of rewards, and credit 'group_mean'",
+        ),
+        (
+            ["algorithm.preset=dro", "algorithm.shaping.name=cross_entropy"],
+            'baseline="value" is of regression, not of algorithm.shaping.name="cross_entropy"',
+        ),
         (["algorithm.surrogate.dual_clip=0.5"], "ratios that did not move"),
         (
             ["algorithm.correction.name=masked", "algorithm.correction.low=3"],
@@ -133,6 +141,10 @@ TRACES = 'replay.traces=["t.jsonl"]'
         ),
         ([TRACES, "replay.share=0.5"], "no generator's logprobs, which algorithm.surrogate.name"),
         (
+            [TRACES, "replay.share=0.5", "algorithm.preset=spo"],
+            "credit.name='soft_value', shaping.baseline='none'",
+        ),
+        (
             [TRACES, "replay.share=0.5", "algorithm.preset=tis"],
             "algorithm.correction.name='truncated' read",
         ),
@@ -144,7 +156,13 @@ def test_what_cannot_be_replayed_is_refused_with_the_cure(overrides: list[str], 
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("preset", ["agro", "spo", "sft", "reinforce", "rloo"])
+@pytest.mark.parametrize("preset", ["agro", "dro", "sft", "reinforce", "rloo"])
 def test_traces_suit_objectives_without_importance_ratios(preset: str) -> None:
     given = [TRACES, "replay.share=0.25", "train.groups_per_batch=16", f"algorithm.preset={preset}"]
     assert load_config(None, given).sampled_groups == 12
+
+
+def test_traces_of_the_reference_suit_spo_with_the_value_of_their_group() -> None:
+    given = [TRACES, "replay.share=0.25", "train.groups_per_batch=16", "algorithm.preset=spo"]
+    own = ["algorithm.credit.name=soft_value", "algorithm.shaping.baseline=none"]
+    assert load_config(None, [*given, *own]).sampled_groups == 12
