@@ -228,6 +228,7 @@ def two_hosts(run_dir: Path, host: int) -> list[object]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 def test_two_hosts_choose_train_and_control_and_go_on_when_one_died(
     inputs: Path, tmp_path: Path
 ) -> None:
@@ -254,7 +255,7 @@ def test_two_hosts_choose_train_and_control_and_go_on_when_one_died(
     assert run.returncode == 0 and "begins anew, but for its cold start" in output, output
     with launched(*two_hosts(run_dir, 1)) as second, launched(*two_hosts(run_dir, 0)) as first:
         for host in (first, second):
-            output, _ = host.communicate(timeout=150)
+            output, _ = host.communicate(timeout=300)
             assert host.returncode == 0, output
     # Nothing was done twice.
     assert sft_steps(run_dir) == list(range(1, SFT_STEPS + 1))
