@@ -1,7 +1,11 @@
 """`megatron-rl convert SRC DST`: converts a model folder and shows how far it is."""
 
 import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -12,13 +16,64 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron_rl.weights.folders.conversion import Request, VerificationFailed, convert
+from megatron_rl.config.errors import InputError
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.folders.conversion import Request
 
 log = logging.getLogger(__name__)
 
 
-def run(request: Request, console: Console) -> int:
+app = plain_app()
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What the command is given."""
+
+    source: Annotated[Path, typer.Argument(help="Hugging Face, mistral-format or Megatron folder")]
+    target: Annotated[Path, typer.Argument(help="folder to make")]
+    to: Annotated[
+        Literal["hf", "megatron"] | None, typer.Option(help="default: the other of the two")
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="default: as they are"),
+    ] = None
+    verify: Annotated[bool, typer.Option(help="read again and compare digests")] = False
+    shard_gb: Annotated[float, typer.Option(help="size of files")] = 4.0
+    files_from: Annotated[
+        Path | None,
+        typer.Option(help="folder with config.json or tokenizer if SOURCE has none"),
+    ] = None
+
+
+@command(app, "convert", "Convert a model folder to Megatron's format, or back.")
+def convert_folder(options: ConvertOptions, console: Console) -> int:
+    """Exit code: 0, 1 (the disk failed), 2 (bad input)."""
+    # Needs torch, which most commands do without.
+    from megatron_rl.weights.folders.conversion import Request
+
+    if not options.shard_gb > 0:
+        raise InputError(f"--shard-gb {options.shard_gb}: give a size above 0")
+    request = Request(
+        options.source,
+        options.target,
+        to=options.to,
+        dtype=options.dtype,
+        verify=options.verify,
+        shard_bytes=int(options.shard_gb * 1e9),
+        files_from=options.files_from,
+    )
+    return run(request, console)
+
+
+def run(request: "Request", console: Console) -> int:
     """Convert; exit code 1 when the disk fails or is found at fault. Raises InputError."""
+    from megatron_rl.weights.folders.conversion import VerificationFailed, convert
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     columns = (*columns, TransferSpeedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True)

@@ -59,7 +59,7 @@ def prepare(config: Config) -> Config:
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
     run goes on. Raises InputError.
     """
-    _check_phases(config.sft)
+    check_phases(config.sft)
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
     prompts = preflight.check(config)
@@ -88,7 +88,7 @@ def prepare(config: Config) -> Config:
     return resolved
 
 
-def _check_phases(sft: SftConfig) -> None:
+def check_phases(sft: SftConfig) -> None:
     """Raise InputError for what one host alone can do."""
     if sft.control:
         raise InputError(

@@ -1,15 +1,20 @@
 """`megatron-rl sweep FILE`: runs what is left of a sweep, and prints its table."""
 
-import argparse
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher import preflight
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import Overrides
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.launcher.sweep import slurm
 from megatron_rl.launcher.sweep.folders import State, check_folders, state_of
@@ -20,21 +25,26 @@ from megatron_rl.launcher.sweep.sweep_file import load_sweep
 from megatron_rl.launcher.sweep.table import print_table, say, write_files
 from megatron_rl.protocol.process import Interrupted
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("file", type=Path, help="TOML file of the sweep; docs/sweeps.md")
-    parser.add_argument("--sweep-dir", type=Path, help="default: runs/sweep-NAME")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--report", action="store_true", help="only print the table of what is there")
-    only.add_argument("--dry-run", action="store_true", help="only print commands or scripts")
-    parser.add_argument("--slurm", action="store_true", help="submit each run as a job")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of all variants")
-    parser.set_defaults(handler=sweep)
+app = plain_app()
 
 
-def sweep(options: argparse.Namespace, console: Console) -> int:
+@dataclass(frozen=True)
+class SweepOptions:
+    """What the command is given."""
+
+    file: Annotated[Path, typer.Argument(help="TOML file of the sweep; docs/sweeps.md")]
+    overrides: Overrides = field(default_factory=list)
+    sweep_dir: Annotated[Path | None, typer.Option(help="default: runs/sweep-NAME")] = None
+    report: Annotated[bool, typer.Option(help="only print the table of what is there")] = False
+    dry_run: Annotated[bool, typer.Option(help="only print commands or scripts")] = False
+    slurm: Annotated[bool, typer.Option(help="submit each run as a job")] = False
+
+
+@command(app, "sweep", "Run variants over seeds, and compare them.")
+def sweep(options: SweepOptions, console: Console) -> int:
     """Exit code: 0, 1 (a run failed). Raises InputError before anything starts, Interrupted."""
+    if options.report and options.dry_run:
+        raise InputError("--report and --dry-run exclude each other: give one of them")
     file = load_sweep(options.file)
     folder = options.sweep_dir or Path("runs") / f"sweep-{file.name}"
     plan = make_plan(file, folder, options.overrides)
