@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
-from megatron_rl.launcher.command_line.parameters import RunFolder
+from megatron_rl.launcher.command_line.parameters import DryRun, RunFolder
+from megatron_rl.launcher.command_line.progress import counted, progress
 from megatron_rl.launcher.whole_file import write_whole
 
 if TYPE_CHECKING:
     from megatron_rl.analysis.results import Analysis, WeightsResult
 
 app = plain_app("Analyses of a run or of checkpoints, into one folder with a report.")
+_NOTHING = "Dry run: nothing was written."
 Out = Annotated[Path, typer.Option(help="folder of the report")]
 NoPlots = Annotated[bool, typer.Option("--no-plots", help="text alone")]
 
@@ -38,6 +39,7 @@ class WeightsOptions:
         Path | None, typer.Option(help="folder with config.json and tokenizer that others lack")
     ] = None
     no_plots: NoPlots = False
+    dry_run: DryRun = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class PlaneOptions:
                      help="evaluation set; needed if there are several"),
     ] = None  # fmt: skip
     no_plots: NoPlots = False
+    dry_run: DryRun = False
 
 
 @dataclass(frozen=True)
@@ -88,21 +91,19 @@ def weights(options: WeightsOptions, console: Console) -> int:
 
     checkpoints = find_checkpoints(options.models, options.files_from)
     analysis = _begin(options)
+    if options.dry_run:
+        for one in checkpoints:
+            _say(console, f"would compare {one.name}: {one.folder}")
+        _say(console, f"would write {options.out}; scratch files beside it. {_NOTHING}")
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
     # Scratch files lie beside the report: the system's folder may be in memory.
     with (
         tempfile.TemporaryDirectory(dir=options.out, prefix=".scratch.") as scratch,
         open_checkpoints(checkpoints, Path(scratch)) as opened,
-        bar,
+        progress(console, "parameters") as report,
     ):
-        task = bar.add_task("weights", total=None)
-        gram = gram_matrix(
-            opened,
-            options.centre,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+        gram = gram_matrix(opened, options.centre, progress=report)
         parameters = opened.parameters
     principal = principal_directions(gram, options.centre)
     found = weights_result(
@@ -146,11 +147,19 @@ def _write_grid(options: PlaneOptions, weights: "WeightsResult", console: Consol
     assert options.write is not None
     grid = plan_grid(weights, options.points, options.margin, options.dtype)
     form = PointFormat(None if options.dtype is None else DTYPES[options.dtype])
+    left = len(points_left(grid, options.write))
+    count = left if options.at_most is None else min(left, options.at_most)
+    if options.dry_run:
+        each = sum(path.stat().st_size for path in Path(grid.checkpoints[0]).glob("*.safetensors"))
+        _say(console, f"would write {count} of {left} models that are not there to "
+             f"{options.write}, {each / 1e9:.3g} GB each. {_NOTHING}")  # fmt: skip
+        return 0
     written = write_grid(
         weights, grid, options.write, form, at_most=options.at_most, save=write_whole
     )
-    for name in written:
-        _say(console, str(options.write / name))
+    with progress(console, "models") as report:
+        for name in counted(written, count, report):
+            _say(console, str(options.write / name))
     left = len(points_left(grid, options.write))
     _say(console, f"{left} of {len(grid.points)} points left to write")
     return 0

@@ -21,6 +21,7 @@ COMMANDS = tuple(
     Entry(name, f"megatron_rl.launcher.{module}", help_text, panel, is_group)
     for name, module, help_text, panel, is_group in (
         ("run", "run_command", "Train, evaluate, export, summarize.", _RUNS, False),
+        ("sft", "sft_command", "The cold start alone, to a model folder.", _RUNS, False),
         ("eval", "evaluation.command", "Evaluate a model, or compare evaluations.", _RUNS, False),
         ("sweep", "sweep.command", "Run variants over seeds, and compare them.", _RUNS, False),
         ("prepare", "host_command", "Several hosts: once, first.", _RUNS, False),

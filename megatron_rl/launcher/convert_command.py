@@ -7,18 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import DryRun
+from megatron_rl.launcher.command_line.progress import progress
 
 if TYPE_CHECKING:
     from megatron_rl.weights.folders.conversion import Request
@@ -48,6 +42,7 @@ class ConvertOptions:
         Path | None,
         typer.Option(help="folder with config.json or tokenizer if SOURCE has none"),
     ] = None
+    dry_run: DryRun = False
 
 
 @command(app, "convert", "Convert a model folder to Megatron's format, or back.")
@@ -67,26 +62,21 @@ def convert_folder(options: ConvertOptions, console: Console) -> int:
         shard_bytes=int(options.shard_gb * 1e9),
         files_from=options.files_from,
     )
-    return run(request, console)
+    return run(request, console, is_dry=options.dry_run)
 
 
-def run(request: "Request", console: Console) -> int:
+def run(request: "Request", console: Console, *, is_dry: bool = False) -> int:
     """Convert; exit code 1 when the disk fails or is found at fault. Raises InputError."""
     from megatron_rl.weights.folders.conversion import VerificationFailed, convert
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    columns = (*columns, TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
     try:
-        with bar:
-            task = bar.add_task(request.source.name, total=None)
-            done = convert(
-                request, lambda read, total: bar.update(task, completed=read, total=total)
-            )
+        with progress(console, request.source.name, in_bytes=True) as report:
+            done = convert(request, report, is_dry=is_dry)
     except (VerificationFailed, OSError) as failure:
         log.error("%s is not made: %s", request.target, failure)
         return 1
-    checked = ", every digest compared" if request.verify else ""
+    checked = ", every digest compared" if request.verify and not is_dry else ""
+    checked += ". Dry run: nothing was written" if is_dry else ""
     console.print(
         f"{request.target}: {done.architecture}, {done.kind} to {done.to}, {done.tensors} tensors, "
         f"{done.size_bytes / 1e9:.3f} GB{checked}",

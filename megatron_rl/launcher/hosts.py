@@ -32,7 +32,7 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
-from megatron_rl.launcher.ports import resolve_ports
+from megatron_rl.launcher.ports import ports_text, resolve_ports
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, set_aside, write_config
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
@@ -117,22 +117,30 @@ def _begin_anew(config: Config) -> None:
     log.warning("the run in %s begins anew, %s; what else there was is in %s", run_dir, kept, aside)
 
 
+def describe_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None) -> list[str]:
+    """Lines about what `run_host` would start. Raises InputError, as that does."""
+    config, roles, gpus = _placed(run_dir, host=host, hosts=hosts, gpus_per_host=gpus_per_host)
+    found = [QUEUE] * (host == 0) + [f"generator-{index}" for index in roles.engines]
+    found.append(f"verifier-{host}")
+    if roles.trainer_ranks:
+        found.append(f"{roles.trainer_ranks} trainer ranks of {roles.trainer_hosts} hosts")
+    is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
+    first = ["the cold start comes first"] if is_due(config, is_resumed=is_resumed) else []
+    return [
+        f"host {host} of {hosts}, {len(gpus)} GPUs, would start: {', '.join(found)}",
+        *first,
+        f"{config.ports.host}: {ports_text(config.ports)}",
+        "Dry run: nothing was started.",
+    ]
+
+
 def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None) -> None:
     """Start this host's roles of a prepared run and wait until all have ended in good order.
 
     host: its place among `hosts`, from 0; gpus_per_host: None: as many as this host lists. Raises
     InputError, RoleDied.
     """
-    if not 0 <= host < hosts:
-        raise InputError(f"--host {host} of --hosts {hosts}: hosts are counted from 0")
-    path = run_dir / "config.toml"
-    if not path.exists():
-        raise InputError(f"{run_dir} is no prepared run: run `megatron-rl prepare` first")
-    config, gpus = load_config(path), listed_gpus()
-    count = gpus_per_host or len(gpus)
-    if not count or (gpus and len(gpus) < count):
-        raise InputError(f"this host lists {len(gpus)} GPUs: give --gpus-per-host")
-    roles = place(config, hosts=hosts, gpus_per_host=count)[host]
+    config, roles, gpus = _placed(run_dir, host=host, hosts=hosts, gpus_per_host=gpus_per_host)
     environment = collective_environment(config.ports.host, config.weights.deadline_s)
     is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
     with Supervisor(config.run.dir / "logs", extra_environment=environment) as supervisor:
@@ -147,6 +155,22 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
             arguments = [*command, override("model.path", str(model))]
             _start_ranks(supervisor, name, arguments, _ranks_environment(config, roles, gpus))
         _wait(supervisor)
+
+
+def _placed(
+    run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None
+) -> tuple[Config, HostRoles, list[str]]:
+    """The prepared configuration, this host's share of it, its GPUs. Raises InputError."""
+    if not 0 <= host < hosts:
+        raise InputError(f"--host {host} of --hosts {hosts}: hosts are counted from 0")
+    path = run_dir / "config.toml"
+    if not path.exists():
+        raise InputError(f"{run_dir} is no prepared run: run `megatron-rl prepare` first")
+    config, gpus = load_config(path), listed_gpus()
+    count = gpus_per_host or len(gpus)
+    if not count or (gpus and len(gpus) < count):
+        raise InputError(f"this host lists {len(gpus)} GPUs: give --gpus-per-host")
+    return config, place(config, hosts=hosts, gpus_per_host=count)[host], gpus
 
 
 def _common(config: Config) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import track
 from rich.table import Column, Table
 
 from megatron_rl.config.errors import InputError
@@ -22,6 +21,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import ConfigFile, Json, Overrides
+from megatron_rl.launcher.command_line.progress import counted, progress
 from megatron_rl.launcher.run_command import KEYS_HELP
 from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
@@ -138,12 +138,12 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     models = [_model(variant, calibration) for variant in variants]
     span = Span(options.steps, options.warm_up)
     pairs = list(zip(variants, models, strict=True))
-    if not options.json and len(pairs) > 1:
-        pairs = track(pairs, "simulating", console=console, transient=True)
-    outcomes = [
-        Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
-        for v, model in pairs
-    ]
+    # What is printed may be JSON, and nothing else then.
+    with progress(Console(stderr=True) if options.json else console, "settings") as report:
+        outcomes = [
+            Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
+            for v, model in counted(pairs, len(pairs), report)
+        ]
     best = best_of(outcomes)
     _show(variants, outcomes, best, console, as_json=options.json)
     if options.plots is not None:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -21,8 +21,12 @@ from megatron_rl.data.translate import (
 )
 from megatron_rl.launcher.command_line.command import Several, command
 from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import DryRun
 from megatron_rl.launcher.data.files import Out, Prompts, Task, check_output, write_rows
 from megatron_rl.launcher.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from megatron_rl.data.chat_endpoint import Endpoint
 
 app = plain_app()
 _DEFAULTS = TranslateOptions()
@@ -68,6 +72,7 @@ class Options:
         default_factory=lambda: list(_DEFAULTS.tasks)
     )
     keep_source: Annotated[bool, typer.Option(help="add translations")] = False
+    dry_run: DryRun = False
 
 
 @command(app, "translate", "Put a share of the problems into six other languages.")
@@ -86,6 +91,8 @@ def translate_file(options: Options, console: Console) -> int:
     check_output(options)
     rows = read_rows(options.prompts, task=options.task)
     chosen, ineligible = choose(rows, wanted)
+    if options.dry_run:
+        return _say_what_it_would_do(options, chosen, console)
     if options.requests:
         write_whole(options.out, encode_lines([request_of(item) for item in chosen]))
         said = ", ".join(f"{count} {reason}" for reason, count in ineligible.most_common())
@@ -104,12 +111,33 @@ def translate_file(options: Options, console: Console) -> int:
     return write_rows(options.out, kept, report, console)
 
 
+def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Console) -> int:
+    source = options.endpoint or options.translations or "nobody: requests are written"
+    if options.endpoint is not None:
+        _endpoint(options)
+    console.print(
+        f"would have {len(chosen)} problems translated by {source}, and write {options.out}. "
+        "Dry run: nothing was asked or written.",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return 0
+
+
 def _ask_endpoint(
     options: Options, chosen: list[Chosen]
 ) -> tuple[dict[tuple[str, str], str], dict[str, Any]]:
     """Translations by a served model, and what it took; they are kept beside the output."""
     # Needs aiohttp, which the other tools do without.
     from megatron_rl.data.asking import ask_all
+
+    endpoint = _endpoint(options)
+    beside = options.out.with_name(f"{options.out.name}.translations.jsonl")
+    asked = ask_all(chosen, endpoint, beside, attempts=options.attempts, at_once=options.at_once)
+    return asked.texts, {"requests": asked.figures()}
+
+
+def _endpoint(options: Options) -> "Endpoint":
+    """The server that is to be asked. Raises InputError."""
     from megatron_rl.data.chat_endpoint import Endpoint
 
     if not options.served_model:
@@ -120,9 +148,6 @@ def _ask_endpoint(
         if not key:
             raise InputError(f"--key-variable {options.key_variable}: it is not set, or empty")
     assert options.endpoint is not None
-    endpoint = Endpoint(
+    return Endpoint(
         options.endpoint, options.served_model, options.timeout_s, options.max_tokens, key
     )
-    beside = options.out.with_name(f"{options.out.name}.translations.jsonl")
-    asked = ask_all(chosen, endpoint, beside, attempts=options.attempts, at_once=options.at_once)
-    return asked.texts, {"requests": asked.figures()}

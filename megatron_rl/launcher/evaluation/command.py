@@ -88,11 +88,15 @@ def evaluation(options: EvalOptions, console: Console) -> int:
     # Needs most of the launcher, which a comparison does without.
     from megatron_rl.launcher.evaluation.runner import evaluate
 
-    return until_death(lambda: evaluate(config, options.label, console))
+    return until_death(
+        lambda: evaluate(
+            config, options.label, console, dry_in=config.run.dir if options.dry_run else None
+        )
+    )
 
 
 def _compare(options: EvalOptions, console: Console) -> int:
-    if options.config or options.overrides or options.run_dir is not None:
+    if options.config or options.overrides or options.dry_run or options.run_dir is not None:
         raise InputError("--compare A B takes two folders of results and nothing else but --json")
     first, second = options.compare
     compared = compare_folders(first, second)

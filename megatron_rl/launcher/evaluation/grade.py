@@ -4,6 +4,7 @@ An evaluation of one set (`runner.py`), whose problems are all rows of the file,
 split. `data difficulty --samples` and `data code-tests --solutions` read the folder that it leaves.
 """
 
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import DryRun, OneConfig, Overrides
 from megatron_rl.launcher.deaths import until_death
 from megatron_rl.launcher.evaluation.runner import evaluate
+from megatron_rl.launcher.intentions import say
 from megatron_rl.launcher.run_folder import CONFIG
 from megatron_rl.launcher.whole_file import write_whole
 
@@ -61,12 +63,32 @@ def _grade(options: GradeOptions, console: Console) -> None:
     rows = read_rows(options.prompts, task=options.task)
     check_questions(rows)
     folder = config.run.dir
+    if options.dry_run:
+        _check(config, rows, console)
+        return
     path = folder / PROBLEMS
     if (folder / CONFIG).exists() and not path.exists():
         raise InputError(f"--out {folder} holds a run of another kind: name another folder")
     _make_folder(folder)
     write_whole(path, encode_lines([problem_line(row) for row in rows]))
     evaluate(config, SET, console)
+
+
+def _check(config: Config, rows: list[Row], console: Console) -> None:
+    """Make the checks of the evaluation on a copy of the problems, and say what it would do."""
+    if (config.run.dir / CONFIG).exists():
+        say([f"{config.run.dir} holds an earlier call: it would go on"], console)
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-dry-") as name:
+        path = Path(name) / PROBLEMS
+        path.write_text(encode_lines([problem_line(row) for row in rows]))
+        [wanted] = config.eval.sets
+        source = wanted.prompts.model_copy(update={"path": path})
+        sets = [wanted.model_copy(update={"prompts": source})]
+        changed = {
+            "run": config.run.model_copy(update={"dir": Path(name) / "run"}),
+            "eval": config.eval.model_copy(update={"sets": sets}),
+        }
+        evaluate(config.model_copy(update=changed), SET, console, dry_in=config.run.dir)
 
 
 def grading_config(options: GradeOptions) -> Config:

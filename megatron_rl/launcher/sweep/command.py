@@ -58,11 +58,12 @@ def sweep(options: SweepOptions, console: Console) -> int:
     if options.slurm:
         slurm.check_launch(plan)
     if options.dry_run:
+        _say_what_it_would_refuse(plan, console)
         _print_commands(plan, console, by_slurm=options.slurm)
         return 0
     if options.slurm:
         return _submit_all(plan, console)
-    _check_runs([run for run in plan.runs if state_of(run) is not State.COMPLETE])
+    _check_runs(_left(plan))
     return run_here(plan, console)
 
 
@@ -105,6 +106,18 @@ def _check_runs(runs: list[PlannedRun]) -> None:
             problems.append(f"variant {variant}: {error}")
     if problems:
         raise InputError("the sweep cannot start:\n" + "\n".join(problems))
+
+
+def _left(plan: Plan) -> list[PlannedRun]:
+    return [run for run in plan.runs if state_of(run) is not State.COMPLETE]
+
+
+def _say_what_it_would_refuse(plan: Plan, console: Console) -> None:
+    """On stderr: what is printed is commands, and another host may have what this one lacks."""
+    try:
+        _check_runs(_left(plan))
+    except InputError as error:
+        say(Console(stderr=True), f"warning: on this host {error}")
 
 
 @contextmanager
