@@ -30,6 +30,7 @@ COMMANDS = tuple(
         ("report", "report.command", "What runs came to, as text and HTML.", _LOOK, False),
         ("view", "view_command", "The rollouts of a run in a browser.", _LOOK, False),
         ("verify", "verify_command", "Grade completions of a file, and say why.", _LOOK, False),
+        ("audit", "audit.command", "Hold the records of a run against each other.", _LOOK, False),
         ("analyse", "analyse_command", "Weights; reward against length.", _LOOK, True),
         ("metrics", "metrics_command", "What metrics mean; pass them on.", _LOOK, True),
         ("config", "config_command", "Every key; what a run uses; differences.", _PLAN, True),

@@ -3,6 +3,7 @@
 Called by typer while a shell waits: nothing heavier than the configuration tree is imported.
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,24 +30,29 @@ def complete_key(incomplete: str) -> list[str]:
 def values_of(key: str) -> list[str]:
     """Values of a key, where they are a fixed set; names of functions and presets among them."""
     from megatron_rl.config.presets import PRESETS
-    from megatron_rl.config.reference import tables
 
     if key == "algorithm.preset":
         return list(PRESETS)
-    for entry in (entry for table in tables() for entry in table.entries):
-        if _match(entry.key, key):
-            found = _QUOTED.findall(entry.kind)
-            return found or (["true", "false"] if entry.kind == "true or false" else [])
+    for pattern, kind in _kinds().items():
+        if _match(pattern, key):
+            found = _QUOTED.findall(kind)
+            return found or (["true", "false"] if kind == "true or false" else [])
     return []
+
+
+@functools.cache
+def _kinds() -> dict[str, str]:
+    """What each key takes."""
+    from megatron_rl.config.reference import tables
+
+    return {entry.key: entry.kind for table in tables() for entry in table.entries}
 
 
 def _keys_like(incomplete: str) -> Iterator[str]:
     """Keys that begin so, with `=`; numbers and names of the user's as they were typed."""
-    from megatron_rl.config.reference import tables
-
     typed = incomplete.split(".")
-    for entry in (entry for table in tables() for entry in table.entries):
-        parts = entry.key.split(".")
+    for key in _kinds():
+        parts = key.split(".")
         if len(parts) < len(typed):
             continue
         known = [t if _stands_for(p, t) else p for p, t in zip(parts, typed, strict=False)]
