@@ -44,7 +44,7 @@ def progress(
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def counted(items: Iterable[Item], total: int, report: Report) -> Iterator[Item]:
+def counted(items: Iterable[Item], total: int | None, report: Report) -> Iterator[Item]:
     """The same items, each reported when the next one is asked for."""
     report(0, total)
     for done, item in enumerate(items, 1):

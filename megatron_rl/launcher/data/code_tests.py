@@ -15,6 +15,7 @@ from megatron_rl.data.solutions import check_sandbox, read_solutions
 from megatron_rl.launcher.command_line.command import Several, command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import OneConfig
+from megatron_rl.launcher.command_line.progress import progress
 from megatron_rl.launcher.data.files import (
     Out,
     Prompts,
@@ -71,6 +72,9 @@ def code_tests(options: Options, console: Console) -> int:
     config = read_config(options.config)
     solutions = read_solutions(options.solutions, config.reward)
     limits = check_sandbox(code_limits(config.reward))
-    printed, counts = run_on_tests(rows, solutions, limits, workers=options.workers)
+    with progress(console, "solutions") as report_on:
+        printed, counts = run_on_tests(
+            rows, solutions, limits, workers=options.workers, progress=report_on
+        )
     kept, report = check_tests(rows, printed, options=wanted, counts=counts)
     return write_rows(options.out, kept, report, console)

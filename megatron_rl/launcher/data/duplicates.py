@@ -12,6 +12,7 @@ from megatron_rl.data.near_duplicates import DEFAULT_THRESHOLD
 from megatron_rl.data.rows import read_rows
 from megatron_rl.launcher.command_line.command import Several, command
 from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.progress import progress
 from megatron_rl.launcher.data.files import Out, Prompts, Task, check_output, write_rows
 
 app = plain_app()
@@ -32,7 +33,8 @@ def dedupe_file(options: DedupeOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     check_output(options)
     rows = read_rows(options.prompts, task=options.task)
-    kept, report = dedupe(rows, threshold=options.threshold)
+    with progress(console, "problems") as report_on:
+        kept, report = dedupe(rows, threshold=options.threshold, progress=report_on)
     return write_rows(options.out, kept, report, console)
 
 
@@ -55,5 +57,8 @@ def decontaminate_file(options: DecontaminateOptions, console: Console) -> int:
     check_output(options)
     rows = read_rows(options.prompts, task=options.task)
     evaluations = [row for path in options.against for row in read_rows(path, task=options.task)]
-    kept, report = decontaminate(rows, evaluations, threshold=options.threshold)
+    with progress(console, "problems") as report_on:
+        kept, report = decontaminate(
+            rows, evaluations, threshold=options.threshold, progress=report_on
+        )
     return write_rows(options.out, kept, report, console)

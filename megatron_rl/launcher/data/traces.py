@@ -13,6 +13,7 @@ from megatron_rl.data.traces import TraceOptions, mine_traces, read_training_rol
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import RunFolder
+from megatron_rl.launcher.command_line.progress import counted, progress
 from megatron_rl.launcher.data.files import Out, check_output, write_lines
 from megatron_rl.trainer.traces import read_traces
 
@@ -70,8 +71,10 @@ def traces(options: MiningOptions, console: Console) -> int:
     if options.instruction_task is not None:
         given = [msgspec.structs.replace(trace, task=options.instruction_task) for trace in given]
     rows = [] if options.prompts is None else read_rows(options.prompts)
+    with progress(console, "rollouts read") as report_on:
+        mined = list(counted(read_training_rollouts(options.run_dir), None, report_on))
     found, report = mine_traces(
-        read_training_rollouts(options.run_dir),
+        mined,
         instructions=given,
         prompts={row.prompt.id: row.prompt for row in rows},
         options=wanted,

@@ -22,6 +22,7 @@ from megatron_rl.data.translate import (
 from megatron_rl.launcher.command_line.command import Several, command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import DryRun
+from megatron_rl.launcher.command_line.progress import progress
 from megatron_rl.launcher.data.files import Out, Prompts, Task, check_output, write_rows
 from megatron_rl.launcher.whole_file import write_whole
 
@@ -105,7 +106,7 @@ def translate_file(options: Options, console: Console) -> int:
     if options.translations is not None:
         found, figures = read_translations(options.translations), {}
     else:
-        found, figures = _ask_endpoint(options, chosen)
+        found, figures = _ask_endpoint(options, chosen, console)
     kept, report = translate(rows, lambda r: found.get((r.id, r.language), ""), wanted)
     report = msgspec.structs.replace(report, figures={**report.figures, **figures})
     return write_rows(options.out, kept, report, console)
@@ -124,7 +125,7 @@ def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Conso
 
 
 def _ask_endpoint(
-    options: Options, chosen: list[Chosen]
+    options: Options, chosen: list[Chosen], console: Console
 ) -> tuple[dict[tuple[str, str], str], dict[str, Any]]:
     """Translations by a served model, and what it took; they are kept beside the output."""
     # Needs aiohttp, which the other tools do without.
@@ -132,7 +133,15 @@ def _ask_endpoint(
 
     endpoint = _endpoint(options)
     beside = options.out.with_name(f"{options.out.name}.translations.jsonl")
-    asked = ask_all(chosen, endpoint, beside, attempts=options.attempts, at_once=options.at_once)
+    with progress(console, "translations") as report_on:
+        asked = ask_all(
+            chosen,
+            endpoint,
+            beside,
+            attempts=options.attempts,
+            at_once=options.at_once,
+            progress=report_on,
+        )
     return asked.texts, {"requests": asked.figures()}
 
 
