@@ -49,6 +49,7 @@ ALLOWED["megatron_rl/simulation"] = {CONFIG, PROTOCOL, ALGORITHMS, LAYOUT, QUEUE
 ALLOWED["megatron_rl/data"] = {CONFIG, PROTOCOL, QUEUE, TRAINER, "verification"}
 ALLOWED["megatron_rl/metrics_out"] = {CONFIG, PROTOCOL}
 ALLOWED["megatron_rl/viewer"] = {CONFIG, PROTOCOL}
+ALLOWED["megatron_rl/launcher/command_line"] = {CONFIG, PROTOCOL}
 ALLOWED["megatron_rl/launcher"] = set(ALLOWED)
 ALLOWED["tools"] = set(ALLOWED)
 OUR_TOP_LEVELS = {*PACKAGES, "tests", "examples"}

@@ -11,8 +11,9 @@ the server has not answered is not there. A cut last line, left by a crash, is f
 """
 
 import asyncio
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -107,12 +108,19 @@ class _Asking:
 
 
 def ask_all(
-    chosen: Sequence[Chosen], endpoint: Endpoint, kept: Path, *, attempts: int, at_once: int
+    chosen: Sequence[Chosen],
+    endpoint: Endpoint,
+    kept: Path,
+    *,
+    attempts: int,
+    at_once: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Asked:
     """Translations of all that were chosen, as far as they could be had.
 
-    A request has `attempts` tries, of which each takes endpoint.timeout_s at most. Raises
-    InputError when the server is not there, does not serve the model, or fails on and on.
+    progress is told the requests that are over, and all. A request has `attempts` tries, of which
+    each takes endpoint.timeout_s at most. Raises InputError when the server is not there, does not
+    serve the model, or fails on and on.
     """
     check_at_least("--attempts", attempts, 1)
     check_at_least("--at-once", at_once, 1)
@@ -128,12 +136,20 @@ def ask_all(
         else:
             missing.append(item)
     if missing:
-        asyncio.run(_ask_missing(missing, endpoint, kept, found, attempts, at_once))
+        asking = functools.partial(_ask_missing, attempts=attempts, at_once=at_once)
+        asyncio.run(asking(missing, endpoint, kept, found, progress=progress))
     return found
 
 
 async def _ask_missing(
-    missing: list[Chosen], endpoint: Endpoint, kept: Path, found: Asked, attempts: int, at_once: int
+    missing: list[Chosen],
+    endpoint: Endpoint,
+    kept: Path,
+    found: Asked,
+    *,
+    attempts: int,
+    at_once: int,
+    progress: Callable[[int, int], None],
 ) -> None:
     async with open_session(endpoint, at_once) as session:
         await check_served(session, endpoint)
@@ -144,6 +160,8 @@ async def _ask_missing(
             async def work() -> None:
                 for item in items:
                     await _translate(session, asking, item)
+                    over = len(found.texts) + found.unanswered
+                    progress(over, found.from_before + len(missing))
 
             try:
                 async with asyncio.TaskGroup() as group:

@@ -8,7 +8,7 @@ Source: Magistral (arXiv 2506.10910), section 4.2. The shares are ours.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -109,9 +109,17 @@ def read_tests(row: Row) -> Tests:
 
 
 def run_on_tests(
-    rows: Sequence[Row], solutions: Solutions, limits: CodeLimits, *, workers: int
+    rows: Sequence[Row],
+    solutions: Solutions,
+    limits: CodeLimits,
+    *,
+    workers: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[dict[str, list[list[Printed]]], dict[str, int]]:
-    """(by id of the row, what each solution prints for each case; counts for the report)."""
+    """(by id of the row, what each solution prints for each case; counts for the report).
+
+    progress is told the solutions that were run, and all.
+    """
     jobs, owners = [], []
     for row in rows:
         found = solutions.by_id.get(solutions.id_for(row.prompt), [])
@@ -121,8 +129,9 @@ def run_on_tests(
             jobs += [(solution, inputs) for solution in found]
             owners += [row.prompt.id] * len(found)
     printed: dict[str, list[list[Printed]]] = {}
+    results = run_all(jobs, limits, workers=workers, progress=progress)
     not_run = 0
-    for name, result in zip(owners, run_all(jobs, limits, workers=workers), strict=True):
+    for name, result in zip(owners, results, strict=True):
         if isinstance(result, str):
             log.warning("a solution of %s could not be run: %s", name, result)
             not_run += 1

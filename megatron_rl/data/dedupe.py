@@ -1,6 +1,6 @@
 """`data dedupe` and `data decontaminate`: near duplicates in a file, and of evaluation problems."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_rl.data.near_duplicates import Match, NearDuplicates
@@ -16,16 +16,24 @@ class Outcome(NamedTuple):
     report: Report
 
 
-def dedupe(rows: Sequence[Row], *, threshold: float) -> Outcome:
+def dedupe(
+    rows: Sequence[Row],
+    *,
+    threshold: float,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
     """The rows of which no earlier row that is kept is a near duplicate.
 
-    Held-out rows come before all others, so that none of them is in training too.
+    Held-out rows come before all others, so that none of them is in training too. progress is
+    told the rows done, and all.
     """
     tally = Tally("dedupe", {"threshold": threshold}, read=len(rows))
     known = NearDuplicates(threshold, ordered=True)
     row_of = {row.prompt.id: row for row in rows}
     dropped: set[str] = set()
-    for row in sorted(rows, key=lambda row: row.prompt.split != "held_out"):
+    ordered = sorted(rows, key=lambda row: row.prompt.split != "held_out")
+    for number, row in enumerate(ordered):
+        progress(number, len(rows))
         question = known.prepare(row.prompt.question)
         match = known.find(question)
         if match is None:
@@ -41,10 +49,17 @@ def dedupe(rows: Sequence[Row], *, threshold: float) -> Outcome:
     return Outcome(kept, tally.report(written=len(kept)))
 
 
-def decontaminate(rows: Sequence[Row], evaluations: Sequence[Row], *, threshold: float) -> Outcome:
+def decontaminate(
+    rows: Sequence[Row],
+    evaluations: Sequence[Row],
+    *,
+    threshold: float,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
     """The rows that are no near duplicate of an evaluation problem.
 
-    Numbers in another order are the same here: a problem too few costs less than a leak.
+    Numbers in another order are the same here: a problem too few costs less than a leak. progress
+    is told the rows done, and all.
     """
     options = {"threshold": threshold, "evaluation_problems": len(evaluations)}
     tally = Tally("decontaminate", options, read=len(rows))
@@ -52,7 +67,8 @@ def decontaminate(rows: Sequence[Row], evaluations: Sequence[Row], *, threshold:
     for place, row in _distinct(evaluations).items():
         known.add(place, known.prepare(row.prompt.question))
     kept, hit = [], set()
-    for row in rows:
+    for number, row in enumerate(rows):
+        progress(number, len(rows))
         match = known.find(known.prepare(row.prompt.question))
         if match is None:
             kept.append(row)

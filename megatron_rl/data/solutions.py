@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -117,11 +117,19 @@ def check_sandbox(limits: CodeLimits) -> CodeLimits:
 
 
 def run_all(
-    jobs: Sequence[tuple[Solution, list[str]]], limits: CodeLimits, *, workers: int
+    jobs: Sequence[tuple[Solution, list[str]]],
+    limits: CodeLimits,
+    *,
+    workers: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[list[Printed] | str]:
     """What each solution prints for its inputs; a text says why our own side failed instead."""
+    found = []
     with ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(lambda job: run_solution(*job, limits), jobs))
+        for result in threads.map(lambda job: run_solution(*job, limits), jobs):
+            found.append(result)
+            progress(len(found), len(jobs))
+    return found
 
 
 def run_solution(solution: Solution, inputs: list[str], limits: CodeLimits) -> list[Printed] | str:

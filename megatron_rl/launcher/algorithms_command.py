@@ -1,6 +1,7 @@
 """`megatron-rl algorithms`: the presets of `[algorithm]`, their parts, needs and sources."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -8,6 +9,24 @@ from rich.console import Console
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.presets import PRESETS
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import Json
+
+app = plain_app()
+
+
+@dataclass(frozen=True)
+class AlgorithmsOptions:
+    """What the command is given."""
+
+    json: Json = False
+
+
+@command(app, "algorithms", "List the presets of the objective: parts, needs, sources.")
+def algorithms(options: AlgorithmsOptions, console: Console) -> int:
+    """Exit code: 0."""
+    return list_presets(console, as_json=options.json)
 
 
 def list_presets(console: Console, *, as_json: bool) -> int:

@@ -3,55 +3,86 @@
 Each command replaces its section of OUT/analysis.json and draws the report anew.
 """
 
-import argparse
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import DryRun, RunFolder
+from megatron_rl.launcher.command_line.progress import counted, progress
 from megatron_rl.launcher.whole_file import write_whole
 
 if TYPE_CHECKING:
     from megatron_rl.analysis.results import Analysis, WeightsResult
 
-_DTYPES = ("float32", "float16", "bfloat16")
+app = plain_app("Analyses of a run or of checkpoints, into one folder with a report.")
+_NOTHING = "Dry run: nothing was written."
+Out = Annotated[Path, typer.Option(help="folder of the report")]
+NoPlots = Annotated[bool, typer.Option("--no-plots", help="text alone")]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    kinds = parser.add_subparsers(dest="analysis", required=True)
-    weights = kinds.add_parser("weights", help="principal directions of checkpoints")
-    weights.add_argument("models", type=Path, nargs="+", help="model folders, runs, checkpoints")
-    weights.add_argument("--centre", choices=["mean", "first"], default="mean")
-    weights.add_argument(
-        "--files-from", type=Path, help="folder with config.json and tokenizer that others lack"
+@dataclass(frozen=True)
+class WeightsOptions:
+    """What `analyse weights` is given."""
+
+    models: Annotated[list[Path], typer.Argument(help="model folders, runs, checkpoints")]
+    out: Out
+    centre: Literal["mean", "first"] = "mean"
+    files_from: Annotated[
+        Path | None, typer.Option(help="folder with config.json and tokenizer that others lack")
+    ] = None
+    no_plots: NoPlots = False
+    dry_run: DryRun = False
+
+
+@dataclass(frozen=True)
+class PlaneOptions:
+    """What `analyse plane` is given."""
+
+    out: Out
+    write: Annotated[
+        Path | None, typer.Option(metavar="GRID", help="write models to this folder")
+    ] = None
+    read: Annotated[Path | None, typer.Option(metavar="GRID", help="collect their eval.json")] = (
+        None
     )
-    plane = kinds.add_parser(
-        "plane", help="models over the first two directions, and their figures"
+    points: Annotated[int, typer.Option(help="a side")] = 5
+    margin: Annotated[float, typer.Option(help="beyond checkpoints")] = 0.25
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="default: that of the first checkpoint"),
+    ] = None
+    at_most: Annotated[int | None, typer.Option(help="write no more points than so many now")] = (
+        None
     )
-    what = plane.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", type=Path, metavar="GRID", help="write models to this folder")
-    what.add_argument("--read", type=Path, metavar="GRID", help="collect their eval.json")
-    plane.add_argument("--points", type=int, default=5, help="a side (default: %(default)s)")
-    plane.add_argument(
-        "--margin", type=float, default=0.25, help="beyond checkpoints (default: %(default)s)"
-    )
-    plane.add_argument("--dtype", choices=_DTYPES, help="default: that of the first checkpoint")
-    plane.add_argument("--at-most", type=int, help="write no more points than so many now")
-    plane.add_argument("--set", dest="set_name", help="evaluation set; needed if there are several")
-    lengths = kinds.add_parser("lengths", help="reward against log(length) of a run's rollouts")
-    lengths.add_argument("run_dir", type=Path)
-    for kind, handler in ((weights, _weights), (plane, _plane), (lengths, _lengths)):
-        kind.set_defaults(handler=handler)
-        kind.add_argument("--out", type=Path, required=True, help="folder of the report")
-        kind.add_argument("--no-plots", action="store_true")
+    set_name: Annotated[
+        str | None,
+        typer.Option("--set", metavar="NAME",
+                     help="evaluation set; needed if there are several"),
+    ] = None  # fmt: skip
+    no_plots: NoPlots = False
+    dry_run: DryRun = False
 
 
-def _weights(options: argparse.Namespace, console: Console) -> int:
+@dataclass(frozen=True)
+class LengthsOptions:
+    """What `analyse lengths` is given."""
+
+    run_dir: RunFolder
+    out: Out
+    no_plots: NoPlots = False
+
+
+@command(app, "weights", "Principal directions of checkpoints.")
+def weights(options: WeightsOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
     # Needs torch, which most commands do without; so below.
     from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
     from megatron_rl.analysis.gram import gram_matrix
@@ -60,21 +91,19 @@ def _weights(options: argparse.Namespace, console: Console) -> int:
 
     checkpoints = find_checkpoints(options.models, options.files_from)
     analysis = _begin(options)
+    if options.dry_run:
+        for one in checkpoints:
+            _say(console, f"would compare {one.name}: {one.folder}")
+        _say(console, f"would write {options.out}; scratch files beside it. {_NOTHING}")
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
     # Scratch files lie beside the report: the system's folder may be in memory.
     with (
         tempfile.TemporaryDirectory(dir=options.out, prefix=".scratch.") as scratch,
         open_checkpoints(checkpoints, Path(scratch)) as opened,
-        bar,
+        progress(console, "parameters") as report,
     ):
-        task = bar.add_task("weights", total=None)
-        gram = gram_matrix(
-            opened,
-            options.centre,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+        gram = gram_matrix(opened, options.centre, progress=report)
         parameters = opened.parameters
     principal = principal_directions(gram, options.centre)
     found = weights_result(
@@ -85,9 +114,13 @@ def _weights(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _plane(options: argparse.Namespace, console: Console) -> int:
+@command(app, "plane", "Models over the first two directions, and their figures.")
+def plane(options: PlaneOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
     from megatron_rl.analysis.grid import collect_grid
 
+    if (options.write is None) == (options.read is None):
+        raise InputError("give either --write GRID or --read GRID")
     analysis = _begin(options)
     if analysis.weights is None:
         raise InputError(
@@ -96,12 +129,13 @@ def _plane(options: argparse.Namespace, console: Console) -> int:
         )
     if options.write is not None:
         return _write_grid(options, analysis.weights, console)
+    assert options.read is not None
     found = collect_grid(options.read, analysis.weights, options.set_name)
     _write(options, msgspec.structs.replace(analysis, plane=found), console)
     return 0
 
 
-def _write_grid(options: argparse.Namespace, weights: "WeightsResult", console: Console) -> int:
+def _write_grid(options: PlaneOptions, weights: "WeightsResult", console: Console) -> int:
     from megatron_rl.analysis.grid import plan_grid, points_left, write_grid
     from megatron_rl.analysis.point import PointFormat
     from megatron_rl.weights.folders.conversion import DTYPES
@@ -110,19 +144,30 @@ def _write_grid(options: argparse.Namespace, weights: "WeightsResult", console: 
         raise InputError(f"--margin {options.margin}: give a share of the extent, 0 or more")
     if options.at_most is not None and options.at_most < 1:
         raise InputError(f"--at-most {options.at_most}: give 1 or more")
+    assert options.write is not None
     grid = plan_grid(weights, options.points, options.margin, options.dtype)
     form = PointFormat(None if options.dtype is None else DTYPES[options.dtype])
+    left = len(points_left(grid, options.write))
+    count = left if options.at_most is None else min(left, options.at_most)
+    if options.dry_run:
+        each = sum(path.stat().st_size for path in Path(grid.checkpoints[0]).glob("*.safetensors"))
+        _say(console, f"would write {count} of {left} models that are not there to "
+             f"{options.write}, {each / 1e9:.3g} GB each. {_NOTHING}")  # fmt: skip
+        return 0
     written = write_grid(
         weights, grid, options.write, form, at_most=options.at_most, save=write_whole
     )
-    for name in written:
-        _say(console, str(options.write / name))
+    with progress(console, "models") as report:
+        for name in counted(written, count, report):
+            _say(console, str(options.write / name))
     left = len(points_left(grid, options.write))
     _say(console, f"{left} of {len(grid.points)} points left to write")
     return 0
 
 
-def _lengths(options: argparse.Namespace, console: Console) -> int:
+@command(app, "lengths", "Reward against log(length) of a run's rollouts.")
+def lengths(options: LengthsOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
     from megatron_rl.analysis.lengths import fit_lengths
 
     found = fit_lengths(options.run_dir)
@@ -131,7 +176,7 @@ def _lengths(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _begin(options: argparse.Namespace) -> "Analysis":
+def _begin(options: WeightsOptions | PlaneOptions | LengthsOptions) -> "Analysis":
     """What --out has already. Raises InputError, also where plots cannot be drawn."""
     from megatron_rl.analysis.plots import check_library
     from megatron_rl.analysis.results import read_analysis
@@ -143,7 +188,9 @@ def _begin(options: argparse.Namespace) -> "Analysis":
     return read_analysis(options.out)
 
 
-def _write(options: argparse.Namespace, analysis: "Analysis", console: Console) -> None:
+def _write(
+    options: WeightsOptions | PlaneOptions | LengthsOptions, analysis: "Analysis", console: Console
+) -> None:
     """Write analysis.json, the plots and analysis.md, and print the last."""
     from megatron_rl.analysis import plots, report, results
 

@@ -1,12 +1,13 @@
 """`megatron-rl config`: what can be set, what a run would use, and how two of them differ."""
 
-import argparse
 import difflib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,55 +20,44 @@ from megatron_rl.config.presets import PRESETS
 from megatron_rl.config.reference import Entry, find_entries, tables
 from megatron_rl.config.shipped import config_path, shipped
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.completion import (
+    complete_config,
+    complete_key,
+    complete_override,
+)
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import ConfigFiles, Json
 
 _MISSING = "not given"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megatron-rl config`."""
-    parser.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
-    parser.set_defaults(handler=_print, overrides=[])
-    parts = parser.add_subparsers(dest="part")
-    one = parts.add_parser("explain", help="what a key or the keys of a section mean")
-    one.add_argument("key", metavar="section.key")
-    one.set_defaults(handler=_explain)
-    show = parts.add_parser("show", help="every value that a run would use, and where it is from")
-    add_config_argument(show, is_required=False)
-    show.add_argument("--changed", action="store_true", help="only what is not the default")
-    show.add_argument("--json", action="store_true", help="print JSON")
-    show.add_argument("overrides", nargs="*", metavar="FILE | section.key=value")
-    show.set_defaults(handler=_show)
-    two = parts.add_parser("diff", help="how two configurations differ; exit code 1 if they do")
-    two.add_argument("first", help="TOML file, run folder, or name of a shipped configuration")
-    two.add_argument("second")
-    two.add_argument("--json", action="store_true", help="print JSON")
-    two.set_defaults(handler=_diff)
-    parts.add_parser("list", help="the shipped configurations").set_defaults(handler=_list)
-
-
-def add_config_argument(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
-    """`--config`, which may be given several times."""
-    parser.add_argument(
-        "--config",
-        action="append",
-        required=is_required,
-        metavar="FILE",
-        help="TOML file, or the name of a shipped one; of several, later ones win",
-    )
-
-
-def config_files(options: argparse.Namespace) -> list[Path]:
-    """The files that `--config` named. Raises ConfigError."""
-    return [config_path(text) for text in options.config or []]
-
-
-def _print(options: argparse.Namespace, console: Console) -> int:
-    # Not through rich, which would wrap lines and colour what is to be a file.
-    print(markdown() if options.markdown else commented_toml(), end="", file=console.file)
+def _all(
+    ctx: typer.Context,
+    is_markdown: Annotated[
+        bool, typer.Option("--markdown", help="print docs/configuration.md")
+    ] = False,
+) -> int:
+    if ctx.invoked_subcommand is None:
+        # Not through rich, which would wrap lines and colour what is to be a file.
+        text = markdown() if is_markdown else commented_toml()
+        print(text, end="", file=ctx.obj["console"].file)
     return 0
 
 
-def _explain(options: argparse.Namespace, console: Console) -> int:
+app = plain_app("Print every key as TOML that explains itself; or one of these:", callback=_all)
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What `config explain` is given."""
+
+    key: Annotated[str, typer.Argument(metavar="section.key", autocompletion=complete_key)]
+
+
+@command(app, "explain", "Say what a key, or the keys of a section, mean.")
+def explain_key(options: ExplainOptions, console: Console) -> int:
+    """Exit code: 0, 2 (no such key)."""
     found = find_entries(options.key)
     if not found:
         known = [entry.key for table in tables() for entry in table.entries]
@@ -94,10 +84,30 @@ def _explanation(entry: Entry) -> list[str]:
     return lines
 
 
-def _show(options: argparse.Namespace, console: Console) -> int:
+@dataclass(frozen=True)
+class ShowOptions:
+    """What `config show` is given."""
+
+    overrides: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE | section.key=value",
+            help="files, shipped names, run folders, single keys",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
+    config: ConfigFiles = field(default_factory=list)
+    changed: Annotated[bool, typer.Option(help="only what is not the default")] = False
+    json: Json = False
+
+
+@command(app, "show", "Print every value that a run would use, and where it is from.")
+def show(options: ShowOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
     named = [_file(word) for word in options.overrides if "=" not in word]
     overrides = [word for word in options.overrides if "=" in word]
-    layers = read_layers([*named, *config_files(options)], overrides)
+    layers = read_layers([*named, *map(config_path, options.config)], overrides)
     rows = resolved_rows(layers)
     if options.changed:
         rows = [row for row in rows if row[2] != DEFAULT]
@@ -123,7 +133,27 @@ def _values(config: Config) -> dict[str, Any]:
     return dict(leaves(config.model_dump(mode="json"), ""))
 
 
-def _diff(options: argparse.Namespace, console: Console) -> int:
+_Side = Annotated[
+    str,
+    typer.Argument(
+        help="TOML file, run folder, or name of a shipped configuration",
+        autocompletion=complete_config,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """What `config diff` is given."""
+
+    first: _Side
+    second: _Side
+    json: Json = False
+
+
+@command(app, "diff", "Print how two configurations differ; exit code 1 if they do.")
+def diff(options: DiffOptions, console: Console) -> int:
+    """Exit code: 0 (no difference), 1, 2 (bad input)."""
     first, second = (
         _values(resolve(read_layers(_file(n)))) for n in (options.first, options.second)
     )
@@ -169,7 +199,14 @@ def _near(origin: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else origin
 
 
-def _list(options: argparse.Namespace, console: Console) -> int:
+@dataclass(frozen=True)
+class ListOptions:
+    """The command takes none."""
+
+
+@command(app, "list", "Print the shipped configurations.")
+def list_shipped(options: ListOptions, console: Console) -> int:
+    """Exit code: 0."""
     table = Table("name", "what it is", box=None, pad_edge=False)
     for name, path in shipped().items():
         table.add_row(name, _headline(path.read_text().splitlines()))

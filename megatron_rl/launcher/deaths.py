@@ -3,10 +3,13 @@
 Used by `supervisor.py`, in the launcher. A role may be several processes: torchrun and its ranks.
 """
 
+import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.launcher.command_line.command import PROGRAM
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.failure import Failure
 from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED
@@ -43,6 +46,16 @@ class RoleDied(RuntimeError):
     def launcher_exit_code(self) -> int:
         """2 when the role refused its input, else 1."""
         return EXIT_BAD_INPUT if self.exit_code == EXIT_BAD_INPUT else EXIT_FAILED
+
+
+def until_death(work: Callable[[], None]) -> int:
+    """Exit code of work whose processes may die: 0, or that of the first death, which is logged."""
+    try:
+        work()
+    except RoleDied as death:
+        logging.getLogger(PROGRAM).error("%s", death)
+        return death.launcher_exit_code
+    return 0
 
 
 def explain_death(ending: Ending, first: Failure | None, remark: str = "") -> RoleDied:

@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,8 @@ from rich.table import Table
 from megatron_rl.backend.environment import device_of_host, role_environment, uses_gpus
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.gpu_host import check_host
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import is_free, resolve_ports
@@ -21,6 +24,7 @@ from megatron_rl.launcher.preflight import find_compiler
 from verification.code.setup import CodeLimits, resolve
 from verification.verdict import GradingError
 
+app = plain_app()
 _PACKAGES = (
     "torch",
     "megatron-core",
@@ -35,6 +39,17 @@ _PACKAGES = (
 _GPU_PACKAGES = ("transformer-engine-torch", "flashinfer-python", "ninja")
 _LOW_MEMORY_BYTES = 6 << 30
 _LOW_DISK_BYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """The command takes none."""
+
+
+@command(app, "doctor", "Say what this machine has and lacks.")
+def doctor(options: DoctorOptions, console: Console) -> int:
+    """Exit code: 0, 1 (a run would lack something)."""
+    return 1 if examine(console) else 0
 
 
 def examine(console: Console) -> int:

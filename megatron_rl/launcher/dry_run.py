@@ -15,6 +15,7 @@ from rich.table import Table
 from megatron_rl.config.reward import GateName
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
+from megatron_rl.launcher.intentions import NOTHING, run_lines, say
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -73,6 +74,7 @@ def dry_run(config: Config, console: Console) -> int:
     sets = load_prompts(config.prompts, config.run.seed, dropped, eval_sets=config.eval.sets)
     reports = rehearse(choose_prompts(sets.all), config)
     _print(reports, console)
+    say([*run_lines(config), NOTHING], console)
     return int(any(report.problems for report in reports))
 
 

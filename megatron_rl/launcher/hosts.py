@@ -15,11 +15,11 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.cold_start import left_behind_text, steps_left_behind
+from megatron_rl.launcher.cold_start import is_due, left_behind_text, steps_left_behind
 from megatron_rl.launcher.host_link import FirstHost, OtherHost
-from megatron_rl.launcher.host_phases import Share, follow, lead
-from megatron_rl.launcher.placement import listed_gpus, place
-from megatron_rl.launcher.ports import draw_label, resolve_ports
+from megatron_rl.launcher.host_phases import QUEUE, Share, follow, lead
+from megatron_rl.launcher.placement import HostRoles, listed_gpus, place
+from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.run_folder import (
     CONFIG,
     check_run_folder,
@@ -98,22 +98,30 @@ def _begin_anew(config: Config) -> None:
     log.warning("the run in %s begins anew, %s; what else there was is in %s", run_dir, kept, aside)
 
 
+def describe_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None) -> list[str]:
+    """Lines about what `run_host` would start. Raises InputError, as that does."""
+    config, roles, gpus = _placed(run_dir, host=host, hosts=hosts, gpus_per_host=gpus_per_host)
+    found = [QUEUE] * (host == 0) + [f"generator-{index}" for index in roles.engines]
+    found.append(f"verifier-{host}")
+    if roles.trainer_ranks:
+        found.append(f"{roles.trainer_ranks} trainer ranks of {roles.trainer_hosts} hosts")
+    is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
+    first = ["the cold start comes first"] if is_due(config, is_resumed=is_resumed) else []
+    return [
+        f"host {host} of {hosts}, {len(gpus)} GPUs, would start: {', '.join(found)}",
+        *first,
+        f"{config.ports.host}: {ports_text(config.ports)}",
+        "Dry run: nothing was started.",
+    ]
+
+
 def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None) -> None:
     """Start this host's roles of a prepared run and wait until all have ended in good order.
 
     host: its place among `hosts`, from 0; gpus_per_host: None: as many as this host lists. Raises
     InputError, RoleDied, HostLost, DeadlineExceeded.
     """
-    if not 0 <= host < hosts:
-        raise InputError(f"--host {host} of --hosts {hosts}: hosts are counted from 0")
-    path = run_dir / CONFIG
-    if not path.exists():
-        raise InputError(f"{run_dir} is no prepared run: run `megatron-rl prepare` first")
-    config, gpus = load_config(path), listed_gpus()
-    count = gpus_per_host or len(gpus)
-    if not count or (gpus and len(gpus) < count):
-        raise InputError(f"this host lists {len(gpus)} GPUs: give --gpus-per-host")
-    roles = place(config, hosts=hosts, gpus_per_host=count)[host]
+    config, roles, gpus = _placed(run_dir, host=host, hosts=hosts, gpus_per_host=gpus_per_host)
     environment = collective_environment(config.ports.host, config.weights.deadline_s)
     with Supervisor(config.run.dir / "logs", extra_environment=environment) as supervisor:
         # The link closes first: others are told of an error before this host ends its processes.
@@ -124,3 +132,19 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
         else:
             with OtherHost(config, host, hosts) as link:
                 follow(Share(config, roles, host, gpus, supervisor, link), link)
+
+
+def _placed(
+    run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None
+) -> tuple[Config, HostRoles, list[str]]:
+    """The prepared configuration, this host's share of it, its GPUs. Raises InputError."""
+    if not 0 <= host < hosts:
+        raise InputError(f"--host {host} of --hosts {hosts}: hosts are counted from 0")
+    path = run_dir / CONFIG
+    if not path.exists():
+        raise InputError(f"{run_dir} is no prepared run: run `megatron-rl prepare` first")
+    config, gpus = load_config(path), listed_gpus()
+    count = gpus_per_host or len(gpus)
+    if not count or (gpus and len(gpus) < count):
+        raise InputError(f"this host lists {len(gpus)} GPUs: give --gpus-per-host")
+    return config, place(config, hosts=hosts, gpus_per_host=count)[host], gpus

@@ -1,37 +1,38 @@
 """`megatron-rl metrics`: what each metric means; metrics of a run for other programs."""
 
-import argparse
 import time
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import Overrides, RunFolder
 from megatron_rl.metrics_out.exporter import Exporter
 from megatron_rl.metrics_out.table import markdown
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megatron-rl metrics`."""
-    parts = parser.add_subparsers(dest="part", required=True)
-    parts.add_parser("table", help="print docs/metrics.md").set_defaults(handler=_table)
-    dashboard = parts.add_parser("dashboard", help="print a dashboard for Grafana")
-    dashboard.set_defaults(handler=_dashboard)
-    parts.add_parser("alerts", help="print rules for Prometheus").set_defaults(handler=_alerts)
-    export = parts.add_parser("export", help="pass on the metrics of a run, finished or not")
-    export.add_argument("run_dir", type=Path)
-    export.add_argument("--follow", action="store_true", help="go on until Ctrl-C")
-    export.add_argument("overrides", nargs="*", metavar="metrics.key=value")
-    export.set_defaults(handler=_export)
+app = plain_app("What metrics mean; metrics of a run for other programs.")
 
 
-def _table(options: argparse.Namespace, console: Console) -> int:
+@dataclass(frozen=True)
+class NoOptions:
+    """The command takes none."""
+
+
+@command(app, "table", "Print docs/metrics.md.")
+def table(options: NoOptions, console: Console) -> int:
+    """Exit code: 0."""
     print(markdown(), end="", file=console.file)
     return 0
 
 
-def _dashboard(options: argparse.Namespace, console: Console) -> int:
+@command(app, "dashboard", "Print a dashboard for Grafana.")
+def print_dashboard(options: NoOptions, console: Console) -> int:
+    """Exit code: 0."""
     # prometheus_client is loaded by this part alone.
     from megatron_rl.metrics_out.grafana import dashboard
 
@@ -39,14 +40,27 @@ def _dashboard(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _alerts(options: argparse.Namespace, console: Console) -> int:
+@command(app, "alerts", "Print rules for Prometheus.")
+def print_alerts(options: NoOptions, console: Console) -> int:
+    """Exit code: 0."""
     from megatron_rl.metrics_out.grafana import alerts
 
     print(alerts(), end="", file=console.file)
     return 0
 
 
-def _export(options: argparse.Namespace, console: Console) -> int:
+@dataclass(frozen=True)
+class ExportOptions:
+    """What `metrics export` is given."""
+
+    run_dir: RunFolder
+    overrides: Overrides = field(default_factory=list)
+    follow: Annotated[bool, typer.Option(help="go on until Ctrl-C")] = False
+
+
+@command(app, "export", "Pass on the metrics of a run, finished or not.")
+def export(options: ExportOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
     saved = options.run_dir / "config.toml"
     if not saved.is_file():
         raise InputError(f"{options.run_dir} holds no run: it has no config.toml")

@@ -122,6 +122,11 @@ def _process_name(pid: int) -> str:
         return f"pid {pid}"
 
 
+def port_names() -> tuple[str, ...]:
+    """Keys of [ports] that are ports."""
+    return _NAMES
+
+
 def ports_text(ports: PortsConfig) -> str:
     """One line that names all ports."""
     return ", ".join(f"{name} {getattr(ports, name)}" for name in _NAMES)

@@ -3,20 +3,26 @@
 No GPU, and no process but this one; docs/simulator.md says what is modelled and what is not.
 """
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import track
 from rich.table import Column, Table
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import ConfigFile, Json, Overrides
+from megatron_rl.launcher.command_line.progress import counted, progress
+from megatron_rl.launcher.run_command import KEYS_HELP
 from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
 from megatron_rl.launcher.whole_file import write_whole
@@ -36,73 +42,89 @@ _MANY_SLOTS = 1024
 _GRAINS = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("config", type=Path, help="TOML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument(
-        "--calibrate", type=Path, metavar="RUN", help="finished run that the models are fitted to"
+app = plain_app()
+_ASSUMED = Assumptions()
+_MODELS, _GENERATED = "Assumed without --calibrate", "What is generated, without --calibrate"
+
+
+def _assumed(text: str | None = None) -> typer.models.OptionInfo:
+    return typer.Option(help=text, rich_help_panel=_MODELS)
+
+
+def _generated(text: str | None = None) -> typer.models.OptionInfo:
+    return typer.Option(help=text, rich_help_panel=_GENERATED)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulateOptions:
+    """What the command is given."""
+
+    config: ConfigFile
+    overrides: Overrides = dataclasses.field(default_factory=list)
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="finished run that the models are fitted to"),
+    ] = None
+    cores: Annotated[
+        float | None, typer.Option(help="that all roles of that run shared; default: no sharing")
+    ] = None
+    sweep: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=V,V",
+            show_default=False,
+            help="compare settings; several: every combination. KEY: of the configuration, or "
+            "split, tp, lanes, overlap, verifier_servers, verify_s, dead, mfu; split=auto tries "
+            "all splits",
+        ),
+    ] = dataclasses.field(default_factory=list)
+    gpus: Annotated[
+        int | None, typer.Option(help="of the whole run; default: what the config uses")
+    ] = None
+    json: Json = False
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="write PNGs to this folder")] = (
+        None
     )
-    parser.add_argument(
-        "--cores", type=float, help="that all roles of that run shared; default: no sharing"
+    gpu: Annotated[str, _assumed(f"one of {', '.join(GPUS)}")] = _ASSUMED.gpu
+    mfu: Annotated[float | None, _assumed("of the trainer; default 0.35, with experts 0.2")] = None
+    gb_per_s: Annotated[float, _assumed("that a rank sends or receives in a publish")] = (
+        _ASSUMED.bytes_per_s / 1e9
     )
-    parser.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=V,V",
-        help="compare settings; several: every combination. KEY: of the configuration, or split, "
-        "tp, lanes, overlap, verifier_servers, verify_s, dead, mfu; split=auto tries all splits",
-    )  # fmt: skip
-    parser.add_argument("--gpus", type=int, help="of the whole run; default: what the config uses")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNGs to this folder")
-    _add_assumptions(parser.add_argument_group("assumed without --calibrate"))
-    _add_workload(parser.add_argument_group("what is generated, without --calibrate"))
-    parser.add_argument("--steps", type=int, default=Span.steps, help="measured; default 12")
-    parser.add_argument("--warm-up", type=int, default=Span.warm_up, help="before; default 5")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.set_defaults(handler=simulate)
+    lanes: Annotated[
+        str,
+        _assumed(
+            "engines that a publish serves at once: a number, all, or one for each copy of "
+            "the trainer's model"
+        ),
+    ] = "copies"
+    overlap: Annotated[bool, _assumed("publish beside the next step")] = False
+    verify_s: Annotated[float, _assumed("of grading one completion")] = _ASSUMED.verify_s
+    verifier_servers: Annotated[int | None, _assumed("default: the config's, 8 GPUs a node")] = None
+    deaths_per_engine_hour: Annotated[float, _assumed()] = 0.0
+    restart_s: Annotated[float, _assumed()] = _ASSUMED.restart_s
+    dead: Annotated[int, _assumed("engines that never serve")] = 0
+    median_tokens: Annotated[float | None, _generated("default: a fifth of max_new_tokens")] = None
+    sigma: Annotated[float, _generated("of log length")] = 0.7
+    correlation: Annotated[float, _generated("of log length in a group")] = 0.5
+    prompt_tokens: Annotated[int, _generated()] = 300
+    pass_rate: Annotated[float, _generated()] = 0.4
+    flat_share: Annotated[float, _generated("of groups of the config's size")] = 0.25
+    steps: Annotated[int, typer.Option(help="measured")] = Span.steps
+    warm_up: Annotated[int, typer.Option(help="steps before those")] = Span.warm_up
+    seed: int = 0
 
 
-def _add_assumptions(group: argparse._ArgumentGroup) -> None:
-    default = Assumptions()
-    group.add_argument("--gpu", default=default.gpu, help=f"one of {', '.join(GPUS)}")
-    group.add_argument("--mfu", type=float, help="of the trainer; default 0.35, with experts 0.2")
-    group.add_argument(
-        "--gb-per-s", type=float, default=default.bytes_per_s / 1e9,
-        help="that a rank sends or receives in a publish; default %(default)s",
-    )  # fmt: skip
-    group.add_argument(
-        "--lanes", default="copies",
-        help="engines that a publish serves at once: a number, all, or one for each copy of the "
-        "trainer's model (default)",
-    )  # fmt: skip
-    group.add_argument("--overlap", action="store_true", help="publish beside the next step")
-    group.add_argument("--verify-s", type=float, default=default.verify_s,
-                       help="of grading one completion; default %(default)s")  # fmt: skip
-    group.add_argument("--verifier-servers", type=int, help="default: the config's, 8 GPUs a node")
-    group.add_argument("--deaths-per-engine-hour", type=float, default=0.0)
-    group.add_argument("--restart-s", type=float, default=default.restart_s)
-    group.add_argument("--dead", type=int, default=0, help="engines that never serve")
-
-
-def _add_workload(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--median-tokens", type=float, help="default: a fifth of max_new_tokens")
-    group.add_argument("--sigma", type=float, default=0.7, help="of log length")
-    group.add_argument("--correlation", type=float, default=0.5, help="of log length in a group")
-    group.add_argument("--prompt-tokens", type=int, default=300)
-    group.add_argument("--pass-rate", type=float, default=0.4)
-    group.add_argument(
-        "--flat-share", type=float, default=0.25, help="of groups of the config's size"
-    )
-
-
-def simulate(options: argparse.Namespace, console: Console) -> int:
+@command(
+    app, "simulate", "Predict step time, idle shares and staleness of a run.", epilog=KEYS_HELP
+)
+def simulate(options: SimulateOptions, console: Console) -> int:
     """The command."""
     _check(options)
     if options.plots is not None:
         check_library()
 
     def load(overrides: Sequence[str]) -> Config:
-        return load_config(options.config, [*options.overrides, *overrides])
+        return load_config(config_path(options.config), [*options.overrides, *overrides])
 
     calibration = None
     if options.calibrate:
@@ -116,12 +138,12 @@ def simulate(options: argparse.Namespace, console: Console) -> int:
     models = [_model(variant, calibration) for variant in variants]
     span = Span(options.steps, options.warm_up)
     pairs = list(zip(variants, models, strict=True))
-    if not options.json and len(pairs) > 1:
-        pairs = track(pairs, "simulating", console=console, transient=True)
-    outcomes = [
-        Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
-        for v, model in pairs
-    ]
+    # What is printed may be JSON, and nothing else then.
+    with progress(Console(stderr=True) if options.json else console, "settings") as report:
+        outcomes = [
+            Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
+            for v, model in counted(pairs, len(pairs), report)
+        ]
     best = best_of(outcomes)
     _show(variants, outcomes, best, console, as_json=options.json)
     if options.plots is not None:
@@ -131,7 +153,7 @@ def simulate(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: SimulateOptions) -> None:
     for name in ("steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus", "mfu",
                  "verifier_servers", "cores"):  # fmt: skip
         value = getattr(options, name)
@@ -148,7 +170,7 @@ def _check(options: argparse.Namespace) -> None:
     read_lanes(options.lanes)
 
 
-def _assumptions(options: argparse.Namespace) -> Assumptions:
+def _assumptions(options: SimulateOptions) -> Assumptions:
     return Assumptions(
         gpu=options.gpu,
         mfu=options.mfu,
@@ -164,7 +186,7 @@ def _assumptions(options: argparse.Namespace) -> Assumptions:
 
 
 def _workload(
-    options: argparse.Namespace, config: Config, calibration: Calibration | None
+    options: SimulateOptions, config: Config, calibration: Calibration | None
 ) -> Workload:
     if calibration is not None:
         return dataclasses.replace(calibration.workload, seed=options.seed)

@@ -3,7 +3,6 @@
 Reads metrics.jsonl, the lock and the notes of errors; asks no process.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -17,12 +16,16 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import Json, RunFolder
 from megatron_rl.launcher.live_view import evaluation_line, step_line
 from megatron_rl.launcher.run_folder import is_locked
 from megatron_rl.metrics_out.table import find
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, read_jsonl, without_superseded
 
+app = plain_app()
 Row = dict[str, Any]
 _RECENT = 10
 """Steps that ETA and warnings are about."""
@@ -59,22 +62,24 @@ class Status:
     """Of a run that stopped: what was noted first."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megatron-rl status`."""
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(handler=_status)
+@dataclass(frozen=True)
+class StatusOptions:
+    """What the command is given."""
+
+    run_dir: RunFolder
+    json: Json = False
 
 
-def _status(options: argparse.Namespace, console: Console) -> int:
+@command(app, "status", "Say how a run stands, from any shell or host that sees its folder.")
+def status(options: StatusOptions, console: Console) -> int:
     """Exit code 1 for a run that stopped."""
-    status = read_status(options.run_dir, time.time())
+    found = read_status(options.run_dir, time.time())
     if options.json:
-        print(json.dumps(asdict(status)), file=console.file)
+        print(json.dumps(asdict(found)), file=console.file)
     else:
-        for line in describe(status):
+        for line in describe(found):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return 1 if status.state == "stopped" else 0
+    return 1 if found.state == "stopped" else 0
 
 
 def read_status(run_dir: Path, now: float) -> Status:

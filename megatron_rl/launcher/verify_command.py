@@ -1,14 +1,21 @@
 """`megatron-rl verify FILE`: grades a file of completions again and prints what was found."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.files import load_config
+from megatron_rl.config.shipped import config_path as path_of
 from megatron_rl.config.staging import longest_stage, resolve_stages
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import OneConfig, Overrides
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.prompts import load_prompts
@@ -17,7 +24,25 @@ from verification import audit, settings
 from verification.format import last_box
 from verification.library import Grading
 
+app = plain_app()
 _WIDTH = 48
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What the command is given."""
+
+    file: Annotated[Path, typer.Argument(help="rollouts of a run, or JSONL of {text, answer}")]
+    overrides: Overrides = field(default_factory=list)
+    config: OneConfig = None
+    disagree: Annotated[bool, typer.Option(help="where math parsers differ")] = False
+
+
+@command(app, "verify", "Grade a file of completions again, and say why.")
+def verify_file(options: VerifyOptions, console: Console) -> int:
+    """Exit code: 0, 1 (grading failed somewhere), 2 (bad input)."""
+    path = None if options.config is None else path_of(options.config)
+    return verify(options.file, path, options.overrides, disagree=options.disagree, console=console)
 
 
 def verify(

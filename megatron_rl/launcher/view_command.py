@@ -1,29 +1,39 @@
 """`megatron-rl view RUN`: recorded rollouts in a browser."""
 
-import argparse
 import asyncio
 import signal
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import RunFolder
 
 if TYPE_CHECKING:
     from megatron_rl.viewer.server import Viewer
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megatron-rl view`."""
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1; default: a free one")
-    parser.set_defaults(handler=_view)
+app = plain_app()
 
 
-def _view(options: argparse.Namespace, console: Console) -> int:
+@dataclass(frozen=True)
+class ViewOptions:
+    """What the command is given."""
+
+    run_dir: RunFolder
+    port: Annotated[int, typer.Option(help="of 127.0.0.1; 0: a free one")] = 0
+
+
+@command(app, "view", "Look at the rollouts of a run in a browser.")
+def view(options: ViewOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
     # The web server is loaded by this command alone.
     from megatron_rl.viewer.index import Index
     from megatron_rl.viewer.server import Viewer

@@ -9,6 +9,8 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import shipped
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import cli
+from megatron_rl.launcher.run_command import load
+from tests.launcher.command_line.parsed import parse
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
@@ -63,8 +65,8 @@ def test_diff_finds_exactly_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_takes_layers_and_names(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text("[train]\nsteps = 3\n")
-    options = cli._parse(["run", "--config", "tiny", "--config", str(mine), "run.seed=4"])
-    config = cli._load(options)
+    options = parse(["run", "--config", "tiny", "--config", str(mine), "run.seed=4"])
+    config = load(options.config, options.overrides, options.run_dir)
     tiny = load_config(shipped()["tiny"])
     assert (config.train.steps, config.run.seed) == (3, 4)
     assert config.train.group_size == tiny.train.group_size

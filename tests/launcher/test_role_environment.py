@@ -11,10 +11,13 @@ from rich.console import Console
 from megatron_rl.backend import environment
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import hosts as cluster
+from megatron_rl.launcher import host_phases
+from megatron_rl.launcher.host_link import FirstHost, HostLink
+from megatron_rl.launcher.host_phases import Share
 from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.supervisor import Supervisor
+from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
 
 Environments = dict[str, dict[str, str]]
 CPU_SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -63,11 +66,10 @@ def start_on_the_first_of_two(folder: Path) -> None:
     roles = place(config, hosts=2, gpus_per_host=5)[0]
     (folder / "logs").mkdir(parents=True)
     supervisor = Supervisor(folder / "logs")
-    cluster._start_serving(supervisor, config, roles, 0, gpus, has_cold_start=False)
-    command = [*cluster.torchrun_arguments(config, roles, 0), "--config", "config.toml"]
-    cluster._start_ranks(
-        supervisor, "trainer", command, cluster._ranks_environment(config, roles, gpus)
-    )
+    # It says nothing to the other hosts here.
+    share = Share(config, roles, 0, gpus, supervisor, HostLink.__new__(FirstHost))
+    host_phases._start_serving(share, RunPhase(1, PhaseKind.TRAINING))
+    host_phases._start_ranks(share, "trainer", is_supervised=False, arguments=())
 
 
 def settings(found: dict[str, str]) -> dict[str, str]:

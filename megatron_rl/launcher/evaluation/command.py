@@ -1,43 +1,75 @@
 """`megatron-rl eval [MODEL] --config FILE` and `megatron-rl eval --compare A B`."""
 
-import argparse
 import json
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
-from megatron_rl.launcher.config_command import add_config_argument, config_files
+from megatron_rl.config.shipped import config_path
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.completion import complete_override
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import (
+    ConfigFiles,
+    DryRun,
+    Json,
+    RunDirOption,
+)
+from megatron_rl.launcher.deaths import until_death
 from megatron_rl.launcher.evaluation.comparing import compare_folders
-from megatron_rl.launcher.evaluation.runner import evaluate
 from megatron_rl.launcher.evaluation.tables import print_comparison
+from megatron_rl.launcher.run_command import KEYS_HELP
+
+app = plain_app()
+_EXAMPLES = """Examples:
+
+megatron-rl eval runs/mine/hf/final --config my.toml --run-dir runs/mine-eval
+
+megatron-rl eval --compare runs/base-eval runs/mine-eval
+
+"""
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, until_death: Callable[[Callable[[], None]], int]
-) -> None:
-    """Arguments of the command; until_death: exit code of work whose processes may die."""
-    parser.add_argument("overrides", nargs="*", metavar="MODEL | section.key=value",
-                        help="a Hugging Face folder; default: model.path")  # fmt: skip
-    add_config_argument(parser, is_required=False)
-    parser.add_argument("--run-dir", type=Path, help="folder of the results; as run.dir=DIR")
-    parser.add_argument("--label", default="model", help="name of the evaluation in the metrics")
-    parser.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("A", "B"),
-        help="evaluate nothing: pair the problems of two folders of results",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="with --compare: print JSON")
-    parser.set_defaults(handler=lambda options, console: _run(options, console, until_death))
+@dataclass(frozen=True)
+class EvalOptions:
+    """What the command is given."""
+
+    overrides: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL | section.key=value",
+            help="a Hugging Face folder; default: model.path",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
+    config: ConfigFiles = field(default_factory=list)
+    run_dir: RunDirOption = None
+    label: Annotated[str, typer.Option(help="name of the evaluation in the metrics")] = "model"
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="A B", help="evaluate nothing: pair the problems of two folders of results"
+        ),
+    ] = None
+    json: Json = False
+    dry_run: DryRun = False
 
 
-def _run(
-    options: argparse.Namespace, console: Console, until_death: Callable[[Callable[[], None]], int]
-) -> int:
+@command(
+    app, "eval", "Evaluate a model folder on all sets, or compare evaluations.",
+    epilog=_EXAMPLES + KEYS_HELP,
+)  # fmt: skip
+def evaluation(options: EvalOptions, console: Console) -> int:
+    """Exit code: 0, 1 (a role died), 2 (bad input)."""
     if options.compare:
         return _compare(options, console)
-    if options.config is None:
+    if not options.config:
         raise InputError("megatron-rl eval needs --config FILE, or --compare A B")
     if options.json:
         raise InputError("--json goes with --compare; figures of an evaluation are in eval.json")
@@ -48,16 +80,23 @@ def _run(
     overrides += [override("model.path", model) for model in models]
     if options.run_dir is not None:
         overrides.append(override("run.dir", str(options.run_dir)))
-    config = load_config(config_files(options), overrides)
+    config = load_config([config_path(text) for text in options.config], overrides)
     if models:
         # What is asked for is this folder, whatever training began with.
         model = config.model.model_copy(update={"megatron_path": None})
         config = config.model_copy(update={"model": model})
-    return until_death(lambda: evaluate(config, options.label, console))
+    # Needs most of the launcher, which a comparison does without.
+    from megatron_rl.launcher.evaluation.runner import evaluate
+
+    return until_death(
+        lambda: evaluate(
+            config, options.label, console, dry_in=config.run.dir if options.dry_run else None
+        )
+    )
 
 
-def _compare(options: argparse.Namespace, console: Console) -> int:
-    if options.config is not None or options.overrides or options.run_dir is not None:
+def _compare(options: EvalOptions, console: Console) -> int:
+    if options.config or options.overrides or options.dry_run or options.run_dir is not None:
         raise InputError("--compare A B takes two folders of results and nothing else but --json")
     first, second = options.compare
     compared = compare_folders(first, second)

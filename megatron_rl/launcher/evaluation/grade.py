@@ -4,52 +4,68 @@ An evaluation of one set (`runner.py`), whose problems are all rows of the file,
 split. `data difficulty --samples` and `data code-tests --solutions` read the folder that it leaves.
 """
 
-import argparse
-from collections.abc import Callable
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config, override
+from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.data.options import check_at_least
 from megatron_rl.data.rows import Row, encode_lines, read_rows
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import DryRun, OneConfig, Overrides
+from megatron_rl.launcher.deaths import until_death
 from megatron_rl.launcher.evaluation.runner import evaluate
+from megatron_rl.launcher.intentions import say
 from megatron_rl.launcher.run_folder import CONFIG
 from megatron_rl.launcher.whole_file import write_whole
 
+app = plain_app()
 SET = "graded"
 """Name of the set, and so of figures and files."""
 PROBLEMS = "problems.jsonl"
 """File of the folder: the rows, as an evaluation set."""
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, until_death: Callable[[Callable[[], None]], int]
-) -> None:
-    """Arguments of the command; until_death: exit code of work whose processes may die."""
-    parser.add_argument("prompts", type=Path, help="JSONL of prompts")
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument("--samples", type=int, default=16, help="a problem; default %(default)s")
-    parser.add_argument("--out", type=Path, required=True, help="folder; the same one goes on")
-    parser.add_argument("--config", type=Path, help="TOML file of the engine, rewards, rendering")
-    parser.add_argument("--task", default="math", help="of lines that name none (%(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, help="default: sampling.temperature, as in training"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.set_defaults(
-        handler=lambda options, console: until_death(lambda: _grade(options, console))
-    )
+@dataclass(frozen=True)
+class GradeOptions:
+    """What the command is given."""
+
+    prompts: Annotated[Path, typer.Argument(help="JSONL of prompts")]
+    model: Annotated[Path, typer.Option(help="a Hugging Face folder")]
+    out: Annotated[Path, typer.Option(help="folder; the same one goes on")]
+    overrides: Overrides = field(default_factory=list)
+    samples: Annotated[int, typer.Option(help="a problem")] = 16
+    config: OneConfig = None
+    task: Annotated[str, typer.Option(help="of lines that name none")] = "math"
+    temperature: Annotated[
+        float | None, typer.Option(help="default: sampling.temperature, as in training")
+    ] = None
+    dry_run: DryRun = False
 
 
-def _grade(options: argparse.Namespace, console: Console) -> None:
+@command(app, "grade", "Samples of every problem by a model, graded.")
+def grade(options: GradeOptions, console: Console) -> int:
+    """Exit code: 0, 1 (a role died), 2 (bad input)."""
+    return until_death(lambda: _grade(options, console))
+
+
+def _grade(options: GradeOptions, console: Console) -> None:
     check_at_least("--samples", options.samples, 1)
     config = grading_config(options)
     rows = read_rows(options.prompts, task=options.task)
     check_questions(rows)
     folder = config.run.dir
+    if options.dry_run:
+        _check(config, rows, console)
+        return
     path = folder / PROBLEMS
     if (folder / CONFIG).exists() and not path.exists():
         raise InputError(f"--out {folder} holds a run of another kind: name another folder")
@@ -58,10 +74,27 @@ def _grade(options: argparse.Namespace, console: Console) -> None:
     evaluate(config, SET, console)
 
 
-def grading_config(options: argparse.Namespace) -> Config:
+def _check(config: Config, rows: list[Row], console: Console) -> None:
+    """Make the checks of the evaluation on a copy of the problems, and say what it would do."""
+    if (config.run.dir / CONFIG).exists():
+        say([f"{config.run.dir} holds an earlier call: it would go on"], console)
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-dry-") as name:
+        path = Path(name) / PROBLEMS
+        path.write_text(encode_lines([problem_line(row) for row in rows]))
+        [wanted] = config.eval.sets
+        source = wanted.prompts.model_copy(update={"path": path})
+        sets = [wanted.model_copy(update={"prompts": source})]
+        changed = {
+            "run": config.run.model_copy(update={"dir": Path(name) / "run"}),
+            "eval": config.eval.model_copy(update={"sets": sets}),
+        }
+        evaluate(config.model_copy(update=changed), SET, console, dry_in=config.run.dir)
+
+
+def grading_config(options: GradeOptions) -> Config:
     """The configuration of the evaluation: that of the file, with the problems as its one set."""
     config = load_config(
-        options.config,
+        None if options.config is None else config_path(options.config),
         [
             *options.overrides,
             override("model.path", str(options.model)),

@@ -5,6 +5,7 @@ Used by `megatron-rl eval`. The same command over the same folder generates what
 
 import logging
 import re
+from pathlib import Path
 
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from megatron_rl.launcher.evaluation.results import (
     write_report,
 )
 from megatron_rl.launcher.evaluation.tables import print_report
+from megatron_rl.launcher.intentions import NOTHING, evaluation_lines, say
 from megatron_rl.launcher.run import eval_limit_s, prepare_run_folder, serve_evaluation
 from megatron_rl.launcher.run_folder import CONFIG, locked
 from megatron_rl.launcher.session import Session
@@ -29,10 +31,11 @@ from megatron_rl.rollout_queue.prompts import load_prompts
 log = logging.getLogger(__name__)
 
 
-def evaluate(config: Config, label: str, console: Console) -> None:
+def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | None = None) -> None:
     """Evaluate the model folder, write eval.json, print its tables.
 
-    Raises InputError before anything starts, RoleDied, DeadlineExceeded.
+    dry_in: make all checks, and only say what would be done in this folder. Raises InputError
+    before anything starts, RoleDied, DeadlineExceeded.
     """
     if not config.eval.is_wanted:
         raise InputError(
@@ -47,6 +50,11 @@ def evaluate(config: Config, label: str, console: Console) -> None:
     dropped = frozenset(prompt.id for prompt in prompts.dropped)
     loaded = load_prompts(config.prompts, config.run.seed, dropped, eval_sets=config.eval.sets)
     sets = evaluation_sets(config, loaded)
+    if dry_in is not None:
+        problems = sum(len(one.prompts) for one in sets)
+        missing = _missing(config, label, sets)
+        say([*evaluation_lines(config, label, dry_in, problems, missing), NOTHING], console)
+        return
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
         is_again = _check_earlier(config, label)

@@ -1,34 +1,52 @@
 """`megatron-rl report RUN...`: the summary as text, and one HTML file with everything."""
 
-import argparse
 import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.completion import complete_run_folder
+from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.report.material import read_material
 from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.metrics import read_jsonl
 
+app = plain_app()
 FILE = "report.html"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megatron-rl report`."""
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir")
-    parser.add_argument("--html", type=Path, help=f"the file; default: {FILE} in the first folder")
-    parser.add_argument("--trace", type=Path, help="also write a timeline for ui.perfetto.dev")
-    parser.add_argument("--text", action="store_true", help="print the summary alone")
-    parser.set_defaults(handler=_report)
+@dataclass(frozen=True)
+class ReportOptions:
+    """What the command is given."""
+
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR", help="folders of runs", autocompletion=complete_run_folder
+        ),
+    ]
+    html: Annotated[
+        Path | None, typer.Option(help=f"the file; default: {FILE} in the first folder")
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="also write a timeline for ui.perfetto.dev")
+    ] = None
+    text: Annotated[bool, typer.Option(help="print the summary alone")] = False
 
 
-def _report(options: argparse.Namespace, console: Console) -> int:
+@command(app, "report", "Say what runs came to, as text and as an HTML file.")
+def report(options: ReportOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
     if options.trace is not None and len(options.run_dirs) > 1:
         raise InputError("--trace takes one run: each has its own clock")
     texts = [render_text(*read_run(folder)) for folder in options.run_dirs]

@@ -1,15 +1,20 @@
 """`megatron-rl sweep FILE`: runs what is left of a sweep, and prints its table."""
 
-import argparse
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher import preflight
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import Overrides
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.launcher.sweep import slurm
 from megatron_rl.launcher.sweep.folders import State, check_folders, state_of
@@ -20,21 +25,26 @@ from megatron_rl.launcher.sweep.sweep_file import load_sweep
 from megatron_rl.launcher.sweep.table import print_table, say, write_files
 from megatron_rl.protocol.process import Interrupted
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("file", type=Path, help="TOML file of the sweep; docs/sweeps.md")
-    parser.add_argument("--sweep-dir", type=Path, help="default: runs/sweep-NAME")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--report", action="store_true", help="only print the table of what is there")
-    only.add_argument("--dry-run", action="store_true", help="only print commands or scripts")
-    parser.add_argument("--slurm", action="store_true", help="submit each run as a job")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of all variants")
-    parser.set_defaults(handler=sweep)
+app = plain_app()
 
 
-def sweep(options: argparse.Namespace, console: Console) -> int:
+@dataclass(frozen=True)
+class SweepOptions:
+    """What the command is given."""
+
+    file: Annotated[Path, typer.Argument(help="TOML file of the sweep; docs/sweeps.md")]
+    overrides: Overrides = field(default_factory=list)
+    sweep_dir: Annotated[Path | None, typer.Option(help="default: runs/sweep-NAME")] = None
+    report: Annotated[bool, typer.Option(help="only print the table of what is there")] = False
+    dry_run: Annotated[bool, typer.Option(help="only print commands or scripts")] = False
+    slurm: Annotated[bool, typer.Option(help="submit each run as a job")] = False
+
+
+@command(app, "sweep", "Run variants over seeds, and compare them.")
+def sweep(options: SweepOptions, console: Console) -> int:
     """Exit code: 0, 1 (a run failed). Raises InputError before anything starts, Interrupted."""
+    if options.report and options.dry_run:
+        raise InputError("--report and --dry-run exclude each other: give one of them")
     file = load_sweep(options.file)
     folder = options.sweep_dir or Path("runs") / f"sweep-{file.name}"
     plan = make_plan(file, folder, options.overrides)
@@ -48,11 +58,12 @@ def sweep(options: argparse.Namespace, console: Console) -> int:
     if options.slurm:
         slurm.check_launch(plan)
     if options.dry_run:
+        _say_what_it_would_refuse(plan, console)
         _print_commands(plan, console, by_slurm=options.slurm)
         return 0
     if options.slurm:
         return _submit_all(plan, console)
-    _check_runs([run for run in plan.runs if state_of(run) is not State.COMPLETE])
+    _check_runs(_left(plan))
     return run_here(plan, console)
 
 
@@ -95,6 +106,18 @@ def _check_runs(runs: list[PlannedRun]) -> None:
             problems.append(f"variant {variant}: {error}")
     if problems:
         raise InputError("the sweep cannot start:\n" + "\n".join(problems))
+
+
+def _left(plan: Plan) -> list[PlannedRun]:
+    return [run for run in plan.runs if state_of(run) is not State.COMPLETE]
+
+
+def _say_what_it_would_refuse(plan: Plan, console: Console) -> None:
+    """On stderr: what is printed is commands, and another host may have what this one lacks."""
+    try:
+        _check_runs(_left(plan))
+    except InputError as error:
+        say(Console(stderr=True), f"warning: on this host {error}")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_rl.launcher.command_line.progress import Report, counted, progress
 from megatron_rl.launcher.deaths import RoleDied, how_it_ended, tail
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.launcher.sweep.folders import FAILURE, State, state_of
@@ -40,8 +41,20 @@ def run_all(
 
     lock: descriptor that keeps other sweeps out of the folder. after_each is called after each run.
     """
+    with progress(console, "runs") as report:
+        return _run_each(plan, console, lock, command_of, after_each, report)
+
+
+def _run_each(
+    plan: Plan,
+    console: Console,
+    lock: int,
+    command_of: CommandOf,
+    after_each: Callable[[], None],
+    report: Report,
+) -> int:
     failed = 0
-    for number, run in enumerate(plan.runs, start=1):
+    for number, run in counted(enumerate(plan.runs, start=1), len(plan.runs), report):
         head = f"[{number} of {len(plan.runs)}] {run.label}: "
         if state_of(run) is State.COMPLETE:
             say(console, head + "complete, not repeated")

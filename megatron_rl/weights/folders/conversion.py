@@ -65,10 +65,13 @@ class Done:
     size_bytes: int
 
 
-def convert(request: Request, progress: Callable[[int, int], None]) -> Done:
+def convert(
+    request: Request, progress: Callable[[int, int], None], *, is_dry: bool = False
+) -> Done:
     """Convert; `progress` is told the bytes read so far, and how many there are to read.
 
-    The target appears whole or not at all. Raises InputError and VerificationFailed.
+    The target appears whole or not at all. is_dry: only check, and say what would be done. Raises
+    InputError and VerificationFailed.
     """
     if request.target.exists():
         raise InputError(f"{request.target} exists already: name another folder, or delete it")
@@ -78,6 +81,10 @@ def convert(request: Request, progress: Callable[[int, int], None]) -> Done:
         dtype = None if request.dtype is None else DTYPES[request.dtype]
         reading = _Reading(source, dtype, progress, verify=request.verify)
         check_space(request.target, reading.size_bytes)
+        names = hf_shapes(source.shape)
+        done = Done(source.kind, to, source.shape.architecture, len(names), reading.size_bytes)
+        if is_dry:
+            return done
         with staged(request.target) as staging:
             copy_files(files, staging)
             if _declared_dtype(source.config) != reading.main_dtype or source.kind == "mistral":
@@ -85,8 +92,7 @@ def convert(request: Request, progress: Callable[[int, int], None]) -> Done:
             _write(staging, reading, to, request.shard_bytes)
             if request.verify:
                 _verify(staging, reading)
-    names = hf_shapes(source.shape)
-    return Done(source.kind, to, source.shape.architecture, len(names), reading.size_bytes)
+    return done
 
 
 class _Reading:

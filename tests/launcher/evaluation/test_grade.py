@@ -11,10 +11,11 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.samples import match, read_samples
-from megatron_rl.launcher.cli import _parse, main
+from megatron_rl.launcher.cli import main
 from megatron_rl.launcher.evaluation.grade import check_questions, grading_config, problem_line
 from megatron_rl.rollout_queue.prompts import load_prompts
 from tests.end_to_end.commands import launched
+from tests.launcher.command_line.parsed import parse
 
 ROOT = Path(__file__).resolve().parents[3]
 LINES = [
@@ -31,7 +32,7 @@ def write(path: Path, lines: list[dict]) -> Path:
 
 def test_every_row_is_a_problem_whatever_its_split(tmp_path: Path) -> None:
     rows = read_rows(write(tmp_path / "raw.jsonl", LINES))
-    options = _parse(
+    options = parse(
         ["data", "grade", "raw.jsonl", "--model", "m", "--samples", "4", "--out", str(tmp_path),
          "--temperature", "0.5", "sampling.max_new_tokens=7", "generator.engine=hf"]
     )  # fmt: skip
@@ -54,7 +55,7 @@ def _plain(line: dict) -> dict:
 
 def test_without_a_temperature_it_is_that_of_training() -> None:
     arguments = ["data", "grade", "p", "--model", "m", "--out", "o", "sampling.temperature=0.625"]
-    [one] = grading_config(_parse(arguments)).eval.sets
+    [one] = grading_config(parse(arguments)).eval.sets
     assert (one.temperature, one.samples) == (0.625, 16)
 
 

@@ -1,8 +1,8 @@
-"""tools.check_run: how far apart two measurements of one model may be."""
+"""megatron-rl audit --model: how far apart two measurements of one model may be."""
 
 import pytest
 
-from tools.check_run import tolerance
+from megatron_rl.launcher.audit.model import tolerance
 
 
 def test_two_sampled_accuracies_may_differ_by_three_errors_of_their_difference() -> None:

@@ -1,25 +1,23 @@
-"""Checks a finished run with transformers alone: does hf/final say what the run reported?
+"""The exported model in transformers alone: does hf/final say what the run reported?
 
-`python -m tools.check_run RUN_DIR`. Loads RUN_DIR/hf/final in transformers and
+Used by `megatron-rl audit --model`. Loads RUN_DIR/hf/final in transformers and
 - compares its logits with those of the trainer's model code on one rank, in the training dtype;
   the measure of rounding is how far each of them is from transformers in float32;
 - answers the held-out prompts as the run did, greedily or by sampling, and compares the accuracy
   with the reported one.
-The last line is one JSON object; the exit status is 1 when a check fails.
 """
 
-import argparse
 import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.files import load_config
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config, override
 from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.launcher.ports import find_free
@@ -37,13 +35,12 @@ SAMPLING_SEED = 0
 _ANSWER = re.compile(r"<think>((?!</?think>).)*</think>((?!</?think>).)*\\boxed\{([^{}]*)\}", re.S)
 
 
-def main() -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    run_dir = parser.parse_args().run_dir
+def audit_model(run_dir: Path) -> dict[str, object]:
+    """Figures, and what they say under names that begin with is_. Raises InputError."""
     folder = run_dir / "hf" / "final"
-    cfg = load_config(run_dir / "config.toml", [f"model.path={folder}"])
+    if not folder.is_dir() or not (run_dir / "summary.json").exists():
+        raise InputError(f"{run_dir} has no hf/final and summary.json: its run has not ended")
+    cfg = load_config(run_dir / "config.toml", [override("model.path", str(folder))])
     cfg = cfg.model_copy(update={"parallel": ParallelConfig()})
     renderer = open_renderer(cfg)
     sets = load_prompts(cfg.prompts, cfg.run.seed, read_dropped(run_dir))
@@ -51,10 +48,7 @@ def main() -> int:
     summary = json.loads((run_dir / "summary.json").read_text())
     findings = compare_accuracy(cfg, renderer, prompts, summary)
     # Last: the trainer's backend patches torch, and transformers then loads models wrongly.
-    findings |= compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])
-    findings["ok"] = all(value for key, value in findings.items() if key.startswith("is_"))
-    print(json.dumps(findings))
-    return 0 if findings["ok"] else 1
+    return findings | compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])
 
 
 def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
@@ -167,7 +161,3 @@ def answer_of(token_ids: list[int], renderer: Renderer) -> str | None:
     text = renderer.decode(token_ids[: ends[0]] if ends else token_ids)
     found = _ANSWER.match(text)
     return found.group(3).strip() if found else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

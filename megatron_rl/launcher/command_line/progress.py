@@ -1,0 +1,82 @@
+"""How far a long work is: a bar on a terminal, else a line every so often.
+
+Used by commands whose work reports `(done, all)`. One thread; drawn only when the work reports.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+Item = TypeVar("Item")
+PLAIN_S = 10.0
+"""So often a line is printed where there is no terminal."""
+Report = Callable[[int, int | None], None]
+"""f(done, all): all is None while it is not known."""
+
+
+@contextmanager
+def progress(
+    console: Console, what: str, *, in_bytes: bool = False, clock: Callable[[], float] = time.time
+) -> Iterator[Report]:
+    """Give the function to which the work reports; nothing stays on a terminal at the end."""
+    if not console.is_terminal:
+        yield _Lines(console, what, clock, in_bytes=in_bytes).report
+        return
+    middle: list[ProgressColumn] = [MofNCompleteColumn()]
+    if in_bytes:
+        middle = [DownloadColumn(), TransferSpeedColumn()]
+    columns = (TextColumn("{task.description}", markup=False), BarColumn())
+    with Progress(*columns, *middle, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def counted(items: Iterable[Item], total: int | None, report: Report) -> Iterator[Item]:
+    """The same items, each reported when the next one is asked for."""
+    report(0, total)
+    for done, item in enumerate(items, 1):
+        yield item
+        report(done, total)
+
+
+class _Lines:
+    """Prints where a work stands, at most every PLAIN_S; of a shorter one nothing."""
+
+    def __init__(
+        self, console: Console, what: str, clock: Callable[[], float], *, in_bytes: bool
+    ) -> None:
+        self._console = console
+        self._what = what
+        self._clock = clock
+        self._unit, self._digits = (1e9, 2) if in_bytes else (1, 0)
+        self._started = self._said = clock()
+
+    def report(self, done: int, total: int | None) -> None:
+        now = self._clock()
+        if now - self._said < PLAIN_S:
+            return
+        self._said = now
+        text = f"{self._what}: {self._number(done)}"
+        if total:
+            text += f" of {self._number(total)} ({done / total:.0%})"
+            if done:
+                left_s = (now - self._started) * (total - done) / done
+                text += f", {left_s:.0f} s left"
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _number(self, value: int) -> str:
+        unit = " GB" if self._unit > 1 else ""
+        return f"{value / self._unit:,.{self._digits}f}{unit}"

@@ -1,0 +1,64 @@
+"""`megatron-rl data dedupe` and `data decontaminate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.data.dedupe import decontaminate, dedupe
+from megatron_rl.data.near_duplicates import DEFAULT_THRESHOLD
+from megatron_rl.data.rows import read_rows
+from megatron_rl.launcher.command_line.command import Several, command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.progress import progress
+from megatron_rl.launcher.data.files import Out, Prompts, Task, check_output, write_rows
+
+app = plain_app()
+
+
+@dataclass(frozen=True)
+class DedupeOptions:
+    """What `data dedupe` is given."""
+
+    prompts: Prompts
+    out: Out
+    task: Task = "math"
+    threshold: float = DEFAULT_THRESHOLD
+
+
+@command(app, "dedupe", "Drop near duplicates within a file.")
+def dedupe_file(options: DedupeOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    check_output(options)
+    rows = read_rows(options.prompts, task=options.task)
+    with progress(console, "problems") as report_on:
+        kept, report = dedupe(rows, threshold=options.threshold, progress=report_on)
+    return write_rows(options.out, kept, report, console)
+
+
+@dataclass(frozen=True)
+class DecontaminateOptions:
+    """What `data decontaminate` is given."""
+
+    prompts: Prompts
+    out: Out
+    against: Annotated[
+        list[Path], typer.Option(metavar="FILE...", help="JSONL of evaluation problems"), Several()
+    ]
+    task: Task = "math"
+    threshold: float = DEFAULT_THRESHOLD
+
+
+@command(app, "decontaminate", "Drop what evaluations ask.")
+def decontaminate_file(options: DecontaminateOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    check_output(options)
+    rows = read_rows(options.prompts, task=options.task)
+    evaluations = [row for path in options.against for row in read_rows(path, task=options.task)]
+    with progress(console, "problems") as report_on:
+        kept, report = decontaminate(
+            rows, evaluations, threshold=options.threshold, progress=report_on
+        )
+    return write_rows(options.out, kept, report, console)

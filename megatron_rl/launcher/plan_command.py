@@ -1,0 +1,76 @@
+"""`megatron-rl plan` and `megatron-rl plan-weights`: what a run needs, what a publish moves."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.shipped import config_path
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import ConfigFile, Json, Overrides
+from megatron_rl.launcher.run_command import KEYS_HELP
+from megatron_rl.launcher.sizing.gpus import GPUS
+from megatron_rl.launcher.sizing.plan import Hardware, make_plan
+from megatron_rl.launcher.sizing.report import print_plan
+
+app = plain_app()
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What `plan` is given."""
+
+    config: ConfigFile
+    overrides: Overrides = field(default_factory=list)
+    gpu: Annotated[
+        str, typer.Option(help=f"one of {', '.join(GPUS)}", autocompletion=lambda: list(GPUS))
+    ] = Hardware.gpu
+    gpus: Annotated[
+        int | None, typer.Option(help="of the whole run; default: what the config uses")
+    ] = None
+    mfu: Annotated[float, typer.Option(help="model FLOPs utilization of the trainer")] = (
+        Hardware.mfu
+    )
+    mean_tokens: Annotated[
+        int | None, typer.Option(help="of a sequence; default: half of generator.context_tokens")
+    ] = None
+    gb_per_s: Annotated[float, typer.Option(help="that a rank sends or receives in a publish")] = (
+        Hardware.bytes_per_s / 1e9
+    )
+    json: Json = False
+
+
+@command(app, "plan", "Say what a run needs, and whether it fits its GPUs.", epilog=KEYS_HELP)
+def plan(options: PlanOptions, console: Console) -> int:
+    """Exit code: 0, 1 (it does not work), 2 (bad input)."""
+    for name in ("gpus", "mfu", "mean_tokens", "gb_per_s"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    hardware = Hardware(options.gpu, options.gpus, options.mfu, options.gb_per_s * 1e9)
+    config = load_config(config_path(options.config), options.overrides)
+    made = make_plan(config, hardware, options.mean_tokens)
+    print_plan(made, console, as_json=options.json)
+    return 1 if made.problems else 0
+
+
+@dataclass(frozen=True)
+class WeightsOptions:
+    """What `plan-weights` is given."""
+
+    config: ConfigFile
+    overrides: Overrides = field(default_factory=list)
+
+
+@command(app, "plan-weights", "Say what a publish moves between which ranks.", epilog=KEYS_HELP)
+def plan_weights(options: WeightsOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    # Needs torch, which most commands do without.
+    from megatron_rl.launcher.plan_weights import plan_weights as show
+
+    show(load_config(config_path(options.config), options.overrides), console)
+    return 0

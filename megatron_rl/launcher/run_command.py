@@ -1,0 +1,74 @@
+"""`megatron-rl run`: everything of a run on one host."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import (
+    ConfigFiles,
+    DryRun,
+    Overrides,
+    RunDirOption,
+)
+
+if TYPE_CHECKING:
+    from megatron_rl.config.tree import Config
+
+app = plain_app()
+
+KEYS_HELP = (
+    "All keys, with meaning, unit and default: megatron-rl config. Of one key or section: "
+    "megatron-rl config explain train.group_size. What a command line comes to: megatron-rl "
+    "config show --config FILE KEY=VALUE."
+)
+_EXAMPLES = """Examples:
+
+megatron-rl run --config tiny run.dir=runs/first
+
+megatron-rl run --config base.toml --config mine.toml train.steps=20 optimizer.lr=2e-6
+
+megatron-rl run --config mine.toml --dry-run
+
+"""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `run` and `prepare` are given."""
+
+    config: ConfigFiles
+    overrides: Overrides = field(default_factory=list)
+    run_dir: RunDirOption = None
+    dry_run: DryRun = False
+
+
+@command(
+    app, "run", "Train, evaluate, export, summarize; the same command goes on with a run.",
+    epilog=_EXAMPLES + KEYS_HELP,
+)  # fmt: skip
+def run(options: RunOptions, console: Console) -> int:
+    """Exit code: 0, 1 (a role died), 2 (bad input)."""
+    from megatron_rl.launcher import run as launch
+    from megatron_rl.launcher.deaths import until_death
+    from megatron_rl.launcher.dry_run import dry_run
+
+    if options.dry_run:
+        return dry_run(load(options.config, options.overrides, options.run_dir), console)
+    return until_death(
+        lambda: launch.run(load(options.config, options.overrides, options.run_dir), console)
+    )
+
+
+def load(config: list[str], overrides: list[str], run_dir: Path | None) -> "Config":
+    """The configuration that a command line asks for. Raises ConfigError."""
+    from megatron_rl.config.files import load_config, override
+    from megatron_rl.config.shipped import config_path
+
+    given = list(overrides)
+    if run_dir is not None:
+        given.append(override("run.dir", str(run_dir)))
+    return load_config([config_path(text) for text in config], given)
