@@ -71,7 +71,8 @@ def named_keys(text: str) -> Iterator[str]:
     if _OTHERS.search(prose):
         prose = re.sub(r"^\| (.*?) \|.*$", r"\1", prose, flags=re.MULTILINE)
     pieces = [(piece, False) for piece in _BACKTICKS.findall(prose)]
-    pieces += [(code, True) for kind, code in _FENCE.findall(text) if kind == "bash"]
+    commands = [code for kind, code in _FENCE.findall(text) if kind == "bash"]
+    pieces += [(code, True) for code in commands if "megatron-rl" in code or "examples/" in code]
     for piece, is_command in pieces:
         for found in _WORD.finditer(piece):
             key = found.group(1)
@@ -118,7 +119,9 @@ def test_keys_of_a_page_in_toml_exist(page: Path) -> None:
 def test_the_checks_find_what_does_not_exist() -> None:
     text = "`train.group_sizes`, `prompts.0.path=FILE`, `reward.tasks.mine.gate`, `sft.optimizer`"
     assert [key for key in named_keys(text) if not is_known(key)] == ["train.group_sizes"]
-    assert list(named_keys("```bash\nrun queue.nothing=1 eval.json\n```")) == ["queue.nothing"]
+    assert list(named_keys("```bash\nmegatron-rl run queue.nothing=1 eval.json\n```")) == [
+        "queue.nothing"
+    ]
     assert not is_known("queue.nothing")
     assert list(leaves(tomllib.loads("[[prompts]]\npaths='x'"))) == ["prompts.0.paths"]
     assert not is_known("prompts.0.paths")

@@ -1,4 +1,4 @@
-"""Every message that docs/troubleshooting.md quotes is one that the code can print."""
+"""Every message that docs/troubleshooting.md quotes is one that the code can print; tables too."""
 
 import ast
 import functools
@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
+WITH_TABLES = (PAGE, ROOT / "docs" / "first-run-on-8-gpus.md", ROOT / "docs" / "slurm.md")
 _BLOCK = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _VALUE = "..."
 _PERCENT = re.compile(r"%(?:\.\d+)?[sdrgf]")
@@ -41,9 +42,9 @@ def all_templates() -> str:
 
 def quoted() -> list[str]:
     """Messages of the page, each on one line."""
-    text = PAGE.read_text()
-    messages = [" ".join(block.split()) for block in _BLOCK.findall(text)]
-    table = re.findall(r"^\| `(\S+ [^`]*)` \|", text, re.MULTILINE)
+    messages = [" ".join(block.split()) for block in _BLOCK.findall(PAGE.read_text())]
+    tables = "\n".join(page.read_text() for page in WITH_TABLES)
+    table = re.findall(r"^\| `(\S+ [^`]*)` \|", tables, re.MULTILINE)
     return messages + [message.removeprefix(f"{_VALUE} ") for message in table]
 
 
