@@ -4,6 +4,7 @@ import asyncio
 import functools
 import http.server
 import importlib.util
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -67,6 +68,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join(timeout=10)
+
+
+@needs_builder
+def test_a_link_to_a_heading_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    for name in ("mkdocs.yml", "tools/docs.sh", "tools/check_site.py", "requirements/docs.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / ".cache" / "docs").mkdir(parents=True)
+    (tmp_path / ".cache" / "docs" / "venv").symlink_to(BUILDER.parent)
+    with (tmp_path / "docs" / "viewer.md").open("a") as page:
+        page.write("\n[away](weights.md#no-such-heading)\n")
+    done = subprocess.run(
+        ["bash", "tools/docs.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 1
+    assert "weights.md#no-such-heading" in done.stderr
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
