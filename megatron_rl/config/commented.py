@@ -110,7 +110,7 @@ def _default_cell(entry: Entry) -> str:
         return "has to be given"
     if entry.default is None:
         return "not given"
-    text = value_text(entry.default)
+    text = " ".join(value_text(entry.default).split())
     # A backtick or a bar would end the cell's code.
     shown = text if len(text) <= 60 else f"{text[:57]}..."
     return "`` " + shown.replace("|", "\\|") + " ``"
