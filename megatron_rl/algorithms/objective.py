@@ -100,10 +100,13 @@ class Objective:
         if self.needs_reference:
             sums = sums | _reference_sums(tokens)
         if self.needs_reference_kl:
-            sums = sums | {"reference_kl": tokens.with_constant_policy().reference_kl.sum()}
+            reference_kl = tokens.with_constant_policy().reference_kl
+            assert reference_kl is not None
+            sums = sums | {"reference_kl": reference_kl.sum()}
         if self.cfg.used_gold is not None:
             sums = sums | _gold_sums(tokens)
         if self.cfg.learns_value:
+            assert tokens.values is not None
             sums = sums | {"value_mean": tokens.values[tokens.is_real].sum()}
         return LossOutput(loss, sums | _advantage_sums(tokens, advantages))
 

@@ -31,7 +31,7 @@ class DeadlineExceeded(TimeoutError):
     """A peer did not answer in time."""
 
 
-def receive_frames(socket: zmq.Socket) -> list[Frame]:
+def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
     """Frames of the message that is there, as views of where they arrived."""
     return [frame.buffer for frame in socket.recv_multipart(copy=False)]
 
