@@ -40,7 +40,9 @@ def make_tiny(folder: Path, seed: int) -> Path:
         "prompts": [{"kind": "jsonl", "path": str(tasks / "prompts.jsonl")}],
     }
     # Written last: it says that all the rest is there.
-    layer.write_text(tomli_w.dumps(settings))
+    written = layer.with_suffix(".new")
+    written.write_text(tomli_w.dumps(settings))
+    written.replace(layer)
     return layer
 
 
