@@ -82,6 +82,8 @@ def test_the_task_grades_as_expected(tmp_path: Path) -> None:
     assert set(counts) == {"correct", "wrong_answer", "no_think_start"}
 
 
+# Ranks of three parallel layouts.
+@pytest.mark.exhaustive
 def test_the_family_has_the_logits_of_transformers(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     subprocess.run(["git", "init", "-q", tmp_path], check=True, timeout=30)
