@@ -1,10 +1,63 @@
-"""Packaging of megatron-rl. `bash tools/install.sh` installs it with its components."""
+"""Packaging of megatron-rl. `bash tools/install.sh` installs it with its components.
 
+`pip wheel --no-deps .` makes a wheel that needs no clone: docs/install.md.
+"""
+
+import ast
+import shutil
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+PACKAGES = ("megatron_rl", "generation", "verification")
+# Where a wheel has the configurations of examples/, which megatron_rl/config/shipped.py reads.
+INSTALLED_EXAMPLES = Path("megatron_rl") / "examples"
+
+
+class BuildWithExamples(build_py):
+    """Also takes examples/*.toml into the package, which stay beside the scripts of a clone."""
+
+    def run(self) -> None:
+        """Copy them, unless the packages are used where they are."""
+        self._remove_earlier_build()
+        super().run()
+        if not self.editable_mode:
+            for source, target in self._examples():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """Every file that `run` leaves."""
+        outputs = super().get_outputs(include_bytecode)
+        return outputs + [str(target) for _, target in self._examples() if not self.editable_mode]
+
+    def get_source_files(self) -> list[str]:
+        """What a source package holds, beside this file: a wheel is made of it alone."""
+        more = [source for source, _ in self._examples()] + sorted(ROOT.glob("requirements/*.txt"))
+        return super().get_source_files() + [str(path.relative_to(ROOT)) for path in more]
+
+    def _remove_earlier_build(self) -> None:
+        # A module that is gone from the source would come along.
+        built = Path(self.build_lib).resolve()
+        if built != ROOT.resolve():
+            for package in PACKAGES:
+                shutil.rmtree(built / package, ignore_errors=True)
+
+    def _examples(self) -> list[tuple[Path, Path]]:
+        target = Path(self.build_lib) / INSTALLED_EXAMPLES
+        return [(path, target / path.name) for path in sorted(ROOT.glob("examples/*.toml"))]
+
+
+def read_version() -> str:
+    """That of the package, read without importing it."""
+    tree = ast.parse((ROOT / "megatron_rl" / "__init__.py").read_text())
+    return next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    )
 
 
 def read_pins(name: str) -> list[str]:
@@ -14,16 +67,19 @@ def read_pins(name: str) -> list[str]:
 
 
 setup(
+    cmdclass={"build_py": BuildWithExamples},
     name="megatron-rl",
-    version="0.1.0",
+    version=read_version(),
     description="Asynchronous RL for language models on Megatron-Core and SGLang",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
     # No `install_requires`: CPU and GPU need different builds of the same components. The extra
     # `cpu` lacks SGLang, which only tools/install.sh can add: see requirements/cpu-nodeps.txt.
     extras_require={name: read_pins(name) for name in ("cpu", "gpu", "dev")},
-    packages=find_namespace_packages(include=["megatron_rl*", "generation*", "verification*"]),
+    packages=find_namespace_packages(include=[f"{name}*" for name in PACKAGES]),
     package_data={
         "": ["*.json", "*.jinja", "*.toml", "*.txt", "*.cpp", "*.h", "*.html", "*.js", "*.css"]
     },

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # A path in backticks: with a folder of ours at its start, and no placeholder in it.
 _PATH = re.compile(
     r"`((?:megatron_rl|weights|generation|verification|tools|examples|tests|docs)/[\w./-]*)`"

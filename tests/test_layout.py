@@ -56,6 +56,14 @@ OUR_TOP_LEVELS = {*PACKAGES, "tests", "examples"}
 HEAVY = {"torch", "transformers", "megatron", "sglang", "tokenizers"}
 
 
+TOP = {
+    *PACKAGES, "examples", "tests", "docs", "requirements", ".ci", ".devcontainer",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Dockerfile",
+    "setup.py", "pyproject.toml", "mkdocs.yml", ".gitignore", ".pre-commit-config.yaml",
+}  # fmt: skip
+"""Files and folders at the root of the repository."""
+
+
 def source_files(packages: tuple[str, ...] = PACKAGES) -> list[Path]:
     """Python files of the product and its tools."""
     return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
@@ -127,6 +135,13 @@ def test_every_folder_of_the_product_has_its_place() -> None:
         str(ROOT / "megatron_rl" / "__init__.py"),
         str(ROOT / "megatron_rl" / "weights" / "__init__.py"),
     ]
+
+
+def test_the_root_holds_what_is_known() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert {name.split("/")[0] for name in listed.stdout.splitlines()} == TOP
 
 
 def test_imports_follow_the_architecture() -> None:

@@ -107,8 +107,8 @@ def majority(group: GroupView, cfg: CreditConfig) -> np.ndarray:
     return majority_credit(group.classes, group.is_correct, min(cfg.k, len(group.classes)))
 
 
-majority.needs_classes = True
-majority.flat_on = "verdict"
+majority.needs_classes = True  # type: ignore[attr-defined]
+majority.flat_on = "verdict"  # type: ignore[attr-defined]
 
 
 def soft_value(group: GroupView, cfg: CreditConfig) -> np.ndarray:

@@ -100,12 +100,16 @@ class Objective:
         if self.needs_reference:
             sums = sums | _reference_sums(tokens)
         if self.needs_reference_kl:
-            sums = sums | {"reference_kl": tokens.with_constant_policy().reference_kl.sum()}
+            reference_kl = tokens.with_constant_policy().reference_kl
+            assert reference_kl is not None
+            sums = sums | {"reference_kl": reference_kl.sum()}
         if self.cfg.used_gold is not None:
             sums = sums | _gold_sums(tokens)
         if self.cfg.learns_value or self.cfg.has_soft_value:
+            assert tokens.values is not None
             sums = sums | {"value_mean": tokens.values[tokens.is_real].sum()}
         if self.cfg.has_soft_value:
+            assert tokens.effective_shares is not None
             shares = tokens.effective_shares[tokens.is_real]
             sums = sums | {"soft_value_effective_share": shares.sum()}
         return LossOutput(loss, sums | _advantage_sums(tokens, advantages))

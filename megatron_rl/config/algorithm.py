@@ -138,7 +138,7 @@ class KlConfig(Part):
             return given
         placement = given.get("placement", "none")
         right = "k2" if placement == "loss" else "k1"
-        if reason := _WRONG.get((placement, given.get("estimator"))):
+        if reason := _WRONG.get((placement, given.get("estimator", ""))):
             raise ValueError(
                 f'algorithm.kl.placement="{placement}" with estimator="{given["estimator"]}" is '
                 f'wrong: {reason}. Take estimator="{right}" (docs/algorithms.md, KL)'
@@ -340,6 +340,8 @@ def _merged(preset: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     merged = dict(preset)
     for key, value in given.items():
         old = merged.get(key)
-        is_section = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merged(old, value) if is_section else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _merged(old, value)
+        else:
+            merged[key] = value
     return merged

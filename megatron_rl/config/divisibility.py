@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True)

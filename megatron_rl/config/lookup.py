@@ -5,15 +5,16 @@ Used by every process at start.
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from megatron_rl.config.errors import InputError
 
+Function = TypeVar("Function")
+"""A callable of the table's kind, or None where the table has it."""
 
-def find_function(
-    table: Mapping[str, Callable[..., Any]], name: str, *, key: str
-) -> Callable[..., Any]:
+
+def find_function(table: Mapping[str, Function], name: str, *, key: str) -> Function:
     """Function called `name`; `key` is the configuration key for the InputError's text."""
     if name in table:
         return table[name]
@@ -25,9 +26,10 @@ def find_function(
             f"{key}={name!r} is neither one of {sorted(table)} nor package.module:function{hint}"
         )
     try:
-        found = getattr(importlib.import_module(module_name), function_name, None)
+        found: Any = getattr(importlib.import_module(module_name), function_name, None)
     except ImportError as error:
         raise InputError(f"{key}={name!r}: cannot import {module_name}: {error}") from error
     if not callable(found):
         raise InputError(f"{key}={name!r}: {module_name} has no function {function_name!r}")
-    return found
+    function: Function = found
+    return function

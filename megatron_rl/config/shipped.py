@@ -1,6 +1,7 @@
 """Configurations that come with the project, by name: those of the folder examples/.
 
-Used by the launcher, where a command takes `--config`.
+Used by the launcher, where a command takes `--config`. setup.py copies them into the package when
+it builds a wheel; a clone has them beside the package.
 """
 
 import difflib
@@ -8,7 +9,9 @@ from pathlib import Path
 
 from megatron_rl.config.errors import ConfigError
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTALLED = _PACKAGE / "examples"
+FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "examples"
 
 
 def shipped() -> dict[str, Path]:

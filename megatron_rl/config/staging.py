@@ -26,8 +26,8 @@ def check_stages(config: Config) -> None:
             )
         latest = stage.at_step
     stages = resolve_stages(config)
-    for number, stage in enumerate(stages):
-        _check_engine(stage, name_of(config, number))
+    for number, resolved in enumerate(stages):
+        _check_engine(resolved, name_of(config, number))
     _check_replay(config, stages)
     _check_schedule(config, stages)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.tree import CheckpointConfig
+from megatron_rl.config.trainer import CheckpointConfig
 from megatron_rl.protocol.queue_state import QueueState
 
 CHECKPOINTS = "checkpoints"

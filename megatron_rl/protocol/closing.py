@@ -3,9 +3,10 @@
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 
-class Closing(AbstractContextManager):
+class Closing(AbstractContextManager[Any]):
     """A context manager that yields itself and closes itself, whatever ended the block."""
 
     @abstractmethod

@@ -18,7 +18,11 @@ from megatron_rl.protocol.types import AnyMessage
 
 APART_BYTES = 32 << 10
 """Below that a frame of its own costs more than a copy."""
-_ARRAY_DTYPES = {"i": np.dtype("<i4"), "h": np.dtype("<i2"), "f": np.dtype("<f4")}
+_ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
+    "i": np.dtype("<i4"),
+    "h": np.dtype("<i2"),
+    "f": np.dtype("<f4"),
+}
 _ALIGN = 8
 """Bytes between the beginnings of joined frames are a multiple of that."""
 
@@ -93,7 +97,7 @@ def _decode_array(kind: type, obj: Any) -> Any:
 
 
 @functools.cache
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     # Making one costs more than decoding a small message.
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
 

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 RESUMED = "launch/resumed"
 """Metric of the launcher: the run goes on after the step of the row."""
@@ -31,34 +31,33 @@ class Metric(NamedTuple):
     value: float
     """A sum over `count` items (mean, sum) or the largest of them (max)."""
     reduce: Reduce = "mean"
-    count: float = 1.0
+    count: float = 1.0  # type: ignore[assignment]  # hides tuple.count
 
 
 class MetricSet:
     """Accumulates metrics by name."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[float, float, str]] = {}
+        self._entries: dict[str, tuple[float, float, Reduce]] = {}
 
     def add(self, metrics: Iterable[Metric]) -> None:
         """Fold further contributions in."""
         for metric in metrics:
-            value, count, reduce = self._entries.get(metric.name, (None, 0.0, metric.reduce))
-            if value is None:
-                value = metric.value
-            elif reduce == "max":
-                value = max(value, metric.value)
-            else:
-                value += metric.value
+            entry = self._entries.get(metric.name)
+            if entry is None:
+                self._entries[metric.name] = (metric.value, metric.count, metric.reduce)
+                continue
+            value, count, reduce = entry
+            value = max(value, metric.value) if reduce == "max" else value + metric.value
             self._entries[metric.name] = (value, count + metric.count, reduce)
 
-    def add_entries(self, entries: dict[str, tuple[float, float, str]]) -> None:
+    def add_entries(self, entries: dict[str, tuple[float, float, Reduce]]) -> None:
         """Fold in the entries of another process' set."""
         self.add(
             Metric(name, value, reduce, count) for name, (value, count, reduce) in entries.items()
         )
 
-    def entries(self) -> dict[str, tuple[float, float, str]]:
+    def entries(self) -> dict[str, tuple[float, float, Reduce]]:
         """name -> (value, count, reduce), for the wire."""
         return dict(self._entries)
 
@@ -93,13 +92,13 @@ class JsonlWriter:
         self._file.close()
 
 
-def without_superseded(rows: list[dict]) -> list[dict]:
+def without_superseded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a run as if it had never been interrupted, but for the time it lost.
 
     A run that was resumed after step k has taken the steps beyond k again: what trainer and queue
     wrote of them earlier goes.
     """
-    kept: list[dict] = []
+    kept: list[dict[str, Any]] = []
     for row in rows:
         if RESUMED in row:
             kept = [
@@ -111,7 +110,7 @@ def without_superseded(rows: list[dict]) -> list[dict]:
     return kept
 
 
-def read_jsonl(path: Path) -> list[dict]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a file; [] when there is none. A torn last line is left out."""
     if not path.exists():
         return []

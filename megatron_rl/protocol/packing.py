@@ -7,6 +7,7 @@ tokens) and returns indices, so that it serves any kind of sequence.
 import math
 from bisect import bisect_right
 from collections.abc import Callable
+from typing import Any
 
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 
@@ -139,7 +140,8 @@ def _even_out(ranks: list[list[Microbatch]], cost_of: Callable[[Microbatch], int
         _, other, place, at = best
         if other < 0:
             return
-        for of_ranks in (ranks, costs):
+        exchanged: tuple[list[list[Any]], ...] = (ranks, costs)
+        for of_ranks in exchanged:
             one, two = of_ranks[dearest], of_ranks[other]
             one[place], two[at] = two[at], one[place]
 

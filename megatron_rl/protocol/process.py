@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import ConfigError
+from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.protocol.failure import write_failure
-from megatron_rl.protocol.wire import DeadlineExceeded, WireError
+from megatron_rl.protocol.frames import WireError
+from megatron_rl.protocol.wire import DeadlineExceeded
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -49,7 +49,10 @@ def note_ready() -> None:
 
 
 def set_up_logging(role: str, log_dir: Path | None = None) -> None:
-    """Log to stderr, and to `log_dir/<role>.log` when a folder is given."""
+    """Log to stderr, and to `log_dir/<role>.log` when a folder is given.
+
+    On SIGUSR1 the process writes the stacks of its threads to stderr, and goes on.
+    """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -61,6 +64,7 @@ def set_up_logging(role: str, log_dir: Path | None = None) -> None:
         force=True,
     )
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -104,8 +108,9 @@ def run_main(role: str, main: Callable[[], None]) -> int:
         with failures_noted():
             main()
     except Interrupted as stop:
-        log.info("ended by signal %d", int(stop.code) - 128)
-        return int(stop.code)
+        assert isinstance(stop.code, int)
+        log.info("ended by signal %d", stop.code - 128)
+        return stop.code
     except (ConfigError, InputError, WireError) as error:
         log.error("%s", error)
         return EXIT_BAD_INPUT

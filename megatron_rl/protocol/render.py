@@ -125,7 +125,7 @@ class Renderer:
         if all(turn["role"] != "system" for turn in turns):
             turns = [*self._openings[conversation.task], *turns]
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError) as error:
@@ -134,6 +134,7 @@ class Renderer:
                 f"{[turn['role'] for turn in turns]}: mend the messages or render.chat_template, "
                 'or set render.system_prompt="" where it takes no system message'
             ) from error
+        assert isinstance(text, str)
         return text
 
     def _refusal(self, tokens: int, max_new_tokens: int) -> str:
@@ -163,9 +164,11 @@ class Renderer:
         """Text of a completion, without the token that ended it; other special tokens stay."""
         if token_ids and token_ids[-1] in self.stop_ids:
             token_ids = token_ids[:-1]
-        return self._tokenizer.decode(
+        text = self._tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        assert isinstance(text, str)
+        return text
 
 
 def open_renderer(config: Config) -> Renderer:

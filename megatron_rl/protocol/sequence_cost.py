@@ -11,7 +11,7 @@ them, so forward passes are compared.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_rl.config.errors import InputError
 
@@ -64,7 +64,7 @@ def read_cost(model: Path) -> SequenceCost:
         ) from error
 
 
-def _mlp_elements(values: dict, hidden: int) -> int:
+def _mlp_elements(values: dict[str, Any], hidden: int) -> int:
     """Of the matrices that one token passes through in a layer's MLP, or router and experts."""
     experts = values.get("num_local_experts") or values.get("num_experts")
     if not experts:
@@ -73,7 +73,7 @@ def _mlp_elements(values: dict, hidden: int) -> int:
     return values["num_experts_per_tok"] * 3 * hidden * ffn + experts * hidden
 
 
-def _window(values: dict) -> int | None:
+def _window(values: dict[str, Any]) -> int | None:
     """Qwen's folders name a window that is used only if they say so."""
     if not values.get("use_sliding_window", True):
         return None

@@ -50,7 +50,7 @@ def call_in_child(
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """In the child: send the result, or the InputError."""
     # A tokenizer needs no torch, which transformers 5 would load all the same, for seconds.
-    sys.modules["torch"] = None
+    sys.modules["torch"] = None  # type: ignore[assignment]  # forbids the import
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:
         sender.send(function(*arguments))

@@ -16,6 +16,7 @@ from megatron_rl.protocol.generator_messages import (
     RolloutFailed,
 )
 from megatron_rl.protocol.host_messages import HostState, RunPhase
+from megatron_rl.protocol.metrics import Reduce
 from megatron_rl.protocol.prompt import ChatMessage as ChatMessage
 from megatron_rl.protocol.prompt import LengthRule, Prompt
 from megatron_rl.protocol.queue_state import QueueState
@@ -190,7 +191,7 @@ class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):
     step: int
     dp_rank: int
     minibatches: list[MinibatchShare]
-    metrics: dict[str, tuple[float, float, str]]
+    metrics: dict[str, tuple[float, float, Reduce]]
     """Queue metrics of this batch: name -> (sum, count, reduce); only dp_rank 0 receives them."""
 
 

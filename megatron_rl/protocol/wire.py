@@ -47,7 +47,7 @@ class TurnedAway(WireError):
     """The peer at the other end belongs to another phase, or to another start of the run."""
 
 
-def receive_frames(socket: zmq.Socket) -> list[Frame]:
+def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
     """Frames of the message that is there, as views of where they arrived."""
     return [frame.buffer for frame in socket.recv_multipart(copy=False)]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from megatron_rl.protocol.metrics import Reduce
 from megatron_rl.protocol.types import NextBatch, Published, RankBatch
 from megatron_rl.rollout_queue.coordinator import BATCHES, Coordinator
 from megatron_rl.simulation.events import Agenda
@@ -47,7 +48,7 @@ class _Step:
     began_at: float = 0.0
     compute_s: float = 0.0
     optimizer_at: float = 0.0
-    metrics: dict[str, tuple[float, float, str]] = field(default_factory=dict)
+    metrics: dict[str, tuple[float, float, Reduce]] = field(default_factory=dict)
     tokens: int = 0
     microbatches: int = 0
 

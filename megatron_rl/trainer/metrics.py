@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.protocol.metrics import JsonlWriter, Metric, MetricSet
+from megatron_rl.protocol.metrics import JsonlWriter, Metric, MetricSet, Reduce
 
 log = logging.getLogger(__name__)
 _DIGITS = 12
@@ -39,7 +39,7 @@ class StepMetrics:
         """Fold metrics of this process in."""
         self._set.add(metrics)
 
-    def add_entries(self, entries: dict[str, tuple[float, float, str]]) -> None:
+    def add_entries(self, entries: dict[str, tuple[float, float, Reduce]]) -> None:
         """Fold metrics of another process in."""
         self._set.add_entries(entries)
 

@@ -60,3 +60,12 @@ def test_signal_closes_resources_and_gives_its_exit_code(tmp_path: Path, number:
     process.send_signal(number)
     output, _ = process.communicate(timeout=10)
     assert (process.returncode, output) == (128 + number, "closed\n")
+
+
+def test_a_process_tells_its_stacks_when_asked_and_goes_on(tmp_path: Path) -> None:
+    process = start(tmp_path, "print('open', flush=True); time.sleep(0.5)")
+    assert process.stdout.readline() == "open\n"
+    process.send_signal(signal.SIGUSR1)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output) == (0, "closed\n")
+    assert "most recent call first" in errors and "in main" in errors

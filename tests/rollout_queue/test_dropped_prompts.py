@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.data.tiny_model import write_tokenizer
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.dropped_prompts import (
     DroppedPrompt,
@@ -15,7 +16,6 @@ from megatron_rl.rollout_queue.dropped_prompts import (
     write_dropped,
 )
 from tests.rollout_queue.makers import make_prompt
-from tools.make_tiny_model import write_tokenizer
 
 
 def make_config(folder: Path) -> Config:

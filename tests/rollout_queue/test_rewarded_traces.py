@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.data.tiny_model import write_tokenizer
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import ChatMessage
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay.draw import open_replay
 from megatron_rl.rollout_queue.replay.traces import check_sources, prepare_traces
 from tests.rollout_queue.makers import make_group
-from tools.make_tiny_model import write_tokenizer
 
 TRACES = [
     {"prompt": "1+1=", "response": "2", "reward": 1},

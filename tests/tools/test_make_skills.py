@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.data.tiny_model import make_folder
 from tools import make_skills
 from tools.make_skills import Counts, make
-from tools.make_tiny_model import make_folder
 from verification.library import Grading, Sample
 
 SMALL = Counts(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.tree import PromptSource
+from megatron_rl.data import example_tasks
 from megatron_rl.rollout_queue.sources import load_jsonl
 from tools import make_tasks
 
@@ -125,21 +126,21 @@ def test_right_traces_have_right_steps_and_the_asked_share_is_wrong(sums_folder:
 
 
 def test_partial_sums_by_hand() -> None:
-    solved = make_tasks.partial_sums([12, 7, -30], [0, 0, 0])
+    solved = example_tasks.partial_sums([12, 7, -30], [0, 0, 0])
     assert (solved.thoughts, solved.answer) == ("12+7=19\n19-30=-11", "-11")
-    slipped = make_tasks.partial_sums([12, 7, -30], [0, 10, 0])
+    slipped = example_tasks.partial_sums([12, 7, -30], [0, 10, 0])
     assert (slipped.thoughts, slipped.answer) == ("12+7=29\n29-30=-1", "-1")
 
 
-@pytest.mark.parametrize("name", sorted(make_tasks.MISTAKES))
+@pytest.mark.parametrize("name", sorted(example_tasks.MISTAKES))
 def test_every_mistake_changes_the_answer(name: str) -> None:
     rng = random.Random(0)
     for terms in ([4, -9], [0, 5, -7], [3, 0, 4], [50, -20, 1]):
-        assert make_tasks.MISTAKES[name](terms, rng).answer != str(sum(terms))
+        assert example_tasks.MISTAKES[name](terms, rng).answer != str(sum(terms))
 
 
 def test_dropping_the_last_term_leaves_the_steps_before_it() -> None:
-    solved = make_tasks.drop_last([6, 5, -4], random.Random(0))
+    solved = example_tasks.drop_last([6, 5, -4], random.Random(0))
     assert (solved.thoughts, solved.answer) == ("6+5=11", "11")
 
 

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tools.make_tiny_model import VOCABULARY, make_folder
+from megatron_rl.data.tiny_model import VOCABULARY, make_folder
 
 
 @pytest.fixture(scope="module")

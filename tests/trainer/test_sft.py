@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.data.tiny_model import make_folder
 from megatron_rl.protocol.checkpoint_folder import (
     CHECKPOINTS,
     SFT_CHECKPOINTS,
@@ -22,7 +23,6 @@ from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.trainer import sft
 from megatron_rl.trainer.step import Trainer
 from tests.distributed import RanksFailed, run_ranks
-from tools.make_tiny_model import make_folder
 
 pytestmark = [pytest.mark.slow(30), pytest.mark.timeout(300)]
 STEPS = 7

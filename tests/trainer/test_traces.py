@@ -7,9 +7,9 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import RenderConfig
+from megatron_rl.data.tiny_model import make_folder
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.trainer.traces import minibatches, read_traces, tokenize
-from tools.make_tiny_model import make_folder
 
 LINE = '{"messages": [{"role": "user", "content": "sort 21="}], "response": "<think></think>12"}\n'
 

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.data.tiny_model import write_tokenizer
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.preflight import PromptReport
-from tools.make_tiny_model import write_tokenizer
 
 
 def check(folder: Path, lines: list[dict]) -> PromptReport:

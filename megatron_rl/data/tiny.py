@@ -1,0 +1,66 @@
+"""Makes what a first run needs, from nothing: a model of 1.3M parameters, prompts and traces.
+
+`python -m megatron_rl.data.tiny FOLDER [--seed S]`: the model goes to FOLDER/model, five digits to
+sort to FOLDER/tasks, and the layer FOLDER/paths.toml says where they are. Then
+`megatron-rl run --config tiny --config FOLDER/paths.toml --run-dir DIR`, from any folder. The same
+model and tasks as of `examples/quickstart.sh --tiny`. Runs in no process of a run.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import tomli_w
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.data.example_tasks import Sizes, make_sort, solve_sort, write_tasks
+from megatron_rl.data.tiny_model import make_folder
+
+TRAIN, HELD_OUT, TRACES = 8000, 1000, 500
+WRONG_SHARE = 0.6
+"""Of the traces, which sort downwards: reinforcement learning outgrows this teacher."""
+
+
+def make_tiny(folder: Path, seed: int) -> Path:
+    """Make the folder, whole or in part again after an interruption; returns its layer of TOML.
+
+    Raises InputError where FOLDER is complete already.
+    """
+    layer, model, tasks = (folder.absolute() / name for name in ("paths.toml", "model", "tasks"))
+    if layer.exists():
+        raise InputError(f"{layer} exists: name another folder, or use what is there")
+    if not model.exists():
+        make_folder(model, seed)
+    sizes = Sizes(TRAIN, HELD_OUT, TRACES, WRONG_SHARE, seed)
+    prompts, teaching = make_sort(sizes)
+    write_tasks(tasks, prompts, teaching=teaching, solve=solve_sort, sizes=sizes)
+    settings = {
+        "model": {"path": str(model)},
+        "sft": {"traces": str(tasks / "traces.jsonl")},
+        "prompts": [{"kind": "jsonl", "path": str(tasks / "prompts.jsonl")}],
+    }
+    # Written last: it says that all the rest is there.
+    written = layer.with_suffix(".new")
+    written.write_text(tomli_w.dumps(settings))
+    written.replace(layer)
+    return layer
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and traces")
+    options = parser.parse_args()
+    try:
+        layer = make_tiny(options.folder, options.seed)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+    sys.stdout.write(
+        f"{layer.parent}: a model of 1.3M parameters, prompts and traces. A run of them:\n"
+        f"  megatron-rl run --config tiny --config {layer} --run-dir runs/tiny\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
