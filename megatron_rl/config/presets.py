@@ -202,8 +202,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "distill": Preset(
         "On-policy distillation (GKD), arXiv 2306.13649, eq. 2 with reverse KL",
-        "a teacher is at hand: give its folder as algorithm.reference.policy; groups of 2 and small "
-        "batches do (train.group_size)",
+        "a teacher is at hand: give its folder as algorithm.reference.policy; small batches of "
+        "groups of 2 do",
         {
             "credit": {"name": "zero"},
             "normalization": _NONE,
