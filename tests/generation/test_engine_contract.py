@@ -1,4 +1,7 @@
-"""What every engine must do; the same tests for each, on a real one."""
+"""What every engine must do; the same tests for each, on a real one.
+
+vLLM's are skipped where it is not installed: `bash tools/install.sh cpu --with vllm`.
+"""
 
 import asyncio
 import time
@@ -18,7 +21,8 @@ from megatron_rl.protocol.types import Bucket, Sampling, VersionSpan
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.publisher import BroadcastPublisher, SlicePublisher, TrainerProcess
 from tests.generation.test_worker import still_running
-from tests.generation.tiny_model import EOS_ID, logprobs, mixed_logprobs
+from tests.generation.tiny_model import EOS_ID, logprobs, make_model, mixed_logprobs
+from tests.generation.vllm_installed import NEEDS_VLLM
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(150)]
@@ -90,7 +94,27 @@ def trainer() -> Iterator[TrainerProcess]:
     process.close()
 
 
-@pytest.fixture(scope="module", params=["sglang", "hf"])
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As everywhere, but with heads of a size that vLLM computes on the CPU."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "old", seed=0, head_dim=32)
+    make_model(folder / "new", seed=1, head_dim=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def old_model(models_dir: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(models_dir / "old", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def new_model(models_dir: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(models_dir / "new", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module", params=["sglang", "hf", pytest.param("vllm", marks=NEEDS_VLLM)])
 def driver(
     request: pytest.FixtureRequest,
     trainer: TrainerProcess,
