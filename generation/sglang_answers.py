@@ -56,7 +56,7 @@ def read_complete_mark(event: dict[str, Any], index: int, arrivals: list[Arrival
 
 
 def read_ended(ended: Ended, index: int, engine: str = "SGLang") -> Completion:
-    """Completion of what the scheduler says. Raises EngineError as above, which names the engine."""
+    """Completion of what the scheduler says; raises as above, under the name of the engine."""
     if ended.finish not in ("stop", "length"):
         raise EngineError(f"{engine} ended a completion by {ended.finish}: {ended.message}")
     token_ids, logprobs = ended.token_ids, ended.logprobs
