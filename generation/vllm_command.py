@@ -17,11 +17,14 @@ import megatron_rl
 from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup
 from generation.vllm_messages import Job
+from megatron_rl.weights.layout.shape import read_shape
 
 PYTHON_VARIABLE = "MEGATRON_RL_VLLM_PYTHON"
 """Names another interpreter than the one that the installer makes."""
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures whose parameters in vLLM 0.32 are those that `weights/layout` describes."""
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""For which vLLM 0.32 has attention on the CPU."""
 
 
 def vllm_python() -> Path:
@@ -55,14 +58,25 @@ def refuse_unsuitable(setup: EngineSetup) -> None:
     ):
         if wanted:
             raise EngineError(f"{key} is not for generator.engine='vllm' ({reason}): use 'sglang'")
-    config = setup.model / "config.json"
+    refuse_model(setup.model)
+
+
+def refuse_model(folder: Path) -> None:
+    """Raise EngineError for a model that this engine cannot run, or cannot give weights."""
+    config = folder / "config.json"
     if not config.exists():
-        raise EngineError(f"cannot load {setup.model}: it has no config.json")
+        raise EngineError(f"cannot load {folder}: it has no config.json")
     names = json.loads(config.read_text()).get("architectures") or ["none"]
     if names[0] not in FAMILIES:
         raise EngineError(
-            f"{setup.model} is a {names[0]}; generator.engine='vllm' takes weights of "
+            f"{folder} is a {names[0]}; generator.engine='vllm' takes weights of "
             f"{', '.join(FAMILIES)} alone: use 'sglang'"
+        )
+    head_dim = read_shape(folder).head_dim
+    if head_dim not in HEAD_SIZES:
+        raise EngineError(
+            f"{folder} has heads of {head_dim}; vLLM on the CPU has attention for "
+            f"{', '.join(map(str, HEAD_SIZES))}: use 'sglang'"
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from generation.sglang_messages import Ended, Generate
 from generation.vllm_messages import Job
 from generation.weight_versions import spans_from_cuts
+from megatron_rl.weights.layout.shape import read_shape
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -60,8 +61,6 @@ def open_core(job: Job) -> "EngineCore":
 
 def _kv_bytes(job: Job) -> int:
     """Memory of the KV cache: all tokens, and vLLM's block of nothing."""
-    from megatron_rl.weights.layout.shape import read_shape
-
     shape = read_shape(Path(job.model))
     blocks = -(-job.kv_tokens // BLOCK_TOKENS) + 1
     itemsize = 4 if job.dtype == "float32" else 2
