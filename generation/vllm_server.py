@@ -126,7 +126,8 @@ def main() -> None:
     line = Line(job.socket)
     keep_weights()
     core = open_core(job)
-    server = Server(line, CompletionRequests(core, job), Weights(model_of(core)))
+    weights = Weights(model_of(core), Path(job.model))
+    server = Server(line, CompletionRequests(core, job), weights)
     line.send(Answer(READY, ""))
     try:
         server.run()

@@ -23,6 +23,9 @@ from safetensors.torch import load_file
 from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
 from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.exchange.receiver import Receiver
+from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
+from megatron_rl.weights.layout.shape import read_shape
+from megatron_rl.weights.layout.tensor_shards import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,9 +65,12 @@ def model_of(core: "EngineCore") -> torch.nn.Module:
 class Weights:
     """Parameters, and the exchanges that reach them."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
+        """folder: of the model. Raises ValueError where slices would not fit the parameters."""
         self._model = model
         self._parameters = dict(model.named_parameters())
+        # Now, not at the first publish: another release of vLLM may call them otherwise.
+        check_slices(engine_slices(read_shape(folder), Share(0, 1)), self._parameters)
         dtype = model.get_parameter("model.norm.weight").dtype
         self._receiver = Receiver(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
         self._group: dist.ProcessGroup | None = None
