@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import LlamaForCausalLM
 from generation import vllm_command
 from generation.engine import EngineError, load_engine
 from generation.vllm_requests import folder_stop_ids
-from megatron_rl.protocol.types import Sampling
+from megatron_rl.protocol.types import Sampling, VersionSpan
 from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.tiny_model import EOS_ID, make_model
 from tests.generation.vllm_installed import NEEDS_VLLM
@@ -78,7 +79,7 @@ def test_ends_of_sequence_are_those_of_both_files(tmp_path: Path) -> None:
 @NEEDS_VLLM
 @pytest.mark.slow(60)
 @pytest.mark.timeout(150)
-def test_temperatures_limits_and_death(tmp_path: Path) -> None:
+def test_temperatures_limits_pauses_and_death(tmp_path: Path) -> None:
     model = make_model(tmp_path / "old", seed=0, head_dim=32)
     loop = asyncio.new_event_loop()
     engine = load_engine("vllm")(make_setup(tmp_path, tmp_path / "vllm.log", context_tokens=128))
@@ -87,6 +88,7 @@ def test_temperatures_limits_and_death(tmp_path: Path) -> None:
         loop.run_until_complete(engine.start())
         check_temperatures(driver, model)
         check_lengths(driver)
+        check_pause(driver, tmp_path / "old")
         check_death(driver)
     finally:
         loop.run_until_complete(engine.close())
@@ -118,6 +120,22 @@ def check_lengths(driver: Driver) -> None:
         assert len(completion.token_ids) == 8 or ended
     with pytest.raises(EngineError, match="generator.context_tokens=128"):
         driver.run(driver.collect([5] * 128, Sampling(5, 1.0), [0]))
+
+
+def check_pause(driver: Driver, folder: Path) -> None:
+    """A request fails in its time also during a pause, and weights come only during one."""
+    engine = driver.engine
+    with pytest.raises(EngineError, match="pause first"):
+        driver.run(engine.load(folder, 1))
+    driver.run(engine.pause())
+    setup = engine._setup
+    engine._setup = replace(setup, request_timeout_s=0.3)
+    with pytest.raises(EngineError, match="generator.request_timeout_s"):
+        driver.run(driver.collect(PROMPT, Sampling(4, 1.0), [0]))
+    engine._setup = setup
+    driver.run(engine.resume(3))
+    (completion,) = driver.run(driver.collect(PROMPT, Sampling(4, 0.0), [0]))
+    assert completion.spans == [VersionSpan(3, 0, len(completion.token_ids))]
 
 
 def check_death(driver: Driver) -> None:
