@@ -18,6 +18,7 @@ WITH=
 case "${*: -2}" in
     "--with vllm") WITH=vllm && set -- "${@:1:$#-2}" ;;
 esac
+UNKNOWN=${*:2}
 MODE=${1:-$(cat "$MODE_FILE" 2>/dev/null || echo cpu)}
 LOG=$VENV/install.log
 STAMP=$VENV/.installed    # fingerprint, then the version table; written last
@@ -360,6 +361,8 @@ finish() {
 }
 
 main() {
+    [ -z "$UNKNOWN" ] || fail "unknown arguments '$UNKNOWN'" \
+        "usage: bash tools/install.sh [cpu|gpu] [--with vllm]"
     case $MODE in
         cpu | gpu) ;;
         *) fail "unknown mode '$MODE'" "usage: bash tools/install.sh [cpu|gpu] [--with vllm]" ;;
