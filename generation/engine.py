@@ -17,6 +17,7 @@ from megatron_rl.protocol.wire import LOOPBACK
 ENGINES = {
     "sglang": "generation.sglang_engine:SGLangEngine",
     "hf": "generation.hf_engine:HFEngine",
+    "vllm": "generation.vllm_engine:VLLMEngine",
 }
 
 

@@ -55,18 +55,18 @@ def read_complete_mark(event: dict[str, Any], index: int, arrivals: list[Arrival
     return Completion(index, token_ids, logprobs, spans, finish["type"], choices, first_at)
 
 
-def read_ended(ended: Ended, index: int) -> Completion:
-    """Completion of what the scheduler says. Raises EngineError as above."""
+def read_ended(ended: Ended, index: int, engine: str = "SGLang") -> Completion:
+    """Completion of what the scheduler says; raises as above, under the name of the engine."""
     if ended.finish not in ("stop", "length"):
-        raise EngineError(f"SGLang ended a completion by {ended.finish}: {ended.message}")
+        raise EngineError(f"{engine} ended a completion by {ended.finish}: {ended.message}")
     token_ids, logprobs = ended.token_ids, ended.logprobs
     if len(logprobs) != len(token_ids):
-        raise EngineError(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens")
+        raise EngineError(f"{engine} sent {len(logprobs)} logprobs for {len(token_ids)} tokens")
     report = [{"version": v, "start": start, "end": end} for v, start, end in ended.spans]
     try:
         spans = spans_from_report(report, len(token_ids))
     except ValueError as error:
-        raise EngineError(f"SGLang's weight versions: {error}") from error
+        raise EngineError(f"{engine}'s weight versions: {error}") from error
     return Completion(
         index,
         token_ids,

@@ -1,7 +1,8 @@
 """Requests to SGLang's scheduler over a socket of our own, past its HTTP server.
 
 Used by `sglang_engine.py` on the CPU, where HTTP costs more than a small model's tokens;
-`sglang_cpu/site/direct_requests.py` is the other end.
+`sglang_cpu/site/direct_requests.py` is the other end. `vllm_channel.py` adds to it what a vLLM
+process is asked.
 
 Concurrency, all on the caller's event loop: the loop calls `data_received` when the scheduler has
 answered, which wakes each `generate` whose completions have ended. `close` ends all.
@@ -39,6 +40,9 @@ class _Waiting:
 
 class DirectRequests(asyncio.Protocol):
     """The generator's end: it listens, one scheduler connects."""
+
+    peer = "SGLang's scheduler"
+    decoder = ended_decoder
 
     def __init__(self) -> None:
         self._folder = Path()
@@ -91,9 +95,9 @@ class DirectRequests(asyncio.Protocol):
             if running and not self._lost:
                 self._send(Abort(list(running)))
 
-    def _send(self, message: Generate | Abort) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         if self._transport is None:
-            raise EngineError(self._lost or "SGLang's scheduler has not connected")
+            raise EngineError(self._lost or f"{self.peer} has not connected")
         self._transport.write(pack(message))
 
     # --- called by the event loop ---------------------------------------------------------------
@@ -109,17 +113,20 @@ class DirectRequests(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Hand out what has ended."""
         self._received += data
-        for batch in unpack(self._received, ended_decoder):
-            for ended in batch:
-                # None: it was given up.
-                waiting = self._waiting.pop(ended.name, None)
-                if waiting is not None:
-                    waiting.ended.append(ended)
-                    waiting.has_ended.set()
+        for message in unpack(self._received, self.decoder):
+            self._take(message)
+
+    def _take(self, batch: list[Ended]) -> None:
+        for ended in batch:
+            # None: it was given up.
+            waiting = self._waiting.pop(ended.name, None)
+            if waiting is not None:
+                waiting.ended.append(ended)
+                waiting.has_ended.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Wake all who wait: nothing more will come."""
-        self._lost = f"SGLang's scheduler hung up: {error or 'it closed its socket'}"
+        self._lost = f"{self.peer} hung up: {error or 'it closed its socket'}"
         self._transport = None
         for waiting in self._waiting.values():
             waiting.has_ended.set()

@@ -70,7 +70,7 @@ def names_of(number: int, count: int) -> list[str]:
     return [f"{NAME_PREFIX}{number}-{place}." for place in range(count)]
 
 
-def pack(message: Generate | Abort | list[Ended]) -> bytes:
+def pack(message: msgspec.Struct | list[Ended]) -> bytes:
     """Frame of a message, with its length in front."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body

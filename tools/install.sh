@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv with every component:  bash tools/install.sh [cpu|gpu]
+# Makes .venv with every component:  bash tools/install.sh [cpu|gpu] [--with vllm]
 #
+# --with vllm: also .venv/vllm, for generator.engine = "vllm" on the CPU (3.1 GiB).
 # Without a mode: that of the .venv there is, or cpu.
 # Safe to repeat: when nothing changed it only prints the versions. A run that was interrupted is
 # started over. Parallel runs wait for each other. Environment:
@@ -13,6 +14,11 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
 MODE_FILE=$VENV/.mode # of .venv, also of one that is half made
+WITH=
+case "${*: -2}" in
+    "--with vllm") WITH=vllm && set -- "${@:1:$#-2}" ;;
+esac
+UNKNOWN=${*:2}
 MODE=${1:-$(cat "$MODE_FILE" 2>/dev/null || echo cpu)}
 LOG=$VENV/install.log
 STAMP=$VENV/.installed    # fingerprint, then the version table; written last
@@ -221,6 +227,7 @@ is_current() {
 finish_unchanged() {
     tail -n +2 "$STAMP"
     say "nothing changed; $VENV is ready"
+    install_with
     exit 0
 }
 
@@ -331,6 +338,13 @@ print(":".join(sorted(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/inclu
         "${PIP_INSTALL[@]}" --no-deps --no-build-isolation --no-cache-dir "$pin"
 }
 
+install_with() {
+    [ "$WITH" = vllm ] || return 0
+    say "vLLM, in an environment of its own"
+    limited env -C "$ROOT" "$VENV/bin/python" -m tools.install_vllm ||
+        fail "vLLM could not be installed; $VENV itself is ready"
+}
+
 finish() {
     local table=$VENV/.versions started=$SECONDS
     begin "import of every component" limited \
@@ -347,9 +361,11 @@ finish() {
 }
 
 main() {
+    [ -z "$UNKNOWN" ] || fail "unknown arguments '$UNKNOWN'" \
+        "usage: bash tools/install.sh [cpu|gpu] [--with vllm]"
     case $MODE in
         cpu | gpu) ;;
-        *) fail "unknown mode '$MODE'" "usage: bash tools/install.sh [cpu|gpu]" ;;
+        *) fail "unknown mode '$MODE'" "usage: bash tools/install.sh [cpu|gpu] [--with vllm]" ;;
     esac
     local python want
     trap on_signal INT TERM
@@ -371,6 +387,7 @@ main() {
     "install_$MODE"
     pip_step "megatron-rl itself" --no-deps --no-build-isolation --editable "$ROOT"
     finish "$want"
+    install_with
 }
 
 main

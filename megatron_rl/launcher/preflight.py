@@ -10,8 +10,9 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from generation.engine import ENGINES, load_engine
+from generation.engine import ENGINES, EngineError, load_engine
 from generation.sglang_command import FP8_TAKES_WEIGHTS_SINCE, parse_release
+from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.divisibility import check_engine_tensor
@@ -60,6 +61,7 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     check_installed(config)
     check_quantization(config.generator)
     check_model_folder(config.model.path)
+    check_vllm(config)
     if config.train.steps or config.sft.steps:
         # An evaluation alone needs no trainer: the engine knows more architectures.
         check_model(config)
@@ -146,6 +148,17 @@ def check_quantization(generator: GeneratorConfig, release: str | None = None) -
             f"engines. It takes SGLang {needed} or newer: run `bash tools/install.sh gpu`, or set "
             "generator.quantization=''"
         )
+
+
+def check_vllm(config: Config) -> None:
+    """vLLM is there and has attention for the model, where it is the engine."""
+    if config.generator.engine != "vllm":
+        return
+    try:
+        installed_release()
+        refuse_model(config.model.path)
+    except EngineError as error:
+        raise InputError(str(error)) from error
 
 
 def check_reference(config: Config) -> None:

@@ -24,7 +24,7 @@ from megatron_rl.protocol.types import (
     Stop,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Router
-from tests.generation.test_engine_contract import make_setup
+from tests.generation.engine_driver import make_setup
 from tests.ports import free_port
 
 WAIT_S = 30.0

@@ -1,86 +1,32 @@
-"""What every engine must do; the same tests for each, on a real one."""
+"""What every engine must do; the same tests for each, on a real one.
+
+vLLM's are skipped where it is not installed: `bash tools/install.sh cpu --with vllm`.
+"""
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from generation.engine import Completion, Engine, EngineError, EngineSetup, load_engine
+from generation.engine import Completion, EngineError, load_engine
 from megatron_rl.protocol.types import Bucket, Sampling, VersionSpan
 from megatron_rl.weights.layout.shape import read_shape
+from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.publisher import BroadcastPublisher, SlicePublisher, TrainerProcess
 from tests.generation.test_worker import still_running
-from tests.generation.tiny_model import EOS_ID, logprobs, mixed_logprobs
-from tests.ports import free_port
+from tests.generation.tiny_model import EOS_ID, logprobs, make_model, mixed_logprobs
+from tests.generation.vllm_installed import NEEDS_VLLM
 
 pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(150)]
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 TOLERANCE = 1e-5
-
-
-def make_setup(models_dir: Path, log_path: Path, **changes: Any) -> EngineSetup:
-    values: dict[str, Any] = {
-        "model": models_dir / "old",
-        "dtype": "float32",
-        "stop_ids": (EOS_ID,),
-        "tensor_parallel": 1,
-        "max_running": 48,
-        "kv_tokens": 16_384,
-        "context_tokens": 512,
-        "nice": 0,
-        "start_timeout_s": 140.0,
-        "request_timeout_s": 60.0,
-        "weights_timeout_s": 30.0,
-        "host": "127.0.0.1",
-        "port": free_port(),
-        "seed": 0,
-        "version": 0,
-        "log_path": log_path,
-    }
-    return EngineSetup(**(values | changes))
-
-
-@dataclass
-class Driver:
-    """A started engine and the event loop it lives on."""
-
-    engine: Engine
-    loop: asyncio.AbstractEventLoop
-    port: int = 0
-    processes: list[psutil.Process] = field(default_factory=list)
-    """What the engine started."""
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
-
-    async def collect(
-        self, prompt: list[int], sampling: Sampling, indices: list[int]
-    ) -> list[Completion]:
-        """Completions in the order in which they were delivered."""
-        async with aclosing(self.engine.generate(prompt, sampling, indices)) as answers:
-            return [completion async for completion in answers]
-
-    async def collect_amid(
-        self, event: Coroutine[Any, Any, Any], prompt: list[int], sampling: Sampling, count: int
-    ) -> list[Completion]:
-        """The same of `count` completions, with `event` from the end of the first of them on."""
-        found: list[Completion] = []
-        happening = None
-        async with aclosing(self.engine.generate(prompt, sampling, list(range(count)))) as answers:
-            async for completion in answers:
-                found.append(completion)
-                happening = happening or asyncio.create_task(event)
-        assert happening is not None
-        await happening
-        return found
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +36,27 @@ def trainer() -> Iterator[TrainerProcess]:
     process.close()
 
 
-@pytest.fixture(scope="module", params=["sglang", "hf"])
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As everywhere, but with heads of a size that vLLM computes on the CPU."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "old", seed=0, head_dim=32)
+    make_model(folder / "new", seed=1, head_dim=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def old_model(models_dir: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(models_dir / "old", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def new_model(models_dir: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(models_dir / "new", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module", params=["sglang", "hf", pytest.param("vllm", marks=NEEDS_VLLM)])
 def driver(
     request: pytest.FixtureRequest,
     trainer: TrainerProcess,

@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 from generation.engine import load_engine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
+from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.publisher import BroadcastPublisher, SlicePublisher, TrainerProcess
 from tests.generation.site_modules import import_shim
-from tests.generation.test_engine_contract import Driver, make_setup
 from tests.generation.tiny_model import logprobs, make_model
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -14,7 +14,8 @@ from generation import sglang_cpu
 from generation.engine import Completion, EngineError
 from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling, VersionSpan
-from tests.generation.test_engine_contract import PROMPT, TOLERANCE, make_setup
+from tests.generation.engine_driver import make_setup
+from tests.generation.test_engine_contract import PROMPT, TOLERANCE
 from tests.generation.tiny_model import logprobs
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(150)]

@@ -18,8 +18,8 @@ from generation.engine import Completion
 from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling
 from tests.generation import layout_loader
+from tests.generation.engine_driver import make_setup
 from tests.generation.layout_models import write_model
-from tests.generation.test_engine_contract import make_setup
 from tests.generation.tiny_model import logprobs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from generation.sglang_engine import SGLangEngine
-from tests.generation.test_engine_contract import make_setup
+from tests.generation.engine_driver import make_setup
 
 
 async def heard(folder: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -143,6 +143,13 @@ def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     assert "usage: bash tools/install.sh [cpu|gpu]" in done.stderr
 
 
+def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
+    done = Project(tmp_path).install("cpu", "--with", "more")
+    assert done.returncode == 1
+    assert "unknown arguments '--with more'" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
 @pytest.mark.parametrize("script", ["tools/install.sh", "tools/test.sh", ".ci/run"])
 def test_scripts_parse_and_are_executable(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=10)

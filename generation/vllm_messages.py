@@ -1,0 +1,63 @@
+"""What a generator and its vLLM process say to each other.
+
+Shared by `vllm_engine.py` and, under vLLM's own interpreter, `vllm_server.py`; needs neither torch
+nor vLLM. Over a Unix socket in a folder that only this user can enter, in length-prefixed msgpack:
+typed, nothing is pickled. Requests and ends of completions are those of `sglang_messages.py`.
+"""
+
+from typing import Any
+
+import msgspec
+
+from generation.sglang_messages import Abort, Ended, Generate
+from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, Receive, Resume
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What a vLLM process is started with; JSON in a file beside the socket."""
+
+    model: str
+    dtype: str
+    stop_ids: list[int]
+    max_running: int
+    kv_tokens: int
+    context_tokens: int
+    seed: int
+    version: int
+    socket: str
+
+
+class PauseNow(msgspec.Struct, frozen=True, tag="PauseNow"):
+    """Generator -> vLLM: stop between two tokens."""
+
+    recomputes: bool
+    """Drop the keys and values of running requests, and those of the prefix cache."""
+
+
+Order = PauseNow | Receive | Load | JoinGroup | Bucket | Resume | LeaveGroup
+
+
+class Ask(msgspec.Struct, frozen=True, tag="Ask"):
+    """Generator -> vLLM: obey, then answer."""
+
+    number: int
+    order: Order
+
+
+class Answer(msgspec.Struct, frozen=True, tag="Answer"):
+    """vLLM -> generator: the order of that number is obeyed, or why not."""
+
+    number: int
+    error: str
+
+
+class Ends(msgspec.Struct, frozen=True, tag="Ends"):
+    """vLLM -> generator: these completions have ended."""
+
+    completions: list[Ended]
+
+
+READY = 0
+"""Number of the answer that says that the model is loaded; orders are counted from 1."""
+asked_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Generate | Abort | Ask)
+told_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Ends | Answer)

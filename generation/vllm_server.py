@@ -1,0 +1,139 @@
+"""The vLLM process of a generator: `python -m generation.vllm_server JOB.json`, under vLLM's own
+interpreter.
+
+Entry and loop; `vllm_requests.py` samples, `vllm_weights.py` takes weights. One thread: it reads
+what the generator asks, then takes one step of vLLM's engine core, so that an order is obeyed
+between two steps by itself. It ends when the generator hangs up.
+"""
+
+import logging
+import select
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from generation.sglang_messages import Abort, Generate, pack, unpack
+from generation.vllm_messages import (
+    READY,
+    Answer,
+    Ask,
+    Ends,
+    Job,
+    Order,
+    PauseNow,
+    asked_decoder,
+)
+from generation.vllm_requests import CompletionRequests, open_core
+from generation.vllm_weights import OrderFailed, Weights, keep_weights, model_of
+from megatron_rl.protocol.types import Bucket, JoinGroup, LeaveGroup, Load, Receive, Resume
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 1.0
+CHUNK_BYTES = 1 << 16
+SEND_S = 60.0
+"""A generator that takes nothing for so long hangs."""
+
+
+class Line:
+    """The socket to the generator."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(SEND_S)
+        self._socket.connect(path)
+        self._received = bytearray()
+
+    def messages(self, wait_s: float) -> Iterator[Any]:
+        """What has come; the wait ends with the first. Raises EOFError when nobody is there."""
+        while select.select([self._socket], [], [], wait_s)[0]:
+            chunk = self._socket.recv(CHUNK_BYTES)
+            if not chunk:
+                raise EOFError("the generator hung up")
+            self._received += chunk
+            wait_s = 0.0
+        yield from unpack(self._received, asked_decoder)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises OSError when the generator is gone."""
+        self._socket.sendall(pack(message))
+
+
+class Server:
+    """Obeys the generator."""
+
+    def __init__(self, line: Line, requests: CompletionRequests, weights: Weights) -> None:
+        self._line, self._requests, self._weights = line, requests, weights
+
+    def run(self) -> None:
+        """Until the generator hangs up, by EOFError or OSError."""
+        while True:
+            wait_s = 0.0 if self._requests.are_runnable else IDLE_S
+            for message in self._line.messages(wait_s):
+                self._take(message)
+            if ended := self._requests.step():
+                self._line.send(Ends(ended))
+
+    def _take(self, message: Generate | Abort | Ask) -> None:
+        match message:
+            case Generate():
+                if refused := self._requests.add(message):
+                    self._line.send(Ends(refused))
+            case Abort(names):
+                self._requests.abort(names)
+            case Ask(number, order):
+                self._line.send(Answer(number, self._obey(order)))
+
+    def _obey(self, order: Order) -> str:
+        """Why the order could not be obeyed; "" when it was."""
+        name = type(order).__name__
+        if isinstance(order, Receive | Load | Bucket) and not self._requests.is_paused:
+            return f"{name}: weights came outside a publish: pause first"
+        try:
+            self._do(order)
+        except OrderFailed as error:
+            log.exception("%s failed", name)
+            return f"{name}: {error}"
+        return ""
+
+    def _do(self, order: Order) -> None:
+        match order:
+            case PauseNow(recomputes):
+                self._requests.pause(recomputes=recomputes)
+            case Receive():
+                self._weights.receive(order)
+            case Load(folder):
+                self._weights.load(Path(folder))
+            case JoinGroup():
+                self._weights.join_group(order)
+            case Bucket():
+                self._weights.receive_bucket(order)
+            case LeaveGroup():
+                self._weights.leave_group()
+            case Resume(version):
+                self._weights.repack()
+                self._requests.resume(version)
+
+
+def main() -> None:
+    """Load the model, say so, serve."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    line = Line(job.socket)
+    keep_weights()
+    core = open_core(job)
+    weights = Weights(model_of(core), Path(job.model))
+    server = Server(line, CompletionRequests(core, job), weights)
+    line.send(Answer(READY, ""))
+    try:
+        server.run()
+    except EOFError as error:
+        log.warning("%s", error)
+
+
+if __name__ == "__main__":
+    main()

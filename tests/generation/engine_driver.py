@@ -1,0 +1,72 @@
+"""An engine under test: what it is started with, and an event loop to call it on."""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from generation.engine import Completion, Engine, EngineSetup
+from megatron_rl.protocol.types import Sampling
+from tests.generation.tiny_model import EOS_ID
+from tests.ports import free_port
+
+
+def make_setup(models_dir: Path, log_path: Path, **changes: Any) -> EngineSetup:
+    values: dict[str, Any] = {
+        "model": models_dir / "old",
+        "dtype": "float32",
+        "stop_ids": (EOS_ID,),
+        "tensor_parallel": 1,
+        "max_running": 48,
+        "kv_tokens": 16_384,
+        "context_tokens": 512,
+        "nice": 0,
+        "start_timeout_s": 140.0,
+        "request_timeout_s": 60.0,
+        "weights_timeout_s": 30.0,
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "seed": 0,
+        "version": 0,
+        "log_path": log_path,
+    }
+    return EngineSetup(**(values | changes))
+
+
+@dataclass
+class Driver:
+    """A started engine and the event loop it lives on."""
+
+    engine: Engine
+    loop: asyncio.AbstractEventLoop
+    port: int = 0
+    processes: list[psutil.Process] = field(default_factory=list)
+    """What the engine started."""
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    async def collect(
+        self, prompt: list[int], sampling: Sampling, indices: list[int]
+    ) -> list[Completion]:
+        """Completions in the order in which they were delivered."""
+        async with aclosing(self.engine.generate(prompt, sampling, indices)) as answers:
+            return [completion async for completion in answers]
+
+    async def collect_amid(
+        self, event: Coroutine[Any, Any, Any], prompt: list[int], sampling: Sampling, count: int
+    ) -> list[Completion]:
+        """The same of `count` completions, with `event` from the end of the first of them on."""
+        found: list[Completion] = []
+        happening = None
+        async with aclosing(self.engine.generate(prompt, sampling, list(range(count)))) as answers:
+            async for completion in answers:
+                found.append(completion)
+                happening = happening or asyncio.create_task(event)
+        assert happening is not None
+        await happening
+        return found
