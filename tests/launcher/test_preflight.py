@@ -344,7 +344,7 @@ def test_resolved_ports_are_distinct_and_leave_room_for_every_engine() -> None:
     others = [port for key, port in ports.items() if key != "ports.engine"]
     assert ports["ports.prompts"] == 23456
     assert engines == list(range(engines[0], engines[0] + 6))
-    assert len({*engines, *others}) == 6 + 6
+    assert len({*engines, *others}) == 6 + 7
 
 
 def test_no_compiler_names_the_debian_package(
