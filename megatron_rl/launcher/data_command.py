@@ -37,6 +37,7 @@ from megatron_rl.data.translate import (
     request_of,
     translate,
 )
+from megatron_rl.launcher import prompts_command
 from megatron_rl.launcher.evaluation import grade
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.launcher.whole_file import write_whole
@@ -60,6 +61,8 @@ def add_arguments(
     _add_decontaminate(tools.add_parser("decontaminate", help="drop what evaluations ask"))
     _add_code_tests(tools.add_parser("code-tests", help="hold tests against solutions"))
     _add_translate(tools.add_parser("translate", help="a share of the problems in six languages"))
+    prompts_command.add_check_arguments(tools.add_parser("check", help="faults with their rows"))
+    prompts_command.add_show_arguments(tools.add_parser("show", help="as the model sees them"))
 
 
 def _add_files(parser: argparse.ArgumentParser, handler: Handler, task: str = "math") -> None:

@@ -61,7 +61,8 @@ class Taking(NamedTuple):
         said = [f"question = {self.question or 'by its name in each line'}"]
         said.append(f"answer = {self.answer or 'none'}{part.get(self.part, '')}")
         for name in ("id", "task", "language", "tests", "split", "pass_rate"):
-            if getattr(self, name):
+            # Lines in our own form take every key of ours: there is nothing to tell.
+            if getattr(self, name) and (self.question or name != getattr(self, name)):
                 said.append(f"{name} = {getattr(self, name)}")
         if self.prefix or self.suffix:
             said.append("without the instructions around each problem")
