@@ -33,6 +33,7 @@ from megatron_rl.launcher.cold_start import (
 )
 from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
 from megatron_rl.launcher.ports import resolve_ports
+from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, set_aside, write_config
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
@@ -62,6 +63,7 @@ def prepare(config: Config) -> Config:
     _check_phases(config.sft)
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
+    config = pin_revisions(config)
     prompts = preflight.check(config)
     beginning = check_run_folder(config)
     resumed = beginning.checkpoint
@@ -80,6 +82,7 @@ def prepare(config: Config) -> Config:
     run = config.run.model_copy(update={"dir": run_dir})
     resolved = config.model_copy(update={"run": run, "ports": ports})
     (run_dir / "logs").mkdir(exist_ok=True)
+    record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
     write_config(resolved, resumed)
     write_dropped(run_dir, prompts.dropped)
     notes = [*prompts.notes, *prepare_traces(resolved)]

@@ -77,11 +77,12 @@ def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
         raise InputError(
             f"{root} has the splits {', '.join(splits)}: choose one by prompts.dataset_split"
         )
+    is_told = bool(split) or len(splits) > 1
     split = split or splits[0]
     if split not in splits:
         raise InputError(f"{root} has no split {split!r}: it has {', '.join(splits)}")
     _check_shards(root, parts[subset, split])
-    chosen = ", ".join(filter(None, (subset, f"split {split}" if len(splits) > 1 else "")))
+    chosen = ", ".join(filter(None, (subset, f"split {split}" if is_told else "")))
     return TableFiles(root, parts[subset, split], chosen)
 
 

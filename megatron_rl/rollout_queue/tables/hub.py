@@ -18,7 +18,6 @@ from megatron_rl.rollout_queue.tables.formats import SUFFIXES
 from megatron_rl.rollout_queue.tables.source import Reading, RowFault, read_table
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DESCRIBING = ("README.md", "dataset_dict.json", "state.json")
 """Files that say which others are the rows; they are small."""
 _INFO_TIMEOUT_S = 30.0
@@ -47,17 +46,20 @@ def fetch(source: PromptSource, *, completes: bool = False) -> Fetched:
 
     completes: ask the Hub even for a commit that is in the cache, whose files may be a part.
     """
-    if not _NAME.fullmatch(source.name):
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(source.name)
+    except errors.HFValidationError as error:
         raise InputError(
             f"prompts.name={source.name!r}: expected the name of a data set on the Hub, as "
-            "'openai/gsm8k'"
-        )
+            f"'openai/gsm8k': {error}"
+        ) from error
     if is_pinned(source) and not completes:
         cached = _from_cache(source)
         if cached is not None:
             return cached
-    from huggingface_hub import constants
-
     if constants.HF_HUB_OFFLINE:
         return _offline(source, "HF_HUB_OFFLINE is set")
     return _download(source)
