@@ -16,7 +16,6 @@ from megatron_rl.config.layers import Layers
 from megatron_rl.config.shipped import config_path, shipped
 from megatron_rl.config.tree import Config
 from megatron_rl.data.check import Fault, Findings, check_prompts
-from megatron_rl.launcher.preflight import check_model_folder
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.render import RenderError, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -184,11 +183,10 @@ def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
 
 
 def _has_model(config: Config, model: Path | None) -> bool:
-    """Whether there is a tokenizer; a model that was asked for must be there."""
-    if model is None and not config.model.path.is_dir():
-        return False
-    check_model_folder(config.model.path)
-    return True
+    """Whether there is a folder for the tokenizer; one that was asked for must be there."""
+    if model is not None and not model.is_dir():
+        raise InputError(f"--model {model}: there is no such folder")
+    return config.model.path.is_dir()
 
 
 def _of_split(sets: PromptSets, split: str) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""`megatron-rl data check` and `data show`: each fault with its row, prompts as the model sees them."""
+"""`megatron-rl data check` and `data show`: each fault with its row, prompts as models see them."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from rich.console import Console
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher import cli
 from megatron_rl.launcher.prompts_command import check, show
-from tests.tiny_models import save_tiny_tokenizer
+from tools.make_tiny_model import write_tokenizer
 
 LONG = "Find the sum of all positive divisors of the number n that is given here"
 
@@ -103,7 +103,8 @@ def test_prompts_that_hold_an_evaluation_question(tmp_path: Path) -> None:
 
 
 def test_prompts_without_room_and_a_clean_file(tmp_path: Path) -> None:
-    save_tiny_tokenizer(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    write_tokenizer(tmp_path / "model")
     path = write(
         tmp_path / "mine.jsonl",
         {"question": "1 + 1", "answer": "2"},
@@ -116,6 +117,7 @@ def test_prompts_without_room_and_a_clean_file(tmp_path: Path) -> None:
     ]
     code, found = checked(path, *limits, model=tmp_path / "model")
     assert code == 1 and faults(found) == [("mine.jsonl:2", "too_long")]
+    assert "the prompt has 1601 tokens; allowed are 1 to 500" in found["faults"][0]["text"]
     code, found = checked(path, "generator.context_tokens=40000", model=tmp_path / "model")
     assert code == 0 and found["faults"] == [] and found["notes"] == []
 
@@ -125,7 +127,7 @@ def test_few_faults_are_printed_and_all_are_counted(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     assert check(str(path), [], console, limit=4) == 1
     said = console.file.getvalue()
-    assert said.count("no_answer: ") == 5 and "... and 26 more: --limit 30" in said
+    assert said.count("no_answer: ") == 4 and "... and 26 more: --limit 30" in said
     assert "fault: no_answer" in said and " 30 " in said
 
 
@@ -152,7 +154,8 @@ def test_hostile_text_moves_no_cursor(tmp_path: Path) -> None:
 def test_show_prints_the_rendered_prompt_and_its_tokens(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    save_tiny_tokenizer(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    write_tokenizer(tmp_path / "model")
     path = write(tmp_path / "mine.jsonl", {"question": "1 + 2", "answer": "3", "split": "train"})
     console = Console(file=io.StringIO(), width=400)
     assert show(str(path), ['render.system_prompt=""'], console, model=tmp_path / "model") == 0

@@ -135,6 +135,8 @@ def _from_cache(source: PromptSource) -> Fetched | None:
                 source.name,
                 repo_type="dataset",
                 revision=source.revision or None,
+                # Of the whole data set the cache holds what was wanted alone.
+                allow_patterns=list(_DESCRIBING),
                 local_files_only=True,
             )
         )

@@ -191,8 +191,11 @@ def _check_given(given: PromptColumns, names: Sequence[str], place: str, *, is_l
 
 def _are_together(known: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a line has `messages` beside its question, or a name of a question not ours."""
-    others = {name for name in known if name not in ("question", "problem", "prompt", "messages")}
-    return bool(others) or any("messages" in row and len(known) > 1 for row in sample)
+    ours = {"question", "problem", "prompt", "messages"}
+    questions = set(known) - {"messages"}
+    return not ours.issuperset(known) or any(
+        "messages" in row and not questions.isdisjoint(row) for row in sample
+    )
 
 
 def _is_dapo(sample: Sequence[Mapping[str, Any]], question: str) -> bool:
