@@ -67,7 +67,7 @@ class PromptSource(Section):
     """files, hub: which columns hold what."""
     answer_part: Literal["auto", "all", "after_hashes", "last_boxed"] = "auto"
     """files, hub: what of the answer's column is the answer: all; what follows the last "####";
-    what the last \\boxed{} holds. auto: by the first rows."""
+    what the last LaTeX box holds. auto: by the first rows."""
     where: list[str] = []
     """files, hub: only rows for which all of these hold, as "level in [4, 5]" or "source != 'x'":
     a column, one of == != < <= > >= in "not in", and a value as TOML writes it."""
