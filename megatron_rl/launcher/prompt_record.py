@@ -12,6 +12,7 @@ import xxhash
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
+from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.rollout_queue.tables.hub import is_pinned, pinned
@@ -53,12 +54,8 @@ def pin_revisions(config: Config) -> Config:
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
     if all(source.kind != "hub" for source in sources):
         return config
-    earlier = _earlier(config)
-    known = [] if earlier is None else [*earlier.prompts, *(s.prompts for s in earlier.eval.sets)]
-    found = [
-        pinned(source, known[number] if number < len(known) else None)
-        for number, source in enumerate(sources)
-    ]
+    earlier = _earlier_sources(config)
+    found = [pinned(source, earlier) for source in sources]
     count = len(config.prompts)
     sets = [
         one.model_copy(update={"prompts": source})
@@ -68,15 +65,16 @@ def pin_revisions(config: Config) -> Config:
     return config.model_copy(update={"prompts": found[:count], "eval": evaluation})
 
 
-def _earlier(config: Config) -> Config | None:
-    """What the run in the folder was started with."""
+def _earlier_sources(config: Config) -> list[PromptSource]:
+    """Those of the run in the folder."""
     path = config.run.dir / _CONFIG
     if not path.exists():
-        return None
+        return []
     try:
-        return load_config(path)
+        earlier = load_config(path)
     except ConfigError:
-        return None
+        return []
+    return [*earlier.prompts, *(one.prompts for one in earlier.eval.sets)]
 
 
 def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:

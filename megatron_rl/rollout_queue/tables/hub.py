@@ -9,7 +9,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
@@ -161,20 +161,20 @@ def _offline(source: PromptSource, why: str) -> Fetched:
     )
 
 
-def pinned(source: PromptSource, earlier: Any = None) -> PromptSource:
+def pinned(source: PromptSource, earlier: Sequence[PromptSource] = ()) -> PromptSource:
     """The same source with the commit in place of a branch, its files in the cache.
 
-    earlier: the source of the same place in a run that goes on, whose commit is kept. Raises
-    InputError.
+    earlier: the sources of the run that goes on, whose commits are kept. Raises InputError.
     """
     if source.kind != "hub":
         return source
-    same = ("kind", "name", "subset", "dataset_split")
-    if (
-        not is_pinned(source)
-        and isinstance(earlier, PromptSource)
-        and is_pinned(earlier)
-        and all(getattr(source, key) == getattr(earlier, key) for key in same)
-    ):
-        source = source.model_copy(update={"revision": earlier.revision})
+    if not is_pinned(source):
+        kept = next((one.revision for one in earlier if _is_same(one, source)), source.revision)
+        source = source.model_copy(update={"revision": kept})
     return source.model_copy(update={"revision": fetch(source, completes=True).commit})
+
+
+def _is_same(one: PromptSource, other: PromptSource) -> bool:
+    """Whether a source with a commit is of the same rows."""
+    keys = ("kind", "name", "subset", "dataset_split")
+    return is_pinned(one) and all(getattr(one, key) == getattr(other, key) for key in keys)
