@@ -77,7 +77,8 @@ def read_lines(path: Path, *, task: str) -> list[PromptLine]:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the prompts {path}: {error}") from error
+        hint = "" if path.suffix == ".jsonl" else "; other formats are read by prompts.kind='files'"
+        raise InputError(f"cannot read the prompts {path}: {error}{hint}") from error
     return [
         _parse_line(line, path, number, task)
         for number, line in enumerate(lines, start=1)
