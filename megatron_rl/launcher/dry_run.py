@@ -16,6 +16,7 @@ from megatron_rl.config.reward import GateName
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.intentions import NOTHING, run_lines, say
+from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -67,6 +68,7 @@ def dry_run(config: Config, console: Console) -> int:
 
     Raises InputError as `run` does.
     """
+    config = pin_revisions(config)
     found = preflight.check(config)
     for note in found.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)

@@ -20,6 +20,7 @@ from megatron_rl.launcher.host_link import FirstHost, OtherHost
 from megatron_rl.launcher.host_phases import QUEUE, Share, follow, lead
 from megatron_rl.launcher.placement import HostRoles, listed_gpus, place
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
+from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.run_folder import (
     CONFIG,
     check_run_folder,
@@ -47,6 +48,7 @@ def prepare(config: Config) -> Config:
     """
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
+    config = pin_revisions(config)
     prompts = preflight.check(config)
     beginning = check_run_folder(config)
     resumed = beginning.checkpoint
@@ -70,6 +72,7 @@ def prepare(config: Config) -> Config:
     # Now, so that every host sees them when it begins an evaluation.
     for label in evaluations_of(resolved):
         write_evaluation_config(resolved, label, run_dir / "hf" / label)
+    record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
     write_config(resolved, resumed)
     write_dropped(run_dir, prompts.dropped)
     notes = [*prompts.notes, *prepare_traces(resolved)]

@@ -27,6 +27,7 @@ from megatron_rl.config.tree import (
 )
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.metrics_out.exporter import check_installed
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
 from megatron_rl.rollout_queue.evaluation import completion_limits, evaluation_sets
@@ -47,6 +48,8 @@ class PromptReport(NamedTuple):
     """Lines for the user."""
     dropped: list[DroppedPrompt]
     """Prompts that are left out."""
+    files: tuple[Path, ...] = ()
+    """What prompts were read from."""
 
 
 def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
@@ -253,8 +256,9 @@ def check_prompts(config: Config) -> PromptReport:
         _check_kept(sets, dropped, config)
     if _samples_for_training(config):
         check_draws(sets, config)
-    notes = [sets.describe(), *_describe_dropped(dropped), *_describe_system_prompts(config, tasks)]
-    return PromptReport(notes, dropped)
+    notes = [sets.describe(), *map(printable, sets.notes), *_describe_dropped(dropped)]
+    notes += _describe_system_prompts(config, tasks)
+    return PromptReport(notes, dropped, sets.files)
 
 
 def _samples_for_training(config: Config) -> bool:

@@ -39,6 +39,7 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
+from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import (
     CONFIG,
@@ -70,6 +71,7 @@ def run(config: Config, console: Console) -> None:
 
     Raises InputError before anything starts, RoleDied, DeadlineExceeded.
     """
+    config = pin_revisions(config)
     prompts = preflight.check(config)
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
@@ -261,6 +263,8 @@ def prepare_run_folder(
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
     for name in (COLD_START, CONTROL, FINAL):
         recover(resolved.run.dir / "hf" / name)
+    # Before the configuration is replaced: it may refuse to go on.
+    record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
     if replaces_config:
         write_whole(resolved.run.dir / CONFIG, dump_toml(resolved))
     else:

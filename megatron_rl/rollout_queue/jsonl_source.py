@@ -6,8 +6,9 @@ Used by the rollout queue at start, and by tools that need the same prompts, or 
 import difflib
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -67,7 +68,7 @@ def load_jsonl(source: PromptSource, seed: int) -> list[Prompt]:
     if source.path is None:
         raise InputError('a prompt source of kind "jsonl" needs a path (prompts.path)')
     prompts = [line.prompt for line in read_lines(source.path, task=source.task)]
-    return _with_splits(prompts, source.held_out_share)
+    return with_splits(prompts, source.held_out_share)
 
 
 def read_lines(path: Path, *, task: str) -> list[PromptLine]:
@@ -76,7 +77,8 @@ def read_lines(path: Path, *, task: str) -> list[PromptLine]:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the prompts {path}: {error}") from error
+        hint = "" if path.suffix == ".jsonl" else "; other formats are read by prompts.kind='files'"
+        raise InputError(f"cannot read the prompts {path}: {error}{hint}") from error
     return [
         _parse_line(line, path, number, task)
         for number, line in enumerate(lines, start=1)
@@ -88,18 +90,35 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
     place = f"{path}:{number}"
     try:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        _check_keys(fields, place)
+        check_keys(fields, place)
         line = msgspec.json.decode(text, type=_Line)
     except msgspec.DecodeError as error:
         raise InputError(f"{place}: {error}; {_EXPECTED}") from error
+    prompt = _prompt_of(line, place, name=f"{path.stem}:{number}", task=task)
+    return PromptLine({key: raw.copy() for key, raw in fields.items()}, prompt)
+
+
+def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> Prompt:
+    """The prompt of a row under our keys; `split` is empty where it has none. Raises InputError.
+
+    name: its id, and task: its task, where it has none.
+    """
+    try:
+        line = msgspec.convert(fields, _Line)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{place}: {error}; {_EXPECTED}") from error
+    return _prompt_of(line, place, name=name, task=task)
+
+
+def _prompt_of(line: _Line, place: str, *, name: str, task: str) -> Prompt:
     if line.split and line.split not in _SPLITS:
         raise InputError(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
     if not line.conversation:
         raise InputError(f"{place}: there is no question; {_EXPECTED}")
     if line.pass_rate is not None and not 0 <= line.pass_rate <= 1:
         raise InputError(f'{place}: "pass_rate" is {line.pass_rate:g}; expected 0 to 1')
-    prompt = Prompt(
-        id=str(line.id) or f"{path.stem}:{number}",
+    return Prompt(
+        id=str(line.id) or name,
         task=line.task or task,
         messages=line.conversation,
         answer=str(line.answer),
@@ -109,10 +128,9 @@ def _parse_line(text: str, path: Path, number: int, task: str) -> PromptLine:
         pass_rate=line.pass_rate,
         place=place,
     )
-    return PromptLine({key: raw.copy() for key, raw in fields.items()}, prompt)
 
 
-def _check_keys(line: dict[str, msgspec.Raw], place: str) -> None:
+def check_keys(line: Mapping[str, Any], place: str) -> None:
     """InputError for two questions, or a key that is ours but for a slip; others are ignored."""
     questions = [key for key in _QUESTIONS if key in line]
     if len(questions) > 1:
@@ -131,7 +149,7 @@ def _slip_of(key: str) -> str:
     return next(iter(difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.75)), "")
 
 
-def _with_splits(prompts: list[Prompt], held_out_share: float) -> list[Prompt]:
+def with_splits(prompts: list[Prompt], held_out_share: float) -> list[Prompt]:
     """Lines without a split get one by the hash of their question, whatever the other lines are.
 
     A question that another line puts into a split follows it. With a share above 0 at least one of

@@ -6,19 +6,20 @@ Used by the rollout queue, and by tools that need the same split.
 import dataclasses
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import EvalSet
-from megatron_rl.config.lookup import find_function
 from megatron_rl.config.tree import Config, PromptSource
 from megatron_rl.protocol.queue_state import PromptCursor
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED
 from megatron_rl.rollout_queue.epochs import ShuffledEpochs
-from megatron_rl.rollout_queue.sources import SOURCES
+from megatron_rl.rollout_queue.sources import read_source
+from megatron_rl.rollout_queue.tables.source import Reading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,10 @@ class PromptSets:
     """By name, in the order of the configuration."""
     sources: tuple[int, ...] = ()
     """Numbers in the configuration of the sources that have train prompts; empty: all have."""
+    notes: tuple[str, ...] = ()
+    """What was taken of data sets, and what was left out of them."""
+    files: tuple[Path, ...] = ()
+    """What was read."""
 
     def weights_of(self, config: Config) -> list[float]:
         """The weights that a configuration gives the sources that have train prompts."""
@@ -84,12 +89,14 @@ def load_prompts(
     """
     if not sources and not eval_sets:
         raise InputError("no prompts are configured: add a [[prompts]] section")
-    loaded = [
-        find_function(SOURCES, source.kind, key="prompts.kind")(source, seed) for source in sources
-    ]
-    loaded = _with_unique_ids(loaded)
+    readings = [read_source(source, seed, key="prompts.kind") for source in sources]
+    loaded = _with_unique_ids([reading.prompts for reading in readings])
     held_out = _interleave([[p for p in prompts if p.split == "held_out"] for prompts in loaded])
-    evaluated = {one.name: _load_eval_set(one, seed) for one in eval_sets}
+    evaluated = {}
+    for one in eval_sets:
+        reading = _read_eval_set(one, seed)
+        evaluated[one.name] = reading.prompts
+        readings.append(reading)
     held_out_questions = {prompt.normalized_question for prompt in held_out}
     for prompts in evaluated.values():
         held_out_questions |= {prompt.normalized_question for prompt in prompts}
@@ -107,16 +114,19 @@ def load_prompts(
         removed,
         eval_sets=evaluated,
         sources=tuple(used),
+        notes=tuple(note for reading in readings for note in reading.notes),
+        files=tuple(dict.fromkeys(file for reading in readings for file in reading.files)),
     )
     return without(sets, dropped)
 
 
-def _load_eval_set(wanted: EvalSet, seed: int) -> list[Prompt]:
+def _read_eval_set(wanted: EvalSet, seed: int) -> Reading:
     """The prompts of an evaluation set, with ids that begin with its name. Raises InputError."""
     key = f"eval.sets, {wanted.name}: prompts.kind"
     # Nothing of it is there to be trained on.
     source = wanted.prompts.model_copy(update={"held_out_share": 1.0, "train_size": 0})
-    [loaded] = _with_unique_ids([find_function(SOURCES, source.kind, key=key)(source, seed)])
+    reading = read_source(source, seed, key=key)
+    [loaded] = _with_unique_ids([reading.prompts])
     prompts = [
         msgspec.structs.replace(prompt, id=f"{wanted.name}/{prompt.id}")
         for prompt in loaded
@@ -128,7 +138,7 @@ def _load_eval_set(wanted: EvalSet, seed: int) -> list[Prompt]:
             f'on, expected {wanted.problems or "one or more"}: add lines (those of "split": '
             '"train" do not count), or lower eval.sets.problems'
         )
-    return prompts[: wanted.problems]
+    return reading._replace(prompts=prompts[: wanted.problems])
 
 
 def without(sets: PromptSets, dropped: frozenset[str]) -> PromptSets:
@@ -147,6 +157,8 @@ def without(sets: PromptSets, dropped: frozenset[str]) -> PromptSets:
         sets.duplicates_removed,
         eval_sets=eval_sets,
         sources=tuple(sets.sources[i] for i in used) if sets.sources else (),
+        notes=sets.notes,
+        files=sets.files,
     )
     left_out = len(sets.all) - len(kept.all)
     return dataclasses.replace(kept, dropped=sets.dropped + left_out)

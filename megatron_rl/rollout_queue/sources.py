@@ -1,4 +1,4 @@
-"""Where prompts come from: JSONL files, reasoning_gym datasets, HumanEval; table SOURCES.
+"""Where prompts come from: files, the Hub, reasoning_gym datasets, HumanEval; table SOURCES.
 
 Used by the rollout queue at start, and by tools that need the same prompts. To add a source, write
 `f(source: PromptSource, seed: int) -> list[Prompt]`, train and held-out prompts together.
@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import find_function
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.human_eval_source import load_human_eval
 from megatron_rl.rollout_queue.jsonl_source import load_jsonl
+from megatron_rl.rollout_queue.tables.hub import read_hub
+from megatron_rl.rollout_queue.tables.source import Reading, read_files
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +141,29 @@ def _to_prompt(
     )
 
 
+def load_files(source: PromptSource, seed: int) -> list[Prompt]:
+    """Prompts of a file or folder of any format."""
+    return read_files(source).prompts
+
+
+def load_hub(source: PromptSource, seed: int) -> list[Prompt]:
+    """Prompts of a data set of the Hub."""
+    return read_hub(source).prompts
+
+
+def read_source(source: PromptSource, seed: int, *, key: str) -> Reading:
+    """Prompts of a source with what is to be said of it. key: of its kind, for messages."""
+    if source.kind in _READERS:
+        return _READERS[source.kind](source)
+    prompts = find_function(SOURCES, source.kind, key=key)(source, seed)
+    return Reading(prompts, [], [source.path] if source.path is not None else [])
+
+
+_READERS: dict[str, Callable[[PromptSource], Reading]] = {"files": read_files, "hub": read_hub}
+
 SOURCES: dict[str, Callable[[PromptSource, int], list[Prompt]]] = {
+    "files": load_files,
+    "hub": load_hub,
     "jsonl": load_jsonl,
     "reasoning_gym": load_reasoning_gym,
     "human_eval": load_human_eval,

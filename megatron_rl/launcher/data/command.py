@@ -12,6 +12,8 @@ TOOLS = tuple(
         ("filter-format", "data.choosing", "One comparable answer a problem.", _CHOOSE),
         ("dedupe", "data.duplicates", "Drop near duplicates within a file.", _CHOOSE),
         ("decontaminate", "data.duplicates", "Drop what evaluations ask.", _CHOOSE),
+        ("check", "data.prompts", "Faults of prompts, with their rows.", _CHECK),
+        ("show", "data.prompts", "Prompts as the model sees them.", _CHECK),
         ("code-tests", "data.code_tests", "Hold tests against solutions.", _CHECK),
         ("translate", "data.translating", "A share of the problems in six languages.", _CHECK),
     )

@@ -21,6 +21,7 @@ from megatron_rl.launcher.evaluation.results import (
 )
 from megatron_rl.launcher.evaluation.tables import print_report
 from megatron_rl.launcher.intentions import NOTHING, evaluation_lines, say
+from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import eval_limit_s, prepare_run_folder, serve_evaluation
 from megatron_rl.launcher.run_folder import CONFIG, locked
 from megatron_rl.launcher.session import Session
@@ -44,7 +45,7 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
         )
     if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
         raise InputError(f"--label {label!r}: it names files; use letters, digits, - and _")
-    config = _without_training(config)
+    config = pin_revisions(_without_training(config))
     is_again = _check_earlier(config, label)
     prompts = preflight.check(config, is_known_folder=is_again)
     dropped = frozenset(prompt.id for prompt in prompts.dropped)

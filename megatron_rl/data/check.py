@@ -1,0 +1,217 @@
+"""Faults of prompts, each with its file and row: behind `megatron-rl data check`.
+
+A fault is what a run would refuse, leave out, grade wrongly or leak; each is found by the code that
+the run itself uses.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.evaluation import EvalConfig
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.config.reward import RewardConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.questions import normalized
+from megatron_rl.protocol.tokenizer_child import call_in_child
+from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.dropped_prompts import find_dropped
+from megatron_rl.rollout_queue.sources import read_source
+from megatron_rl.rollout_queue.tables.hub import read_hub
+from megatron_rl.rollout_queue.tables.source import Reading, RowFault, read_files
+from verification import settings
+from verification.math.legible import find_illegible
+
+Fault = RowFault
+CONTAINED_WORDS = 8
+"""An evaluation question of fewer words is looked for as a whole prompt alone."""
+_READING_S = 600.0
+
+
+class Part(NamedTuple):
+    """The prompts of one source, or of one evaluation set."""
+
+    name: str
+    """That of the evaluation set; empty: [[prompts]]."""
+    prompts: list[Prompt]
+
+
+class Findings(NamedTuple):
+    """What was found."""
+
+    parts: list[Part]
+    faults: list[Fault]
+    notes: list[str]
+    """What was taken of data sets, and what was not checked."""
+
+
+def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
+    """Every fault of the prompts and evaluation sets of a configuration.
+
+    with_lengths: render prompts with the tokenizer of model.path. Raises InputError where a source
+    as a whole cannot be read.
+    """
+    faults: list[Fault] = []
+    notes: list[str] = []
+    parts = []
+    for name, source in _sources(config):
+        reading = _read(source, config.run.seed, faults.append)
+        notes += reading.notes
+        parts.append(Part(name, reading.prompts))
+    for part in parts:
+        faults += [*_grading_faults(part.prompts, config.reward), *_repetitions(part.prompts)]
+    trained = [prompt for part in parts if not part.name for prompt in part.prompts]
+    faults += _leaks(trained, [part for part in parts if part.name])
+    if with_lengths:
+        faults += _lengths(parts, config)
+    else:
+        notes.append("not checked: how long prompts are; give --model DIR, for its tokenizer")
+    return Findings(parts, faults, notes)
+
+
+def _sources(config: Config) -> Iterator[tuple[str, PromptSource]]:
+    settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
+    settings.check_functions(config.reward)
+    yield from (("", source) for source in config.prompts)
+    for one in config.eval.sets:
+        update = {"held_out_share": 1.0, "train_size": 0}
+        yield one.name, one.prompts.model_copy(update=update)
+
+
+def _read(source: PromptSource, seed: int, on_fault: Callable[[RowFault], None]) -> Reading:
+    if source.kind in ("files", "jsonl"):
+        return read_files(source, on_fault)
+    if source.kind == "hub":
+        return read_hub(source, on_fault)
+    return read_source(source, seed, key="prompts.kind")
+
+
+def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator[Fault]:
+    """Prompts whose completions could not be graded, or hardly."""
+    tasks = reward.all_tasks
+    mathematical: list[Prompt] = []
+    for prompt in prompts:
+        place = prompt.place or f"prompt {prompt.id!r}"
+        try:
+            settings.check_prompts([prompt], reward)
+        except InputError as error:
+            reason = "bad_tests" if prompt.task in tasks else "unknown_task"
+            yield Fault(place, reason, _after_place(str(error), place))
+            continue
+        compare = tasks[prompt.task].compare
+        if compare in ("math", "exact") and not prompt.answer.strip():
+            yield Fault(place, "no_answer", f"{place}: the answer is empty")
+        elif compare == "math":
+            mathematical.append(prompt)
+        if prompt.messages[-1].role != "user":
+            said = f"the last message is of the role {prompt.messages[-1].role!r}, not of the user"
+            yield Fault(place, "not_a_question", f"{place}: {said}")
+    answers = [prompt.answer for prompt in mathematical]
+    if not answers:
+        return
+    # The grammar is made for processes that can be killed.
+    found = call_in_child(find_illegible, answers, what="reading the answers", limit_s=_READING_S)
+    for index, why in found.items():
+        place = mathematical[index].place or f"prompt {mathematical[index].id!r}"
+        yield Fault(
+            place, "unreadable_answer", f"{place}: the answer {answers[index][:200]!r}: {why}"
+        )
+
+
+def _repetitions(prompts: Sequence[Prompt]) -> Iterator[Fault]:
+    """Prompts with the question, or the id, of an earlier one."""
+    first: dict[str, Prompt] = {}
+    ids: dict[str, Prompt] = {}
+    for prompt in prompts:
+        place = prompt.place or f"prompt {prompt.id!r}"
+        other = first.setdefault(prompt.normalized_question, prompt)
+        if other is not prompt:
+            same = other.answer == prompt.answer and other.entry == prompt.entry
+            reason = "repeated" if same else "repeated_with_other_answer"
+            answers = "" if same else f" with the answer {other.answer[:100]!r}"
+            yield Fault(place, reason, f"{place}: the question is that of {_name(other)}{answers}")
+        known = ids.setdefault(prompt.id, prompt)
+        if known is not prompt:
+            text = f"{place}: the id {prompt.id!r} is that of {_name(known)}"
+            yield Fault(place, "repeated_id", text)
+
+
+def _leaks(trained: Iterable[Prompt], evaluated: Sequence[Part]) -> Iterator[Fault]:
+    """Prompts that ask, or hold within them, a question of an evaluation set."""
+    index = _Questions(evaluated)
+    for prompt in trained:
+        found = index.find(prompt)
+        if found is None:
+            continue
+        name, other, is_whole = found
+        place = prompt.place or f"prompt {prompt.id!r}"
+        how = "the question is that of" if is_whole else "it holds the question of"
+        yield Fault(
+            place, "in_evaluation_set", f"{place}: {how} {_name(other)} of the set {name!r}"
+        )
+
+
+class _Questions:
+    """Questions of evaluation sets, found as a whole or by their first words."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._whole: dict[str, tuple[str, Prompt]] = {}
+        self._by_start: dict[tuple[str, ...], list[tuple[str, str, Prompt]]] = {}
+        for part in parts:
+            for prompt in part.prompts:
+                self._whole.setdefault(prompt.normalized_question, (part.name, prompt))
+                text = normalized(prompt.question)
+                words = text.split()
+                if len(words) >= CONTAINED_WORDS:
+                    start = tuple(words[:CONTAINED_WORDS])
+                    self._by_start.setdefault(start, []).append((text, part.name, prompt))
+
+    def find(self, prompt: Prompt) -> tuple[str, Prompt, bool] | None:
+        """(set, its prompt, whether it is the whole question) that a prompt gives away."""
+        whole = self._whole.get(prompt.normalized_question)
+        if whole is not None:
+            return *whole, True
+        text = prompt.normalized_question
+        words = text.split()
+        for at in range(len(words) - CONTAINED_WORDS + 1) if self._by_start else ():
+            for question, name, other in self._by_start.get(
+                tuple(words[at : at + CONTAINED_WORDS]), ()
+            ):
+                if question in text:
+                    return name, other, False
+        return None
+
+
+def _lengths(parts: Sequence[Part], config: Config) -> Iterator[Fault]:
+    """Prompts that leave no room for a completion, or that the chat template refuses."""
+    known = config.reward.all_tasks
+    limits: dict[str, int] = {}
+    prompts: list[Prompt] = []
+    for number, part in enumerate(parts):
+        for prompt in part.prompts:
+            if prompt.task in known:
+                # Sources may use the same ids.
+                name = f"{number}:{prompt.id}"
+                prompts.append(_renamed(prompt, name))
+                if part.name:
+                    limits[name] = _limit(config.eval, part.name, config)
+    for dropped in find_dropped(prompts, config, limits):
+        reason = "too_long" if "tokens; allowed" in dropped.reason else "not_rendered"
+        yield Fault(dropped.where, reason, f"{dropped.where}: {dropped.reason}")
+
+
+def _limit(own: EvalConfig, name: str, config: Config) -> int:
+    chosen = next(one for one in own.sets if one.name == name)
+    return chosen.max_new_tokens or own.max_new_tokens or config.sampling.max_new_tokens
+
+
+def _renamed(prompt: Prompt, name: str) -> Prompt:
+    return Prompt(name, prompt.task, prompt.messages, prompt.answer, place=_name(prompt))
+
+
+def _name(prompt: Prompt) -> str:
+    return prompt.place or f"prompt {prompt.id!r}"
+
+
+def _after_place(text: str, place: str) -> str:
+    return text if text.startswith(place) else f"{place}: {text}"

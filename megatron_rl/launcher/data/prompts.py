@@ -1,0 +1,286 @@
+"""`megatron-rl data check` and `data show`: faults of prompts; prompts as the model sees them."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config, override, resolve
+from megatron_rl.config.layers import Layers
+from megatron_rl.config.shipped import config_path, shipped
+from megatron_rl.config.tree import Config
+from megatron_rl.data.check import Fault, Findings, check_prompts
+from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.groups import plain_app
+from megatron_rl.launcher.command_line.parameters import Json, Overrides
+from megatron_rl.launcher.terminal_text import printable
+from megatron_rl.protocol.render import RenderError, open_renderer
+from megatron_rl.protocol.tokenizer_child import call_in_child
+from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts
+
+_NAMED_KINDS = ("hub", "reasoning_gym")
+_RENDER_S = 120.0
+_FAULT_CHARS = 400
+
+
+class Shown(NamedTuple):
+    """A prompt as the model sees it."""
+
+    text: str
+    tokens: int
+    refusal: str
+    """Why a run would leave it out; empty: it would not."""
+
+
+app = plain_app()
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="configuration (TOML file or shipped name), file or folder of prompts, hub:NAME, "
+        "reasoning_gym:NAME",
+    ),
+]
+Model = Annotated[
+    Path | None, typer.Option(help="model folder, for its tokenizer and chat template")
+]
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What `data check` is given."""
+
+    source: Source
+    overrides: Overrides = field(default_factory=list)
+    model: Model = None
+    limit: Annotated[int, typer.Option(help="faults to print")] = 20
+    json: Json = False
+
+
+@command(app, "check", "Faults of prompts, with their rows.")
+def check_source(options: CheckOptions, console: Console) -> int:
+    """Exit code: 0, 1 (there are faults), 2 (bad input)."""
+    return check(
+        options.source,
+        options.overrides,
+        console,
+        model=options.model,
+        limit=options.limit,
+        as_json=options.json,
+    )
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """What `data show` is given."""
+
+    source: Source
+    overrides: Overrides = field(default_factory=list)
+    model: Model = None
+    rows: Annotated[int, typer.Option(help="prompts to print")] = 3
+    start: Annotated[int, typer.Option(help="after so many")] = 0
+    split: Annotated[str, typer.Option(help="train, held_out or a set's name")] = "train"
+    chars: Annotated[int, typer.Option(help="of each prompt")] = 4000
+
+
+@command(app, "show", "Prompts as the model sees them.")
+def show_source(options: ShowOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    return show(
+        options.source,
+        options.overrides,
+        console,
+        model=options.model,
+        rows=options.rows,
+        start=options.start,
+        split=options.split,
+        chars=options.chars,
+    )
+
+
+def check(
+    source: str,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    model: Path | None = None,
+    limit: int = 20,
+    as_json: bool = False,
+) -> int:
+    """Print the faults of prompts; exit code 1 where there are any. Raises InputError.
+
+    limit: faults that are printed; all are counted.
+    """
+    config = read_source_config(source, overrides, model)
+    findings = check_prompts(config, with_lengths=_has_model(config, model))
+    if as_json:
+        print(json.dumps(_as_json(findings)), file=console.file)
+        return int(bool(findings.faults))
+    for note in findings.notes:
+        _say(console, note)
+    for fault in findings.faults[: max(0, limit)]:
+        _say(console, f"{fault.reason}: {fault.text}"[:_FAULT_CHARS])
+    hidden = len(findings.faults) - max(0, limit)
+    if hidden > 0:
+        _say(console, f"... and {hidden} more: --limit {len(findings.faults)} prints all")
+    _print_counts(findings, console)
+    return int(bool(findings.faults))
+
+
+def show(
+    source: str,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    model: Path | None = None,
+    rows: int = 3,
+    start: int = 0,
+    split: str = "train",
+    chars: int = 4000,
+) -> int:
+    """Print prompts as the model sees them, with their tokens; exit code 0. Raises InputError.
+
+    split: train, held_out, or the name of an evaluation set. chars: of each, from its start.
+    """
+    for name, value in (("--rows", rows), ("--chars", chars)):
+        if value < 1:
+            raise InputError(f"{name} {value}: expected 1 or more")
+    config = read_source_config(source, overrides, model)
+    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    known = _of_split(sets, split)
+    chosen = known[max(0, start) : max(0, start) + rows]
+    if not chosen:
+        raise InputError(f"--start {start}: the split {split} has {len(known)} prompts")
+    for note in [sets.describe(), *sets.notes]:
+        _say(console, note)
+    shown: list[Shown] | None = None
+    if _has_model(config, model):
+        shown = call_in_child(
+            render_shown, config, chosen, what="rendering the prompts", limit_s=_RENDER_S
+        )
+    else:
+        _say(console, "as written: give --model DIR for the chat template and token counts")
+    for number, prompt in enumerate(chosen):
+        _print_prompt(prompt, shown[number] if shown else None, chars, console)
+    return 0
+
+
+def read_source_config(source: str, overrides: Sequence[str], model: Path | None) -> Config:
+    """The configuration that names, or stands for, a source of prompts. Raises InputError."""
+    given = [] if model is None else [override("model.path", str(model))]
+    kind, _, name = source.partition(":")
+    path = Path(source)
+    if kind in _NAMED_KINDS and name:
+        config = _of_one_source({"kind": kind, "name": name}, [*given, *overrides])
+    elif path.suffix == ".toml" or (source in shipped() and not path.exists()):
+        config = load_config(config_path(source), [*given, *overrides])
+    else:
+        config = _of_one_source({"path": source}, [*given, *overrides])
+    if not config.prompts and not config.eval.sets:
+        raise InputError(f"{source} names no prompts: add a [[prompts]] section")
+    return config
+
+
+def _of_one_source(source: dict[str, str], overrides: Sequence[str]) -> Config:
+    """The defaults with one source of prompts, which overrides may change."""
+    layers = Layers()
+    layers.tree["prompts"] = [source]
+    layers.add_overrides(overrides)
+    return resolve(layers)
+
+
+def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
+    """In a child: prompts as the model sees them; imports transformers."""
+    renderer = open_renderer(config)
+    found = []
+    for prompt in prompts:
+        try:
+            ids = renderer.render(prompt.messages, 0, task=prompt.task)
+            text, tokens, refusal = renderer.decode(ids), len(ids), ""
+            room = renderer.context_tokens - config.sampling.max_new_tokens
+            if tokens > room:
+                refusal = f"{tokens} tokens, {room} leave room for sampling.max_new_tokens"
+        except RenderError as error:
+            text, tokens, refusal = "", 0, str(error)
+        found.append(Shown(text, tokens, refusal))
+    return found
+
+
+def _has_model(config: Config, model: Path | None) -> bool:
+    """Whether there is a folder for the tokenizer; one that was asked for must be there."""
+    if model is not None and not model.is_dir():
+        raise InputError(f"--model {model}: there is no such folder")
+    return config.model.path.is_dir()
+
+
+def _of_split(sets: PromptSets, split: str) -> list[Prompt]:
+    if split == "train":
+        return [prompt for prompts in sets.train for prompt in prompts]
+    if split == "held_out":
+        return sets.held_out
+    if split in sets.eval_sets:
+        return sets.eval_sets[split]
+    raise InputError(
+        f"--split {split}: expected one of {', '.join(['train', 'held_out', *sets.eval_sets])}"
+    )
+
+
+def _print_prompt(prompt: Prompt, shown: Shown | None, chars: int, console: Console) -> None:
+    said = f"--- {prompt.id} ({prompt.place or 'made'}), task {prompt.task}, {prompt.split}"
+    if shown is not None:
+        said += f", {shown.tokens} tokens"
+    _say(console, said)
+    if shown is not None and shown.refusal:
+        _say(console, f"a run leaves it out: {shown.refusal}")
+    text = shown.text if shown is not None and shown.text else _as_written(prompt)
+    _say_lines(console, text, chars)
+    _say(console, f"answer: {prompt.answer[:chars]}")
+    if prompt.entry:
+        _say(console, f"entry: {prompt.entry[:chars]}")
+
+
+def _as_written(prompt: Prompt) -> str:
+    return "\n".join(f"[{message.role}] {message.content}" for message in prompt.messages)
+
+
+def _print_counts(findings: Findings, console: Console) -> None:
+    prompts = sum(len(part.prompts) for part in findings.parts)
+    table = Table("data check", "rows")
+    table.add_row("prompts", str(prompts))
+    for reason, count in Counter(fault.reason for fault in findings.faults).most_common():
+        table.add_row(f"fault: {reason}", str(count))
+    console.print(table, markup=False)
+    if not findings.faults:
+        _say(console, "no faults")
+
+
+def _as_json(findings: Findings) -> dict[str, object]:
+    def described(fault: Fault) -> dict[str, str]:
+        return fault._asdict()
+
+    return {
+        "prompts": sum(len(part.prompts) for part in findings.parts),
+        "counts": dict(Counter(fault.reason for fault in findings.faults).most_common()),
+        "faults": [described(fault) for fault in findings.faults],
+        "notes": findings.notes,
+    }
+
+
+def _say_lines(console: Console, text: str, chars: int) -> None:
+    """Text of a data set line by line: its characters move no cursor."""
+    for line in text[:chars].split("\n"):
+        _say(console, line)
+    if len(text) > chars:
+        _say(console, f"... {len(text) - chars} more characters: --chars {len(text)}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,126 @@
+"""RUN/prompts.json: which files a run's prompts were read from, and their digests.
+
+Used by the launcher. A run that goes on needs the same prompts: what it has drawn is kept by their
+numbers, so a file that has changed since is refused.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import ConfigError, load_config
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.rollout_queue.tables.hub import is_pinned, pinned
+
+RECORD = "prompts.json"
+_CONFIG = "config.toml"
+_CHUNK_BYTES = 1 << 22
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """One file of prompts."""
+
+    path: str
+    bytes: int
+    xxh3_128: str
+    """Digest of its content, as `xxhsum -H2` prints it."""
+
+
+class SourceRecord(msgspec.Struct, frozen=True):
+    """A data set of the Hub."""
+
+    name: str
+    revision: str
+    """The commit."""
+
+
+class PromptRecord(msgspec.Struct, frozen=True):
+    """The file."""
+
+    files: list[FileRecord]
+    hub: list[SourceRecord]
+
+
+def pin_revisions(config: Config) -> Config:
+    """The configuration with a commit for each data set of the Hub, whose files are in the cache.
+
+    A run that goes on keeps its commits. Raises InputError.
+    """
+    sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
+    if all(source.kind != "hub" for source in sources):
+        return config
+    earlier = _earlier_sources(config)
+    found = [pinned(source, earlier) for source in sources]
+    count = len(config.prompts)
+    sets = [
+        one.model_copy(update={"prompts": source})
+        for one, source in zip(config.eval.sets, found[count:], strict=True)
+    ]
+    evaluation = config.eval.model_copy(update={"sets": sets})
+    return config.model_copy(update={"prompts": found[:count], "eval": evaluation})
+
+
+def _earlier_sources(config: Config) -> list[PromptSource]:
+    """Those of the run in the folder."""
+    path = config.run.dir / _CONFIG
+    if not path.exists():
+        return []
+    try:
+        earlier = load_config(path)
+    except ConfigError:
+        return []
+    return [*earlier.prompts, *(one.prompts for one in earlier.eval.sets)]
+
+
+def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:
+    """What is known of the files now."""
+    sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
+    return PromptRecord(
+        [_record_of(path) for path in files],
+        [SourceRecord(s.name, s.revision) for s in sources if s.kind == "hub" and is_pinned(s)],
+    )
+
+
+def record_prompts(config: Config, files: Sequence[Path], *, is_resumed: bool) -> None:
+    """Write the file; InputError where a run that goes on would read other prompts than before."""
+    path = config.run.dir / RECORD
+    record = make_record(config, files)
+    if is_resumed and path.exists():
+        _check_same(path, record)
+    content = msgspec.json.format(msgspec.json.encode(record), indent=1).decode()
+    write_whole(path, content + "\n")
+
+
+def _check_same(path: Path, record: PromptRecord) -> None:
+    try:
+        earlier = msgspec.json.decode(path.read_bytes(), type=PromptRecord)
+    except msgspec.DecodeError as error:
+        raise InputError(f"{path}: {error}; the launcher writes it: remove it to go on") from error
+    now = {file.path: file for file in record.files}
+    for file in earlier.files:
+        found = now.get(file.path)
+        # Files of evaluation sets come and go; those that stay must be as they were.
+        if found is not None and found != file:
+            raise InputError(
+                f"{file.path} has changed since the run began (digest {file.xxh3_128[:12]}, now "
+                f"{found.xxh3_128[:12]}): prompts that were drawn are kept by their numbers. Put "
+                f"the old file back; or remove {path} to go on with the new one"
+            )
+
+
+def _record_of(path: Path) -> FileRecord:
+    digest = xxhash.xxh3_128()
+    size = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+    except OSError as error:
+        raise InputError(f"cannot read the prompts {path}: {error}") from error
+    return FileRecord(str(path.absolute()), size, digest.hexdigest())

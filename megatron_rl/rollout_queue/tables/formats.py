@@ -1,0 +1,215 @@
+"""Rows of one file, a batch at a time: JSONL, JSON, Parquet, Arrow; and the names of its columns.
+
+Only the columns that are asked for are read from Parquet and Arrow, so that a column of long texts
+costs nothing. pyarrow is imported when such a file is opened.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+
+LINES = (".jsonl", ".ndjson")
+BINARY = (".parquet", ".arrow")
+SUFFIXES = (*LINES, ".json", *BINARY)
+_BATCH_ROWS = 512
+_BUFFER_BYTES = 1 << 20
+
+
+class TableRow(NamedTuple):
+    """One row of a file."""
+
+    number: int
+    """From 1: of the line in a JSONL file, of the row in others."""
+    fields: dict[str, Any]
+    """Values by column; those without a value are not there."""
+    fault: str = ""
+    """Why the line could not be read; it has no fields then."""
+
+
+def place_of(path: Path, number: int) -> str:
+    """Where a row is, for messages to the user."""
+    row = f"row {number}" if path.suffix not in LINES else str(number)
+    return f"{path}:{row}"
+
+
+def read_columns(path: Path) -> list[str]:
+    """Names of the columns, those in structures with dots. Raises InputError.
+
+    Of JSON: those of the first row.
+    """
+    if path.suffix in BINARY:
+        with _open_binary(path) as opened:
+            return _names_of(opened.schema)
+    for row in read_rows(path, None, batch_rows=1):
+        return _keys_of(row.fields, "")
+    return []
+
+
+def read_rows(
+    path: Path, columns: Iterable[str] | None, *, batch_rows: int = _BATCH_ROWS
+) -> Iterator[TableRow]:
+    """All rows in their order. Raises InputError for a file that cannot be read.
+
+    columns: those that are needed, without dots; None: all. batch_rows: held at once at most,
+    where the format allows it.
+    """
+    if path.suffix in BINARY:
+        return _read_binary(path, None if columns is None else sorted(set(columns)), batch_rows)
+    return _read_json_array(path) if _is_array(path) else _read_lines(path)
+
+
+# --- JSON ---------------------------------------------------------------------------------------
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a file is one JSON array, rather than an object a line."""
+    if path.suffix in LINES:
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    except OSError as error:
+        raise InputError(f"cannot read the prompts {path}: {error}") from error
+
+
+def _read_lines(path: Path) -> Iterator[TableRow]:
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    number = 0
+    try:
+        # Bytes: the text mode would split at a carriage return alone.
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    fields = decoder.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    yield TableRow(number, {}, str(error))
+                    continue
+                yield TableRow(number, fields)
+    except OSError as error:
+        raise InputError(f"cannot read the prompts {path}: {error}") from error
+
+
+def _read_json_array(path: Path) -> Iterator[TableRow]:
+    try:
+        rows = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise InputError(
+            f"cannot read the prompts {path}: {error}; expected a list of objects, or an object a "
+            "line"
+        ) from error
+    for number, fields in enumerate(rows, 1):
+        yield TableRow(number, {key: value for key, value in fields.items() if value is not None})
+
+
+def _keys_of(fields: dict[str, Any], prefix: str) -> list[str]:
+    found = []
+    for key, value in fields.items():
+        found.append(prefix + key)
+        if isinstance(value, dict):
+            found += _keys_of(value, f"{prefix}{key}.")
+    return found
+
+
+# --- Parquet and Arrow --------------------------------------------------------------------------
+
+
+class _Binary(NamedTuple):
+    """A file that pyarrow has opened."""
+
+    schema: Any
+    source: Any
+    """pyarrow's ParquetFile, RecordBatchStreamReader or RecordBatchFileReader."""
+
+
+def load_pyarrow() -> Any:
+    """The library; InputError where it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError(
+            "Parquet and Arrow files need pyarrow, which is not installed "
+            f"({error}): .venv/bin/python -m pip install pyarrow==26.0.1"
+        ) from error
+    return pyarrow
+
+
+@contextlib.contextmanager
+def _open_binary(path: Path) -> Iterator[_Binary]:
+    pyarrow = load_pyarrow()
+    with contextlib.ExitStack() as stack:
+        try:
+            if path.suffix == ".parquet":
+                # With a buffer a column chunk is read piece by piece, not as a whole.
+                file = stack.enter_context(
+                    pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES)
+                )
+                yield _Binary(file.schema_arrow, file)
+                return
+            opened = stack.enter_context(pyarrow.memory_map(str(path)))
+            is_file = opened.read(6) == b"ARROW1"
+            opened.seek(0)
+            make = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+            reader = stack.enter_context(make(opened))
+            yield _Binary(reader.schema, reader)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise InputError(f"cannot read the prompts {path}: {error}") from error
+
+
+def _read_binary(path: Path, columns: Sequence[str] | None, batch_rows: int) -> Iterator[TableRow]:
+    number = 0
+    with _open_binary(path) as opened:
+        known = opened.schema.names
+        wanted = known if columns is None else [name for name in known if name in columns]
+        for batch in _batches(opened, path, wanted, batch_rows):
+            for start in range(0, batch.num_rows, batch_rows):
+                for fields in batch.slice(start, batch_rows).to_pylist():
+                    number += 1
+                    yield TableRow(number, _without_nulls(fields))
+
+
+def _batches(opened: _Binary, path: Path, wanted: Sequence[str], batch_rows: int) -> Iterator[Any]:
+    """Record batches of the wanted columns, in the order of the file."""
+    source = opened.source
+    if path.suffix == ".parquet":
+        yield from source.iter_batches(
+            batch_size=batch_rows, columns=list(wanted), use_threads=False
+        )
+    elif hasattr(source, "num_record_batches"):
+        for index in range(source.num_record_batches):
+            yield source.get_batch(index).select(wanted)
+    else:
+        for batch in source:
+            yield batch.select(wanted)
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """A missing value of a column is no value; what is inside lists stays as it is."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) else value
+        for key, value in fields.items()
+        if value is not None
+    }
+
+
+def _names_of(schema: Any) -> list[str]:
+    pyarrow = load_pyarrow()
+    found: list[str] = []
+
+    def add(field: Any, prefix: str) -> None:
+        found.append(prefix + field.name)
+        if pyarrow.types.is_struct(field.type):
+            for child in field.type:
+                add(child, f"{prefix}{field.name}.")
+
+    for field in schema:
+        add(field, "")
+    return found

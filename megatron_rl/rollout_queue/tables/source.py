@@ -1,0 +1,281 @@
+"""Prompts of a data set: its files, what of their columns is taken, and rows that are left out.
+
+The order of prompts and their ids come from names of files and numbers of rows alone, so that a run
+goes on with the same prompts under another version of the libraries.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.protocol.types import ChatMessage, Prompt
+from megatron_rl.rollout_queue.jsonl_source import check_keys, make_prompt, with_splits
+from megatron_rl.rollout_queue.tables.answers import NoAnswer, entry_of, take_part
+from megatron_rl.rollout_queue.tables.folders import TableFiles, find_files
+from megatron_rl.rollout_queue.tables.formats import (
+    LINES,
+    TableRow,
+    place_of,
+    read_columns,
+    read_rows,
+)
+from megatron_rl.rollout_queue.tables.taking import SAMPLE_ROWS, Taking, find_taking
+from megatron_rl.rollout_queue.tables.where import (
+    Condition,
+    check_columns,
+    holds,
+    parse_conditions,
+    value_of,
+)
+
+
+class RowFault(NamedTuple):
+    """A row that is no prompt."""
+
+    place: str
+    reason: str
+    """A word to count under."""
+    text: str
+    """For people; begins with the place."""
+
+
+class Reading(NamedTuple):
+    """What was read of a source."""
+
+    prompts: list[Prompt]
+    notes: list[str]
+    """What was taken, and what was left out, for the user."""
+    files: list[Path]
+
+
+def read_files(source: PromptSource, on_fault: Callable[[RowFault], None] | None = None) -> Reading:
+    """Prompts of prompts.path. Raises InputError.
+
+    on_fault: told of each faulty row, which is left out then; without it `source.faulty` says what
+    happens.
+    """
+    if source.path is None:
+        raise InputError(f'a prompt source of kind "{source.kind}" needs a path (prompts.path)')
+    files = find_files(source.path, subset=source.subset, split=source.dataset_split)
+    return read_table(source, files, str(source.path), on_fault)
+
+
+def read_table(
+    source: PromptSource,
+    files: TableFiles,
+    label: str,
+    on_fault: Callable[[RowFault], None] | None = None,
+) -> Reading:
+    """Prompts of the rows of files. label: what the source is called in notes."""
+    if "{question}" not in source.template:
+        raise InputError(f"prompts.template={source.template!r} does not contain {{question}}")
+    table = _Table(source, files, label)
+    prompts: list[Prompt] = []
+    for row_name, found in table.rows():
+        if isinstance(found, Prompt):
+            prompts.append(found)
+            table.names.append(row_name)
+        elif on_fault is not None:
+            on_fault(found)
+        elif source.faulty == "refuse":
+            cure = "mend it, or leave such rows out by prompts.faulty='drop'"
+            raise InputError(f"{found.text}; {cure}")
+        else:
+            table.left_out[found.reason] += 1
+            table.first.setdefault(found.reason, found.place)
+    prompts = table.with_unique_ids(prompts)
+    return Reading(
+        with_splits(prompts, source.held_out_share), table.notes(len(prompts)), files.files
+    )
+
+
+class _Table:
+    """The rows of one source while they are read."""
+
+    def __init__(self, source: PromptSource, files: TableFiles, label: str) -> None:
+        self._source = source
+        self._files = files
+        self._label = label
+        self._conditions = parse_conditions(source.where)
+        self._is_lines = files.files[0].suffix in LINES
+        self._taking = self._find_taking()
+        self._seen: set[bytes] = set()
+        self.names: list[str] = []
+        """Of each prompt, by its file and row."""
+        self.left_out: Counter[str] = Counter()
+        """Rows, by reason."""
+        self.first: dict[str, str] = {}
+        """Place of the first row of each reason."""
+
+    def rows(self) -> Iterator[tuple[str, Prompt | RowFault]]:
+        """(name by file and row, prompt or fault) of each row that is wanted."""
+        needed = {name.split(".")[0] for name in self._taking.columns}
+        needed |= {condition.column.split(".")[0] for condition in self._conditions}
+        for file in self._files.files:
+            for row in read_rows(file, needed):
+                place = place_of(file, row.number)
+                if row.fault:
+                    fault = RowFault(place, "no_json", f"{place}: {row.fault}")
+                    yield "", fault
+                elif not self._is_wanted(row.fields, place):
+                    self.left_out["where"] += 1
+                else:
+                    name = self._name_of(file, row.number)
+                    found = self._convert(row, place, name)
+                    if isinstance(found, Prompt) and self._is_repeated(found):
+                        self.left_out["repeated"] += 1
+                    else:
+                        yield name, found
+
+    def with_unique_ids(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Ids by file and row where a column that nobody named repeats its own."""
+        if self._is_lines or self._source.columns.id or not self._taking.id:
+            return prompts
+        if len({prompt.id for prompt in prompts}) == len(prompts):
+            return prompts
+        self._taking = self._taking._replace(id="")
+        return [
+            msgspec.structs.replace(prompt, id=name)
+            for prompt, name in zip(prompts, self.names, strict=True)
+        ]
+
+    def notes(self, kept: int) -> list[str]:
+        """For the user; none for lines in our own form of which all are kept."""
+        source, own = self._source, PromptSource()
+        is_plain = self._is_lines and not self._taking.question and self._taking.part == "all"
+        if is_plain and not self.left_out and source.columns == own.columns:
+            return []
+        where = f" ({self._files.chosen})" if self._files.chosen else ""
+        said = f"{self._label}{where}: {kept} prompts; taken: {self._taking.describe()}"
+        if self.left_out:
+            said += "; rows left out: " + ", ".join(
+                f"{count} {reason}"
+                + (f" (first {self.first[reason]})" if reason in self.first else "")
+                for reason, count in self.left_out.most_common()
+            )
+        return [said]
+
+    def _find_taking(self) -> Taking:
+        file = self._files.files[0]
+        # Of all columns, some of which may be long: few rows at once.
+        rows = read_rows(file, None, batch_rows=SAMPLE_ROWS)
+        sample = list(islice((row.fields for row in rows if not row.fault), SAMPLE_ROWS))
+        names = list(dict.fromkeys(read_columns(file)))
+        if self._is_lines:
+            names = list(dict.fromkeys([*names, *(key for row in sample for key in row)]))
+        if not self._is_lines or sample:
+            check_columns(self._conditions, names, str(file))
+        return find_taking(self._source, names, sample, place=str(file), is_lines=self._is_lines)
+
+    def _name_of(self, file: Path, number: int) -> str:
+        """The id of a row without one."""
+        if len(self._files.files) == 1:
+            return f"{file.stem}:{number}"
+        inside = file.relative_to(self._files.root).with_suffix("").as_posix()
+        return f"{inside}:{number}"
+
+    def _is_wanted(self, fields: dict[str, Any], place: str) -> bool:
+        def is_true(condition: Condition) -> bool:
+            try:
+                return holds(condition, value_of(fields, condition.column))
+            except InputError as error:
+                raise InputError(f"{place}: {error}") from error
+
+        return all(map(is_true, self._conditions))
+
+    def _is_repeated(self, prompt: Prompt) -> bool:
+        if self._source.repeated == "keep":
+            return False
+        digest = xxhash.xxh3_128_digest(prompt.normalized_question.encode("utf-8", "surrogatepass"))
+        if digest in self._seen:
+            return True
+        self._seen.add(digest)
+        return False
+
+    def _convert(self, row: TableRow, place: str, name: str) -> Prompt | RowFault:
+        taking, source = self._taking, self._source
+        try:
+            if not taking.question:
+                check_keys(row.fields, place)
+            fields = self._our_fields(row.fields)
+            task = "code" if fields.get("entry") and self._has_tests() else source.task
+            prompt = make_prompt(fields, place, name=name, task=task)
+        except NoAnswer as error:
+            return RowFault(place, "no_answer", f"{place}: {error}")
+        except InputError as error:
+            return RowFault(place, _reason(str(error)), str(error))
+        return _with_question(prompt, self._shorten)
+
+    def _has_tests(self) -> bool:
+        """Whether rows are programs because they have tests, and nothing says another task."""
+        column = self._taking.tests
+        return bool(column) and column != "entry" and self._source.task == PromptSource().task
+
+    def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The row under our keys. Raises NoAnswer."""
+        taking = self._taking
+        if not taking.question:
+            found = {key: fields[key] for key in ("messages", "prompt", "question", "problem")
+                     if key in fields}  # fmt: skip
+        else:
+            found = _question(value_of(fields, taking.question))
+        answer = value_of(fields, taking.answer) if taking.answer else None
+        if answer is not None:
+            found["answer"] = take_part(answer, taking.part)
+        tests = value_of(fields, taking.tests) if taking.tests else None
+        if tests is not None:
+            is_ours = isinstance(tests, str) and taking.tests == "entry"
+            found["entry"] = tests if is_ours else entry_of(tests)
+            found.setdefault("answer", "")
+        for key in ("id", "task", "language", "split", "pass_rate"):
+            column = getattr(taking, key)
+            value = value_of(fields, column) if column else None
+            if value is not None:
+                found[key] = value
+        return found
+
+    def _shorten(self, text: str) -> str:
+        """The question of a row as the user is to ask it."""
+        taking, template = self._taking, self._source.template
+        if taking.prefix or taking.suffix:
+            text = text.strip().removeprefix(taking.prefix).removesuffix(taking.suffix).strip()
+        return text if template == "{question}" else template.replace("{question}", text)
+
+
+def _question(value: Any) -> dict[str, Any]:
+    """A question under our key; messages keep their role and content alone."""
+    if value is None:
+        return {}
+    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
+        keys = ("role", "content")
+        return {"messages": [{k: turn[k] for k in keys if k in turn} for turn in value]}
+    return {"prompt": value}
+
+
+def _with_question(prompt: Prompt, change: Callable[[str], str]) -> Prompt:
+    """With another text in what the user says last."""
+    messages = list(prompt.messages)
+    places = [place for place, message in enumerate(messages) if message.role == "user"]
+    if not places:
+        return prompt
+    text = change(messages[places[-1]].content)
+    if text == messages[places[-1]].content:
+        return prompt
+    messages[places[-1]] = ChatMessage("user", text)
+    return msgspec.structs.replace(prompt, messages=messages)
+
+
+def _reason(text: str) -> str:
+    """The word under which a row that is no prompt is counted."""
+    if "missing required field `answer`" in text or "at `$.answer`" in text:
+        return "no_answer"
+    if "there is no question" in text:
+        return "no_question"
+    return "malformed"

@@ -1,0 +1,93 @@
+"""Which rows of a data set are kept: conditions such as `level in [4, 5]`, from prompts.where.
+
+Pure. A condition is a column, an operator and a value as TOML writes it; nothing is evaluated.
+"""
+
+import operator
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_rl.config.errors import InputError
+
+_CONDITION = re.compile(r"\s*(.+?)\s*(==|!=|<=|>=|<|>|\bnot\s+in\b|\bin\b)\s*(.+?)\s*", re.S)
+_ORDERS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+class Condition(NamedTuple):
+    """One condition; all must hold."""
+
+    text: str
+    column: str
+    sign: str
+    """One of == != < <= > >= in, "not in"."""
+    value: Any
+
+
+def parse_conditions(texts: Sequence[str]) -> list[Condition]:
+    """Conditions as they are configured. Raises InputError."""
+    return [_parse(text) for text in texts]
+
+
+def check_columns(conditions: Iterable[Condition], columns: Sequence[str], place: str) -> None:
+    """Raise InputError for a condition on a column that is not there."""
+    for condition in conditions:
+        if condition.column not in columns:
+            raise InputError(
+                f"prompts.where = {condition.text!r}: {place} has no column {condition.column!r}; "
+                f"it has {', '.join(columns)}"
+            )
+
+
+def holds(condition: Condition, value: Any) -> bool:
+    """Whether a value fulfils it. No value (None) differs from all, and is in no order.
+
+    Raises InputError where the two cannot be put in order.
+    """
+    sign, wanted = condition.sign, condition.value
+    if sign in ("==", "!="):
+        return _same(value, wanted) == (sign == "==")
+    if sign in ("in", "not in"):
+        return any(_same(value, one) for one in wanted) == (sign == "in")
+    if value is None:
+        return False
+    try:
+        return _ORDERS[sign](value, wanted)
+    except TypeError as error:
+        raise InputError(f"prompts.where = {condition.text!r}: {error}") from error
+
+
+def value_of(fields: Mapping[str, Any], column: str) -> Any:
+    """What a column of a row holds; a dot goes into a structure. None where there is nothing."""
+    if column in fields:
+        return fields[column]
+    value: Any = fields
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    # True is 1 to Python, but not to whoever writes level == 1.
+    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
+
+
+def _parse(text: str) -> Condition:
+    found = _CONDITION.fullmatch(text)
+    expected = (
+        f'prompts.where = {text!r}: expected a column, one of == != < <= > >= in "not in", and a '
+        'value as TOML writes it: "level in [4, 5]", "source != \'x\'"'
+    )
+    if found is None:
+        raise InputError(expected)
+    column, sign, value = found[1], " ".join(found[2].split()), found[3]
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{expected} ({value!r}: {error})") from error
+    if parsed.keys() != {"value"} or (sign.endswith("in") != isinstance(parsed["value"], list)):
+        raise InputError(f"{expected}; in and not in take a list, the others take none")
+    return Condition(text, column, sign, parsed["value"])

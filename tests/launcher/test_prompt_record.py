@@ -1,0 +1,65 @@
+"""Files of prompts and their digests in the run folder; what a run that goes on refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import dump_toml
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.config.tree import Config, RunConfig
+from megatron_rl.launcher.prompt_record import RECORD, pin_revisions, record_prompts
+
+COMMIT = "0123456789" * 4
+
+
+def config_of(folder: Path, *sources: PromptSource) -> Config:
+    return Config(run=RunConfig(dir=folder), prompts=list(sources))
+
+
+def test_digests_are_those_of_xxhsum(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(b"abc")
+    record_prompts(config_of(tmp_path, PromptSource(path=path)), [path], is_resumed=False)
+    # XXH3 of 128 bits of "abc", as the reference implementation gives it.
+    expected = {"path": str(path), "bytes": 3, "xxh3_128": "06b05ab6733a618578af5f94892f3950"}
+    assert json.loads((tmp_path / RECORD).read_text()) == {"files": [expected], "hub": []}
+
+
+def test_a_changed_file_is_refused_when_the_run_goes_on(tmp_path: Path) -> None:
+    path, other = tmp_path / "mine.jsonl", tmp_path / "eval.jsonl"
+    path.write_text("one\n")
+    other.write_text("two\n")
+    config = config_of(tmp_path, PromptSource(path=path))
+    record_prompts(config, [path, other], is_resumed=False)
+    record_prompts(config, [path], is_resumed=True)
+    record_prompts(config, [path, other], is_resumed=True)
+    path.write_text("One\n")
+    with pytest.raises(InputError, match=r"mine\.jsonl has changed since .* Put the old file back"):
+        record_prompts(config, [path, other], is_resumed=True)
+    # A new run in the folder begins with what there is.
+    record_prompts(config, [path, other], is_resumed=False)
+    record_prompts(config, [path, other], is_resumed=True)
+
+
+def test_configurations_without_the_hub_stay_as_they_are(tmp_path: Path) -> None:
+    config = config_of(tmp_path, PromptSource(path=tmp_path / "mine.jsonl"))
+    assert pin_revisions(config) is config
+
+
+def test_a_run_that_goes_on_keeps_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network and a cache the error names the revision that was looked for."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    source = PromptSource(kind="hub", name="openai/gsm8k")
+    earlier = source.model_copy(update={"revision": COMMIT})
+    (tmp_path / "config.toml").write_text(dump_toml(config_of(tmp_path, earlier)))
+    with pytest.raises(InputError, match=f"--revision {COMMIT} --local-dir"):
+        pin_revisions(config_of(tmp_path, source))
+    # Another data set in its place has no commit yet.
+    other = PromptSource(kind="hub", name="openai/gsm8k", subset="socratic")
+    with pytest.raises(InputError, match="openai/gsm8k --local-dir"):
+        pin_revisions(config_of(tmp_path, other))
