@@ -18,6 +18,7 @@ from megatron_rl.launcher.audit.findings import Findings
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.rollout_files import (
+    FOLDER,
     RolloutFile,
     RolloutRecord,
     read_file,
@@ -42,8 +43,11 @@ def audit_records(run_dir: Path, report: Report) -> Findings:
     rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
     steps = {row["step"]: row for row in rows if "queue/rollouts_trained" in row}
     _check_steps(rows, config, run_dir, findings)
-    _check_rollouts(run_dir, config, steps, findings, report)
-    _check_evaluations(run_dir, rows, findings)
+    if (run_dir / FOLDER).is_dir():
+        _check_rollouts(run_dir, config, steps, findings, report)
+        _check_evaluations(run_dir, rows, findings)
+    else:
+        findings.skipped.append(f"{FOLDER}/ is not there: nothing was generated")
     _check_summary(run_dir, rows, steps, findings)
     _check_models(run_dir, findings)
     return findings

@@ -1,0 +1,157 @@
+"""Dry runs: every shipped configuration passes, what would start is said, and nothing is left."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.files import load_config
+from megatron_rl.config.shipped import shipped
+from megatron_rl.launcher.cli import main
+from megatron_rl.launcher.intentions import run_lines
+from tests.analysis.planted import plant
+from tests.launcher.sizing.test_plan import LLAMA_8B
+from tests.launcher.test_dry_run import LINES, write_byte_tokenizer
+from tests.launcher.test_examples import COMMON, SINGLE, SLURM
+
+SHAPES = {example.name: {**COMMON, **example.shape} for example in [*SINGLE, *SLURM]}
+SHAPES["magistral_stages"] = SHAPES["magistral_24b"]
+ASKED = {
+    "sft.steps=0": "would do: 7 steps of reinforcement learning, then evaluations",
+    "train.steps=0": "would do: cold start of 5 steps, then evaluations",
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A model without weights, prompts and traces."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_byte_tokenizer(model)
+    (model / "config.json").write_text(json.dumps(LLAMA_8B))
+    (model / "model.safetensors").write_bytes(b"0" * 4_000_000)
+    # Enough of each task to hold some out and to fill a batch.
+    lines = [line | {"id": f"{n}-{number}"} for n, line in enumerate(LINES[:2])
+             for number in range(40)]  # fmt: skip
+    for number, line in enumerate(lines):
+        line["messages"] = [
+            message | {"content": f"{message['content']} ({number})"}
+            for message in line["messages"]
+        ]
+        line["split"] = "held_out" if number % 4 == 0 else "train"
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    trace = {"messages": [{"role": "user", "content": "1+1="}],
+             "response": "<think>2</think>\\boxed{2}"}  # fmt: skip
+    (tmp_path / "traces.jsonl").write_text((json.dumps(trace) + "\n") * 4)
+    return tmp_path
+
+
+def given(files: Path, *more: str) -> list[str]:
+    return [
+        f"run.dir={files / 'run'}", f"model.path={files / 'model'}",
+        f"prompts.0.path={files / 'prompts.jsonl'}", *more,
+    ]  # fmt: skip
+
+
+def left_by(files: Path) -> set[str]:
+    return {path.name for path in files.iterdir()}
+
+
+@pytest.mark.slow(40)
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_configuration_passes(
+    name: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = left_by(files)
+    (files / "model" / "config.json").write_text(json.dumps(SHAPES.get(name, LLAMA_8B)))
+    config = load_config(shipped()[name])
+    words = given(files, "eval.prompts=10")
+    for number in range(1, len(config.prompts)):
+        words.append(f"prompts.{number}.path={files / 'prompts.jsonl'}")
+    for number in range(len(config.eval.sets)):
+        words += [
+            f"eval.sets.{number}.prompts.path={files / 'prompts.jsonl'}",
+            f"eval.sets.{number}.problems=10",
+        ]
+    if config.sft.steps:
+        words.append(f"sft.traces={files / 'traces.jsonl'}")
+    # The prompts here are longer than what the smallest models are asked.
+    if config.generator.context_tokens < 2048:
+        words += ["generator.context_tokens=4096", "generator.kv_tokens=65536"]
+    code = main(["run", "--config", name, "--dry-run", *words])
+    text = capsys.readouterr().out
+    assert "would start: " in text and f"would write {files / 'run'}: config.toml" in text
+    assert text.rstrip().endswith("Dry run: nothing was started.")
+    assert code == 0 and left_by(files) == before, text
+
+
+@pytest.mark.parametrize(("words", "said"), ASKED.items())
+def test_what_a_run_would_start_is_said(files: Path, words: str, said: str) -> None:
+    asked = (
+        "train.steps=7", "sft.steps=5", f"sft.traces={files / 'traces.jsonl'}", "eval.prompts=4",
+        "parallel.tensor=2", "generator.replicas=3", "ports.prompts=5001", words,
+    )  # fmt: skip
+    config = load_config(shipped()["one_gpu"], given(files, "generator.shares_gpus=false", *asked))
+    lines = run_lines(config)
+    assert lines[0] == said
+    assert lines[1] == (
+        "would start: 2 trainer ranks, 1 rollout queue, 3 generator (sglang, 1 wide), 1 verifier"
+    )
+    assert "ports on 127.0.0.1: prompts 5001, 6 free ones, chosen at the start" in lines
+    # The folder's weights have 4 MB.
+    name = "final" if words == "sft.steps=0" else "cold_start"
+    assert any(f"to hf/: {name} (0.004 GB each" in line for line in lines)
+
+
+def test_a_cold_start_alone_needs_no_queue(
+    files: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = left_by(files)
+    words = ["sft", "--config", "tiny", "--dry-run", *given(files)]
+    assert main([*words, f"sft.traces={files / 'traces.jsonl'}", "generator.context_tokens=4096",
+                 "generator.kv_tokens=65536"]) == 0  # fmt: skip
+    text = capsys.readouterr().out
+    assert "would do: cold start of 140 steps\n" in text
+    assert "would start: 2 trainer ranks\n" in text and "rollout queue" not in text
+    assert left_by(files) == before
+    assert main([*words, "sft.steps=0"]) == 2
+    assert "sft.steps is 0" in caplog.text
+
+
+def test_evaluations_and_grading_say_how_much_is_missing(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = left_by(files)
+    words = ["eval", str(files / "model"), "--config", "tiny", "--dry-run", "eval.prompts=20",
+             "generator.context_tokens=4096", "generator.kv_tokens=65536"]  # fmt: skip
+    assert main([*words, *given(files)]) == 0
+    text = capsys.readouterr().out
+    assert f"would evaluate {files / 'model'} as 'model': 20 of 20 problems" in text
+    assert "1 rollout queue, 1 generator (sglang, 1 wide), 1 verifier" in text
+    assert "trainer" not in text
+    words = ["data", "grade", str(files / "prompts.jsonl"), "--model", str(files / "model")]
+    assert main([*words, "--out", str(files / "graded"), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "80 of 80 problems" in text and f"would write {files / 'graded'}: " in text
+    assert main([*words, "--out", str(files / "graded"), "--dry-run", "--samples", "0"]) == 2
+    assert left_by(files) == before
+
+
+def test_analyses_and_conversions_write_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders, _ = plant(tmp_path, [(0.0, 0.0), (4.0, 0.0), (0.0, 2.0)])
+    out = tmp_path / "out"
+    words = ["analyse", "weights", *map(str, folders), "--out", str(out), "--no-plots"]
+    assert main([*words, "--dry-run"]) == 0 and not out.exists()
+    assert str(folders[0]) in capsys.readouterr().out
+    assert main(words) == 0
+    capsys.readouterr()
+    words = ["analyse", "plane", "--out", str(out), "--write", str(tmp_path / "grid")]
+    assert main([*words, "--points", "3", "--at-most", "4", "--dry-run", "--no-plots"]) == 0
+    assert "would write 4 of 9 models" in capsys.readouterr().out
+    target = tmp_path / "megatron"
+    assert main(["convert", str(folders[0]), str(target), "--dry-run"]) == 0
+    assert "hf to megatron" in (text := capsys.readouterr().out) and "Dry run" in text
+    assert main(["convert", str(folders[0]), str(tmp_path), "--dry-run"]) == 2
+    assert not target.exists() and not (tmp_path / "grid").exists()
