@@ -49,6 +49,8 @@ class EngineSetup:
     version: int
     """Policy version of the folder's own weights; -1 when they are to be replaced first."""
     log_path: Path
+    expert_parallel: int = 1
+    """Among how many of its ranks whole experts are divided."""
     recomputes_kv_cache: bool = False
     """Whether a publish drops the keys and values of older weights."""
     quantization: str = ""
@@ -85,6 +87,8 @@ class Engine(Protocol):
     """Its ranks."""
     ffn_multiple: int
     """To what it pads the MLP units of a rank."""
+    expert_parallel: int
+    """Among how many of its ranks whole experts are divided."""
     version: int
     """Policy version of the weights it holds."""
 
@@ -144,6 +148,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         dtype=config.model.dtype,
         stop_ids=stop_ids,
         tensor_parallel=generator.tensor_parallel,
+        expert_parallel=generator.expert_parallel,
         max_running=generator.max_running,
         kv_tokens=generator.kv_tokens,
         context_tokens=generator.context_tokens,

@@ -28,6 +28,7 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         # SGLang's own choice would be any that is free now, another role's among them.
         "--nccl-port": setup.port + 1,
         "--tp-size": setup.tensor_parallel,
+        "--ep-size": setup.expert_parallel,
         "--context-length": setup.context_tokens,
         "--max-running-requests": setup.max_running,
         "--max-total-tokens": setup.kv_tokens,

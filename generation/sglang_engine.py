@@ -61,6 +61,7 @@ class SGLangEngine:
         self._setup = setup
         self.engine_version = importlib.metadata.version("sglang")
         self.world_size = setup.tensor_parallel
+        self.expert_parallel = setup.expert_parallel
         self.ffn_multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
         self.version = setup.version
         self._child = ServerChild(setup.log_path)

@@ -19,6 +19,10 @@ class GeneratorConfig(Section):
     """Generators that launch starts on this host."""
     tensor_parallel: PositiveInt = 1
     """Ranks of one engine."""
+    expert_parallel: PositiveInt = 1
+    """Among how many of them the experts of a mixture are divided: each rank holds whole experts,
+    or its part of them where this is below tensor_parallel, which it must divide. SGLang, on GPUs.
+    """
     shares_gpus: bool = False
     """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk",
     or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
@@ -43,6 +47,20 @@ class GeneratorConfig(Section):
     queue.lease_timeout_s."""
     wait_for_publish: bool = True
     """Serve only after the trainer's first publish; false serves the folder's own weights."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.expert_parallel > 1 and self.engine == "hf":
+            raise ValueError(
+                f"generator.expert_parallel={self.expert_parallel} with generator.engine='hf', "
+                "which is one process: set it to 1"
+            )
+        if self.tensor_parallel % self.expert_parallel:
+            raise ValueError(
+                f"generator.expert_parallel={self.expert_parallel} must divide the "
+                f"generator.tensor_parallel={self.tensor_parallel} ranks of an engine"
+            )
+        return self
 
 
 class WeightsConfig(Section):

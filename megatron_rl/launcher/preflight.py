@@ -10,11 +10,12 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from generation import sglang_cpu
 from generation.engine import ENGINES, load_engine
 from generation.sglang_command import FP8_TAKES_WEIGHTS_SINCE, parse_release
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.config.divisibility import check_engine_tensor
+from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
@@ -33,7 +34,13 @@ from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
 from megatron_rl.rollout_queue.replay.traces import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.traces import read_traces
-from megatron_rl.weights.layout.shape import ModelShape, check_parallel, check_teacher, read_shape
+from megatron_rl.weights.layout.shape import (
+    ModelShape,
+    check_parallel,
+    check_teacher,
+    counts_of,
+    read_shape,
+)
 from verification import settings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -117,7 +124,19 @@ def check_model(config: Config) -> None:
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
     check_engine_tensor(config.generator.tensor_parallel, shape.heads)
+    check_expert_parallel(config.generator, shape)
     check_router_replay(config.train, shape, config.model.path)
+
+
+def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None:
+    """An engine's ranks can divide the model's experts, and SGLang can run them so."""
+    check_engine_experts(generator.tensor_parallel, generator.expert_parallel, counts_of(shape))
+    if generator.expert_parallel > 1 and generator.engine == "sglang" and sglang_cpu.is_needed():
+        # Its layers/moe/fused_moe_native.py (0.5.23) knows no experts of other ranks.
+        raise InputError(
+            f"generator.expert_parallel = {generator.expert_parallel} without a GPU: SGLang's CPU "
+            "mode cannot compute with divided experts; set it to 1"
+        )
 
 
 def check_names(config: Config) -> None:
