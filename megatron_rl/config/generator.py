@@ -7,7 +7,26 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
+
+
+def refuse_overlap(has_gpus: bool, quantization: str) -> None:
+    """Raise InputError where `weights.overlap` is not known to be safe.
+
+    has_gpus: whether the trainer computes on them.
+    """
+    if has_gpus:
+        raise InputError(
+            "weights.overlap=true needs a trainer without GPUs: on one, the kernels of the "
+            "exchange and those of the trainer's own groups could wait for each other for ever; "
+            "leave it at false"
+        )
+    if quantization:
+        raise InputError(
+            f"weights.overlap=true with generator.quantization={quantization}: a quantised engine "
+            "takes full tensors, which all ranks gather; leave one of them out"
+        )
 
 
 class GeneratorConfig(Section):

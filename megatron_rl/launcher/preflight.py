@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +16,10 @@ from generation.engine import ENGINES, load_engine
 from generation.sglang_command import FP8_TAKES_WEIGHTS_SINCE, parse_release
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
+from megatron_rl.backend.environment import device_of_host, uses_gpus
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import (
@@ -25,6 +28,7 @@ from megatron_rl.config.tree import (
     SftConfig,
     TrainConfig,
 )
+from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.metrics_out.exporter import check_installed
@@ -66,6 +70,8 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     check_names(config)
     check_installed(config)
     check_quantization(config.generator)
+    if config.weights.overlap:
+        check_overlap(config, listed_gpus())
     check_model_folder(config.model.path)
     if config.train.steps or config.sft.steps:
         # An evaluation alone needs no trainer: the engine knows more architectures.
@@ -137,6 +143,16 @@ def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None
             f"generator.expert_parallel = {generator.expert_parallel} without a GPU: SGLang's CPU "
             "mode cannot compute with divided experts; set it to 1"
         )
+
+
+def check_overlap(config: Config, gpus: Sequence[str]) -> None:
+    """`weights.overlap` is possible where the trainer computes. gpus: those that this host lists.
+
+    Raises InputError.
+    """
+    weights, quantization = config.weights, config.generator.quantization
+    if config.train.steps and weights.overlap:
+        refuse_overlap(uses_gpus(device_of_host(gpus)), quantization)
 
 
 def check_names(config: Config) -> None:

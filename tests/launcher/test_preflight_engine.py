@@ -67,6 +67,20 @@ def test_sglangs_cpu_mode_knows_no_experts_of_other_ranks() -> None:
     assert "topk_output = topk_output._replace(topk_ids=topk_ids_local)" in dispatcher
 
 
+def test_publishes_beside_training_on_gpus_are_refused_before_a_model_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "device_of_host", lambda gpus: "cuda" if gpus else "cpu")
+    beside = Config(weights={"overlap": True})
+    preflight.check_overlap(beside, [])
+    # An evaluation alone has no trainer.
+    preflight.check_overlap(Config(weights={"overlap": True}, train={"steps": 0}), ["0"])
+    monkeypatch.setattr(preflight, "listed_gpus", lambda: ["0"])
+    # The folder of the model is not there: this comes first.
+    with pytest.raises(InputError, match="weights.overlap=true needs a trainer without GPUs"):
+        preflight.check(beside)
+
+
 def test_the_check_of_a_run_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the installed release, and before anything is read from a folder."""
     monkeypatch.setattr(preflight, "FP8_TAKES_WEIGHTS_SINCE", (99, 0, 0))
