@@ -51,8 +51,19 @@ class EngineSetup:
     log_path: Path
     expert_parallel: int = 1
     """Among how many of its ranks whole experts are divided."""
+    nodes: int = 1
+    """Hosts among which the engine's ranks are divided."""
+    node_rank: int = 0
+    meets_at: str = ""
+    """Where the ranks of several hosts meet, as address:port."""
+    orders: Path | None = None
+    """The file of orders to the ranks; None: beside the log."""
     recomputes_kv_cache: bool = False
     """Whether a publish drops the keys and values of older weights."""
+    overlaps_schedule: bool = False
+    """Whether SGLang prepares the next token while one is computed. Only where a publish drops keys
+    and values: a pause that keeps them leaves a token of the older weights in flight, which SGLang
+    then counts to the newer ones."""
     quantization: str = ""
     """How the engine keeps its weights; "" as they come."""
     returns_expert_choices: bool = False
@@ -163,6 +174,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         version=-1 if generator.wait_for_publish else 0,
         log_path=config.run.dir / "logs" / f"{generator.engine.split(':')[-1]}-{index}.log",
         recomputes_kv_cache=config.weights.kv_cache == "recompute",
+        overlaps_schedule=generator.overlap_schedule,
         quantization=generator.quantization,
         returns_expert_choices=config.train.router_replay,
     )

@@ -299,7 +299,7 @@ class SGLangEngine:
     async def _call_loader(
         self, order: Order, timeout_s: float | None = None, version: int | None = None
     ) -> None:
-        write_order(orders_path(self._setup.log_path), order)
+        write_order(self._setup.orders or orders_path(self._setup.log_path), order)
         body = {
             "serialized_named_tensors": [NO_TENSORS] * self.world_size,
             "load_format": self.loader,

@@ -48,6 +48,10 @@ class GeneratorConfig(Section):
     quantization: str = ""
     """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
     Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
+    overlap_schedule: bool = False
+    """SGLang prepares the next token while one is computed. Needs weights.kv_cache = "recompute":
+    a pause that keeps keys and values leaves a token of the older weights in flight, which SGLang
+    then counts to the newer ones."""
     max_running: PositiveInt = 64
     """Completions in flight in one engine."""
     kv_tokens: PositiveInt = 65_536

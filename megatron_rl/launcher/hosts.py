@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.backend.environment import (
+    address_towards,
     collective_environment,
     device_of_host,
     ranks_environment,
@@ -31,7 +32,13 @@ from megatron_rl.launcher.cold_start import (
     left_behind_text,
     steps_left_behind,
 )
-from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
+from megatron_rl.launcher.placement import (
+    EngineNode,
+    HostRoles,
+    gpu_environment,
+    listed_gpus,
+    place,
+)
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import CONFIG, check_run_folder, set_aside, write_config
@@ -209,10 +216,10 @@ def _start_serving(
             metrics = [*python, "megatron_rl.metrics_out.worker", *common]
             supervisor.start("metrics", metrics, environment=without_device, is_expendable=True)
     for index, own in roles.engines.items():
-        name = f"generator-{index}"
+        name, command = engine_command(config, index, roles.nodes.get(index))
         supervisor.start(
             name,
-            [*python, "generation.worker", *common, "--index", str(index)],
+            [*python, *command],
             restarts=RestartRule(
                 replica=name,
                 limit=config.generator.max_restarts,
@@ -223,6 +230,19 @@ def _start_serving(
         )
     verifier = [*python, "verification.worker", *common, "--index", str(host)]
     supervisor.start(f"verifier-{host}", verifier, environment=without_device)
+
+
+def engine_command(config: Config, index: int, node: EngineNode | None) -> tuple[str, list[str]]:
+    """Name and arguments of the role that runs an engine, or a host's part of one (`node`)."""
+    name, common = f"generator-{index}", [*_common(config), "--index", str(index)]
+    if node is None:
+        return name, ["generation.worker", *common]
+    common += ["--nodes", str(node.count)]
+    if node.rank:
+        part = ["--node", str(node.rank)]
+        return f"{name}-node-{node.rank}", ["generation.follower", *common, *part]
+    address = address_towards(config.ports.host)
+    return name, ["generation.worker", *common, "--address", address]
 
 
 def torchrun_arguments(

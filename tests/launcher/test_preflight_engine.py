@@ -67,6 +67,37 @@ def test_sglangs_cpu_mode_knows_no_experts_of_other_ranks() -> None:
     assert "topk_output = topk_output._replace(topk_ids=topk_ids_local)" in dispatcher
 
 
+def test_the_overlap_scheduler_needs_a_pause_that_takes_what_is_in_flight() -> None:
+    with pytest.raises(ConfigError, match="overlap_schedule with weights.kv_cache='keep'"):
+        load_config(None, ["generator.overlap_schedule=true"])
+    load_config(None, ["generator.overlap_schedule=true", "weights.kv_cache=recompute"])
+    srt = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
+    scheduler = (srt / "managers/scheduler.py").read_text()
+    pause = scheduler[scheduler.index("def pause_generation(") :]
+    in_place, drained = (
+        pause.index(words)
+        for words in (
+            'if recv_req.mode == "in_place":',
+            "if self.enable_overlap and self.last_batch:",
+        )
+    )
+    # The one returns before the other takes the token in flight.
+    assert in_place < pause.index("            return\n", in_place) < drained
+    assert pause.index("self.process_batch_result(tmp_batch, tmp_result)") > drained
+    versions = (srt / "utils/weight_versions.py").read_text()
+    assert "num_output_tokens=len(req.output_ids)" in versions
+
+
+def test_sglang_releases_its_memory_only_when_no_request_runs() -> None:
+    """Why it is not used (docs/clusters.md); look again when this fails."""
+    srt = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
+    updater = (srt / "managers/scheduler_components/weight_updater.py").read_text()
+    release = updater[updater.index("def release_memory_occupation(") :]
+    assert release.index("assert self.is_fully_idle(") < release.index("memory_saver_adapter.pause")
+    kept = release.index("if GPU_MEMORY_TYPE_KV_CACHE in tags:")
+    assert kept < release.index("self.flush_cache()") < release.index("if GPU_MEMORY_TYPE_WEIGHTS")
+
+
 def test_publishes_beside_training_on_gpus_are_refused_before_a_model_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
