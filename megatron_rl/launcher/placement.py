@@ -61,6 +61,11 @@ def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
             f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host: "
             f"only SGLang's engines lie across hosts, not {config.generator.engine!r}"
         )
+    if width > gpus_per_host and config.weights.method == "ipc":
+        raise InputError(
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
+            "and weights.method='ipc' shares memory of one host: use 'reshard'"
+        )
     trainer_hosts = -(-ranks // gpus_per_host)
     engines: list[dict[int, range]] = [{} for _ in range(hosts)]
     nodes: list[dict[int, EngineNode]] = [{} for _ in range(hosts)]

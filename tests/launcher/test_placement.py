@@ -59,6 +59,9 @@ def test_an_engine_with_more_ranks_than_a_host_has_gpus_takes_whole_hosts() -> N
     other = other.model_copy(
         update={"generator": other.generator.model_copy(update={"engine": "site.module:Engine"})}
     )
+    shared = config(8, 1, 16).model_copy(update={"weights": WeightsConfig(method="ipc")})
+    with pytest.raises(InputError, match="weights.method='ipc' shares memory of one host"):
+        place(shared, hosts=3, gpus_per_host=8)
     with pytest.raises(InputError, match="only SGLang's engines lie across hosts, not 'site"):
         place(other, hosts=3, gpus_per_host=8)
 
