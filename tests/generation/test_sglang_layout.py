@@ -95,6 +95,8 @@ def test_slices_of_divided_experts_are_what_a_server_holds(
     monkeypatch.setenv(layout_loader.NEW, str(tmp_path / "new"))
     monkeypatch.setenv(layout_loader.REPORTS, str(tmp_path))
     monkeypatch.setattr(SGLangEngine, "loader", layout_loader.NAME)
+    # By itself /health samples a token.
+    monkeypatch.setenv("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
     setup = make_setup(
         tmp_path, tmp_path / "server.log", tensor_parallel=2, expert_parallel=2, context_tokens=200
     )
