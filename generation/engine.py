@@ -50,8 +50,21 @@ class EngineSetup:
     version: int
     """Policy version of the folder's own weights; -1 when they are to be replaced first."""
     log_path: Path
+    expert_parallel: int = 1
+    """Among how many of its ranks whole experts are divided."""
+    nodes: int = 1
+    """Hosts among which the engine's ranks are divided."""
+    node_rank: int = 0
+    meets_at: str = ""
+    """Where the ranks of several hosts meet, as address:port."""
+    orders: Path | None = None
+    """The file of orders to the ranks; None: beside the log."""
     recomputes_kv_cache: bool = False
     """Whether a publish drops the keys and values of older weights."""
+    overlaps_schedule: bool = False
+    """Whether SGLang prepares the next token while one is computed. Only where a publish drops keys
+    and values: a pause that keeps them leaves a token of the older weights in flight, which SGLang
+    then counts to the newer ones."""
     quantization: str = ""
     """How the engine keeps its weights; "" as they come."""
     returns_expert_choices: bool = False
@@ -86,6 +99,8 @@ class Engine(Protocol):
     """Its ranks."""
     ffn_multiple: int
     """To what it pads the MLP units of a rank."""
+    expert_parallel: int
+    """Among how many of its ranks whole experts are divided."""
     version: int
     """Policy version of the weights it holds."""
 
@@ -145,6 +160,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         dtype=config.model.dtype,
         stop_ids=stop_ids,
         tensor_parallel=generator.tensor_parallel,
+        expert_parallel=generator.expert_parallel,
         max_running=generator.max_running,
         kv_tokens=generator.kv_tokens,
         context_tokens=generator.context_tokens,
@@ -159,6 +175,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         version=-1 if generator.wait_for_publish else 0,
         log_path=config.run.dir / "logs" / f"{generator.engine.split(':')[-1]}-{index}.log",
         recomputes_kv_cache=config.weights.kv_cache == "recompute",
+        overlaps_schedule=generator.overlap_schedule,
         quantization=generator.quantization,
         returns_expert_choices=config.train.router_replay,
     )

@@ -71,6 +71,7 @@ class HFEngine:
     name = "hf"
     world_size = 1
     ffn_multiple = 1
+    expert_parallel = 1
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup

@@ -25,9 +25,8 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         "--dtype": setup.dtype,
         "--host": setup.host,
         "--port": setup.port,
-        # SGLang's own choice would be any that is free now, another role's among them.
-        "--nccl-port": setup.port + 1,
         "--tp-size": setup.tensor_parallel,
+        "--ep-size": setup.expert_parallel,
         "--context-length": setup.context_tokens,
         "--max-running-requests": setup.max_running,
         "--max-total-tokens": setup.kv_tokens,
@@ -36,6 +35,15 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         # Each completion is one event at its end (and one at its first token).
         "--stream-interval": NEVER_STREAM_TOKENS if _reports_spans() else 1,
     }
+    if setup.nodes > 1:
+        values |= {
+            "--nnodes": setup.nodes,
+            "--node-rank": setup.node_rank,
+            "--dist-init-addr": setup.meets_at,
+        }
+    else:
+        # SGLang's own choice would be any that is free now, another role's among them.
+        values["--nccl-port"] = setup.port + 1
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += [f"{flag}={value}" for flag, value in values.items()]
     command += [
@@ -43,8 +51,7 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         # Token ids go in and come out: no tokenizer, and no detokenizer in the way.
         "--skip-tokenizer-init",
         "--skip-server-warmup",
-        # With the overlap scheduler the recorded version boundary is one token off.
-        "--disable-overlap-schedule",
+        *([] if setup.overlaps_schedule else ["--disable-overlap-schedule"]),
         f"--custom-weight-loader={loader}",
         *([f"--quantization={setup.quantization}"] if setup.quantization else []),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
@@ -60,7 +67,7 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
         shims |= sglang_cpu.family_environment(Path(setup.model))
     return shims | {
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
-        ORDERS_VARIABLE: str(orders_path(setup.log_path)),
+        ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
     }
 
 

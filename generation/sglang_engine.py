@@ -61,6 +61,7 @@ class SGLangEngine:
         self._setup = setup
         self.engine_version = importlib.metadata.version("sglang")
         self.world_size = setup.tensor_parallel
+        self.expert_parallel = setup.expert_parallel
         self.ffn_multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
         self.version = setup.version
         self._child = ServerChild(setup.log_path)
@@ -298,7 +299,7 @@ class SGLangEngine:
     async def _call_loader(
         self, order: Order, timeout_s: float | None = None, version: int | None = None
     ) -> None:
-        write_order(orders_path(self._setup.log_path), order)
+        write_order(self._setup.orders or orders_path(self._setup.log_path), order)
         body = {
             "serialized_named_tensors": [NO_TENSORS] * self.world_size,
             "load_format": self.loader,

@@ -15,12 +15,16 @@ from generation.sglang_orders import read_order
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.receiver import Receiver
 
+_obeyed: dict[str, int] = {}
+"""Number of this rank's last order."""
+
 
 def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     """Obey the engine's order; the tensors are none."""
-    order = read_order()
-    if isinstance(order, Receive):
-        _receiver(model).take(order)
+    found = read_order(after=_obeyed.get("number", 0))
+    _obeyed["number"] = found.number
+    if isinstance(found.order, Receive):
+        _receiver(model).take(found.order)
 
 
 @functools.cache

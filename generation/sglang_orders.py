@@ -7,6 +7,7 @@ loader nothing but pickled tensors; a file of ours keeps orders out of a pickle.
 import base64
 import os
 import pickle
+import time
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,16 @@ class Nothing(msgspec.Struct, frozen=True, tag="Nothing"):
 
 
 Order = Receive | Nothing
+VISIBLE_S = 60.0
+"""Within it a shared file system shows another host what was written."""
+_LOOK_S = 0.05
+
+
+class Numbered(msgspec.Struct, frozen=True):
+    """An order; later ones have higher numbers."""
+
+    number: int
+    order: Order
 
 
 def orders_path(log_path: Path) -> Path:
@@ -35,10 +46,31 @@ def orders_path(log_path: Path) -> Path:
 def write_order(path: Path, order: Order) -> None:
     """Put an order in the file, at once."""
     staging = path.with_suffix(".partial")
-    staging.write_bytes(msgspec.json.encode(order))
+    before = _read(path)
+    number = before.number + 1 if before is not None else 1
+    staging.write_bytes(msgspec.json.encode(Numbered(number, order)))
     os.replace(staging, path)
 
 
-def read_order() -> Order:
-    """The order, inside the server."""
-    return msgspec.json.decode(Path(os.environ[ORDERS_VARIABLE]).read_bytes(), type=Order)
+def _read(path: Path) -> Numbered | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Numbered)
+    except FileNotFoundError:
+        return None
+
+
+def read_order(after: int = 0, patience_s: float = VISIBLE_S) -> Numbered:
+    """The order, inside the server. Raises TimeoutError.
+
+    after: number of the last order obeyed. A rank on another host than the engine's may see that
+    one still, or no file yet: it waits for the next.
+    """
+    path = Path(os.environ[ORDERS_VARIABLE])
+    ends_at = time.monotonic() + patience_s
+    while True:
+        found = _read(path)
+        if found is not None and found.number > after:
+            return found
+        if time.monotonic() > ends_at:
+            raise TimeoutError(f"no new order in {path} for {patience_s:.0f} s")
+        time.sleep(_LOOK_S)

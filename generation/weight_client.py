@@ -77,6 +77,7 @@ class WeightClient:
             engine_version=engine.engine_version,
             session=self._session,
             ffn_multiple=engine.ffn_multiple,
+            expert_parallel=engine.expert_parallel,
             version=engine.version if self._is_known else -1,
             is_held=self.is_held,
             nccl=own_settings(),

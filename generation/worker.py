@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from generation.activity import Activity
 from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
 from generation.gold_answers import find_gold
+from generation.meeting import call_path
+from generation.sglang_hosts import SpreadSGLangEngine
 from generation.weight_client import WeightClient
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
@@ -278,9 +281,31 @@ async def interrupted() -> int:
     return await arrived
 
 
-async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
+@dataclass(frozen=True)
+class Spread:
+    """An engine whose ranks lie on several hosts, of which this one leads."""
+
+    nodes: int
+    address: str
+    """Of this host, for the others."""
+
+
+def open_engine(
+    config: Config, index: int, stop_ids: tuple[int, ...], spread: Spread | None
+) -> Engine:
+    """The engine of a generator, not started; on an event loop where it is spread."""
+    setup = engine_setup(config, index, stop_ids)
+    if spread is None:
+        return load_engine(config.generator.engine)(setup)
+    call = call_path(config.run.dir, index)
+    return SpreadSGLangEngine(setup, nodes=spread.nodes, address=spread.address, call=call)
+
+
+async def generate_for(
+    config: Config, index: int, renderer: Renderer, spread: Spread | None = None
+) -> None:
     """Start the engine and serve; everything is closed on the way out."""
-    engine = load_engine(config.generator.engine)(engine_setup(config, index, renderer.stop_ids))
+    engine = open_engine(config, index, renderer.stop_ids, spread)
     identity = f"generator-{index}"
     host, ports = config.ports.host, config.ports
     keys = load_keys(ports.keys_dir)
@@ -304,17 +329,20 @@ async def generate_for(config: Config, index: int, renderer: Renderer) -> None:
                 gold=config.algorithm.used_gold,
             )
             await worker.run(weights, metrics)
+        if isinstance(engine, SpreadSGLangEngine):
+            engine.dismiss()
     finally:
         await engine.close()
 
 
-def main(config_path: Path, overrides: list[str], index: int) -> None:
+def main(config_path: Path, overrides: list[str], index: int, spread: Spread | None = None) -> None:
     """Serve until the queue says Stop or a signal arrives."""
     config = load_config(config_path, overrides)
     set_up_logging(f"generator-{index}", config.run.dir / "logs")
     renderer = open_renderer(config)
+    work = generate_for(config, index, renderer, spread)
     try:
-        number = asyncio.run(end_with_first(interrupted(), generate_for(config, index, renderer)))
+        number = asyncio.run(end_with_first(interrupted(), work))
     except EngineError as error:
         log.error("%s", error)
         raise SystemExit(EXIT_FAILED) from error
@@ -329,6 +357,8 @@ def parse_arguments() -> argparse.Namespace:
         "--config", type=Path, required=True, help="resolved config.toml of the run"
     )
     parser.add_argument("--index", type=int, default=0, help="which generator of the run this is")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts of the engine")
+    parser.add_argument("--address", default="", help="of this host, for the engine's other hosts")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     return parser.parse_intermixed_args()
 
@@ -338,7 +368,12 @@ def start() -> int:
     options = parse_arguments()
     return run_main(
         f"generator-{options.index}",
-        lambda: main(options.config, options.overrides, options.index),
+        lambda: main(
+            options.config,
+            options.overrides,
+            options.index,
+            Spread(options.nodes, options.address) if options.nodes > 1 else None,
+        ),
     )
 
 

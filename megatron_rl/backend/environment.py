@@ -108,11 +108,10 @@ def collective_environment(
     return {name: value for name, value in wanted.items() if name not in given}
 
 
-def interface_of(host: str) -> str:
-    """This host's network interface by which `host` is reached, which may be this host itself.
+def address_towards(host: str) -> str:
+    """This host's address from which `host` is reached, which may be this host itself.
 
-    By itself gloo listens where the host's name leads: to 127.0.1.1 on many systems, or where
-    others may reach it though the run is on loopback. Raises InputError.
+    Raises InputError.
     """
     try:
         # Of a UDP socket: connecting it sends nothing, but chooses the address to send from.
@@ -130,6 +129,16 @@ def interface_of(host: str) -> str:
             f"ports.host = {host!r} leads to {place[0]} on this host, where no other host gets: "
             "give the address by which the others reach it (`hostname -I` lists them)"
         )
+    return own
+
+
+def interface_of(host: str) -> str:
+    """The network interface of `address_towards`.
+
+    By itself gloo listens where the host's name leads: to 127.0.1.1 on many systems, or where
+    others may reach it though the run is on loopback. Raises InputError.
+    """
+    own = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(own == each.address.partition("%")[0] for each in addresses):
             return name

@@ -49,6 +49,30 @@ def check_engine_tensor(size: int, heads: int) -> None:
         )
 
 
+def check_engine_experts(tensor: int, expert: int, counts: Counts) -> None:
+    """Raise InputError unless an engine's ranks can divide a model's experts so.
+
+    tensor: all ranks of the engine, a multiple of `expert`.
+    """
+    if expert == 1:
+        return
+    name = f"generator.expert_parallel = {expert}"
+    if not counts.experts:
+        raise InputError(f"{name}, but the model has no experts: use 1")
+    if counts.experts % expert or tensor % expert:
+        possible = math.gcd(counts.experts, tensor)
+        raise InputError(
+            f"{name} must divide the model's {counts.experts} experts and "
+            f"generator.tensor_parallel = {tensor}; "
+            f"nearest possible: {nearest_divisor(possible, expert)}"
+        )
+    if counts.expert_ffn % (tensor // expert):
+        raise InputError(
+            f"{name} of generator.tensor_parallel = {tensor} leaves {tensor // expert} ranks for "
+            f"each expert, which do not divide its {counts.expert_ffn} units: use {tensor}"
+        )
+
+
 def _check_tensor(parallel: ParallelConfig, counts: Counts) -> None:
     size = parallel.tensor
     heads = f"{counts.heads} attention heads and {counts.kv_heads} key-value heads"

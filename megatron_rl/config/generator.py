@@ -7,7 +7,26 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
+
+
+def refuse_overlap(has_gpus: bool, quantization: str) -> None:
+    """Raise InputError where `weights.overlap` is not known to be safe.
+
+    has_gpus: whether the trainer computes on them.
+    """
+    if has_gpus:
+        raise InputError(
+            "weights.overlap=true needs a trainer without GPUs: on one, the kernels of the "
+            "exchange and those of the trainer's own groups could wait for each other for ever; "
+            "leave it at false"
+        )
+    if quantization:
+        raise InputError(
+            f"weights.overlap=true with generator.quantization={quantization}: a quantised engine "
+            "takes full tensors, which all ranks gather; leave one of them out"
+        )
 
 
 class GeneratorConfig(Section):
@@ -20,12 +39,20 @@ class GeneratorConfig(Section):
     """Generators that launch starts on this host."""
     tensor_parallel: PositiveInt = 1
     """Ranks of one engine."""
+    expert_parallel: PositiveInt = 1
+    """Among how many of them the experts of a mixture are divided: each rank holds whole experts,
+    or its part of them where this is below tensor_parallel, which it must divide. SGLang, on GPUs.
+    """
     shares_gpus: bool = False
     """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk",
     or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
     quantization: str = ""
     """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
     Weights then travel by weights.method broadcast or disk: it quantises what it loads."""
+    overlap_schedule: bool = False
+    """SGLang prepares the next token while one is computed. Needs weights.kv_cache = "recompute":
+    a pause that keeps keys and values leaves a token of the older weights in flight, which SGLang
+    then counts to the newer ones."""
     max_running: PositiveInt = 64
     """Completions in flight in one engine."""
     kv_tokens: PositiveInt = 65_536
@@ -44,6 +71,20 @@ class GeneratorConfig(Section):
     queue.lease_timeout_s."""
     wait_for_publish: bool = True
     """Serve only after the trainer's first publish; false serves the folder's own weights."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.expert_parallel > 1 and self.engine == "hf":
+            raise ValueError(
+                f"generator.expert_parallel={self.expert_parallel} with generator.engine='hf', "
+                "which is one process: set it to 1"
+            )
+        if self.tensor_parallel % self.expert_parallel:
+            raise ValueError(
+                f"generator.expert_parallel={self.expert_parallel} must divide the "
+                f"generator.tensor_parallel={self.tensor_parallel} ranks of an engine"
+            )
+        return self
 
 
 class WeightsConfig(Section):

@@ -180,6 +180,12 @@ class Config(Section):
                 f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
                 f"prompt beside sampling.max_new_tokens={self.sampling.max_new_tokens}: raise it"
             )
+        if self.generator.overlap_schedule and self.weights.kv_cache != "recompute":
+            raise ValueError(
+                f"generator.overlap_schedule with weights.kv_cache={self.weights.kv_cache!r}: the "
+                "versions of tokens would be wrong by one; set weights.kv_cache='recompute', or "
+                "leave it at false"
+            )
         longest = self.eval.longest(self.sampling.max_new_tokens)
         if self.generator.context_tokens <= longest:
             raise ValueError(

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.backend.environment import (
+    address_towards,
     device_of_host,
     ranks_environment,
     role_environment,
@@ -40,7 +41,7 @@ from megatron_rl.launcher.cold_start import (
 )
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.host_link import FirstHost, HostLink, OtherHost
-from megatron_rl.launcher.placement import HostRoles, gpu_environment
+from megatron_rl.launcher.placement import EngineNode, HostRoles, gpu_environment
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run import eval_limit_s, write_summary
 from megatron_rl.launcher.run_folder import CONFIG
@@ -247,12 +248,13 @@ def _start_serving(own: Share, phase: RunPhase) -> str:
         _start_queue(own, queue, common, phase)
     python, device = [sys.executable, "-m"], device_of_host(own.gpus)
     for index, gpus in own.roles.engines.items():
-        role = f"generator-{index}{suffix}"
+        part, command = engine_command(own.config, name, index, own.roles.nodes.get(index))
+        role = f"{part}{suffix}"
         own.supervisor.start(
             role,
-            [*python, "generation.worker", *common, "--index", str(index)],
+            [*python, *command],
             restarts=RestartRule(
-                replica=f"generator-{index}",
+                replica=part,
                 limit=own.config.generator.max_restarts,
                 until=queue if label else TRAINER,
                 ready_path=own.run_dir / "logs" / f"{role}.ready",
@@ -264,6 +266,25 @@ def _start_serving(own: Share, phase: RunPhase) -> str:
         f"verifier-{own.host}{suffix}", verifier, environment=role_environment("cpu")
     )
     return queue
+
+
+def engine_command(
+    config: Config, file: str, index: int, node: EngineNode | None
+) -> tuple[str, list[str]]:
+    """Name and arguments of the role that runs an engine, or a host's part of one (`node`).
+
+    file: the phase's configuration, in the folder of the run.
+    """
+    name = f"generator-{index}"
+    common = ["--config", str(config.run.dir / file), "--index", str(index)]
+    if node is None:
+        return name, ["generation.worker", *common]
+    common += ["--nodes", str(node.count)]
+    if node.rank:
+        part = ["--node", str(node.rank)]
+        return f"{name}-node-{node.rank}", ["generation.follower", *common, *part]
+    address = address_towards(config.ports.host)
+    return name, ["generation.worker", *common, "--address", address]
 
 
 def _start_queue(own: Share, name: str, common: list[str], phase: RunPhase) -> None:

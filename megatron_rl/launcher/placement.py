@@ -1,7 +1,8 @@
 """Which roles run on which host, on which of its GPUs. Pure but for `listed_gpus`.
 
 Used by the launcher. GPUs are counted through all hosts: the trainer's ranks take the first ones,
-then each engine its own, never across two hosts.
+then each engine its own. An engine lies across two hosts only when it has more ranks than one has
+GPUs: then it has whole hosts.
 """
 
 import os
@@ -25,6 +26,17 @@ class HostRoles:
     """Hosts that have trainer ranks; they are the first ones."""
     engines: dict[int, range] = field(default_factory=dict)
     """Generator -> its GPUs, counted on this host."""
+    nodes: dict[int, "EngineNode"] = field(default_factory=dict)
+    """Generator -> which part of its engine this is, of those that lie across hosts."""
+
+
+@dataclass(frozen=True)
+class EngineNode:
+    """One host of an engine that lies across several."""
+
+    rank: int
+    """Its place among them; 0 leads the engine."""
+    count: int
 
 
 def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
@@ -38,12 +50,25 @@ def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
             f"{ranks} trainer ranks do not fill whole hosts of {gpus_per_host} GPUs: choose "
             "parallel sizes whose product is a multiple of them, or smaller than a host"
         )
-    if width > gpus_per_host:
+    if width > gpus_per_host and width % gpus_per_host:
         raise InputError(
-            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host"
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
+            "and no multiple of them: an engine across hosts takes whole ones; nearest possible: "
+            f"{width - width % gpus_per_host}"
+        )
+    if width > gpus_per_host and config.generator.engine != "sglang":
+        raise InputError(
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host: "
+            f"only SGLang's engines lie across hosts, not {config.generator.engine!r}"
+        )
+    if width > gpus_per_host and config.weights.method == "ipc":
+        raise InputError(
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
+            "and weights.method='ipc' shares memory of one host: use 'reshard'"
         )
     trainer_hosts = -(-ranks // gpus_per_host)
     engines: list[dict[int, range]] = [{} for _ in range(hosts)]
+    nodes: list[dict[int, EngineNode]] = [{} for _ in range(hosts)]
     first = 0 if config.generator.shares_gpus else ranks
     for index in range(config.generator.replicas):
         if first % gpus_per_host + width > gpus_per_host:
@@ -56,12 +81,18 @@ def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
                 f"{hosts} hosts of {gpus_per_host} GPUs: lower generator.replicas "
                 f"(given: {config.generator.replicas}) or parallel.data"
             )
-        engines[host][index] = range(start, start + width)
+        count = -(-width // gpus_per_host)
+        for rank in range(count):
+            engines[host + rank][index] = range(start, start + width // count)
+            if count > 1:
+                nodes[host + rank][index] = EngineNode(rank, count)
     if trainer_hosts > hosts:
         raise InputError(f"{ranks} trainer ranks need {trainer_hosts} hosts, there are {hosts}")
     per_host = min(ranks, gpus_per_host)
     return [
-        HostRoles(per_host if host < trainer_hosts else 0, trainer_hosts, engines[host])
+        HostRoles(
+            per_host if host < trainer_hosts else 0, trainer_hosts, engines[host], nodes[host]
+        )
         for host in range(hosts)
     ]
 

@@ -126,7 +126,11 @@ def _receivers(shape: ModelShape, config: Config, first: int) -> dict[int, list[
     if config.generator.engine == "hf":
         return {first: hf_slices(shape)}
     try:
-        return {first + rank: engine_slices(shape, Share(rank, ranks)) for rank in range(ranks)}
+        expert = config.generator.expert_parallel
+        return {
+            first + rank: engine_slices(shape, Share(rank, ranks), expert_parallel=expert)
+            for rank in range(ranks)
+        }
     except ValueError as error:
         raise InputError(f"generator.tensor_parallel = {ranks} is not possible: {error}") from error
 

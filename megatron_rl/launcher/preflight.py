@@ -7,16 +7,20 @@ import importlib.metadata
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from generation import sglang_cpu
 from generation.engine import ENGINES, EngineError, load_engine
 from generation.sglang_command import FP8_TAKES_WEIGHTS_SINCE, parse_release
 from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.config.divisibility import check_engine_tensor
+from megatron_rl.backend.environment import device_of_host, uses_gpus
+from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import (
@@ -25,6 +29,7 @@ from megatron_rl.config.tree import (
     SftConfig,
     TrainConfig,
 )
+from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.terminal_text import printable
@@ -35,7 +40,13 @@ from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
 from megatron_rl.rollout_queue.replay.traces import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.traces import read_traces
-from megatron_rl.weights.layout.shape import ModelShape, check_parallel, check_teacher, read_shape
+from megatron_rl.weights.layout.shape import (
+    ModelShape,
+    check_parallel,
+    check_teacher,
+    counts_of,
+    read_shape,
+)
 from verification import settings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -63,6 +74,8 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     check_names(config)
     check_installed(config)
     check_quantization(config.generator)
+    if config.weights.overlap:
+        check_overlap(config, listed_gpus())
     check_model_folder(config.model.path)
     check_vllm(config)
     if config.train.steps or config.sft.steps:
@@ -122,7 +135,29 @@ def check_model(config: Config) -> None:
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
     check_engine_tensor(config.generator.tensor_parallel, shape.heads)
+    check_expert_parallel(config.generator, shape)
     check_router_replay(config.train, shape, config.model.path)
+
+
+def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None:
+    """An engine's ranks can divide the model's experts, and SGLang can run them so."""
+    check_engine_experts(generator.tensor_parallel, generator.expert_parallel, counts_of(shape))
+    if generator.expert_parallel > 1 and generator.engine == "sglang" and sglang_cpu.is_needed():
+        # Its layers/moe/fused_moe_native.py (0.5.23) knows no experts of other ranks.
+        raise InputError(
+            f"generator.expert_parallel = {generator.expert_parallel} without a GPU: SGLang's CPU "
+            "mode cannot compute with divided experts; set it to 1"
+        )
+
+
+def check_overlap(config: Config, gpus: Sequence[str]) -> None:
+    """`weights.overlap` is possible where the trainer computes. gpus: those that this host lists.
+
+    Raises InputError.
+    """
+    weights, quantization = config.weights, config.generator.quantization
+    if config.train.steps and weights.overlap:
+        refuse_overlap(uses_gpus(device_of_host(gpus)), quantization)
 
 
 def check_names(config: Config) -> None:

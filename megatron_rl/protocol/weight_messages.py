@@ -16,6 +16,8 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """Grows when the generator restarts."""
     ffn_multiple: int = 1
     """To what the engine pads the MLP units of a rank."""
+    expert_parallel: int = 1
+    """Among how many of the engine's ranks whole experts are divided."""
     version: int = -1
     """Policy version that it serves; -1: none, it needs a whole publish."""
     is_held: bool = False

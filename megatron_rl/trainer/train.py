@@ -21,10 +21,10 @@ import megatron_rl.backend.no_compiler  # noqa: F401 - before Megatron
 from megatron.core import parallel_state
 
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.staging import optimizer_steps
-from megatron_rl.config.tree import Config, WeightsConfig
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import failures_noted, run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
@@ -95,7 +95,9 @@ def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
     objective = find_objective(cfg.algorithm, cfg.sampling.temperature)
     with open_policy(cfg) as policy:
-        check_overlap(cfg.weights, cfg.generator.quantization, policy.device.type)
+        if cfg.weights.overlap:
+            # The launcher has asked already; ranks may be started without it.
+            refuse_overlap(policy.device.type != "cpu", cfg.generator.quantization)
         trainer = Trainer(
             policy,
             objective,
@@ -174,21 +176,6 @@ def open_method(
     copies = model_copies(policy.shape, all_places())
     parameters = named_parameters(policy.chunks)
     return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
-
-
-def check_overlap(weights: WeightsConfig, quantization: str, device: str) -> None:
-    """Refuse weights.overlap where it is not known to be safe. Raises InputError."""
-    if weights.overlap and device != "cpu":
-        raise InputError(
-            "weights.overlap=true needs a trainer without GPUs: on one, the kernels of the "
-            "exchange and those of the trainer's own groups could wait for each other for ever; "
-            "leave it at false"
-        )
-    if weights.overlap and quantization:
-        raise InputError(
-            f"weights.overlap=true with generator.quantization={quantization}: a quantised engine "
-            "takes full tensors, which all ranks gather; leave one of them out"
-        )
 
 
 def chosen_method(method: str, quantization: str) -> str:

@@ -16,7 +16,7 @@ from generation.sglang_orders import ORDERS_VARIABLE, Nothing, read_order
 def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     """Called by SGLang between the begin and the end of a weight update."""
     sglang_loader.load(model, named_tensors)
-    if isinstance(read_order(), Nothing):
+    if isinstance(read_order().order, Nothing):
         from sglang.srt.runtime_context import get_parallel
 
         held = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}

@@ -43,7 +43,10 @@ def exchange(model: torch.nn.Module, tensor: Share) -> dict[str, Any]:
     """What was compared with the old folder; the parameters are the new folder's afterwards."""
     old, new = Path(os.environ[OLD]), Path(os.environ[NEW])
     multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
-    slices = engine_slices(shape_of(old), tensor, ffn_multiple=multiple)
+    from sglang.srt.runtime_context import get_parallel
+
+    expert = get_parallel().moe_ep_size
+    slices = engine_slices(shape_of(old), tensor, expert_parallel=expert, ffn_multiple=multiple)
     parameters = dict(model.named_parameters())
     check_slices(slices, parameters, may_pad_ffn=multiple > 1)
     held, wanted = (load_file(folder / "model.safetensors") for folder in (old, new))

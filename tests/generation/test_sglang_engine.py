@@ -91,6 +91,11 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     )  # fmt: skip
     command = server_command(setup, LOADER)
     assert {"--disable-overlap-schedule", "--weight-version=-1", "--tp-size=2"} <= set(command)
+    assert "--ep-size=1" in command
+    overlapping = dataclasses.replace(setup, overlaps_schedule=True)
+    assert "--disable-overlap-schedule" not in server_command(overlapping, LOADER)
+    dividing = dataclasses.replace(setup, expert_parallel=2)
+    assert "--ep-size=2" in server_command(dividing, LOADER)
     assert ("--device" in command) == sglang_cpu.is_needed()
     assert not any("--quantization" in word for word in command)
     assert "--enable-return-routed-experts" not in command

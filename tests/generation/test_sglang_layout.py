@@ -67,7 +67,7 @@ def test_slices_read_and_write_what_a_server_holds(
     )
     setup = make_setup(tmp_path, tmp_path / "server.log", tensor_parallel=ranks, context_tokens=200)
     before, after = asyncio.run(
-        asyncio.wait_for(_exchange(SGLangEngine(setup), ranks), timeout=LIMIT_S)
+        asyncio.wait_for(exchange(SGLangEngine(setup), ranks), timeout=LIMIT_S)
     )
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for report in reports:
@@ -79,6 +79,46 @@ def test_slices_read_and_write_what_a_server_holds(
         for completion in completions:
             expected = logprobs(model, PROMPT, completion.token_ids)
             assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=TOLERANCE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_slices_of_divided_experts_are_what_a_server_holds(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parameters alone: SGLang's CPU mode cannot compute with divided experts."""
+    for seed, name in enumerate(("old", "new")):
+        write_model(tmp_path / name, family=family, is_tied=False, seed=seed)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(layout_loader.OLD, str(tmp_path / "old"))
+    monkeypatch.setenv(layout_loader.NEW, str(tmp_path / "new"))
+    monkeypatch.setenv(layout_loader.REPORTS, str(tmp_path))
+    monkeypatch.setattr(SGLangEngine, "loader", layout_loader.NAME)
+    # By itself /health samples a token.
+    monkeypatch.setenv("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
+    setup = make_setup(
+        tmp_path, tmp_path / "server.log", tensor_parallel=2, expert_parallel=2, context_tokens=200
+    )
+    asyncio.run(asyncio.wait_for(_load_only(SGLangEngine(setup)), timeout=LIMIT_S))
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for rank, report in enumerate(reports):
+        assert "error" not in report, report["error"]
+        assert report["different"] == []
+        experts = {int(name.split(".experts.")[1].split(".")[0])
+                   for name in report["unused"] if ".experts." in name}  # fmt: skip
+        # Of four experts rank 0 holds the first two, rank 1 the others; nothing else is missing.
+        assert experts == ({2, 3}, {0, 1})[rank]
+        assert all(".experts." in name for name in report["unused"])
+
+
+async def _load_only(engine: SGLangEngine) -> None:
+    try:
+        await engine.start()
+        await engine.pause()
+        await engine._post("/update_weights_from_tensor", _loader_call(2))
+    finally:
+        await engine.close()
 
 
 @pytest.mark.exhaustive
@@ -97,7 +137,7 @@ def test_ranks_beyond_the_key_value_heads_share_them_as_sglangs_layer_does() -> 
     assert done.stdout.split() == [str((1 + 2 + 4 + 8) * 6)]
 
 
-async def _exchange(engine: SGLangEngine, ranks: int) -> tuple[list[Completion], list[Completion]]:
+async def exchange(engine: SGLangEngine, ranks: int) -> tuple[list[Completion], list[Completion]]:
     """Completions of the server's weights before and after the loader ran in it."""
     try:
         await engine.start()

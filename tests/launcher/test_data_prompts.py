@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_rl.launcher.data.prompts import check, show
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.data.tiny_model import write_tokenizer
 from megatron_rl.launcher import cli
-from tools.make_tiny_model import write_tokenizer
+from megatron_rl.launcher.data.prompts import check, show
 
 LONG = "Find the sum of all positive divisors of the number n that is given here"
 

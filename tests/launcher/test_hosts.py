@@ -8,8 +8,9 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import hosts as cluster
-from megatron_rl.launcher.host_phases import torchrun_arguments
-from megatron_rl.launcher.placement import place
+from megatron_rl.launcher.host_phases import engine_command, torchrun_arguments
+from megatron_rl.launcher.placement import EngineNode, place
+from megatron_rl.launcher.run_folder import CONFIG
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,21 @@ def test_a_host_needs_a_prepared_run_its_place_and_its_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(InputError, match="lists 2 GPUs"):
         cluster.run_host(tmp_path, host=0, hosts=2, gpus_per_host=8)
+
+
+def test_an_engine_across_hosts_is_led_from_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["run.dir=/shared/run", "generator.tensor_parallel=16"])
+    common = ["--config", "/shared/run/config.toml", "--index", "0"]
+    assert engine_command(config, CONFIG, 0, None) == (
+        "generator-0", ["generation.worker", *common]
+    )  # fmt: skip
+    assert engine_command(config, CONFIG, 0, EngineNode(1, 2)) == (
+        "generator-0-node-1", ["generation.follower", *common, "--nodes", "2", "--node", "1"]
+    )  # fmt: skip
+    # The address of this host by which ports.host is reached.
+    assert engine_command(config, CONFIG, 0, EngineNode(0, 2)) == (
+        "generator-0", ["generation.worker", *common, "--nodes", "2", "--address", "127.0.0.1"]
+    )  # fmt: skip
 
 
 def test_torchrun_joins_the_trainers_hosts_at_the_first() -> None:

@@ -7,7 +7,13 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.tree import Config, GeneratorConfig, ParallelConfig, WeightsConfig
-from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
+from megatron_rl.launcher.placement import (
+    EngineNode,
+    HostRoles,
+    gpu_environment,
+    listed_gpus,
+    place,
+)
 
 
 def config(ranks: int, replicas: int, width: int, *, shares_gpus: bool = False) -> Config:
@@ -41,6 +47,25 @@ def test_an_engine_never_lies_across_two_hosts() -> None:
     assert first.engines == {0: range(4, 7)} and second.engines == {1: range(3)}
 
 
+def test_an_engine_with_more_ranks_than_a_host_has_gpus_takes_whole_hosts() -> None:
+    hosts = place(config(4, 2, 16), hosts=5, gpus_per_host=8)
+    assert hosts[0] == HostRoles(4, 1)
+    for number, (index, rank) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)], start=1):
+        assert hosts[number].engines == {index: range(8)}
+        assert hosts[number].nodes == {index: EngineNode(rank, 2)}
+    # An engine that fits a host has no parts elsewhere.
+    assert all(not host.nodes for host in place(config(8, 2, 8), hosts=3, gpus_per_host=8))
+    other = config(8, 1, 16)
+    other = other.model_copy(
+        update={"generator": other.generator.model_copy(update={"engine": "site.module:Engine"})}
+    )
+    shared = config(8, 1, 16).model_copy(update={"weights": WeightsConfig(method="ipc")})
+    with pytest.raises(InputError, match="weights.method='ipc' shares memory of one host"):
+        place(shared, hosts=3, gpus_per_host=8)
+    with pytest.raises(InputError, match="only SGLang's engines lie across hosts, not 'site"):
+        place(other, hosts=3, gpus_per_host=8)
+
+
 def test_engines_on_the_trainers_gpus_only_where_that_is_wanted() -> None:
     [roles] = place(config(1, 1, 1, shares_gpus=True), hosts=1, gpus_per_host=1)
     assert roles == HostRoles(1, 1, {0: range(1)})
@@ -57,7 +82,8 @@ def test_engines_on_the_trainers_gpus_only_where_that_is_wanted() -> None:
     ("ranks", "replicas", "width", "message"),
     [
         (12, 1, 1, "12 trainer ranks do not fill whole hosts of 8 GPUs"),
-        (8, 1, 16, "generator.tensor_parallel = 16 is more than the 8 GPUs"),
+        (8, 1, 12, "= 12 is more than the 8 GPUs of a host, and no .* nearest possible: 8"),
+        (8, 1, 16, "8 trainer ranks and 1 engines of 16 GPUs do not fit on 2 hosts"),
         (8, 9, 1, "8 trainer ranks and 9 engines of 1 GPUs do not fit on 2 hosts"),
     ],
 )

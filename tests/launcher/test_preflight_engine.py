@@ -1,10 +1,15 @@
 """What the installed engine cannot do is refused before a run."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 
-from megatron_rl.config.errors import InputError
+from megatron_rl.config.errors import ConfigError, InputError
+from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.launcher import preflight
+from tests.generation.layout_models import shape_of, write_model
 
 FP8 = GeneratorConfig(quantization="fp8")
 
@@ -22,6 +27,89 @@ def test_fp8_engines_of_a_release_that_loses_how_weights_are_loaded_are_refused(
 @pytest.mark.parametrize("release", ["0.5.21", "0.5.23", "0.10.0", None])
 def test_fp8_engines_that_take_weights_pass(release: str | None) -> None:
     preflight.check_quantization(FP8, release)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_divided_experts_need_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    write_model(tmp_path, family="Qwen3Moe", is_tied=False, seed=0)
+    shape = shape_of(tmp_path)
+    monkeypatch.setattr(preflight.sglang_cpu, "is_needed", lambda: not has_gpu)
+    divided = GeneratorConfig(tensor_parallel=2, expert_parallel=2)
+    preflight.check_expert_parallel(GeneratorConfig(tensor_parallel=2), shape)
+    if has_gpu:
+        preflight.check_expert_parallel(divided, shape)
+        return
+    with pytest.raises(InputError, match="without a GPU: SGLang's CPU mode cannot .* set it to 1"):
+        preflight.check_expert_parallel(divided, shape)
+
+
+def test_experts_of_an_engine_without_experts_or_ranks_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, family="Llama", is_tied=True, seed=0)
+    divided = ["generator.tensor_parallel=2", "generator.expert_parallel=2"]
+    config = load_config(None, divided)
+    with pytest.raises(InputError, match="expert_parallel = 2, but the model has no experts"):
+        preflight.check_expert_parallel(config.generator, shape_of(tmp_path))
+    with pytest.raises(ConfigError, match="must divide the generator.tensor_parallel=3"):
+        load_config(None, ["generator.tensor_parallel=3", "generator.expert_parallel=2"])
+    with pytest.raises(ConfigError, match="which is one process: set it to 1"):
+        load_config(None, [*divided, "generator.engine=hf"])
+
+
+def test_sglangs_cpu_mode_knows_no_experts_of_other_ranks() -> None:
+    """It counts tokens by the numbers that the dispatcher gave them, where -1 is another rank's."""
+    layers = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt/layers"
+    native = (layers / "moe/fused_moe_native.py").read_text()
+    assert "len_experts = layer.num_experts\n" in native
+    assert "cnts.scatter_(1, topk_ids.to(torch.int64), 1)" in native
+    dispatcher = (layers / "moe/token_dispatcher/standard.py").read_text()
+    assert "topk_output = topk_output._replace(topk_ids=topk_ids_local)" in dispatcher
+
+
+def test_the_overlap_scheduler_needs_a_pause_that_takes_what_is_in_flight() -> None:
+    with pytest.raises(ConfigError, match="overlap_schedule with weights.kv_cache='keep'"):
+        load_config(None, ["generator.overlap_schedule=true"])
+    load_config(None, ["generator.overlap_schedule=true", "weights.kv_cache=recompute"])
+    srt = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
+    scheduler = (srt / "managers/scheduler.py").read_text()
+    pause = scheduler[scheduler.index("def pause_generation(") :]
+    in_place, drained = (
+        pause.index(words)
+        for words in (
+            'if recv_req.mode == "in_place":',
+            "if self.enable_overlap and self.last_batch:",
+        )
+    )
+    # The one returns before the other takes the token in flight.
+    assert in_place < pause.index("            return\n", in_place) < drained
+    assert pause.index("self.process_batch_result(tmp_batch, tmp_result)") > drained
+    versions = (srt / "utils/weight_versions.py").read_text()
+    assert "num_output_tokens=len(req.output_ids)" in versions
+
+
+def test_sglang_releases_its_memory_only_when_no_request_runs() -> None:
+    """Why it is not used (docs/clusters.md); look again when this fails."""
+    srt = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
+    updater = (srt / "managers/scheduler_components/weight_updater.py").read_text()
+    release = updater[updater.index("def release_memory_occupation(") :]
+    assert release.index("assert self.is_fully_idle(") < release.index("memory_saver_adapter.pause")
+    kept = release.index("if GPU_MEMORY_TYPE_KV_CACHE in tags:")
+    assert kept < release.index("self.flush_cache()") < release.index("if GPU_MEMORY_TYPE_WEIGHTS")
+
+
+def test_publishes_beside_training_on_gpus_are_refused_before_a_model_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "device_of_host", lambda gpus: "cuda" if gpus else "cpu")
+    beside = Config(weights={"overlap": True})
+    preflight.check_overlap(beside, [])
+    # An evaluation alone has no trainer.
+    preflight.check_overlap(Config(weights={"overlap": True}, train={"steps": 0}), ["0"])
+    monkeypatch.setattr(preflight, "listed_gpus", lambda: ["0"])
+    # The folder of the model is not there: this comes first.
+    with pytest.raises(InputError, match="weights.overlap=true needs a trainer without GPUs"):
+        preflight.check(beside)
 
 
 def test_the_check_of_a_run_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import open_policy
-from megatron_rl.trainer.train import check_overlap, chosen_method
+from megatron_rl.trainer.train import chosen_method
 from tests.distributed import run_ranks
 from tests.tiny_models import write_model
 
@@ -74,13 +75,11 @@ def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> 
 
 
 def test_overlap_is_refused_where_it_is_not_known_to_be_safe() -> None:
-    overlapping = Config.model_validate({"weights": {"overlap": True}}).weights
-    check_overlap(overlapping, "", "cpu")
-    check_overlap(Config().weights, "fp8", "cuda")
+    refuse_overlap(has_gpus=False, quantization="")
     with pytest.raises(InputError, match="weights.overlap=true needs a trainer without GPUs"):
-        check_overlap(overlapping, "", "cuda")
+        refuse_overlap(has_gpus=True, quantization="")
     with pytest.raises(InputError, match="with generator.quantization=fp8"):
-        check_overlap(overlapping, "fp8", "cpu")
+        refuse_overlap(has_gpus=False, quantization="fp8")
     for method in ("broadcast", "disk"):
         with pytest.raises(ValueError, match=f"overlap=true with weights.method={method}"):
             Config.model_validate({"weights": {"overlap": True, "method": method}})

@@ -46,6 +46,8 @@ class Generator:
 
     name: str
     ranks: int = 1
+    expert: int = 1
+    """Ranks among which whole experts are divided."""
     lives: tuple[dict[int, str], ...] = ({},)
     """For each life: which of its pauses brings which fault. A death begins the next life."""
     shape: ModelShape = SHAPE
@@ -110,6 +112,7 @@ class PipedEngine:
     ) -> None:
         self.name = "scripted" if generator.ranks else "hf"
         self.world_size = len(pipes)
+        self.expert_parallel = generator.expert
         self.version = -1
         self._pipes, self._faults, self._notes = pipes, faults, notes
         self._pauses = -1
@@ -188,7 +191,9 @@ class EngineRank:
     def __init__(self, generator: Generator, rank: int) -> None:
         self._shape = generator.shape
         self._slices = (
-            engine_slices(self._shape, Share(rank, generator.ranks))
+            engine_slices(
+                self._shape, Share(rank, generator.ranks), expert_parallel=generator.expert
+            )
             if generator.ranks
             else hf_slices(self._shape)
         )

@@ -33,7 +33,7 @@ LOADER = "tools.bench.weights_loader.load"
 
 def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     """Obey the engine's order."""
-    order = read_order()
+    order = read_order().order
     if not isinstance(order, Receive):
         return
     path = Path(os.environ[ORDERS_VARIABLE])

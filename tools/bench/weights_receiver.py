@@ -31,7 +31,8 @@ from tools.bench.weights_loader import receive_raw
 class BareEngine:
     """Parameters of an engine of one rank, which samples nothing."""
 
-    name, engine_version, world_size, ffn_multiple = "bare", "1", 1, 1
+    name, engine_version, world_size = "bare", "1", 1
+    ffn_multiple, expert_parallel = 1, 1
 
     def __init__(self, config: Config) -> None:
         self.version = -1

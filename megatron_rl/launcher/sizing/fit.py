@@ -1,11 +1,13 @@
 """The nearest configuration that fits a GPU. Pure."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.sizing.generator import engine_memory
 from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES, fullest_rank, setting_of
@@ -21,7 +23,8 @@ class _Change:
     """Steps away from a configuration; each factor is 1 for no change."""
 
     shards_optimizer: bool
-    recomputes: bool
+    recompute: int
+    """Place among `recomputations`; 0 is the configuration's own."""
     less_tokens: int
     tensor: int
     pipeline: int
@@ -34,7 +37,7 @@ class _Change:
         steps = (self.less_tokens, self.tensor, self.expert, self.pipeline, self.data)
         weights = (1, 3, 3, 4, 12)
         doublings = (step.bit_length() - 1 for step in steps)
-        changes = self.shards_optimizer * 1 + self.recomputes * 2
+        changes = self.shards_optimizer * 1 + (1 + self.recompute / 10) * bool(self.recompute)
         return changes + sum(w * n for w, n in zip(weights, doublings, strict=True))
 
 
@@ -42,8 +45,10 @@ def nearest_fit(
     shape: ModelShape, config: Config, *, gpu_bytes: int, mean_tokens: int
 ) -> list[str] | None:
     """Overrides that make the trainer fit, fewest and cheapest changes first; None if none do."""
-    for change in sorted(_changes(config), key=lambda change: change.cost):
-        changed = _apply(config, change)
+    has_experts = bool(shape.experts)
+    changes = sorted(_changes(config, has_experts), key=lambda change: change.cost)
+    for change in changes:
+        changed = _apply(config, change, has_experts)
         try:
             check_parallel(shape, changed.parallel)
         except InputError:
@@ -53,7 +58,28 @@ def nearest_fit(
     return None
 
 
-def _changes(config: Config) -> Iterator[_Change]:
+def recomputations(model: ModelConfig, *, has_experts: bool) -> list[dict[str, Any]]:
+    """Settings of `model` that keep fewer and fewer activations; the first is the one it has.
+
+    Selective modules come before `full`, as they compute less again. Those in use stay.
+    """
+    if model.recompute == "full":
+        return [{}]
+    # The norm that is not fused costs nothing; delayed scaling refuses both (config/trainer.py).
+    steps = [["moe_act", "layernorm"], ["moe", "layernorm"]] if has_experts else [["mlp"]]
+    if model.fp8 == "delayed":
+        steps = [[name for name in step if name in ("mlp", "moe")] for step in steps]
+    used = set(model.recompute_modules) if model.recompute == "selective" else set()
+    found: list[dict[str, Any]] = [{}]
+    for step in steps:
+        modules = set(step) | (used - ({"moe_act"} if "moe" in step else set()))
+        if step and not modules <= used and not {"moe", "moe_act"} <= modules:
+            names = tuple(sorted(modules))
+            found.append({"recompute": "selective", "recompute_modules": names})
+    return [*found, {"recompute": "full"}]
+
+
+def _changes(config: Config, has_experts: bool) -> Iterator[_Change]:
     parallel, train = config.parallel, config.train
     # No smaller than the longest completion, which is a microbatch of its own.
     tokens = [
@@ -61,7 +87,7 @@ def _changes(config: Config) -> Iterator[_Change]:
     ]
     options = (
         (False,) if parallel.distributed_optimizer else (False, True),
-        (False,) if config.model.recompute == "full" else (False, True),
+        range(len(recomputations(config.model, has_experts=has_experts))),
         tokens or (1,),
         [f for f in _FACTORS if f == 1 or parallel.tensor * f <= HOST_GPUS],
         _FACTORS,
@@ -72,7 +98,7 @@ def _changes(config: Config) -> Iterator[_Change]:
         yield _Change(*values)
 
 
-def _apply(config: Config, change: _Change) -> Config:
+def _apply(config: Config, change: _Change, has_experts: bool) -> Config:
     parallel, train = config.parallel, config.train
     tensor, pipeline = parallel.tensor * change.tensor, parallel.pipeline * change.pipeline
     data = parallel.data
@@ -90,8 +116,7 @@ def _apply(config: Config, change: _Change) -> Config:
         },
         "train": {"microbatch_tokens": train.microbatch_tokens // change.less_tokens},
     }
-    if change.recomputes:
-        updates["model"] = {"recompute": "full"}
+    updates["model"] = recomputations(config.model, has_experts=has_experts)[change.recompute]
     sections = {
         name: getattr(config, name).model_copy(update=values) for name, values in updates.items()
     }
@@ -105,8 +130,15 @@ def _differences(config: Config, changed: Config) -> list[str]:
         before, after = getattr(config, name), getattr(changed, name)
         for key in type(before).model_fields:
             if getattr(before, key) != getattr(after, key):
-                found.append(f"{name}.{key}={str(getattr(after, key)).lower()}")
+                found.append(f"{name}.{key}={_toml(getattr(after, key))}")
     return found
+
+
+def _toml(value: object) -> str:
+    """As an override takes it, without a space."""
+    if isinstance(value, tuple):
+        return json.dumps(value, separators=(",", ":"))
+    return str(value).lower()
 
 
 def nearest_engine_fit(shape: ModelShape, config: Config, *, gpu_bytes: int) -> list[str] | None:

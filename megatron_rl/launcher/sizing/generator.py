@@ -30,7 +30,10 @@ def _rank_elements(shape: ModelShape, generator: GeneratorConfig, tensor: Share)
     one, two = (
         sum(part.size for part in hf_slices(few))
         if generator.engine == "hf"
-        else sum(part.size for part in engine_slices(few, tensor))
+        else sum(
+            part.size
+            for part in engine_slices(few, tensor, expert_parallel=generator.expert_parallel)
+        )
         for few in (replace(shape, layers=1), replace(shape, layers=2))
     )
     return one + (shape.layers - 1) * (two - one)

@@ -14,7 +14,8 @@ that torch does not do by itself:
   no communicator can be formed any more. So each batch starts in a thread of its own.
 - Destroying a group waits for peers that may be gone; `abort_group` does not.
 
-As in torch 2.11 to 2.13.
+As in torch 2.11 to 2.13. Of 2.14.1, which GPU hosts have, the Python part and the headers say the
+same. Its second implementation of NCCL groups (TORCH_DIST_USE_NCCL2=1 takes it) is not known.
 """
 
 import logging

@@ -77,7 +77,7 @@ def join_group(
             backend_options=group_options(timeout_s) if has_devices else None,
             timeout=timedelta(seconds=timeout_s),
         )
-    # Collectives look up a rank's place in a group here (torch 2.11 to 2.13).
+    # Collectives look up a rank's place in a group here (torch 2.11 to 2.14.1).
     distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(world_size)}
     return group
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_rl.config.divisibility import check_engine_tensor
-from megatron_rl.weights.layout.shape import ModelShape
+from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
+from megatron_rl.weights.layout.shape import ModelShape, counts_of
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import EXPERT_NAMES
@@ -40,13 +40,17 @@ class Span(NamedTuple):
     """What its parameter keeps for them: `count` and padding."""
 
 
-def engine_slices(shape: ModelShape, tensor: Share, *, ffn_multiple: int = 1) -> list[Slice]:
-    """Slices of one tensor rank of an SGLang engine, which holds its units of every expert.
+def engine_slices(
+    shape: ModelShape, tensor: Share, *, expert_parallel: int = 1, ffn_multiple: int = 1
+) -> list[Slice]:
+    """Slices of one tensor rank of an SGLang engine.
 
+    expert_parallel: among how many ranks whole experts are divided; the others divide units.
     ffn_multiple: each rank's MLP units are padded to a multiple of it: 32 in SGLang's CPU mode.
     Raises ValueError for ranks that do not divide the model or would hold only padding.
     """
     check_engine_tensor(tensor.size, shape.heads)
+    check_engine_experts(tensor.size, expert_parallel, counts_of(shape))
     if shape.experts and shape.is_tied:
         # SGLang 0.5.23 gives them an output matrix of its own and leaves it unset.
         raise ValueError("SGLang has no tied embeddings for models with experts")
@@ -58,7 +62,7 @@ def engine_slices(shape: ModelShape, tensor: Share, *, ffn_multiple: int = 1) ->
             slices.append(_whole(f"{name}.{norm}.weight", shape.hidden))
         slices += _attention(f"{name}.self_attn", shape, tensor)
         if shape.experts:
-            slices += _experts(name, shape, tensor, ffn_multiple)
+            slices += _experts(name, shape, _expert_place(tensor, expert_parallel), ffn_multiple)
         else:
             units = _even(shape.ffn, tensor, ffn_multiple * tensor.size)
             gate_up = [(f"{name}.mlp.{part}_proj.weight", units) for part in ("gate", "up")]
@@ -86,7 +90,7 @@ def hf_slices(shape: ModelShape) -> list[Slice]:
             units = Span(0, shape.moe_ffn, shape.moe_ffn)
             local = (f"{name}.mlp.experts.gate_up_proj", f"{name}.mlp.experts.down_proj")
             slices.append(router._replace(local=f"{name}.mlp.gate.weight"))
-            slices += _fused_experts(name, local, units, shape)
+            slices += _fused_experts(name, local, units, shape, range(shape.experts))
         else:
             for part in ("gate", "up"):
                 slices.append(_whole(f"{name}.mlp.{part}_proj.weight", shape.ffn, shape.hidden))
@@ -135,27 +139,46 @@ def _attention(name: str, shape: ModelShape, tensor: Share) -> Iterator[Slice]:
     yield _columns(f"{name}.o_proj.weight", shape.hidden, queries)
 
 
-def _experts(name: str, shape: ModelShape, tensor: Share, ffn_multiple: int) -> Iterator[Slice]:
-    """The router, and the rank's units of every expert."""
+class _ExpertPlace(NamedTuple):
+    """Where a rank stands among those that divide the experts."""
+
+    expert: Share
+    units: Share
+
+
+def _expert_place(tensor: Share, expert_parallel: int) -> _ExpertPlace:
+    """As in SGLang's runtime_context.derive_spawn_ranks: neighbours share their experts' units."""
+    sharing = tensor.size // expert_parallel
+    return _ExpertPlace(
+        Share(tensor.rank // sharing, expert_parallel), Share(tensor.rank % sharing, sharing)
+    )
+
+
+def _experts(
+    name: str, shape: ModelShape, place: _ExpertPlace, ffn_multiple: int
+) -> Iterator[Slice]:
+    """The router, and the rank's units of each of its experts."""
     block = f"{name}.{EXPERT_NAMES[shape.architecture].block}"
     yield _whole(f"{block}.gate.weight", shape.experts, shape.hidden)
-    units = _even(shape.moe_ffn, tensor, ffn_multiple * tensor.size)
+    # SGLang pads by all ranks of the engine (configs/update_config.py), on the CPU alone.
+    ranks = place.units.size * (place.expert.size if ffn_multiple > 1 else 1)
+    units = _even(shape.moe_ffn, place.units, ffn_multiple * ranks)
     local = (f"{block}.experts.w13_weight", f"{block}.experts.w2_weight")
-    yield from _fused_experts(name, local, units, shape)
+    yield from _fused_experts(name, local, units, shape, place.expert.of(shape.experts))
 
 
 def _fused_experts(
-    name: str, local: tuple[str, str], units: Span, shape: ModelShape
+    name: str, local: tuple[str, str], units: Span, shape: ModelShape, held: range
 ) -> Iterator[Slice]:
-    """Each expert's gate then up in one parameter, [experts, 2 units, hidden]; down in another."""
+    """Each expert's gate then up in one parameter, [held experts, 2 units, hidden]; down in one."""
     names = EXPERT_NAMES[shape.architecture]
     gate_up, down = local
-    for expert in range(shape.experts):
+    for place, expert in enumerate(held):
         hf = f"{name}.{names.block}.experts.{expert}"
         parts = [(f"{hf}.{part}.weight", units) for part in (names.gate, names.up)]
         # Up starts after gate's padding, where there is any: at `room`, not at `count`.
-        yield from _stacked(parts, gate_up, shape.hidden, local_row=expert * 2 * units.room)
-        row = expert * shape.hidden
+        yield from _stacked(parts, gate_up, shape.hidden, local_row=place * 2 * units.room)
+        row = place * shape.hidden
         yield Slice(
             f"{hf}.{names.down}.weight", 0, units.start, shape.hidden, units.count, down, row, 0
         )

@@ -240,7 +240,12 @@ _LEAST_COMMON_SHARE = 0.95
 
 def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
     """Raise InputError unless the parallel sizes divide the model."""
-    counts = Counts(
+    check_sizes(parallel, counts_of(shape))
+
+
+def counts_of(shape: ModelShape) -> Counts:
+    """What of the model is divided among ranks."""
+    return Counts(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         layers=shape.layers,
@@ -248,7 +253,6 @@ def check_parallel(shape: ModelShape, parallel: ParallelConfig) -> None:
         experts=shape.experts,
         expert_ffn=shape.moe_ffn,
     )
-    check_sizes(parallel, counts)
 
 
 def check_teacher(teacher: ModelShape, policy: ModelShape, folder: Path, *, is_exact: bool) -> None:

@@ -60,7 +60,7 @@ from megatron_rl.weights.publish.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
 
-Kind = tuple[str, int, int]
+Kind = tuple[str, int, int, int]
 """Engines of a kind need the same slices: what a Hello says of them."""
 
 
@@ -301,11 +301,16 @@ def _serve(tasks: list[tuple[Sender, Future[_Prepared]]]) -> None:
 
 def kind_of(hello: Hello) -> Kind:
     """What a generator's slices depend on."""
-    return hello.engine, hello.world_size, hello.ffn_multiple
+    return hello.engine, hello.world_size, hello.ffn_multiple, hello.expert_parallel
 
 
 def receiver_slices(shape: ModelShape, hello: Hello, rank: int) -> list[Slice]:
     """Slices of one rank of a generator's engine."""
     if hello.engine == "hf":
         return hf_slices(shape)
-    return engine_slices(shape, Share(rank, hello.world_size), ffn_multiple=hello.ffn_multiple)
+    return engine_slices(
+        shape,
+        Share(rank, hello.world_size),
+        expert_parallel=hello.expert_parallel,
+        ffn_multiple=hello.ffn_multiple,
+    )

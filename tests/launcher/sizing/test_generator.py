@@ -47,9 +47,10 @@ def test_ranks_beyond_the_key_value_heads_hold_copies(tmp_path: Path) -> None:
         ("Llama", {}, {"tensor_parallel": 2}),
         ("Qwen2", {"is_tied": True}, {"tensor_parallel": 4}),
         ("Qwen3Moe", QWEN3_MOE, {"tensor_parallel": 2}),
+        ("Qwen3Moe", QWEN3_MOE, {"tensor_parallel": 2, "expert_parallel": 2}),
         ("Llama", {}, {"engine": "hf"}),
     ],
-    ids=["tp2", "more-ranks-than-kv-heads", "experts", "hf"],
+    ids=["tp2", "more-ranks-than-kv-heads", "experts", "divided-experts", "hf"],
 )
 def test_weights_of_an_engine_are_what_a_publish_brings(
     tmp_path: Path, family: str, options: dict, generator: dict

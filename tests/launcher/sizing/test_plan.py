@@ -9,8 +9,10 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import cli
+from megatron_rl.launcher.sizing.fit import recomputations
 from megatron_rl.launcher.sizing.gpus import GIB, GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, SizingPlan, make_plan
 from megatron_rl.launcher.sizing.report import as_tree
@@ -113,6 +115,41 @@ def test_a_proposed_setting_fits(config_path: Path, overrides: list[str], first:
     [problem] = planned(config_path, *overrides).problems
     assert problem.startswith("a trainer rank of pipeline stage 0 needs") and first in problem
     assert make_plan(with_remedy(config_path, problem, *overrides), Hardware()).problems == ()
+
+
+def test_modules_are_recomputed_before_whole_layers_are(config_path: Path) -> None:
+    """By memory: at 40,960 tokens the MLPs' activations suffice, at 98,304 they do not."""
+    few = "train.microbatch_tokens=40960", "generator.context_tokens=40960"
+    [problem] = planned(config_path, *few).problems
+    remedy = problem.partition("nearest setting that fits: ")[2]
+    assert remedy == 'model.recompute=selective model.recompute_modules=["mlp"]'
+    assert make_plan(with_remedy(config_path, problem, *few), Hardware()).problems == ()
+    many = "train.microbatch_tokens=98304", "generator.context_tokens=98304"
+    [problem] = planned(config_path, *many).problems
+    assert problem.endswith("nearest setting that fits: model.recompute=full")
+
+
+def test_what_may_be_recomputed_depends_on_model_and_scaling() -> None:
+    def offered(*, has_experts: bool, **model: object) -> list[tuple[str, ...]]:
+        found = recomputations(ModelConfig(**model), has_experts=has_experts)
+        # Each is a possible configuration.
+        for updates in found:
+            ModelConfig(**(model | updates))
+        return [updates.get("recompute_modules", (updates.get("recompute", ""),))
+                for updates in found]  # fmt: skip
+
+    assert offered(has_experts=False) == [("",), ("mlp",), ("full",)]
+    assert offered(has_experts=True) == [
+        ("",), ("layernorm", "moe_act"), ("layernorm", "moe"), ("full",)
+    ]  # fmt: skip
+    assert offered(has_experts=True, fp8="delayed") == [("",), ("moe",), ("full",)]
+    assert offered(has_experts=False, recompute="full") == [("",)]
+    used = {"recompute": "selective", "recompute_modules": ("moe_act",)}
+    assert offered(has_experts=True, **used) == [
+        ("",), ("layernorm", "moe_act"), ("layernorm", "moe"), ("full",)
+    ]  # fmt: skip
+    used = {"recompute": "selective", "recompute_modules": ("mlp",)}
+    assert offered(has_experts=False, **used) == [("",), ("full",)]
 
 
 @pytest.mark.parametrize(

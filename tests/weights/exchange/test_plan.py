@@ -53,8 +53,18 @@ class Case:
         if not ranks:
             return {first: hf_slices(self.shape)}
         return {
-            first + rank: engine_slices(self.shape, Share(rank, ranks)) for rank in range(ranks)
+            first + rank: engine_slices(
+                self.shape, Share(rank, ranks), expert_parallel=self.divides_experts(ranks)
+            )
+            for rank in range(ranks)
         }
+
+    def divides_experts(self, ranks: int) -> int:
+        """Ranks of an engine that hold experts of their own: all that can, of every second case."""
+        if not self.shape.experts or self.bucket_bytes % 2:
+            return 1
+        wanted = math.gcd(self.shape.experts, ranks)
+        return wanted if self.shape.moe_ffn % (ranks // wanted) == 0 else 1
 
 
 @st.composite

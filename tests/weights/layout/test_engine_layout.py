@@ -1,5 +1,6 @@
 """Slices of an engine's parameters, against numbers worked by hand and transformers' models."""
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,74 @@ def test_every_rank_holds_its_units_of_every_expert() -> None:
     assert slices_in(by_units, f"{EXPERTS}.w2_weight")[1] == ("down_proj", 0, 3, 8, 3, 8, 0)
     held = {part.hf.split(".")[5] for part in by_units if ".experts." in part.hf}
     assert held == {"0", "1", "2", "3"}
+
+
+def test_neighbours_share_the_units_of_the_experts_that_they_hold() -> None:
+    """Four ranks, experts divided among two: rank 3 has the second half of experts 2 and 3."""
+    four = replace(MOE, heads=4)
+    held = engine_slices(four, Share(3, 4), expert_parallel=2)
+    assert slices_in(held, f"{EXPERTS}.w13_weight") == [
+        ("gate_proj", 3, 0, 3, 8, 0, 0),
+        ("up_proj", 3, 0, 3, 8, 3, 0),
+        ("gate_proj", 3, 0, 3, 8, 6, 0),
+        ("up_proj", 3, 0, 3, 8, 9, 0),
+    ]
+    assert slices_in(held, f"{EXPERTS}.w2_weight") == [
+        ("down_proj", 0, 3, 8, 3, 0, 0), ("down_proj", 0, 3, 8, 3, 8, 0)
+    ]  # fmt: skip
+    experts = [
+        {int(part.hf.split(".")[5]) for part in parts if ".experts." in part.hf}
+        for parts in (engine_slices(four, Share(rank, 4), expert_parallel=2) for rank in range(4))
+    ]
+    assert experts == [{0, 1}, {0, 1}, {2, 3}, {2, 3}]
+    whole = engine_slices(four, Share(3, 4), expert_parallel=4)
+    assert slices_in(whole, f"{EXPERTS}.w13_weight") == [
+        ("gate_proj", 0, 0, 6, 8, 0, 0), ("up_proj", 0, 0, 6, 8, 6, 0)
+    ]  # fmt: skip
+    # What is no expert lies as it does without.
+    plain = engine_slices(replace(four, moe_ffn=8), Share(3, 4))
+    assert [part for part in whole if ".experts." not in part.hf] == [
+        part for part in plain if ".experts." not in part.hf
+    ]
+
+
+def test_ranks_lie_as_sglangs_own_arithmetic_says() -> None:
+    """(rank of experts, rank of units) of its derive_spawn_ranks, for every possible division."""
+    source = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
+    text = (source / "srt/runtime_context.py").read_text()
+    assert '"moe_tp_rank": tp_rank % (tp_size // moe_dp_size // moe_ep_size)' in text
+    assert "// (tp_size // moe_dp_size // moe_ep_size)" in text
+    layer = (source / "srt/layers/moe/fused_moe_triton/layer.py").read_text()
+    assert "self._num_local_routed = self._num_global_routed // storage_ep_size" in layer
+    shape = replace(MOE, heads=8, kv_heads=8, experts=8, moe_ffn=8, vocab=1000)
+    for size in (1, 2, 4, 8):
+        for expert in (n for n in (1, 2, 4, 8) if n <= size):
+            for rank in range(size):
+                parts = engine_slices(shape, Share(rank, size), expert_parallel=expert)
+                gates = [part for part in parts if part.hf.endswith("gate_proj.weight")]
+                units = size // expert
+                ep_rank, tp_rank = rank % size // units, rank % units
+                assert [int(part.hf.split(".")[5]) for part in gates] == list(
+                    range(8 // expert * ep_rank, 8 // expert * (ep_rank + 1))
+                )
+                assert {(part.row, part.rows) for part in gates} == {
+                    (8 // units * tp_rank, 8 // units)
+                }
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "expert", "words"),
+    [
+        (SHAPE, 2, 2, "expert_parallel = 2, but the model has no experts: use 1"),
+        (replace(MOE, experts=6), 4, 4, "divide the model's 6 experts .* nearest possible: 2"),
+        (replace(MOE, moe_ffn=7), 4, 2, "2 ranks for each expert, .* 7 units: use 4"),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_refused(
+    shape: ModelShape, size: int, expert: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        engine_slices(shape, Share(0, size), expert_parallel=expert)
 
 
 @pytest.mark.parametrize(

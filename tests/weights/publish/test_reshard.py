@@ -42,6 +42,26 @@ def test_versions_reach_generators_of_different_ranks(
     assert len({step.metrics["publish/wire_mb"] for step in steps}) == 1
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_engines_that_divide_experts_get_whole_ones(tmp_path: Path, method: str) -> None:
+    """Bit for bit: each of their ranks compares its parameters with the version's."""
+    shape = replace(
+        SHAPE, architecture="Qwen3MoeForCausalLM", has_qkv_bias=False, has_qk_norm=True,
+        experts=4, experts_per_token=2, moe_ffn=12, vocab=251,
+    )  # fmt: skip
+    generators = [
+        Generator("a", 2, expert=2, shape=shape),
+        Generator("b", 4, expert=2, shape=shape),
+        Generator("c", 2, shape=shape),
+    ]
+    steps, notes = publish(
+        tmp_path, generators, "publish 0, publish 1", method=method, tensor=2, shape=shape
+    )
+    for name in "abc":
+        assert versions(notes[name]) == [0, 1]
+    assert [step.metrics["publish/damaged_parcels"] for step in steps] == [0, 0]
+
+
 def test_a_generator_that_says_it_failed_gets_the_version_again(tmp_path: Path) -> None:
     generators = [
         Generator("a", 2, ({1: "fail pause", 3: "fail receive", 5: "fail resume"},)),

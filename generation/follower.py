@@ -1,0 +1,94 @@
+"""One host's part of an engine that lies across hosts: the server of its ranks.
+
+Entry: `python -m generation.follower --config RUN_DIR/config.toml --index 3 --node 1 --nodes 2`. It
+answers the calls of the engine's leader (`meeting.py`), a generator on another host, and runs a
+server child for each life of the engine, until the leader says that the run is over. The weights
+reach its ranks directly; everything else goes through the leader. One event loop.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from generation.child import ServerChild
+from generation.engine import EngineSetup, engine_setup
+from generation.meeting import answer, call_path
+from generation.sglang_command import server_command, server_environment
+from generation.sglang_hosts import node_setup
+from generation.sglang_orders import LOADER
+from generation.worker import end_with_first, interrupted
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.process import Interrupted, note_ready, run_main, set_up_logging
+from megatron_rl.protocol.render import open_renderer
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+log = logging.getLogger(__name__)
+
+
+async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
+    """Run this node's part of one life of the engine after the other. Raises DeadlineExceeded."""
+    known = ""
+    while True:
+        try:
+            found, listener = await answer(
+                call, node, known=known, patience_s=setup.start_timeout_s
+            )
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the generator that leads this engine did not call in {setup.start_timeout_s:.0f} "
+                f"s (generator.start_timeout_s): no {call} that leads to it"
+            ) from error
+        note_ready()
+        known = found.life
+        mine = node_setup(setup, node, nodes, meets_at=found.meets_at, life=found.life)
+        child = ServerChild(mine.log_path)
+        waiting = asyncio.ensure_future(listener.wait())
+        try:
+            await child.start(
+                server_command(mine, LOADER), server_environment(mine), nice=mine.nice
+            )
+            died = asyncio.ensure_future(child.exited())
+            await asyncio.wait({waiting, died}, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
+                log.error("part %d of the engine ended: %s", node, died.result())
+            died.cancel()
+            if waiting.done() and waiting.result():
+                return
+            log.warning("this life of the engine is over; the next call is awaited")
+        finally:
+            waiting.cancel()
+            # The server first: the leader starts the next life when it sees the connection end.
+            await child.close()
+            listener.close()
+
+
+def main(config: Config, index: int, node: int, nodes: int) -> None:
+    """Follow until the leader ends the run or a signal arrives."""
+    set_up_logging(f"generator-{index}-node-{node}", config.run.dir / "logs")
+    setup = engine_setup(config, index, open_renderer(config).stop_ids)
+    work = follow(setup, call_path(config.run.dir, index), node, nodes)
+    number = asyncio.run(end_with_first(interrupted(), work))
+    if number is not None:
+        raise Interrupted(128 + number)
+
+
+def start() -> int:
+    """Entry of the process."""
+    parser = argparse.ArgumentParser(description="One host's part of a generator's engine.")
+    parser.add_argument("--config", type=Path, required=True, help="resolved config.toml")
+    parser.add_argument("--index", type=int, required=True, help="which generator of the run")
+    parser.add_argument("--node", type=int, required=True, help="which host of the engine, from 1")
+    parser.add_argument("--nodes", type=int, required=True, help="hosts of the engine")
+    options = parser.parse_args()
+    config = load_config(options.config, [])
+    return run_main(
+        f"generator-{options.index}-node-{options.node}",
+        lambda: main(config, options.index, options.node, options.nodes),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(start())
