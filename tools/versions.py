@@ -22,7 +22,8 @@ from pathlib import Path
 from generation.sglang_cpu import server_environment
 
 SGLANG_MODULE = "sglang.srt.entrypoints.http_server"
-CHILD_TIMEOUT_S = 180
+CHILD_TIMEOUT_S = 600
+"""On a host that others keep busy the import takes minutes; what is installed is sound then."""
 
 COMMON = {
     "torch": "torch",

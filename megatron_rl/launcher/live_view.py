@@ -20,6 +20,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
 from megatron_rl.launcher.awaited import Awaited
 from megatron_rl.launcher.deaths import how_it_ended
+from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.summary import RESTARTS
 from megatron_rl.launcher.supervisor import Role
 from megatron_rl.metrics_out.follow import Follower
@@ -67,6 +68,8 @@ class LiveView:
         self._activity = ActivityTotals()
         """Since the last step."""
         self._diagnosis = ""
+        self._health: dict[str, str] = {}
+        """Warnings about the latest steps, by metric."""
         self._awaited = Awaited(config)
         self._phase = "starting"
         self._started = self._said_at = clock()
@@ -149,10 +152,18 @@ class LiveView:
                 self._activity.diagnosis = self._diagnosis
                 if self._live is None:
                     self._say(step_line(row, self._config.train.steps))
+                self._note_health()
             elif "train/loss" in row:
                 self._sft = row
                 if self._live is None and row["step"] % _SFT_LINE_EVERY == 0:
                     self._say(sft_line(row))
+
+    def _note_health(self) -> None:
+        """Say what has come to be wrong; what stays so is not said again."""
+        known, self._health = self._health, warnings_of(list(self._steps), self._config)
+        if self._live is None:
+            new = [text for name, text in self._health.items() if name not in known]
+            self._say_warnings(f"warning: {text}" for text in new)
 
     def _note_activity(self) -> None:
         self._has_news = True
@@ -197,9 +208,10 @@ class LiveView:
 
     def _draw(self, roles: dict[str, Role], awaited: str) -> Group:
         elapsed = self._clock() - self._started
-        head = f"{self._phase}   {elapsed:.0f} s   {self._config.run.dir}"
+        head = f"{self._phase}   {elapsed:.0f} s{self._left_text()}   {self._config.run.dir}"
         parts: list[Any] = [Text(head), Text(self._draw_roles(roles))]
-        warnings = filter(None, [*self._warnings, self._diagnosis_line()])
+        health = [f"warning: {text}" for text in self._health.values()]
+        warnings = filter(None, [*self._warnings, *health, self._diagnosis_line()])
         parts += [Text(line, style="yellow") for line in warnings]
         parts.append(Text(self._activity_line() if self._has_shown_rollouts else awaited))
         if self._sft is not None and not self._steps:
@@ -207,6 +219,12 @@ class LiveView:
         if self._steps:
             parts.append(self._draw_steps())
         return Group(*parts)
+
+    def _left_text(self) -> str:
+        """How long the steps that are left will take."""
+        step_s = step_seconds(list(self._steps))
+        left = self._config.train.steps - self.last_step
+        return f", about {duration_text(step_s * left)} left" if step_s and left > 0 else ""
 
     def _draw_steps(self) -> Table:
         table = Table(title=f"last steps of {self._config.train.steps}", title_justify="left")

@@ -4,7 +4,6 @@ Reads metrics.jsonl, the lock and the notes of errors; asks no process.
 """
 
 import json
-import statistics
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,19 +18,14 @@ from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Json, RunFolder
+from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.live_view import evaluation_line, step_line
 from megatron_rl.launcher.run_folder import is_locked
-from megatron_rl.metrics_out.table import find
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, read_jsonl, without_superseded
 
 app = plain_app()
 Row = dict[str, Any]
-_RECENT = 10
-"""Steps that ETA and warnings are about."""
-_LARGE_GAP_NATS = 0.05
-_MANY_FLAT = 2.0
-"""Flat groups for each one that was trained on."""
 
 
 @dataclass
@@ -114,10 +108,7 @@ def of_rows(rows: list[Row], config: Config, *, state: str, now: float) -> Statu
             if name.startswith(GROUPS_DROPPED):
                 reason = name.removeprefix(GROUPS_DROPPED)
                 status.dropped[reason] = status.dropped.get(reason, 0) + int(count)
-    times = [row["time"] for row in steps[-_RECENT - 1 :]]
-    if len(times) > 1:
-        pairs = zip(times[:-1], times[1:], strict=True)
-        status.step_s = statistics.median(late - early for early, late in pairs)
+    status.step_s = step_seconds(steps)
     if state == "running":
         if status.step_s is not None:
             status.left_s = status.step_s * (status.steps - status.step)
@@ -126,36 +117,9 @@ def of_rows(rows: list[Row], config: Config, *, state: str, now: float) -> Statu
         # What ended in good order is silent for good.
         for over in ("sft", "control", "launch"):
             status.silent_s.pop(over, None)
-    status.warnings = _warnings(steps[-_RECENT:], activity, config)
+    diagnosis = [activity.diagnosis] if activity.diagnosis else []
+    status.warnings = [*diagnosis, *warnings_of(steps, config).values()]
     return status
-
-
-def _warnings(steps: list[Row], activity: ActivityTotals, config: Config) -> list[str]:
-    found = [activity.diagnosis] if activity.diagnosis else []
-    if not steps:
-        return found
-
-    def median(name: str) -> float:
-        return statistics.median([row.get(name, 0.0) for row in steps])
-
-    flat = f"{GROUPS_DROPPED}flat"
-    trained = sum(row.get("queue/groups_trained", 0) for row in steps)
-    checks = (
-        ("queue/staleness_versions_mean", median("queue/staleness_versions_mean"),
-         float(config.queue.max_staleness)),
-        ("train/logprob_gap", median("train/logprob_gap"), _LARGE_GAP_NATS),
-        (flat, sum(row.get(flat, 0) for row in steps), _MANY_FLAT * trained),
-        ("train/skipped_steps", sum(row.get("train/skipped_steps", 0) for row in steps), 0.0),
-    )  # fmt: skip
-    for name, value, limit in checks:
-        documented = find(name)
-        if value > limit and documented is not None:
-            known = documented[0]
-            found.append(
-                f"{name} is {value:.4g} in the latest {len(steps)} steps, above {limit:.4g}: "
-                f"{known.cure}"
-            )
-    return found
 
 
 def describe(status: Status) -> list[str]:
@@ -164,7 +128,7 @@ def describe(status: Status) -> list[str]:
     if status.step_s is not None:
         lines[0] += f", {status.step_s:.1f} s a step"
     if status.left_s is not None:
-        lines[0] += f", about {_duration(status.left_s)} left"
+        lines[0] += f", about {duration_text(status.left_s)} left"
     lines += [f"warning: {text}" for text in status.warnings]
     if status.silent_s:
         ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
@@ -177,11 +141,3 @@ def describe(status: Status) -> list[str]:
     if status.error:
         lines.append(f"cause: {status.error}")
     return lines
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

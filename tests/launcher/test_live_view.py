@@ -72,6 +72,35 @@ def test_plain_output_has_one_line_a_step_and_an_evaluation(tmp_path: Path) -> N
     assert lines[2].startswith("evaluation after: accuracy 0.750 +- 0.025 on 300 held-out prompts")
 
 
+def test_what_comes_to_be_wrong_is_said_once_with_its_cure(tmp_path: Path) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"', "train.steps=40"])
+    clock = Clock()
+    with LiveView(config, Console(file=output, width=80), clock=clock) as view:
+        for number, gap in enumerate([0.001, 0.3, 0.3, 0.3, 0.001, 0.001, 0.001, 0.001]):
+            row = STEP | {"step": number, "time": 10.0 * number, "train/logprob_gap": gap}
+            append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+            clock.now += 60
+            view.refresh({})
+    said = [line for line in output.getvalue().splitlines() if line.startswith("warning")]
+    # The median of the two steps, 0.15, is above the limit, and so it stays until the seventh.
+    assert len(said) == 1
+    assert "train/logprob_gap is 0.1505 in the latest 2 steps, above 0.05: " in said[0]
+
+
+def test_the_table_tells_how_long_the_rest_takes(tmp_path: Path) -> None:
+    output = io.StringIO()
+    config = load_config(None, [f'run.dir="{tmp_path}"', "train.steps=40"])
+    console = Console(file=output, width=120, force_terminal=True)
+    with LiveView(config, console, clock=Clock()) as view:
+        # Median of 20, 20 and 80 s between steps; 30 are left.
+        for number, at in ((7, 0.0), (8, 20.0), (9, 40.0), (10, 120.0)):
+            row = STEP | {"step": number, "time": at}
+            append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+        view.refresh({})
+    assert ", about 10 min 00 s left" in output.getvalue()
+
+
 def test_evaluation_tells_what_could_not_be_graded() -> None:
     line = evaluation_line(EVALUATION | {"eval/not_graded": 3})
     assert line.endswith("3 completions could not be graded")
