@@ -101,6 +101,7 @@ def test_doctor_finds_the_components(installed: Installed) -> None:
     # Little memory or disk at the moment is no fault of the wheel.
     assert done.returncode in (0, 1), done.stderr
     rows = [line for line in done.stdout.splitlines() if "megatron-core" in line]
+    assert rows, done.stdout + done.stderr
     assert len(rows) == 1 and "ok" in rows[0] and "missing" not in done.stdout
 
 

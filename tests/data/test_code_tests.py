@@ -155,7 +155,8 @@ def test_a_solution_that_takes_too_long_altogether_is_killed_and_counted(
     sleeper = Solution("import time\nwhile True: time.sleep(1)", "python")
     [late] = run_all([(sleeper, ["1"])], limits, workers=1)
     assert late == [Printed(failure="test_timeout")]
-    monkeypatch.setattr("megatron_rl.data.solutions.START_S", 0.5)
+    # Less than the process needs to begin: it cannot answer that it got too little of a core.
+    monkeypatch.setattr("megatron_rl.data.solutions.START_S", 0.05)
     hurried = msgspec.structs.replace(limits, host_patience=0.0)
     [killed] = run_all([(sleeper, ["1"])], hurried, workers=1)
     assert killed == "no answer within 0 s"

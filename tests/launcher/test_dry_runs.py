@@ -97,7 +97,7 @@ def test_what_a_run_would_start_is_said(files: Path, words: str, said: str) -> N
     assert lines[1] == (
         "would start: 2 trainer ranks, 1 rollout queue, 3 generator (sglang, 1 wide), 1 verifier"
     )
-    assert "ports on 127.0.0.1: prompts 5001, 6 free ones, chosen at the start" in lines
+    assert "ports on 127.0.0.1: prompts 5001, 7 free ones, chosen at the start" in lines
     # The folder's weights have 4 MB.
     name = "final" if words == "sft.steps=0" else "cold_start"
     assert any(f"to hf/: {name} (0.004 GB each" in line for line in lines)

@@ -46,13 +46,13 @@ class Generator:
 
     name: str
     ranks: int = 1
-    expert: int = 1
-    """Ranks among which whole experts are divided."""
     lives: tuple[dict[int, str], ...] = ({},)
     """For each life: which of its pauses brings which fault. A death begins the next life."""
     shape: ModelShape = SHAPE
     starts_after: int = -1
     """Step of the trainer that it waits for; -1: none."""
+    expert: int = 1
+    """Ranks among which whole experts are divided."""
 
 
 def host(port: int, generator: Generator, folder: Path) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def roots(*, for_anyone: bool, more: tuple[str, ...] = ()) -> Roots:
 
 
 def _interpreter(for_anyone: bool) -> Interpreter:
-    own = Interpreter(os.path.realpath(sys.executable), sys.base_prefix)
+    own = Interpreter(_own_executable(), sys.base_prefix)
     candidates = [own]
     system = shutil.which("python3", path="/usr/bin")
     if system:
@@ -93,6 +93,16 @@ def _interpreter(for_anyone: bool) -> Interpreter:
         f"the interpreter {own.executable} cannot be read by an unprivileged user, and there is no "
         "/usr/bin/python3: install Python where every user can read it"
     )
+
+
+def _own_executable() -> str:
+    """Of this Python, outside of a virtual environment: its folders alone are seen inside."""
+    real = os.path.realpath(sys.executable)
+    # Some tools copy the executable into an environment, others link to it.
+    installed = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    if not _is_inside(real, os.path.realpath(sys.base_prefix)) and os.path.isfile(installed):
+        return os.path.realpath(installed)
+    return real
 
 
 def _is_open_to_all(path: str) -> bool:

@@ -107,7 +107,13 @@ class Sandbox(Closing):
             )
             self._process = self._start(roots, theirs, group)
             stack.pop_all()
-        self._connection.sendall(json.dumps(self._settings(roots)).encode())
+        try:
+            self._connection.sendall(json.dumps(self._settings(roots)).encode())
+        except OSError as error:
+            self._wait_for_end()
+            said = self._last_words()
+            self.close()
+            raise GradingError(f"a sandbox ended at once: {error}: {said}") from error
 
     @property
     def build_folder(self) -> str:

@@ -34,6 +34,13 @@ except InputError as error:
 """
 
 
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub here is asked, also where the tests run without the real one."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def table(*answers: str) -> bytes:
     rows = [{"question": f"q{answer}", "answer": f"so\n#### {answer}"} for answer in answers]
     buffer = io.BytesIO()
