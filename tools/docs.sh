@@ -18,14 +18,21 @@ usage() {
     exit 2
 }
 
+# Exit code 69: the programs cannot be had here, which says nothing about the pages.
 prepare() {
-    cmp -s "$PINS" "$VENV/.installed" && return
+    cmp -s "$PINS" "$VENV/.installed" || install || {
+        echo "the programs of $PINS cannot be installed here: see above" >&2
+        exit 69
+    }
+}
+
+install() {
     local python=${MEGATRON_RL_PYTHON:-}
     [ -n "$python" ] || python=$(command -v python3.11 || command -v python3.12 || command -v python3)
     rm -rf "$VENV"
-    timeout 120 "$python" -m venv "$VENV"
+    timeout 120 "$python" -m venv "$VENV" || return
     timeout 300 "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install --quiet \
-        --no-deps --no-compile --retries 2 --timeout 30 -r "$PINS"
+        --no-deps --no-compile --retries 2 --timeout 30 -r "$PINS" || return
     cp "$PINS" "$VENV/.installed"
 }
 
