@@ -52,6 +52,7 @@ class VLLMEngine:
     name = "vllm"
     world_size = 1
     ffn_multiple = 1
+    expert_parallel = 1
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
