@@ -23,6 +23,7 @@ from verification import settings
 from verification.math.legible import find_illegible
 
 Fault = RowFault
+UNKNOWN_TASK = "unknown_task"
 CONTAINED_WORDS = 8
 """An evaluation question of fewer words is looked for as a whole prompt alone."""
 _READING_S = 600.0
@@ -95,7 +96,7 @@ def _grading_faults(prompts: Sequence[Prompt], reward: RewardConfig) -> Iterator
         try:
             settings.check_prompts([prompt], reward)
         except InputError as error:
-            reason = "bad_tests" if prompt.task in tasks else "unknown_task"
+            reason = "bad_tests" if prompt.task in tasks else UNKNOWN_TASK
             yield Fault(place, reason, _after_place(str(error), place))
             continue
         compare = tasks[prompt.task].compare

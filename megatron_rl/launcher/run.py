@@ -18,6 +18,7 @@ the run.
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,18 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
             _evaluate_control(session)
     summary = write_summary(config.run.dir, session.facts())
     # Found anew: the summary is one of the files that the text names.
-    text = render_text(summary, session.facts())
+    text = f"{render_text(summary, session.facts())}\n{_next_commands(config.run.dir)}"
     console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _next_commands(run_dir: Path) -> str:
+    """How to look at the run, with the command as this shell finds it."""
+    command = Path(sys.executable).with_name("megatron-rl")
+    if not command.exists():
+        command = Path("megatron-rl")
+    elif command.is_relative_to(Path.cwd()):
+        command = command.relative_to(Path.cwd())
+    return f"Look at it          {command} report {run_dir} (plots), view {run_dir} (rollouts)"
 
 
 def write_summary(run_dir: Path, facts: RunFacts) -> dict[str, Any]:

@@ -190,3 +190,30 @@ def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert said.count("--- chain_sum/train/") == 2 and "3 for training, 2 held out" in said
     assert cli.main(["data", "check", "reasoning_gym:chain_sumx"]) == 2
+
+
+def test_tasks_of_a_users_own_come_with_their_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "mine.jsonl", {"question": "q", "answer": "1", "task": "near"})
+    other = write(
+        tmp_path / "other.jsonl",
+        *[{"question": f"o{i}", "answer": "1", "split": "train"} for i in "abc"],
+    )
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        f'[reward.tasks.near]\ncompare = "exact"\n[[prompts]]\npath = "{other}"\n'
+        f'[[eval.sets]]\nname = "o"\nprompts.path = "{path}"\n'
+    )
+    assert cli.main(["data", "check", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "unknown task 'near'" in said and "--config FILE that has their" in said
+    assert cli.main(["data", "check", str(path), "--config", str(mine), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 1, "the file's own, no evaluation set"
+    alone = ["data", "check", "--config", str(mine), "eval.sets=[]", "--json"]
+    assert cli.main(alone) == 0, "a key is no source"
+    assert json.loads(capsys.readouterr().out)["prompts"] == 3
+    assert cli.main(["data", "show", "--config", str(mine)]) == 0
+    assert "--- other:1 (" in capsys.readouterr().out
+    with pytest.raises(InputError, match="give a file of prompts, or --config FILE"):
+        check(None, [], Console(file=io.StringIO()))

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config, override, resolve
-from megatron_rl.config.layers import Layers
+from megatron_rl.config.files import load_config, override, read_layers, resolve
 from megatron_rl.config.shipped import config_path, shipped
 from megatron_rl.config.tree import Config
-from megatron_rl.data.check import Fault, Findings, check_prompts
+from megatron_rl.data.check import UNKNOWN_TASK, Fault, Findings, check_prompts
 from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.completion import complete_config
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Json, Overrides
 from megatron_rl.launcher.terminal_text import printable
@@ -42,13 +42,21 @@ class Shown(NamedTuple):
 
 app = plain_app()
 Source = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="SOURCE",
         help="configuration (TOML file or shipped name), file or folder of prompts, hub:NAME, "
         "reasoning_gym:NAME",
+        show_default=False,
     ),
 ]
+Configs = Annotated[
+    list[str],
+    typer.Option(
+        "--config", metavar="FILE", show_default=False, autocompletion=complete_config,
+        help="configuration whose tasks, model and lengths hold for SOURCE; alone: its own prompts",
+    ),
+]  # fmt: skip
 Model = Annotated[
     Path | None, typer.Option(help="model folder, for its tokenizer and chat template")
 ]
@@ -58,8 +66,9 @@ Model = Annotated[
 class CheckOptions:
     """What `data check` is given."""
 
-    source: Source
+    source: Source = None
     overrides: Overrides = field(default_factory=list)
+    config: Configs = field(default_factory=list)
     model: Model = None
     limit: Annotated[int, typer.Option(help="faults to print")] = 20
     json: Json = False
@@ -72,6 +81,7 @@ def check_source(options: CheckOptions, console: Console) -> int:
         options.source,
         options.overrides,
         console,
+        configs=options.config,
         model=options.model,
         limit=options.limit,
         as_json=options.json,
@@ -82,8 +92,9 @@ def check_source(options: CheckOptions, console: Console) -> int:
 class ShowOptions:
     """What `data show` is given."""
 
-    source: Source
+    source: Source = None
     overrides: Overrides = field(default_factory=list)
+    config: Configs = field(default_factory=list)
     model: Model = None
     rows: Annotated[int, typer.Option(help="prompts to print")] = 3
     start: Annotated[int, typer.Option(help="after so many")] = 0
@@ -98,6 +109,7 @@ def show_source(options: ShowOptions, console: Console) -> int:
         options.source,
         options.overrides,
         console,
+        configs=options.config,
         model=options.model,
         rows=options.rows,
         start=options.start,
@@ -107,10 +119,11 @@ def show_source(options: ShowOptions, console: Console) -> int:
 
 
 def check(
-    source: str,
+    source: str | None,
     overrides: Sequence[str],
     console: Console,
     *,
+    configs: Sequence[str] = (),
     model: Path | None = None,
     limit: int = 20,
     as_json: bool = False,
@@ -119,7 +132,7 @@ def check(
 
     limit: faults that are printed; all are counted.
     """
-    config = read_source_config(source, overrides, model)
+    config = read_source_config(source, overrides, model, configs)
     findings = check_prompts(config, with_lengths=_has_model(config, model))
     if as_json:
         print(json.dumps(_as_json(findings)), file=console.file)
@@ -132,14 +145,17 @@ def check(
     if hidden > 0:
         _say(console, f"... and {hidden} more: --limit {len(findings.faults)} prints all")
     _print_counts(findings, console)
+    if not configs and any(fault.reason == UNKNOWN_TASK for fault in findings.faults):
+        _say(console, "tasks of your own: --config FILE that has their [reward.tasks.NAME]")
     return int(bool(findings.faults))
 
 
 def show(
-    source: str,
+    source: str | None,
     overrides: Sequence[str],
     console: Console,
     *,
+    configs: Sequence[str] = (),
     model: Path | None = None,
     rows: int = 3,
     start: int = 0,
@@ -153,7 +169,7 @@ def show(
     for name, value in (("--rows", rows), ("--chars", chars)):
         if value < 1:
             raise InputError(f"{name} {value}: expected 1 or more")
-    config = read_source_config(source, overrides, model)
+    config = read_source_config(source, overrides, model, configs)
     sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
     known = _of_split(sets, split)
     chosen = known[max(0, start) : max(0, start) + rows]
@@ -173,26 +189,48 @@ def show(
     return 0
 
 
-def read_source_config(source: str, overrides: Sequence[str], model: Path | None) -> Config:
-    """The configuration that names, or stands for, a source of prompts. Raises InputError."""
+def read_source_config(
+    source: str | None, overrides: Sequence[str], model: Path | None, configs: Sequence[str] = ()
+) -> Config:
+    """The configuration that names, or stands for, a source of prompts. Raises InputError.
+
+    configs: what holds for the source beside its prompts; without a source, their own prompts.
+    """
     given = [] if model is None else [override("model.path", str(model))]
-    kind, _, name = source.partition(":")
-    path = Path(source)
-    if kind in _NAMED_KINDS and name:
-        config = _of_one_source({"kind": kind, "name": name}, [*given, *overrides])
-    elif path.suffix == ".toml" or (source in shipped() and not path.exists()):
-        config = load_config(config_path(source), [*given, *overrides])
+    if source is not None and "=" in source and not Path(source).exists():
+        source, overrides = None, [source, *overrides]
+    given += overrides
+    files = [config_path(name) for name in configs]
+    if source is None and not files:
+        raise InputError("nothing to look at: give a file of prompts, or --config FILE")
+    kind, _, name = (source or "").partition(":")
+    if source is None:
+        config = load_config(files, given)
+    elif kind in _NAMED_KINDS and name:
+        config = _of_one_source({"kind": kind, "name": name}, files, given)
+    elif _is_configuration(source):
+        config = load_config([*files, config_path(source)], given)
     else:
-        config = _of_one_source({"path": source}, [*given, *overrides])
+        config = _of_one_source({"path": source}, files, given)
     if not config.prompts and not config.eval.sets:
-        raise InputError(f"{source} names no prompts: add a [[prompts]] section")
+        raise InputError(
+            f"{source or ', '.join(configs)} names no prompts: add a [[prompts]] section"
+        )
     return config
 
 
-def _of_one_source(source: dict[str, str], overrides: Sequence[str]) -> Config:
-    """The defaults with one source of prompts, which overrides may change."""
-    layers = Layers()
+def _is_configuration(source: str) -> bool:
+    path = Path(source)
+    return path.suffix == ".toml" or (source in shipped() and not path.exists())
+
+
+def _of_one_source(
+    source: dict[str, str], files: Sequence[Path], overrides: Sequence[str]
+) -> Config:
+    """The configuration with one source of prompts, which overrides may change."""
+    layers = read_layers(files)
     layers.tree["prompts"] = [source]
+    layers.tree.get("eval", {}).pop("sets", None)
     layers.add_overrides(overrides)
     return resolve(layers)
 
