@@ -86,7 +86,9 @@ def test_a_response_earns_the_sum_that_its_parts_make(folder: Path) -> None:
     near, far = ("<think>It is tall.</think>\\boxed{320}", "<think>So?</think>\\boxed{200}")
     assert reward_of(near, "330") == pytest.approx(0.1 + 0.9 + 0.05 * (1 - len(near) / 2000))
     assert reward_of(far, "330") == pytest.approx(0.1 + 0.05 * (1 - len(far) / 2000))
-    assert reward_of("\\boxed{320}", "330") == 0.0
+    bare = "\\boxed{320}"
+    assert reward_of(bare, "330") == pytest.approx(0.1 + 0.9 + 0.05 * (1 - len(bare) / 2000))
+    assert reward_of("<think>It is tall.</think>320", "330") == 0.0
 
 
 def test_the_source_makes_each_product_once_and_the_same_for_a_seed(folder: Path) -> None:
