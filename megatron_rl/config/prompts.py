@@ -142,7 +142,9 @@ class Demonstrations(Section):
         reply="<think>\nThe sum of a and b is a + b.\n</think>\n"
         "```python\ndef add(a, b):\n    return a + b\n```",
     )
-    box: Demonstration | None = None
+    box: Demonstration | None = Demonstration(
+        question="What is 2 + 3?", reply="2 + 3 is 5. The answer is \\boxed{5}."
+    )
     code: Demonstration | None = None
     none: Demonstration | None = None
 
