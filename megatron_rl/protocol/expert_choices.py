@@ -6,13 +6,14 @@ times the bytes of everything else in it.
 
 import numpy as np
 
-NARROW = np.int16
-"""Holds the numbers of up to 32,768 experts."""
+NARROW = (np.uint8, np.int16)
+"""Hold the numbers of up to 256 and 32,768 experts; the second one -1 too."""
 
 
 def narrow_choices(choices: np.ndarray) -> np.ndarray:
-    """The same numbers as int16, or as they came (int32) where one of them does not fit."""
-    limits = np.iinfo(NARROW)
-    if choices.size and not limits.min <= choices.min() <= choices.max() <= limits.max:
-        return choices
-    return choices.astype(NARROW)
+    """The same numbers in the first of NARROW that holds all, or as they came (int32)."""
+    least, most = (int(choices.min()), int(choices.max())) if choices.size else (0, 0)
+    for dtype in NARROW:
+        if np.iinfo(dtype).min <= least and most <= np.iinfo(dtype).max:
+            return choices.astype(dtype)
+    return choices

@@ -21,8 +21,11 @@ APART_BYTES = 32 << 10
 _ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "i": np.dtype("<i4"),
     "h": np.dtype("<i2"),
+    "B": np.dtype("u1"),
     "f": np.dtype("<f4"),
 }
+_SHORT_CODES = {np.dtype(np.int16): "h", np.dtype(np.uint8): "B"}
+"""Of integers that stay as short as they are."""
 _ALIGN = 8
 """Bytes between the beginnings of joined frames are a multiple of that."""
 
@@ -38,9 +41,10 @@ class WireError(RuntimeError):
 
 def _code_of(array: np.ndarray) -> str | None:
     """What says how its numbers are sent; None for an array that cannot be."""
-    if array.ndim != 1 or array.dtype.kind not in "if":
+    if array.ndim != 1:
         return None
-    return "h" if array.dtype == np.int16 else str(array.dtype.kind)
+    kind = str(array.dtype.kind)
+    return _SHORT_CODES.get(array.dtype, kind if kind in "if" else None)
 
 
 class _Encoding:
@@ -63,7 +67,8 @@ class _Encoding:
 
 
 def encode(message: Any) -> bytes:
-    """A message in one frame. int16 stays so, other integers become int32, floats float32."""
+    """A message in one frame. int16 and uint8 stay so, other signed integers become int32, floats
+    float32."""
     return msgspec.msgpack.encode(message, enc_hook=_Encoding(float("inf")).encode_array)
 
 

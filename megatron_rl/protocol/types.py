@@ -57,7 +57,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 def _no_choices() -> np.ndarray:
-    return np.zeros(0, np.int16)
+    return np.zeros(0, np.uint8)
 
 
 ROUNDING_NATS = 1e-3
@@ -93,8 +93,8 @@ class Rollout(msgspec.Struct, frozen=True):
     text: str
     """Completion decoded without the end-of-sequence token."""
     expert_choices: np.ndarray = msgspec.field(default_factory=_no_choices)
-    """[(all tokens - 1) x layers x experts of a token] int16, or int32 where numbers of experts
-    need it; empty without train.router_replay."""
+    """[(all tokens - 1) x layers x experts of a token] uint8, or int16 or int32 where numbers of
+    experts need it; empty without train.router_replay."""
     prompt_tail: str = ""
     """The end of the rendered prompt, where some chat templates open <think> for the model."""
     first_token_s: float = -1.0

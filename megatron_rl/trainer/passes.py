@@ -65,6 +65,7 @@ class Passes:
             multiple=policy.position_multiple,
             sequence_multiple=policy.sequence_multiple,
             choice_width=self._choice_width,
+            experts=policy.shape.experts,
             shares_prompts=policy.shares_prompts,
         )
         ranks = policy.parallel.context

@@ -58,6 +58,19 @@ def test_an_array_that_is_long_enough_has_a_frame_of_its_own(
     assert same(decode_frames(split_frames(joined)), message)
 
 
+@pytest.mark.parametrize("choices", [APART_BYTES - 1, APART_BYTES, APART_BYTES + 3])
+def test_bytes_stay_bytes_in_and_beside_the_message(choices: int) -> None:
+    numbers = np.random.default_rng(0).integers(0, 256, choices, dtype=np.uint8)
+    rollout = msgspec.structs.replace(done(4).rollout, expert_choices=numbers)
+    message = RolloutDone(rollout)
+    sent = encode_frames(message)
+    assert len(sent) == (1 if choices < APART_BYTES else 2)
+    assert same(decode_frames(sent), message) and same(decode(encode(message)), message)
+    # Frames of any length, also odd ones, leave those behind them where they may lie.
+    assert same(decode_frames(split_frames(join_frames(sent))), message)
+    assert decode_frames(sent).rollout.expert_choices.dtype == np.uint8
+
+
 def test_long_arrays_are_not_copied_on_either_side() -> None:
     rollout = done(EDGE, 2 * EDGE).rollout
     received = decode_frames(encode_frames(RolloutDone(rollout))).rollout

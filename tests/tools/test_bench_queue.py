@@ -37,7 +37,7 @@ def test_a_scripted_rollout_is_sound_and_as_large_as_it_is_said_to_be(name: str)
     sent = sum(map(len, encode_frames(RolloutDone(rollout))))
     assert load.rollout_bytes == pytest.approx(sent, rel=0.01)
     arrays = 4 * 340 + 8 * 32_768 + 4 * 32_768
-    choices = 2 * 48 * 8 * (340 + 32_767)
+    choices = 48 * 8 * (340 + 32_767)
     assert load.rollout_bytes == arrays + (choices if name == "replay" else 0)
 
 

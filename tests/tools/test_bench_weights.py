@@ -1,17 +1,23 @@
 """The figures of the benchmark of publishing, on samples written by hand."""
 
 import json
+import socket
+import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
 from megatron_rl.config.tree import Config
+from tools.bench.links import limit_connections
 from tools.bench.weights_figures import (
     METHODS,
     OVERLAP,
     RAW,
     RESHARD,
     Sample,
+    against_limit,
     combine,
     figures,
     growth,
@@ -90,3 +96,32 @@ def test_scaling_compares_with_raw_beside_it_and_with_the_fewest_replicas() -> N
     assert rows["4"]["time_over_one"] == 3.0 and rows["4"]["raw_over_one"] == 3.0
     assert rows["1"]["time_over_one"] == 1.0 and rows["4"]["time_over_raw"] == 1.5
     assert rows["1"]["stall_over_transfer"] == 0.05 and rows["1"]["stall_ms"] == 30
+
+
+def test_links_are_compared_with_what_the_senders_carry_without_them() -> None:
+    rows = {"1": {"transfer_s": 4.0}, "8": {"transfer_s": 4.2}}
+    found = against_limit(rows, {"wire_mb": 1200.0, "transfer_s": 0.6}, 40)
+    assert found["1"] == {
+        "transfer_s": 4.0, "links_mb_s": 40, "senders_limit_mb_s": 2000, "links_over_limit": 0.02
+    }  # fmt: skip
+    assert found["8"]["links_mb_s"] == 320 and found["8"]["links_over_limit"] == 0.16
+
+
+def test_a_limited_connection_carries_no_more_than_its_rate() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        closing(socket.create_connection(server.getsockname())) as sender,
+    ):
+        receiver, _ = server.accept()
+        with receiver:
+            assert limit_connections(10_000_000) >= 2
+            started = time.monotonic()
+            thread = threading.Thread(target=sender.sendall, args=(bytes(5_000_000),), daemon=True)
+            thread.start()
+            left = 5_000_000
+            receiver.settimeout(30)
+            while left:
+                left -= len(receiver.recv(1 << 20))
+            # TCP's first segments may go at once.
+            assert time.monotonic() - started > 0.9 * 0.5
+            thread.join(5)

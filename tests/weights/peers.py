@@ -31,6 +31,7 @@ from megatron_rl.weights.publish.reshard import Reshard
 from megatron_rl.weights.publish.settings import ExchangeSettings
 from tests.weights.made_up import SHAPE, allocate, fill, values
 from tests.weights.scripted_generators import Generator, host
+from tools.bench.links import limited_links
 
 PATIENCE_S = 20.0
 POLL_S = 0.02
@@ -55,6 +56,9 @@ class Setup:
     grace_s: float = 3.0
     join_timeout_s: float = 15.0
     bucket_bytes: int = 2048
+    is_concurrent: bool = True
+    link_bytes_per_s: int = 0
+    """What a trainer rank sends to an engine rank at most; 0: no limit."""
 
     @property
     def trainers(self) -> int:
@@ -85,7 +89,8 @@ def play(setup: Setup, folder: Path) -> Any:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     if rank < setup.trainers:
-        return train(setup, folder, rank)
+        with limited_links(setup.link_bytes_per_s):
+            return train(setup, folder, rank)
     return host(setup.port, setup.generators[rank - setup.trainers], folder)
 
 
@@ -182,7 +187,7 @@ def open_method(
     backend = IPC if setup.method == "ipc" else "gloo"
     settings = ExchangeSettings(
         "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name,
-        setup.grace_s,
+        setup.grace_s, setup.is_concurrent,
     )  # fmt: skip
     like = Place(Share(0, setup.tensor), Share(0, setup.pipeline), Share())
     places = [place_of(rank, setup.trainers, like) for rank in range(setup.trainers)]

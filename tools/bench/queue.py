@@ -9,8 +9,8 @@ sockets through which the same bytes go, and nothing else (queue_floor.py).
 |-----------|----------------------------------------------------------------|
 | dense     | a 24B model without experts                                    |
 | encrypted | the same with CURVE keys, as between hosts                     |
-| replay    | 30B-A3B with router replay: 48 layers x 8 choices of two bytes |
-|           | a token, 26 MB a rollout, so 100 generators and small batches  |
+| replay    | 30B-A3B with router replay: 48 layers x 8 choices of one byte  |
+|           | a token, 13 MB a rollout, so 100 generators and small batches  |
 
 | figure of a variant        | what                                                           |
 |----------------------------|----------------------------------------------------------------|

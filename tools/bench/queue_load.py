@@ -62,7 +62,7 @@ class Load(NamedTuple):
     tokens: int = COMPLETION_TOKENS
     """Of each completion."""
     choices_per_token: int = 0
-    """Expert choices of a token, int16: layers x experts of a token; 0: no router replay."""
+    """Expert choices of a token, uint8: layers x experts of a token; 0: no router replay."""
     groups_per_batch: int = 128
     group_size: int = 16
     max_staleness: int = 3
@@ -84,7 +84,7 @@ class Load(NamedTuple):
     def rollout_bytes(self) -> int:
         """Of a rollout's arrays and text."""
         arrays = 4 * (PROMPT_TOKENS + 2 * self.tokens)
-        choices = 2 * (PROMPT_TOKENS + self.tokens - 1) * self.choices_per_token
+        choices = (PROMPT_TOKENS + self.tokens - 1) * self.choices_per_token
         return arrays + choices + _CHARS_PER_TOKEN * self.tokens
 
     @property
@@ -121,7 +121,7 @@ class Template:
         self._token_ids = chance.integers(0, 131_072, load.tokens, dtype=np.int32)
         self._logprobs = -chance.random(load.tokens, dtype=np.float32)
         count = (PROMPT_TOKENS + load.tokens - 1) * load.choices_per_token
-        self._choices = chance.integers(0, 128, count, dtype=np.int16)
+        self._choices = chance.integers(0, 128, count, dtype=np.uint8)
         self._text = "".join(map(chr, chance.integers(97, 123, _CHARS_PER_TOKEN * load.tokens)))
 
     def rollout(self, lease_id: int, index: int, version: int) -> Rollout:

@@ -23,7 +23,9 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 
 `--replicas 1 2 4 8` publishes from two copies of the model in the trainer to so many receivers
 instead, which are processes with the product's weight client and receiver and no engine, or with
-`--servers` SGLang servers. Figures: see `scaling` in weights_figures.py.
+`--servers` SGLang servers. `--link-mb-s N` gives each of them a link of its own of so many MB/s
+(links.py), as if on hosts of their own; a publish to the most receivers without it says what the
+senders could carry (`senders_limit_mb_s`). Figures: see `scaling` in weights_figures.py.
 
 busy_share is what other processes took of the cores before each layout: where it is not near 0, the
 times say little. A table comes first; the last line is one JSON object.
@@ -57,6 +59,7 @@ from tools.bench.weights_figures import (
     RAW,
     RESHARD,
     Sample,
+    against_limit,
     combine,
     figures,
     growth,
@@ -66,6 +69,7 @@ from tools.bench.weights_figures import (
 )
 
 REPEATS_VARIABLE, METHODS_VARIABLE = "BENCH_REPEATS", "BENCH_METHODS"
+LINK_VARIABLE = "BENCH_LINK_BYTES_PER_S"
 SERVERS, RECEIVERS = "tools.bench.weights_generator", "tools.bench.weights_receiver"
 """Programs of generators: before an SGLang server, and without one."""
 RANKS_TIMEOUT_S = 900.0
@@ -146,17 +150,23 @@ def scale(
     options: argparse.Namespace, model: Path, work_dir: Path, repeats: int
 ) -> dict[str, dict[str, float]]:
     """Figures of publishes from two copies of the model to so many replicas."""
-    found = {}
-    for replicas in options.replicas:
+
+    def run(replicas: int, link_mb_s: int) -> list[Sample]:
         cfg = configure(
             Case(1, 1, replicas, 1, data=2),
             model,
-            work_dir / f"replicas-{replicas}",
+            work_dir / f"replicas-{replicas}-link-{link_mb_s}",
             options.bucket_mb << 20,
         )
         program = SERVERS if options.servers else RECEIVERS
-        found[replicas] = run_layout(cfg, repeats, (RAW, RESHARD, OVERLAP), program)
-    return scaling(found)
+        methods = (RAW, RESHARD, OVERLAP)
+        return run_layout(cfg, repeats, methods, program, link_mb_s=link_mb_s)
+
+    rows = scaling({replicas: run(replicas, options.link_mb_s) for replicas in options.replicas})
+    if options.link_mb_s:
+        most = max(options.replicas)
+        rows = against_limit(rows, scaling({most: run(most, 0)})[str(most)], options.link_mb_s)
+    return rows
 
 
 def print_scaling(rows: dict[str, dict[str, float]], busy: float, cores: int) -> None:
@@ -206,7 +216,12 @@ def configure(layout: Case, model: Path, run_dir: Path, bucket_bytes: int) -> Co
 
 
 def run_layout(
-    cfg: Config, repeats: int, methods: Sequence[str] = METHODS, program: str = SERVERS
+    cfg: Config,
+    repeats: int,
+    methods: Sequence[str] = METHODS,
+    program: str = SERVERS,
+    *,
+    link_mb_s: int = 0,
 ) -> list[Sample]:
     """Start all processes of a layout and have them publish. Raises ChildFailed."""
     path = cfg.run.dir / "config.toml"
@@ -215,6 +230,7 @@ def run_layout(
     command += ["--master-addr", cfg.ports.host, "--master-port", str(cfg.ports.torchrun)]
     command += ["-m", "tools.bench.weights_ranks", "--config", str(path)]
     variables = {REPEATS_VARIABLE: str(repeats), METHODS_VARIABLE: ",".join(methods)}
+    variables[LINK_VARIABLE] = str(link_mb_s * 10**6)
     with generators(cfg, path, program):
         run_child(
             command,
@@ -276,9 +292,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--replicas", type=int, nargs="+", metavar="N", help="instead: publishes to N replicas each"
     )
+    parser.add_argument(
+        "--link-mb-s", type=int, default=0, metavar="N", help="with --replicas: MB/s to each"
+    )
     parser.add_argument("--servers", action="store_true", help="of SGLang, not bare receivers")
     parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.link_mb_s < 0 or (options.link_mb_s and not options.replicas):
+        parser.error("--link-mb-s takes a positive number of MB/s, and goes with --replicas")
+    return options
 
 
 if __name__ == "__main__":

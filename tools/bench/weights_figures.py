@@ -137,8 +137,30 @@ def scaling(found: dict[int, Sequence[Sample]]) -> dict[str, dict[str, float]]:
             "wire_mb": by[RESHARD][0].wire_bytes / 1e6,
         }
         row["time_over_one"] = row["transfer_s"] / rows[str(first)]["transfer_s"]
+        row["publish_over_one"] = row["publish_s"] / rows[str(first)]["publish_s"]
         row["raw_over_one"] = row["raw_transfer_s"] / rows[str(first)]["raw_transfer_s"]
     return rounded(rows)
+
+
+def against_limit(
+    rows: dict[str, dict[str, float]], unlimited: dict[str, float], link_mb_s: int
+) -> dict[str, dict[str, float]]:
+    """Rows of `scaling` with what all links carry together, over what the senders can.
+
+    unlimited: the row of a publish without limits to the links.
+    """
+    limit = unlimited["wire_mb"] / unlimited["transfer_s"]
+    return rounded(
+        {
+            replicas: row
+            | {
+                "links_mb_s": int(replicas) * link_mb_s,
+                "senders_limit_mb_s": limit,
+                "links_over_limit": int(replicas) * link_mb_s / limit,
+            }
+            for replicas, row in rows.items()
+        }
+    )
 
 
 def show(name: str, samples: Sequence[Sample], values: dict[str, float]) -> None:

@@ -29,6 +29,7 @@ from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Member, Method, Outcome
 from megatron_rl.weights.publish.reshard import Reshard, receiver_slices
+from tools.bench.links import limited_links
 from tools.bench.weights_figures import METHODS, OVERLAP, RAW, RESHARD, Sample
 from tools.bench.weights_loader import resident_bytes, send_raw, start_peak
 
@@ -103,7 +104,9 @@ def main(cfg: Config, repeats: int) -> None:
         members = control.share(members, list[Member])
         names = os.environ.get("BENCH_METHODS", ",".join(METHODS)).split(",")
         methods = {name: make_method(name, cfg, policy, control, link) for name in names}
-        samples = publish_all(methods, members, control, policy, repeats)
+        link_bytes_per_s = int(os.environ.get("BENCH_LINK_BYTES_PER_S", "0"))
+        with limited_links(link_bytes_per_s):
+            samples = publish_all(methods, members, control, policy, repeats)
         for method in methods.values():
             method.close()
         if control.rank == 0:

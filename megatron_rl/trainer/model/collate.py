@@ -73,6 +73,7 @@ def collate(
     multiple: int = 1,
     sequence_multiple: int = 1,
     choice_width: int = 0,
+    experts: int = 0,
     shares_prompts: bool = False,
 ) -> MicroBatch:
     """Pack sequences into one microbatch.
@@ -82,9 +83,10 @@ def collate(
     sequence_multiple: every sequence is padded at its end to a multiple of it, which `multiple` is
     one of (context parallelism cuts each into equal chunks).
     choice_width: layers x experts of a token, to take the generator's choices along; else 0.
+    experts: of the model, where it takes them.
     shares_prompts: compute what sequences have in common once (`backend/folding.py`); without the
     two options before this one.
-    Raises InputError for a sequence without expert choices.
+    Raises InputError for a sequence without expert choices, or with one that the model lacks.
     """
     sequences = list(sequences) or [placeholder()]
     if shares_prompts:
@@ -106,7 +108,9 @@ def collate(
         longest=max(lengths),
         loss_positions=_tensor(np.concatenate(loss_positions), torch.int64),
         **_per_target(sequences),
-        expert_choices=_choices(sequences, lengths, choice_width) if choice_width else None,
+        expert_choices=(
+            _choices(sequences, lengths, choice_width, experts) if choice_width else None
+        ),
     )
 
 
@@ -179,7 +183,9 @@ def _pad(token_ids: np.ndarray, multiple: int) -> np.ndarray:
     return np.pad(token_ids, (0, -len(token_ids) % multiple))
 
 
-def _choices(sequences: list[TrainSequence], lengths: list[int], width: int) -> Tensor:
+def _choices(
+    sequences: list[TrainSequence], lengths: list[int], width: int, experts: int
+) -> Tensor:
     """[positions, width]; -1 where no choice is recorded, from where nothing is predicted.
 
     lengths: of the sequences with their padding, and of what follows them.
@@ -190,6 +196,7 @@ def _choices(sequences: list[TrainSequence], lengths: list[int], width: int) -> 
     for sequence, start in zip(sequences, starts, strict=False):
         count = len(sequence.token_ids) - 1
         if len(sequence.expert_choices) == count * width:
+            _check_experts(sequence.expert_choices, experts)
             choices[start : start + count] = sequence.expert_choices.reshape(count, width)
         elif sequence.weight:
             raise InputError(
@@ -198,6 +205,19 @@ def _choices(sequences: list[TrainSequence], lengths: list[int], width: int) -> 
                 "the engine return them for this model? Else set train.router_replay=false"
             )
     return torch.from_numpy(choices)
+
+
+def _check_experts(choices: np.ndarray, experts: int) -> None:
+    """A router would read beyond its row of scores, on a GPU without a word."""
+    if choices.dtype.kind not in "iu":
+        raise InputError(f"train.router_replay: expert choices of {choices.dtype}, not integers")
+    least, most = int(choices.min(initial=0)), int(choices.max(initial=0))
+    # -1: none is recorded for the position.
+    if least < -1 or most >= experts:
+        raise InputError(
+            f"train.router_replay: a choice of expert {most if most >= experts else least}, but "
+            f"the model has experts 0 to {experts - 1}: does the engine serve the same model?"
+        )
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:

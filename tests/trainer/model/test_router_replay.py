@@ -170,14 +170,14 @@ def test_without_replay_the_routers_choose(folder: Path, expected: tuple[float, 
 def test_choices_stand_at_their_positions() -> None:
     first, second, *_ = make_sequences()
     width = LAYERS * TOPK
-    batch = collate([first, second], multiple=8, choice_width=width)
+    batch = collate([first, second], multiple=8, choice_width=width, experts=EXPERTS)
     choices = batch.expert_choices
     assert choices is not None and choices.shape == (24, width)
     assert choices[:13].flatten().tolist() == first.expert_choices.tolist()
     assert choices[14:20].flatten().tolist() == second.expert_choices.tolist()
     # Last positions and padding predict nothing.
     assert (choices[[13, 20, 21, 22, 23]] == UNKNOWN).all()
-    assert (collate([], choice_width=width).expert_choices == UNKNOWN).all()
+    assert (collate([], choice_width=width, experts=EXPERTS).expert_choices == UNKNOWN).all()
     assert collate([first]).expert_choices is None
 
 
@@ -185,11 +185,11 @@ def test_choices_stay_narrow_and_on_the_host_until_a_forward_pass_takes_them() -
     first, second, *_ = make_sequences()
     narrow = msgspec.structs.replace(first, expert_choices=first.expert_choices.astype(np.int16))
     width = LAYERS * TOPK
-    batch = collate([narrow], choice_width=width).to(torch.device("meta"))
+    batch = collate([narrow], choice_width=width, experts=EXPERTS).to(torch.device("meta"))
     assert batch.tokens.device.type == "meta"
     choices = batch.expert_choices
     assert choices is not None and (choices.device.type, choices.dtype) == ("cpu", torch.int16)
-    mixed = collate([narrow, second], choice_width=width).expert_choices
+    mixed = collate([narrow, second], choice_width=width, experts=EXPERTS).expert_choices
     assert mixed is not None and mixed.dtype == torch.int32
     assert mixed[:13].flatten().tolist() == first.expert_choices.tolist()
 
@@ -210,7 +210,9 @@ def test_what_megatron_keeps_of_a_microbatch_stays_narrow(monkeypatch: pytest.Mo
         lambda chunk: list(enumerate(chunk.replays)),
     )
     sequences = make_sequences()[:2]
-    batches = [collate([s], choice_width=LAYERS * TOPK).expert_choices for s in sequences]
+    batches = [
+        collate([s], choice_width=LAYERS * TOPK, experts=EXPERTS).expert_choices for s in sequences
+    ]
     counts = [len(choices) for choices in batches]
     scores = torch.rand(max(counts), EXPERTS)
 
@@ -237,9 +239,43 @@ def test_what_megatron_keeps_of_a_microbatch_stays_narrow(monkeypatch: pytest.Mo
     assert not any(replay.replay_backward_list for replay in chunk.replays)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
+def test_choices_of_any_width_are_the_same_to_the_routers(dtype: type) -> None:
+    width = LAYERS * TOPK
+    wide = make_sequences()
+    narrow = [
+        msgspec.structs.replace(s, expert_choices=s.expert_choices.astype(dtype)) for s in wide
+    ]
+    found = collate(narrow, multiple=8, choice_width=width, experts=EXPERTS).expert_choices
+    expected = collate(wide, multiple=8, choice_width=width, experts=EXPERTS).expert_choices
+    assert found is not None and expected is not None
+    assert found.tolist() == expected.tolist()
+    # What is not recorded stays apart from every expert, also from number 255.
+    assert (found == UNKNOWN).sum() == (4 + -(14 + 7 + 9 + 16) % 8) * width
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype"), [(EXPERTS, np.uint8), (255, np.uint8), (EXPERTS, np.int16), (-2, np.int32)]
+)
+def test_a_choice_of_an_expert_that_the_model_lacks_is_refused(choice: int, dtype: type) -> None:
+    first = make_sequences()[0]
+    choices = first.expert_choices.astype(dtype)
+    choices[7] = choice
+    wrong = msgspec.structs.replace(first, expert_choices=choices)
+    with pytest.raises(InputError, match=rf"a choice of expert {choice}, but the model has expert"):
+        collate([wrong], choice_width=LAYERS * TOPK, experts=EXPERTS)
+
+
+def test_choices_that_are_no_integers_are_refused() -> None:
+    first = make_sequences()[0]
+    wrong = msgspec.structs.replace(first, expert_choices=first.expert_choices.astype(np.float32))
+    with pytest.raises(InputError, match="expert choices of float32, not integers"):
+        collate([wrong], choice_width=LAYERS * TOPK, experts=EXPERTS)
+
+
 def test_a_sequence_without_choices_is_refused() -> None:
     bare = msgspec.structs.replace(make_sequences()[0], expert_choices=np.zeros(3, np.int32))
     with pytest.raises(InputError, match="a sequence of 14 tokens has 3 expert choices instead"):
-        collate([bare], choice_width=LAYERS * TOPK)
+        collate([bare], choice_width=LAYERS * TOPK, experts=EXPERTS)
     with pytest.raises(ConfigError, match="generator.engine='hf' does not"):
         load_config(None, ["train.router_replay=true", "generator.engine=hf"])
