@@ -132,6 +132,29 @@ def test_the_run_and_traces_with_rewards_are_replayed(
     assert sum(path.stat().st_size for path in (run_dir / "rollouts").iterdir()) == 0
 
 
+@pytest.mark.exhaustive
+def test_a_run_that_trains_while_weights_travel_agrees_with_itself(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "overlapped"
+    command = [
+        *run_command(finished[0], run_dir), "train.steps=8", "eval.prompts=100",
+        "weights.overlap=true",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [row for row in training_rows(run_dir) if "train/loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(row["publish/generators"] == 1 for row in rows)
+    assert sum(row.get("publish/damaged_parcels", 0) for row in rows) == 0
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["staleness_max"] <= summary["max_staleness"] == 1
+    # Versions of records, exported model and metrics fit each other.
+    audit = [*command[:3], "audit", str(run_dir)]
+    done = subprocess.run(audit, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_run_leaves_no_process_within_ten_seconds(

@@ -1,16 +1,26 @@
-"""The figures of the benchmark of publishing, on samples written by hand."""
+"""The benchmark of publishing: its figures on samples written by hand, what it compares with."""
 
 import json
+import os
 import socket
 import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_rl.config.tree import Config
+from megatron_rl.weights.exchange.parcels import incoming, outgoing
+from megatron_rl.weights.exchange.plan import Move, Parcel
+from megatron_rl.weights.exchange.transport import Buffers, GroupTransport
+from tests.distributed import run_ranks
 from tools.bench.links import limit_connections
+from tools.bench.weights_exchanges import receive_floor, receive_raw, send_floor, send_raw
 from tools.bench.weights_figures import (
     METHODS,
     OVERLAP,
@@ -46,7 +56,7 @@ SAMPLES = [
     sample(method, seconds * repeat, transfer_s * repeat)
     for repeat in (1, 2, 3)
     for method, seconds, transfer_s in zip(
-        METHODS, (1.0, 2.0, 4.0, 5.0, 8.0), (0.5, 0.75, 0.25, 0.0, 0.0), strict=True
+        METHODS, (1.0, 1.6, 2.0, 4.0, 5.0, 8.0), (0.5, 0.6, 0.75, 0.25, 0.0, 0.0), strict=True
     )
 ]
 
@@ -54,6 +64,8 @@ SAMPLES = [
 def test_figures_compare_the_methods_of_one_repeat() -> None:
     found = figures(SAMPLES, CFG)
     assert found["time_over_raw"] == 1.5 and found["ipc_time_over_raw"] == 0.5
+    assert found["floor_over_raw"] == pytest.approx(1.2)
+    assert found["time_over_floor"] == found["publish_over_floor"] == pytest.approx(1.25)
     assert found["broadcast_over_reshard"] == 2.5 and found["disk_over_reshard"] == 4.0
     assert found["wire_bytes_over_minimum"] == 1.0
     assert found["loopback_bytes_over_minimum"] == 1.1
@@ -96,6 +108,52 @@ def test_scaling_compares_with_raw_beside_it_and_with_the_fewest_replicas() -> N
     assert rows["4"]["time_over_one"] == 3.0 and rows["4"]["raw_over_one"] == 3.0
     assert rows["1"]["time_over_one"] == 1.0 and rows["4"]["time_over_raw"] == 1.5
     assert rows["1"]["stall_over_transfer"] == 0.05 and rows["1"]["stall_ms"] == 30
+
+
+def carried(is_floor: bool) -> tuple[list[list[float]], int]:
+    """What the second rank holds after an exchange of the benchmark's, and the bytes it reports."""
+    rank = int(os.environ["RANK"])
+    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    group = dist.group.WORLD
+    assert group is not None
+    transport = GroupTransport(group, torch.device("cpu"), Buffers())
+    # By itself and in one run; by itself, but in parts of rows at the receiver; with the trailer.
+    alone, parts = Move(256, 256, "a", 0, 0, "a", 0, 0), Move(256, 256, "b", 0, 0, "b", 0, 8)
+    rounds = [[Parcel(0, 1, (alone,))], [Parcel(0, 1, (parts, Move(2, 3, "c", 0, 1, "c", 0, 0)))]]
+    held = {"a": torch.zeros(256, 256), "b": torch.zeros(256, 300), "c": torch.zeros(2, 4)}
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "version": 1,
+        "ends_at": time.monotonic() + 20,
+    }
+    if rank == 0:
+        held = {"a": numbers(256), "b": numbers(256) + 1, "c": torch.arange(8.0).view(2, 4)}
+        (send_floor if is_floor else send_raw)(
+            outgoing(rounds, held, torch.float32), transport, **options
+        )
+        got = 0
+    else:
+        take = receive_floor if is_floor else receive_raw
+        got = take(incoming(rounds, held, torch.float32), transport, **options).payload_bytes
+    dist.barrier()
+    dist.destroy_process_group()
+    return [each.flatten().tolist() for each in held.values()], got
+
+
+def numbers(columns: int) -> torch.Tensor:
+    return torch.arange(256.0 * columns).view(256, columns)
+
+
+@pytest.mark.parametrize("is_floor", [False, True])
+def test_the_floor_brings_every_element_to_its_place_and_raw_none(is_floor: bool) -> None:
+    _, (found, nbytes) = run_ranks(carried, 2, is_floor)
+    assert nbytes == 4 * (2 * 256 * 256 + 2 * 3)
+    b, c = torch.zeros(256, 300), torch.zeros(2, 4)
+    b[:, 8:264], c[:, :3] = numbers(256) + 1, torch.tensor([[1.0, 2, 3], [5, 6, 7]])
+    expected = [numbers(256), b, c]
+    for values, wanted in zip(found, expected, strict=True):
+        assert values == (wanted if is_floor else 0 * wanted).flatten().tolist()
 
 
 def test_links_are_compared_with_what_the_senders_carry_without_them() -> None:

@@ -6,6 +6,7 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | method | what |
 |---|---|
 | raw | reshard's rounds as plain bytes, one packet a parcel, that the receivers throw away |
+| floor | reshard's very packets, each digested once at either end and copied where it must be |
 | reshard, ipc, broadcast, disk | the product's, see docs/weights.md |
 
 | figure | what; medians of all publishes, the worst layout where there are several |
@@ -14,6 +15,8 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | loopback_bytes_over_minimum | the same of all that passed the loopback device meanwhile |
 | time_over_raw | transfer of reshard over raw's beside it: first receive to last digest |
 | publish_over_raw | the same of whole publishes: digests at the senders, pause, all packets |
+| floor_over_raw | what packets, digests and copies cost by themselves |
+| time_over_floor, publish_over_floor | as over raw: what is left to the product's own work |
 | ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
 | broadcast_over_reshard, disk_over_reshard | whole publishes |
 | pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |

@@ -13,8 +13,8 @@ import msgspec
 from megatron_rl.config.tree import Config
 
 TITLES = ("publish s", "transfer s", "pause s", "wire MB", "lo MB")
-RAW, RESHARD, OVERLAP = "raw", "reshard", "overlap"
-METHODS = (RAW, RESHARD, "ipc", "broadcast", "disk")
+RAW, FLOOR, RESHARD, OVERLAP = "raw", "floor", "reshard", "overlap"
+METHODS = (RAW, FLOOR, RESHARD, "ipc", "broadcast", "disk")
 """Names of exchanges begin with theirs."""
 
 
@@ -61,6 +61,9 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
             sample.loopback_bytes / sample.minimum_bytes for sample in reshard
         ),
         "time_over_raw": over(reshard, by[RAW], _transfer),
+        "floor_over_raw": over(by[FLOOR], by[RAW], _transfer),
+        "time_over_floor": over(reshard, by[FLOOR], _transfer),
+        "publish_over_floor": over(reshard, by[FLOOR], lambda sample: sample.seconds),
         "publish_over_raw": over(reshard, by[RAW], lambda sample: sample.seconds),
         "ipc_time_over_raw": over(by["ipc"], by[RAW], _transfer),
         "broadcast_over_reshard": over(by["broadcast"], reshard, lambda sample: sample.seconds),

@@ -1,32 +1,28 @@
 """Takes the parcels of tools.bench.weights inside every rank of its SGLang servers.
 
-Stands in the place of the product's loader. Under an exchange whose name begins with RAW it
-receives plain bytes and throws them away: the floor of what any exchange of so many bytes takes.
+Stands in the place of the product's loader. Under an exchange whose name begins with that of one of
+weights_exchanges.py it receives as that one does.
 Each transfer leaves a line beside the server's log: how much the process grew meanwhile.
 """
 
 import functools
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from generation import sglang_loader
 from generation.sglang_orders import ORDERS_VARIABLE, read_order
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange import receiver
-from megatron_rl.weights.exchange.parcels import Ends, Received, payload_bytes, receive
+from megatron_rl.weights.exchange.parcels import receive
 from megatron_rl.weights.exchange.receiver import Receiver
-from megatron_rl.weights.exchange.transport import GroupTransport
-from tools.bench.weights_figures import RAW
+from tools.bench.weights_exchanges import RECEIVE
 
 LOADER = "tools.bench.weights_loader.load"
 
@@ -39,7 +35,7 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     path = Path(os.environ[ORDERS_VARIABLE])
     with noted_growth(path.with_suffix(f".growth-{os.getpid()}.jsonl"), order.group_name):
         method = order.group_name.partition("-")[0]
-        with patch.object(receiver, "receive", receive_raw if method == RAW else receive):
+        with patch.object(receiver, "receive", RECEIVE.get(method, receive)):
             _receiver(model, method).take(order)
 
 
@@ -71,59 +67,3 @@ def resident_bytes(key: str) -> int:
         if line.startswith(key):
             return int(line.split()[1]) << 10
     raise ValueError(f"/proc/self/status has no {key}")
-
-
-def send_raw(
-    ends: Ends,
-    transport: GroupTransport,
-    *,
-    dtype: torch.dtype,
-    version: int,
-    ends_at: float,
-) -> int:
-    """As `parcels.send`, but of plain bytes."""
-    return _exchange(ends, transport._group, dist.isend, ends_at)
-
-
-def receive_raw(
-    ends: Ends,
-    transport: GroupTransport,
-    *,
-    dtype: torch.dtype,
-    version: int,
-    ends_at: float,
-) -> Received:
-    """As `parcels.receive`, but of plain bytes, which nobody looks at."""
-    started = time.monotonic()
-    peak = _exchange(ends, transport._group, dist.irecv, ends_at)
-    return Received(payload_bytes(ends, dtype), peak, time.monotonic() - started)
-
-
-def _exchange(
-    ends: Ends, group: dist.ProcessGroup, operation: Callable[..., object], ends_at: float
-) -> int:
-    """One packet a parcel, two rounds in flight, in memory that is kept and already mapped."""
-    sizes = [[sum(packet.nbytes for packet in end.packets) for end in each] for each in ends]
-    largest = max(map(sum, sizes))
-    flying: list[dist.Work] = []
-    for number, (parcels, lengths) in enumerate(zip(ends, sizes, strict=True)):
-        buffers = _memory(number % 2, largest)[: sum(lengths)].split(lengths) if lengths else ()
-        ops = [
-            dist.P2POp(operation, buffer, group=group, group_peer=end.peer)
-            for end, buffer in zip(parcels, buffers, strict=True)
-        ]
-        works = dist.batch_isend_irecv(ops) if ops else []
-        _wait(flying, ends_at)
-        flying = works
-    _wait(flying, ends_at)
-    return 2 * largest
-
-
-@functools.cache
-def _memory(half: int, size: int) -> torch.Tensor:
-    return torch.ones(size, dtype=torch.uint8)
-
-
-def _wait(works: Sequence[dist.Work], ends_at: float) -> None:
-    for work in works:
-        work.wait(timedelta(seconds=max(0.001, ends_at - time.monotonic())))

@@ -7,6 +7,7 @@ a list of `Sample` to RUN_DIR/samples.json.
 import os
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,29 +25,33 @@ from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_method
 from megatron_rl.weights.exchange import parcels
+from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.publish import sender
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Member, Method, Outcome
 from megatron_rl.weights.publish.reshard import Reshard, receiver_slices
 from tools.bench.links import limited_links
-from tools.bench.weights_figures import METHODS, OVERLAP, RAW, RESHARD, Sample
-from tools.bench.weights_loader import resident_bytes, send_raw, start_peak
+from tools.bench.weights_exchanges import send_floor, send_raw
+from tools.bench.weights_figures import FLOOR, METHODS, OVERLAP, RAW, RESHARD, Sample
+from tools.bench.weights_loader import resident_bytes, start_peak
 
 AWAY_S = 0.02
 
 
 class Raw:
-    """The packets of a reshard, but plain bytes instead of parcels."""
+    """The bytes of a reshard without its parcels; with digests at the senders for the floor."""
 
-    def __init__(self, method: Reshard) -> None:
+    def __init__(self, method: Reshard, *, is_floor: bool) -> None:
         self._method = method
+        self._send = send_floor if is_floor else send_raw
+        self._digest = parcels.digest_in_place if is_floor else _digest_nothing
 
     def publish(self, members: list[Member], version: int) -> Outcome:
         """Exchange as many bytes as the members need."""
         with (
-            patch.object(sender, "send", send_raw),
-            patch.object(parcels, "digest_in_place", lambda packets: None),
+            patch.object(sender, "send", self._send),
+            patch.object(parcels, "digest_in_place", self._digest),
         ):
             return self._method.publish(members, version)
 
@@ -118,7 +123,7 @@ def make_method(
     name: str, cfg: Config, policy: Policy, control: Control, link: GeneratorLink | None
 ) -> Method:
     """The product's own, or Raw."""
-    product_name = RESHARD if name in (RAW, OVERLAP) else name
+    product_name = RESHARD if name in (RAW, FLOOR, OVERLAP) else name
     weights = cfg.weights.model_copy(update={"method": product_name})
     method = open_method(
         cfg.model_copy(update={"weights": weights}), policy, control=control, link=link
@@ -127,7 +132,13 @@ def make_method(
         return method
     # The loader inside the engine knows by it what kind of transfer comes.
     method._settings = replace(method._settings, name=f"{name}-{method._settings.name}")
-    return Raw(method) if name == RAW else Overlapped(method) if name == OVERLAP else method
+    if name in (RAW, FLOOR):
+        return Raw(method, is_floor=name == FLOOR)
+    return Overlapped(method) if name == OVERLAP else method
+
+
+def _digest_nothing(packets: Iterable[Packet]) -> None:
+    """In the place of the senders' digests."""
 
 
 def publish_all(

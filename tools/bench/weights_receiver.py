@@ -24,8 +24,7 @@ from megatron_rl.weights.exchange.receiver import Receiver
 from megatron_rl.weights.layout.engine_layout import engine_slices
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.tensor_shards import Share
-from tools.bench.weights_figures import RAW
-from tools.bench.weights_loader import receive_raw
+from tools.bench.weights_exchanges import RECEIVE
 
 
 class BareEngine:
@@ -47,8 +46,8 @@ class BareEngine:
         await asyncio.to_thread(self._take, order)
 
     def _take(self, order: Receive) -> None:
-        is_raw = order.group_name.startswith(RAW)
-        with patch.object(receiver, "receive", receive_raw if is_raw else receive):
+        method = order.group_name.partition("-")[0]
+        with patch.object(receiver, "receive", RECEIVE.get(method, receive)):
             self._receiver_of(order.group_name).take(order)
 
     def _receiver_of(self, group_name: str) -> Receiver:
