@@ -20,6 +20,10 @@ PASS_AT = "eval/pass_at_"
 """Metrics of an evaluation with several samples a prompt: k, or k and "_se"."""
 MAJ_AT = "eval/maj_at_"
 """The same of votes."""
+EVALUATION_RUNNING = "eval/running"
+"""Label of the evaluation that goes on: beside the next two in a row about it."""
+COMPLETIONS_DONE = "eval/completions_done"
+COMPLETIONS_WANTED = "eval/completions_wanted"
 
 Reduce = Literal["mean", "sum", "max"]
 
