@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
+from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.jsonl_source import is_ours, read_lines
 from megatron_rl.rollout_queue.tables.formats import SUFFIXES
@@ -153,7 +154,7 @@ def read_jsonl(path: Path, kind: Any, *, expected: str) -> list[tuple[int, Any]]
         try:
             found.append((number, decoder.decode(line)))
         except msgspec.MsgspecError as error:
-            raise InputError(f"{path}:{number}: {error}; expected {expected}") from error
+            raise line_error(path, number, error, expected=expected) from error
     if not found:
         raise InputError(f"{path} has no lines; expected {expected}")
     return found
