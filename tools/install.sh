@@ -32,9 +32,6 @@ BUILT_HERE=transformer-engine-torch # compiled on the host, against the torch th
 TOOLKIT=
 UV_PIN=uv==0.13.9 # installs the components in a third of pip's time
 STEP_TIMEOUT_S=1800
-# Steps under way: leaders of their process groups, what they do, their own logs.
-CHILDREN=() LABELS=() PARTS=()
-FAILED=
 # Bytecode is left to the first import: compiling every file of every package takes a minute.
 # The imports at the end leave it whatever the caller's environment says: nothing could write it
 # in a sandbox, where an import of SymPy without it takes most of a test's time.
@@ -51,84 +48,7 @@ fail() {
     exit 1
 }
 
-# A step is a process group of its own, so that what it started ends with it.
-end_children() {
-    local child
-    for child in ${CHILDREN[@]+"${CHILDREN[@]}"}; do
-        kill -TERM -- "-$child" 2>/dev/null || true
-    done
-}
-
-on_signal() {
-    end_children
-    fail "interrupted; run the same command again"
-}
-
-limited() {
-    timeout --foreground "$STEP_TIMEOUT_S" "$@"
-}
-
-# begin LABEL COMMAND...: starts a step, beside those that have begun; `join` waits for them all.
-begin() {
-    LABELS+=("$1")
-    PARTS+=("$VENV/.part-${#PARTS[@]}.log")
-    printf '=== %s: %s\n' "$1" "${*:2}" >"${PARTS[-1]}"
-    # The child inherits the lock (descriptor 9): killing only this script frees nothing too early.
-    set -m # a process group each
-    { "${@:2}" || { touch "${PARTS[-1]}.failed" && exit 1; }; } \
-        >>"${PARTS[-1]}" 2>&1 </dev/null &
-    set +m
-    CHILDREN+=("$!")
-}
-
-# Waits for the steps that have begun and moves their logs into the log. When one fails, the others
-# are ended and FAILED is its label.
-join() {
-    local i failed=
-    while [ -n "$(jobs -rp)" ] && ! find_failed >/dev/null; do
-        sleep 0.1
-    done
-    if failed=$(find_failed); then
-        FAILED=${LABELS[failed]}
-        end_children
-    fi
-    wait
-    for i in "${!PARTS[@]}"; do
-        [ "$i" = "$failed" ] || cat "${PARTS[i]}" >>"$LOG"
-    done
-    # Last, as the end of the log is what is shown.
-    [ -z "$failed" ] || cat "${PARTS[failed]}" >>"$LOG"
-    rm -f "${PARTS[@]}" "${PARTS[@]/%/.failed}"
-    CHILDREN=() LABELS=() PARTS=()
-    [ -z "$failed" ]
-}
-
-# The number of a step that failed.
-find_failed() {
-    local i
-    for i in "${!PARTS[@]}"; do
-        [ ! -e "${PARTS[i]}.failed" ] || { echo "$i" && return 0; }
-    done
-    return 1
-}
-
-# step LABEL COMMAND...: one line of output; the command's own output goes to the log.
-step() {
-    local started=$SECONDS
-    begin "$1" limited "${@:2}"
-    join || step_failed "$started"
-    say "$1: $((SECONDS - started)) s"
-}
-
-step_failed() {
-    show_log
-    fail "$FAILED failed after $((SECONDS - $1)) s; the whole log: $LOG"
-}
-
-show_log() {
-    say "last lines of $LOG:" >&2
-    grep -v "is neither a file nor a directory" "$LOG" | tail -n 25 >&2 || true
-}
+. "$ROOT/tools/install_steps.sh"
 
 find_python() {
     local candidate
@@ -215,7 +135,7 @@ fingerprint() {
         "$1" -c 'import sys; print(sys.version, sys.base_prefix)'
         cd "$ROOT"
         cat "requirements/$MODE"*.txt requirements/dev.txt setup.py \
-            tools/install.sh tools/versions.py
+            tools/install.sh tools/install_steps.sh tools/versions.py
     } | sha256sum | cut -d' ' -f1
 }
 
@@ -249,6 +169,7 @@ make_venv() {
     echo "$MODE" >"$MODE_FILE"
     rm -f "$STAMP"
     printf '\n=== %s, mode %s\n' "$(date -u +%FT%TZ)" "$MODE" >>"$LOG"
+    count_steps
     [ -x "$VENV/bin/pip" ] || step "virtual environment" "$1" -m venv "$VENV"
 }
 
@@ -302,7 +223,7 @@ install_cpu() {
             "tried pip's configured indexes and $TORCH_CPU_INDEX" \
             "with the wheel in a folder: PIP_FIND_LINKS=/that/folder bash tools/install.sh cpu"
     fi
-    say "torch, components (about 200 packages), torchvision: $((SECONDS - started)) s"
+    done_step "torch, components (about 200 packages), torchvision" "$started"
 }
 
 install_gpu() {
@@ -310,11 +231,11 @@ install_gpu() {
     grep -hv "^$BUILT_HERE==" "$ROOT/requirements/"{gpu,dev}.txt >"$pins"
     begin "components (about 260 packages)" install_gpu_components "$pins"
     join || step_failed "$started"
-    say "torch, components (about 260 packages): $((SECONDS - started)) s"
+    done_step "torch, components (about 260 packages)" "$started"
     started=$SECONDS
     begin "TransformerEngine's part for torch" build_engine
     join || step_failed "$started"
-    say "TransformerEngine's part for torch: $((SECONDS - started)) s"
+    done_step "TransformerEngine's part for torch" "$started"
 }
 
 # What is unpacked lies on .venv's own disk: /tmp may be small.
@@ -352,7 +273,7 @@ finish() {
     begin "loops in C++" limited \
         env -C "$ROOT" "$VENV/bin/python" -m megatron_rl.kernels.build
     join || step_failed "$started"
-    say "import of every component, loops in C++: $((SECONDS - started)) s"
+    done_step "import of every component, loops in C++" "$started"
     { echo "$1"; cat "$table"; } >"$STAMP.new"
     mv "$STAMP.new" "$STAMP"
     rm -f "$BROKEN" "$table"

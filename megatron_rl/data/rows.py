@@ -1,7 +1,8 @@
-"""Rows of a prompts file, read and written by data tools.
+"""Rows of prompts, read and written by data tools: all that a run reads, by its readers.
 
 A row keeps every key of its line as it was written, those that are not ours too. Rows are written
 with their `id`, because one that comes from the number of the line would change with the next tool.
+Rows of data sets get our keys for what the run takes of them, and keep their other columns.
 """
 
 from pathlib import Path
@@ -10,8 +11,14 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.prompts import PromptSource
+from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.types import ChatMessage, Prompt
-from megatron_rl.rollout_queue.jsonl_source import read_lines
+from megatron_rl.rollout_queue.jsonl_source import is_ours, read_lines
+from megatron_rl.rollout_queue.tables.formats import SUFFIXES
+from megatron_rl.rollout_queue.tables.source import is_in_our_form, read_kept
+from megatron_rl.rollout_queue.tables.taking import Taking
+from megatron_rl.rollout_queue.tables.where import value_of
 
 _QUESTIONS = ("messages", "prompt", "question", "problem")
 
@@ -63,12 +70,13 @@ class Row(msgspec.Struct, frozen=True):
         return Row({**self.fields, key: value}, prompt)
 
 
-def read_rows(path: Path, *, task: str = "math") -> list[Row]:
-    """All rows of a file. task: of lines that name none.
+def read_rows(path: Path, *, task: str = "math", subset: str = "", split: str = "") -> list[Row]:
+    """All rows of a file or folder of prompts. task: of rows that name none.
 
-    Raises InputError for a bad line, a file without lines, and an id that occurs twice.
+    subset, split: of a folder, as in a run. Raises InputError for a bad row, for a source without
+    rows, and for an id that occurs twice.
     """
-    rows = [Row(line.fields, line.prompt) for line in read_lines(path, task=task)]
+    rows = _read(path, task, subset=subset, split=split)
     if not rows:
         raise InputError(f"{path} has no prompts")
     place_of: dict[str, str] = {}
@@ -79,6 +87,48 @@ def read_rows(path: Path, *, task: str = "math") -> list[Row]:
         if not row.prompt.question:
             raise InputError(f"{row.prompt.place}: there is no message of the user")
     return rows
+
+
+def _read(path: Path, task: str, *, subset: str, split: str) -> list[Row]:
+    source = PromptSource(path=path, task=task, subset=subset, dataset_split=split, repeated="keep")
+    # What has another name, such as a pipe, has lines and can be read once.
+    is_other = not path.is_dir() and path.suffix not in SUFFIXES
+    if is_other or is_in_our_form(source):
+        return [Row(line.fields, line.prompt) for line in read_lines(path, task=task)]
+    kept = read_kept(source)
+    return [Row(_our_fields(fields, prompt, kept.taking), prompt) for fields, prompt in kept.rows]
+
+
+def _our_fields(columns: dict[str, Any], prompt: Prompt, taking: Taking) -> dict[str, Any]:
+    """The columns of a row, with what the prompt took of them under our keys.
+
+    So that a run reads from the line that is written what it reads from the row.
+    """
+    question = taking.question or next(key for key in _QUESTIONS if key in columns)
+    is_text = isinstance(value_of(columns, question), str)
+    key = question if question in _QUESTIONS else "question" if is_text else "messages"
+    taken = {
+        question: key, taking.answer: "answer", taking.tests: "entry", taking.id: "id",
+        taking.task: "task", taking.language: "language", taking.split: "split",
+        taking.pass_rate: "pass_rate",
+    }  # fmt: skip
+    values: dict[str, Any] = {name: getattr(prompt, name) for name in taken.values() if name != key}
+    values[key] = prompt.question if is_text else msgspec.to_builtins(prompt.messages)
+    found: dict[str, Any] = {}
+    for column, value in columns.items():
+        name = taken.get(column, "")
+        if name:
+            # Where it says the same, a number stays one.
+            found[name] = value if str(value) == str(values[name]) else values[name]
+        else:
+            # A column that the run does not take must not be taken from the line.
+            found[f"original_{column}" if is_ours(column) else column] = value
+    rest = {name: value for name, value in values.items() if name not in found}
+    # The id is written anyway, and a task by default is not that of the row.
+    wanted = {column for column in taken if value_of(columns, column) is not None}
+    named = {"answer", *(taken[column] for column in wanted)}
+    named |= {"task"} if "entry" in named else set()
+    return found | {name: value for name, value in rest.items() if name in named}
 
 
 def encode_lines(lines: list[Any]) -> str:
@@ -104,7 +154,7 @@ def read_jsonl(path: Path, kind: Any, *, expected: str) -> list[tuple[int, Any]]
         try:
             found.append((number, decoder.decode(line)))
         except msgspec.MsgspecError as error:
-            raise InputError(f"{path}:{number}: {error}; expected {expected}") from error
+            raise line_error(path, number, error, expected=expected) from error
     if not found:
         raise InputError(f"{path} has no lines; expected {expected}")
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_rl.backend.environment import device_of_host, role_environment, uses_gpus
 from megatron_rl.config.errors import InputError
@@ -37,6 +38,11 @@ _PACKAGES = (
     "reasoning-gym",
 )
 _GPU_PACKAGES = ("transformer-engine-torch", "flashinfer-python", "ninja")
+_DEGRADED = (
+    "degraded, as bubblewrap does not work here: what a model wrote sees names of the host's files "
+    "and processes. Install it (apt-get install bubblewrap) and allow unprivileged user namespaces "
+    "(Docker: --security-opt seccomp=unconfined). Only the task code needs it"
+)
 _LOW_MEMORY_BYTES = 6 << 30
 _LOW_DISK_BYTES = 5 << 30
 
@@ -63,9 +69,15 @@ def examine(console: Console) -> int:
     ]
     table = Table("", "what", "found")
     for is_good, what, found in checks:
-        table.add_row("ok" if is_good else "!!", what, found)
+        # Text: what was found may hold brackets, which are no markup.
+        table.add_row("ok" if is_good else "!!", what, Text(found))
     console.print(table)
-    return sum(not is_good for is_good, _, _ in checks)
+    lacking = [what for is_good, what, _ in checks if not is_good]
+    text = "Nothing is missing."
+    if lacking:
+        text = f"Look at the lines with !!, each says what to do: {', '.join(lacking)}."
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return len(lacking)
 
 
 def _check_packages() -> list[tuple[bool, str, str]]:
@@ -92,19 +104,28 @@ def _check_machine() -> list[tuple[bool, str, str]]:
         (compiler is not None, "C++ compiler", compiler or "missing: apt-get install g++"),
         (setpriv is not None, "setpriv", setpriv or "missing: apt-get install util-linux"),
         (True, "CPU cores for this process", str(len(os.sched_getaffinity(0)))),
-        (memory >= _LOW_MEMORY_BYTES, "free memory", f"{memory / 2**30:.1f} GiB (6 are enough)"),
-        (disk >= _LOW_DISK_BYTES, "free disk here", f"{disk / 2**30:.1f} GiB (5 are enough)"),
+        _enough("free memory", memory, _LOW_MEMORY_BYTES, "end other programs"),
+        _enough("free disk here", disk, _LOW_DISK_BYTES, "make room, or run on another disk"),
     ]
+
+
+def _enough(what: str, found: int, needed: int, cure: str) -> tuple[bool, str, str]:
+    """needed: bytes with which the examples run."""
+    text = f"{found / 2**30:.1f} GiB"
+    if found >= needed:
+        return True, what, f"{text} ({needed >> 30} are enough for the examples)"
+    return False, what, f"only {text}; the examples need {needed >> 30}: {cure}"
 
 
 def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
     """What engines and trainer ranks need, where they would run on GPUs."""
     gpus = listed_gpus()
     if not gpus:
-        return [(True, "GPUs", "none (runs on the CPU)")]
+        return [(True, "GPUs", "none: runs go on the CPU")]
     device = device_of_host(gpus, _version("torch") or "")
     if not uses_gpus(device):
-        return [(True, "GPUs", f"{len(gpus)}, but torch is for the CPU: bash tools/install.sh gpu")]
+        idle = f"{len(gpus)}, left idle: torch is for the CPU. Use them: bash tools/install.sh gpu"
+        return [(True, "GPUs", idle)]
     packages = [(name, _version(name)) for name in _GPU_PACKAGES]
     return [
         (True, "GPUs", str(len(gpus))),
@@ -117,9 +138,10 @@ def _check_sandbox() -> list[tuple[bool, str, str]]:
     try:
         found = resolve(CodeLimits())
     except GradingError as error:
-        return [(False, "sandbox for programs", str(error))]
-    is_full = found.isolation == "bubblewrap"
-    return [(is_full, "sandbox for programs", found.isolation + ("" if is_full else ": degraded"))]
+        return [(False, "sandbox for programs", f"{error}. Only the task code needs it")]
+    if found.isolation == "bubblewrap":
+        return [(True, "sandbox for programs", found.isolation)]
+    return [(False, "sandbox for programs", f"{found.isolation}: {_DEGRADED}")]
 
 
 def _check_loopback() -> list[tuple[bool, str, str]]:

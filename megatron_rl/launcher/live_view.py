@@ -20,6 +20,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
 from megatron_rl.launcher.awaited import Awaited
 from megatron_rl.launcher.deaths import how_it_ended
+from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.summary import RESTARTS
 from megatron_rl.launcher.supervisor import Role
@@ -68,6 +69,7 @@ class LiveView:
         self._activity = ActivityTotals()
         """Since the last step."""
         self._diagnosis = ""
+        self._progress = EvaluationProgress()
         self._health: dict[str, str] = {}
         """Warnings about the latest steps, by metric."""
         self._awaited = Awaited(config)
@@ -136,6 +138,7 @@ class LiveView:
     def _take_rows(self) -> None:
         for row in self._tail.read():
             self._awaited.note(row)
+            self._progress.note(row)
             if "eval/n" in row:
                 self._evaluations.append(row)
                 self._say(evaluation_line(row))
@@ -188,7 +191,10 @@ class LiveView:
 
     def _activity_line(self) -> str:
         since = f"after step {self.last_step}: " if self._steps else ""
-        return since + activity_line(self._activity)
+        line = since + activity_line(self._activity)
+        if self._live is None and self._progress.text():
+            line += f"; {self._progress.text()}"
+        return line
 
     def _elapsed(self) -> str:
         return f"[{self._clock() - self._started:6.1f} s]"
@@ -214,6 +220,8 @@ class LiveView:
         warnings = filter(None, [*self._warnings, *health, self._diagnosis_line()])
         parts += [Text(line, style="yellow") for line in warnings]
         parts.append(Text(self._activity_line() if self._has_shown_rollouts else awaited))
+        if self._progress.text():
+            parts.append(self._progress.bar())
         if self._sft is not None and not self._steps:
             parts.append(Text(sft_line(self._sft)))
         if self._steps:

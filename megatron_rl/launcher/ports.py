@@ -3,6 +3,7 @@
 Used by `run.py`, `preflight.py` and `cli.py`.
 """
 
+import functools
 import random
 import secrets
 import socket
@@ -12,6 +13,7 @@ import psutil
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config, PortsConfig
+from megatron_rl.launcher.port_locks import PortLocks, default_folder
 
 # Below Linux' range for outgoing connections (from 32768): a port chosen here may be bound only
 # minutes later, and no connection takes it meanwhile.
@@ -88,18 +90,26 @@ def _width(name: str, config: Config) -> int:
 def find_free(host: str, count: int = 1, taken: Set[int] = frozenset()) -> int:
     """The first, an even one, of so many ports that nothing listens on. Raises InputError.
 
-    taken: not these.
+    No other process that asks gets them before this one ends. taken: not these.
     """
     choose = random.SystemRandom()
     for _ in range(_MAX_TRIES):
         base = choose.randrange(_FIRST, _LAST - count, 2)
         block = range(base, base + count)
-        if not taken.intersection(block) and all(is_free(host, port) for port in block):
+        if taken.intersection(block) or not all(is_free(host, port) for port in block):
+            continue
+        if _locks().take(block):
             return base
     raise InputError(
         f"found no {count} free ports on {host} between {_FIRST} and {_LAST} in {_MAX_TRIES} "
         f"tries: is {host} an address of this machine? Else fix the ports in [ports]"
     )
+
+
+@functools.cache
+def _locks() -> PortLocks:
+    """Those of this process, which is the launcher: they hold for the life of its run."""
+    return PortLocks(default_folder())
 
 
 def _holder(port: int) -> str:

@@ -163,11 +163,17 @@ def locked(run_dir: Path) -> Iterator[int]:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a launcher, or what it left behind, holds the folder."""
+    """Whether a launcher, or what it left behind, holds the folder. Raises InputError.
+
+    Of another user's run, too: reading the lock is enough on a local disk.
+    """
     path = run_dir / _LOCK
-    if not path.exists():
-        return False
-    descriptor = os.open(path, os.O_RDWR)
+    try:
+        if not path.exists():
+            return False
+        descriptor = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
     try:
         return not _try_lock(descriptor)
     finally:

@@ -18,6 +18,7 @@ from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Json, RunFolder
+from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.live_view import evaluation_line, step_line
 from megatron_rl.launcher.run_folder import is_locked
@@ -47,6 +48,8 @@ class Status:
     last_step: str = ""
     activity: str = ""
     """Since the last step."""
+    evaluation: str = ""
+    """How far the one is that goes on."""
     evaluations: list[str] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     """Groups that were not trained on, by reason."""
@@ -112,8 +115,11 @@ def of_rows(rows: list[Row], config: Config, *, state: str, now: float) -> Statu
     if state == "running":
         if status.step_s is not None:
             status.left_s = status.step_s * (status.steps - status.step)
+        progress = EvaluationProgress()
         for row in rows:
             status.silent_s[row["source"]] = now - row["time"]
+            progress.note(row)
+        status.evaluation = progress.text()
         # What ended in good order is silent for good.
         for over in ("sft", "control", "launch"):
             status.silent_s.pop(over, None)
@@ -133,7 +139,7 @@ def describe(status: Status) -> list[str]:
     if status.silent_s:
         ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
         lines.append(f"last news of: {ages}")
-    lines += [text for text in (status.last_step, status.activity) if text]
+    lines += filter(None, [status.last_step, status.activity, status.evaluation])
     lines += status.evaluations
     if status.dropped:
         parts = ", ".join(f"{reason} {count}" for reason, count in sorted(status.dropped.items()))

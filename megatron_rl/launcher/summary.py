@@ -340,7 +340,7 @@ def _loop_interval(rows: list[Row]) -> Interval | None:
     """From the first publish to the end of the last step, on the clock of the rows."""
     steps = _step_rows(rows)
     published = [row for row in rows if row.get("source") == "trainer" and "publish/s" in row]
-    if not steps:
+    if not steps or not published:
         return None
     first = published[0]
     if first is steps[0]:  # no row for the publish of version 0: the first wait began there

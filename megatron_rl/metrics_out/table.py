@@ -181,6 +181,10 @@ EVALUATION = (
     Known("eval/accuracy_se", "its standard error, by problem"),
     Known("eval/pass_at_*", "pass@k, and its standard error (_se)"),
     Known("eval/maj_at_*", "maj@k, and its standard error (_se)"),
+    Known("eval/completions_done", "of an evaluation that goes on: completions that are scored, or "
+          "cannot be"),
+    Known("eval/completions_wanted", "all of them, those of its further sets included"),
+    Known("eval/running", "label of that evaluation; a text, so no gauge"),
     Known("eval/n", "problems with a verdict"),
     Known("eval/lost", "problems without", "0", "rollouts/dropped_eval_LABEL.jsonl"),
     Known("eval/not_graded", "completions that could not be graded", "0", "logs/verifier.log"),

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.line_errors import line_error
+
 RESUMED = "launch/resumed"
 """Metric of the launcher: the run goes on after the step of the row."""
 GROUPS_DROPPED = "queue/groups_dropped_"
@@ -20,7 +23,12 @@ PASS_AT = "eval/pass_at_"
 """Metrics of an evaluation with several samples a prompt: k, or k and "_se"."""
 MAJ_AT = "eval/maj_at_"
 """The same of votes."""
+EVALUATION_RUNNING = "eval/running"
+"""Label of the evaluation that goes on: beside the next two in a row about it."""
+COMPLETIONS_DONE = "eval/completions_done"
+COMPLETIONS_WANTED = "eval/completions_wanted"
 
+_ROW = "a JSON object; take a line out that a crash has damaged"
 Reduce = Literal["mean", "sum", "max"]
 
 
@@ -111,8 +119,26 @@ def without_superseded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a file; [] when there is none. A torn last line is left out."""
+    """All complete lines of a file; [] when there is none. A torn last line is left out.
+
+    Raises InputError for a file that may not be read, and for a line that is damaged.
+    """
     if not path.exists():
         return []
-    # Not splitlines(), which also splits at U+2028 inside JSON strings.
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]
+    try:
+        # Not splitlines(), which also splits at U+2028 inside JSON strings. What a line that is
+        # damaged holds is no text, perhaps.
+        lines = path.read_text(errors="replace").split("\n")[:-1]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    return [_row(path, number, line) for number, line in enumerate(lines, 1) if line]
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise line_error(path, number, error, expected=_ROW) from error
+    if not isinstance(row, dict):
+        raise line_error(path, number, TypeError(f"it is {row!r:.40}"), expected=_ROW)
+    return row

@@ -13,6 +13,7 @@ A line is written after its words, so one that is whole has them.
 
 import itertools
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.types import ROUNDING_NATS, Rollout
 
 log = logging.getLogger(__name__)
@@ -173,11 +175,13 @@ class WordBuffer:
 def rollout_files(run_dir: Path) -> list[RolloutFile]:
     """Files of a run by step, what was dropped before a batch ahead of it; then evaluations.
 
-    Raises InputError where there is no folder of rollouts.
+    Raises InputError where there is no folder of rollouts, or it may not be read.
     """
     folder = run_dir / FOLDER
     if not folder.is_dir():
         raise InputError(f"{run_dir} holds no rollouts: expected the folder {folder}")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise InputError(f"cannot read {folder}: Permission denied")
     found = []
     for path in sorted(folder.glob(f"*{LINES}")):
         if (file := parse_name(path)) is not None:
@@ -211,7 +215,7 @@ def read_records(path: Path, torn: Counter[str] | None = None) -> Iterator[Rollo
         try:
             yield decoder.decode(line)
         except msgspec.MsgspecError as error:
-            raise InputError(f"{path}:{number}: {error}") from error
+            raise line_error(path, number, error, expected="a recorded rollout") from error
 
 
 def read_rollouts(run_dir: Path, torn: Counter[str] | None = None) -> Iterator[RecordedRollout]:

@@ -19,10 +19,13 @@ A row counts what happened since the row before:
 | `activity/groups_dropped/REASON`   | training groups that are not trained on                    |
 | `activity/completions_in_flight`   | at the moment of the row                                   |
 | `activity/diagnosis`               | likely fault and cure ("": none any more); not in each row |
+
+While an evaluation goes on, a row also says how far it is (`eval/completions_done`, ...).
 """
 
 import collections
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
@@ -161,12 +164,20 @@ class ActivityLog(Activity):
     """Writes the rows to the metrics, and what is likely wrong to the log."""
 
     def __init__(
-        self, config: Config, prompts: PromptSets, metrics: JsonlWriter, recorder: Recorder
+        self,
+        config: Config,
+        prompts: PromptSets,
+        *,
+        metrics: JsonlWriter,
+        recorder: Recorder,
+        progress: Callable[[], Values],
     ) -> None:
+        """progress: how far the running evaluation is, as metrics; {} when none runs."""
         sources = (*prompts.train, prompts.held_out)
         super().__init__(Setting.of(config, (prompt for source in sources for prompt in source)))
         self._metrics = metrics
         self._recorder = recorder
+        self._progress = progress
 
     def write(self, version: int, now: float, *, in_flight: int) -> None:
         """Write a row if one is due; arguments as in `take_row`."""
@@ -180,6 +191,6 @@ class ActivityLog(Activity):
     def _write(self, version: int, row: Values | None) -> None:
         if row is None:
             return
-        self._metrics.write(version, row)
+        self._metrics.write(version, row | self._progress())
         if row.get(DIAGNOSIS):
             log.warning("%s", row[DIAGNOSIS])

@@ -73,7 +73,13 @@ class Coordinator:
         if config.train.steps and not evaluate_only:
             self._training = TrainingGroups(prompts, config)
         self._groups = GroupBook()
-        self._activity = ActivityLog(config, prompts, metrics, recorder)
+        self._activity = ActivityLog(
+            config,
+            prompts,
+            metrics=metrics,
+            recorder=recorder,
+            progress=self._evaluations.progress,
+        )
         self._leases = Leases(config.queue)
         self._openings = Openings(
             config.queue,

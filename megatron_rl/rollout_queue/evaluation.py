@@ -39,6 +39,11 @@ class EvaluationSet:
     sampling: Sampling
     """Of all of them, but for the seed, which each prompt has for itself."""
 
+    @property
+    def completions(self) -> int:
+        """Completions of all its prompts."""
+        return len(self.prompts) * self.samples
+
     def label(self, label: str) -> str:
         """Name of an evaluation on this set, in metrics and files."""
         return f"{label}.{self.name}" if self.name else label
@@ -127,6 +132,8 @@ class Evaluation:
         left = [prompt for prompt in what.prompts if prompt.id not in (done or {})]
         self._unopened = left[::-1]
         self._left = len(left)
+        self._open: dict[int, Group] = {}
+        """By number: groups that are leased and neither complete nor lost."""
         self.lost = 0
         """Groups that failed: the evaluation ends without them."""
         self.not_graded = 0
@@ -145,6 +152,11 @@ class Evaluation:
         return self._left == 0
 
     @property
+    def completions(self) -> int:
+        """Completions of all prompts, those of an earlier start included."""
+        return self._set.completions
+
+    @property
     def group_size(self) -> int:
         """Completions of one prompt."""
         return self._set.samples
@@ -152,7 +164,7 @@ class Evaluation:
     def open_group(self, number: int) -> Group:
         """The group of the next prompt."""
         prompt = self._unopened.pop()
-        return Group(
+        group = self._open[number] = Group(
             number,
             prompt,
             msgspec.structs.replace(self._set.sampling, seed=_seed_of(prompt)),
@@ -162,17 +174,27 @@ class Evaluation:
             # The vote of one completion is its verdict.
             needs_classes=self._set.samples > 1,
         )
+        return group
+
+    @property
+    def completions_done(self) -> int:
+        """Completions that are scored or will not be; those of an earlier start count."""
+        in_open = sum(len(group.scored) + len(group.lost) for group in self._open.values())
+        settled = len(self._set.prompts) - len(self._open) - len(self._unopened)
+        return settled * self._set.samples + in_open
 
     def close(self, group: Group) -> None:
         """Note that a group is complete."""
         self.complete.append(problem_of(group))
         self._left -= 1
+        del self._open[group.number]
 
     def lose(self, group: Group) -> None:
         """Note that a group failed."""
         self.lost += 1
         self.lost_ungraded += bool(group.lost)
         self._left -= 1
+        del self._open[group.number]
 
     def lose_unopened(self) -> None:
         """Note that nobody will open the other prompts."""

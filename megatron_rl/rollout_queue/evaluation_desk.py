@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.protocol.metrics import (
+    COMPLETIONS_DONE,
+    COMPLETIONS_WANTED,
+    EVALUATION_RUNNING,
+    JsonlWriter,
+)
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.evaluated import first_free_number, keep_evaluated
 from megatron_rl.rollout_queue.evaluation import (
@@ -80,6 +85,8 @@ class EvaluationDesk:
             self._due.extend(_Due(one.label(only), one, 0, False) for one in self._sets)
         self._running: Evaluation | None = None
         self.evaluators = Evaluators(0 if only else config.evaluators)
+        self._completions_before = 0
+        """Of the sets of the same version that have ended."""
         self._let_go = False
         """A later version than the one that is measured comes, or has come."""
         self.done: list[str] = []
@@ -94,6 +101,19 @@ class EvaluationDesk:
     def is_idle(self) -> bool:
         """Whether none runs and none is due."""
         return self._running is None and not self._due
+
+    def progress(self) -> dict[str, float | str]:
+        """Metrics about how far the evaluation is, its further sets included; {} when none runs."""
+        running = self._running
+        if running is None:
+            return {}
+        further = [due for due in self._due if due.version == running.version]
+        wanted = running.completions + sum(due.what.completions for due in further)
+        return {
+            EVALUATION_RUNNING: running.label,
+            COMPLETIONS_DONE: self._completions_before + running.completions_done,
+            COMPLETIONS_WANTED: self._completions_before + wanted,
+        }
 
     def ask(self, version: int, *, is_final: bool) -> None:
         """Note the evaluations that a published version asks for."""
@@ -136,7 +156,10 @@ class EvaluationDesk:
             self._give_up(leases.pop_evaluation())
         if self._running is not None and self._running.is_complete:
             self._finish(self._running, now)
-            self._running = None
+            ended, self._running = self._running, None
+            before = self._completions_before + ended.completions
+            has_further = any(due.version == ended.version for due in self._due)
+            self._completions_before = before if has_further else 0
             if not any(due.version == self.evaluators.version for due in self._due):
                 self.evaluators.release()
         # Where evaluating is all there is to do, its clock starts with the first generator.

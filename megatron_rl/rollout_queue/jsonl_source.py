@@ -141,6 +141,11 @@ def check_keys(line: Mapping[str, Any], place: str) -> None:
             raise InputError(f"{place}: unknown key {key!r}; did you mean {meant!r}?")
 
 
+def is_ours(key: str) -> bool:
+    """Whether a key of a line counts, or would be refused as a slip of one that does."""
+    return key in _KEYS or bool(_slip_of(key))
+
+
 @functools.cache
 def _slip_of(key: str) -> str:
     """The key of ours that was meant; empty for one of ours, and for a key like "question_id"."""

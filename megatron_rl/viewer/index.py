@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.rollout_files import RolloutFile, RolloutRecord, rollout_files
 
 CHUNK_BYTES = 16 << 20
@@ -128,19 +130,33 @@ class Index:
     ) -> Iterator[tuple[list[tuple[Any, ...]], list[tuple[str, str]]]]:
         """Rows and texts of whole lines beyond what is indexed, a chunk at a time."""
         decoder = msgspec.json.Decoder(RolloutRecord)
-        with file.path.open("rb") as stream:
+        try:
+            stream = file.path.open("rb")
+        except OSError as error:
+            raise InputError(f"cannot read {file.path}: {error.strerror}") from error
+        with stream:
             stream.seek(self._read[file.path])
             torn = b""
             while data := stream.read(CHUNK_BYTES):
                 *lines, torn = (torn + data).split(b"\n")
                 rows, texts = [], []
                 for line in lines:
-                    record = decoder.decode(line)
+                    record = self._decode(file.path, line, decoder)
                     place = (number, self._read[file.path], len(line))
                     rows.append(place + _values(file, record))
                     texts.append((record.problem, record.text))
                     self._read[file.path] += len(line) + 1
                 yield rows, texts
+
+    def _decode(
+        self, path: Path, line: bytes, decoder: "msgspec.json.Decoder[RolloutRecord]"
+    ) -> RolloutRecord:
+        try:
+            return decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            with path.open("rb") as stream:
+                number = stream.read(self._read[path]).count(b"\n") + 1
+            raise line_error(path, number, error, expected="a recorded rollout") from error
 
     # --- asking -----------------------------------------------------------------------------------
 

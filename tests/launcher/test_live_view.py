@@ -101,6 +101,25 @@ def test_the_table_tells_how_long_the_rest_takes(tmp_path: Path) -> None:
     assert ", about 10 min 00 s left" in output.getvalue()
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_evaluation_shows_how_far_it_is(tmp_path: Path, is_terminal: bool) -> None:
+    output, clock = io.StringIO(), Clock()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    further = {"eval/running": "before", "eval/completions_wanted": 1000}
+    console = Console(file=output, width=200, force_terminal=is_terminal)
+    with LiveView(config, console, clock=clock) as view:
+        for at, done in ((100.0, 200), (120.0, 300)):
+            row = ROLLOUTS | further | {"time": at, "eval/completions_done": done}
+            append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+            clock.now += 20
+            view.refresh({})
+    # 5 a second, 700 left.
+    assert "evaluation before: 300 of 1,000 completions scored, about 2 min 20 s left" in (
+        output.getvalue()
+    )
+    assert ("━" in output.getvalue()) == is_terminal
+
+
 def test_evaluation_tells_what_could_not_be_graded() -> None:
     line = evaluation_line(EVALUATION | {"eval/not_graded": 3})
     assert line.endswith("3 completions could not be graded")

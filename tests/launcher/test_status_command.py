@@ -32,6 +32,18 @@ def test_speed_time_left_and_silence_follow_from_the_rows() -> None:
     assert describe(status)[0] == "running, step 5 of 10, 10.0 s a step, about 50 s left"
 
 
+def test_a_running_evaluation_is_told_with_how_far_it_is() -> None:
+    row = {
+        "source": "queue", "step": 5, "activity/seconds": 5.0, "eval/running": "step_5",
+        "eval/completions_wanted": 64,
+    }  # fmt: skip
+    rows = [row | {"time": 5.0 * n, "eval/completions_done": 10 * n} for n in (1, 2)]
+    status = of_rows(rows, CONFIG, state="running", now=11.0)
+    line = "evaluation step_5: 20 of 64 completions scored, about 22 s left"
+    assert status.evaluation == line and line in describe(status)
+    assert of_rows(rows, CONFIG, state="stopped", now=11.0).evaluation == ""
+
+
 def test_warnings_come_with_what_to_do() -> None:
     bad = {"train__logprob_gap": 0.3, "queue__staleness_versions_mean": 2.5,
            "queue__groups_dropped_flat": 9, "train__skipped_steps": 1.0}  # fmt: skip

@@ -74,6 +74,29 @@ def test_each_set_is_sampled_in_its_own_way_and_the_rest_is_as_in_eval(tmp_path:
     assert "eval/maj_at_2" not in found["model.code"]
 
 
+def test_rows_say_how_many_completions_of_all_sets_are_scored(tmp_path: Path) -> None:
+    queue = evaluate(
+        tmp_path, 0, held_out=10, eval={"prompts": 10, "samples": 4, "sets": [AIME]},
+        eval_sets={"aime": 20},
+    )  # fmt: skip
+    queue.play(200, is_slow=True)
+    assert queue.coordinator.is_over
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "eval/running" in row]
+    # Ten prompts with 4 completions and 20 with 4, one a second, a row each 5 s.
+    assert {row["eval/completions_wanted"] for row in rows} == {120}
+    done = [row["eval/completions_done"] for row in rows]
+    assert done == sorted(done) and done[0] < 10 and 100 < done[-1] <= 120
+    for row in rows:
+        limits = (0, 40) if row["eval/running"] == "model" else (40, 120)
+        assert limits[0] <= row["eval/completions_done"] <= limits[1]
+    scored, told = 0, {}
+    for row in read_jsonl(tmp_path / "metrics.jsonl"):
+        scored += row.get("activity/rollouts_for_evaluation", 0)
+        if "eval/running" in row:
+            told[scored] = row["eval/completions_done"]
+    assert told == {count: count for count in told}
+
+
 def test_classes_are_recorded_and_votes_follow_from_the_records_alone(tmp_path: Path) -> None:
     queue = evaluate(tmp_path)
     assert len(queue.class_requests) == 3

@@ -106,7 +106,7 @@ class Project:
         self.wheels.mkdir(parents=True)
         (self.root / "tools").mkdir(parents=True)
         (self.root / "requirements").mkdir()
-        for script in ("install.sh", "test.sh"):
+        for script in ("install.sh", "install_steps.sh", "test.sh"):
             shutil.copy(ROOT / "tools" / script, self.root / "tools")
         self.write("tools/versions.py", STUB_VERSIONS)
         self.write("setup.py", "")

@@ -1,6 +1,8 @@
 """tools/install.sh on a small project with components of its own: fresh, repeated, interrupted."""
 
 import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Project:
     done = project.install("cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "components of mode cpu" in done.stdout
+    # No terminal: each step leaves one line, and nothing is written over.
+    steps = re.findall(r"^\[install\] step (\d) of 4: .+: \d+ s$", done.stdout, re.MULTILINE)
+    assert steps == ["1", "2", "3", "4"] and "\r" not in done.stdout
     return project
 
 
@@ -47,6 +52,33 @@ def test_a_changed_requirement_is_added_to_the_environment(installed: Project) -
     assert installed.install().returncode == 0
     assert "stub_new" in installed.modules()
     assert marker.exists()
+
+
+def test_a_terminal_shows_the_step_that_goes_on_and_keeps_a_line_of_each(
+    installed: Project,
+) -> None:
+    installed.write("requirements/dev.txt", "# changed\nstub_dev==1.0\n")
+    ours, its = pty.openpty()
+    run = subprocess.Popen(
+        installed.command(), env=installed.environment() | {"COLUMNS": "60"}, stdout=its
+    )
+    os.close(its)
+    shown = b""
+    try:
+        # The other end is closed with an error when the last process has ended.
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:
+        pass
+    finally:
+        os.close(ours)
+        assert run.wait(timeout=100) == 0
+    # The environment is there already.
+    for number in "123":
+        assert f"\r\x1b[K[install] step {number} of 3: ".encode() in shown
+    running = re.findall(rb"\r\x1b\[K(\[install\] step [^\r]+)\r\x1b\[K", shown)
+    assert running and all(len(line) < 60 for line in running)
+    assert len(re.findall(rb"\x1b\[K\[install\] step \d of 3: [^\r]+: \d+ s\r\n", shown)) == 3
 
 
 @pytest.mark.exhaustive

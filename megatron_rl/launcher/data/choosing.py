@@ -10,17 +10,19 @@ from rich.console import Console
 from megatron_rl.data.difficulty import DifficultyOptions, filter_difficulty, open_classes
 from megatron_rl.data.format_filter import filter_format
 from megatron_rl.data.labels import LabelRules
-from megatron_rl.data.rows import read_rows
 from megatron_rl.data.samples import read_samples
 from megatron_rl.launcher.command_line.command import Several, command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import OneConfig
 from megatron_rl.launcher.data.files import (
+    DatasetSplit,
     Out,
     Prompts,
+    Subset,
     Task,
     check_output,
     read_config,
+    read_prompts,
     write_rows,
 )
 
@@ -41,6 +43,8 @@ class ChoiceOptions:
         ),
     ]
     task: Task = "math"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
     label: Annotated[str, typer.Option(help="one evaluation of the folder of samples")] = ""
     config: OneConfig = None
     labels: Literal["keep", "drop", "relabel"] = _RULES.action
@@ -63,7 +67,7 @@ def difficulty(options: ChoiceOptions, console: Console) -> int:
     )
     wanted = DifficultyOptions(options.above, options.up_to, options.min_samples, rules)
     check_output(options)
-    rows = read_rows(options.prompts, task=options.task)
+    rows = read_prompts(options)
     config = read_config(options.config)
     samples = read_samples(options.samples, config.reward, label=options.label)
     with open_classes(config.reward, config.verifier) as classify:
@@ -80,6 +84,8 @@ class FormatOptions:
     prompts: Prompts
     out: Out
     task: Task = "math"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
     tasks: Annotated[list[str], typer.Option(metavar="NAME...", help="to filter"), Several()] = (
         field(default_factory=lambda: ["math"])
     )
@@ -89,6 +95,6 @@ class FormatOptions:
 def filter_file(options: FormatOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     check_output(options)
-    rows = read_rows(options.prompts, task=options.task)
+    rows = read_prompts(options)
     kept, report = filter_format(rows, tasks=options.tasks)
     return write_rows(options.out, kept, report, console)

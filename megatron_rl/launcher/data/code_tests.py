@@ -10,18 +10,20 @@ from rich.console import Console
 
 from megatron_rl.data.code_tests import CodeTestOptions, check_tests, run_on_tests
 from megatron_rl.data.options import check_at_least
-from megatron_rl.data.rows import read_rows
 from megatron_rl.data.solutions import check_sandbox, read_solutions
 from megatron_rl.launcher.command_line.command import Several, command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import OneConfig
 from megatron_rl.launcher.command_line.progress import progress
 from megatron_rl.launcher.data.files import (
+    DatasetSplit,
     Out,
     Prompts,
+    Subset,
     Task,
     check_output,
     read_config,
+    read_prompts,
     write_rows,
 )
 from verification.comparisons import code_limits
@@ -43,6 +45,8 @@ class Options:
         ),
     ]
     task: Task = "code"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
     config: OneConfig = None
     workers: Annotated[int, typer.Option(help="processes")] = os.cpu_count() or 1
     languages: Annotated[
@@ -68,7 +72,7 @@ def code_tests(options: Options, console: Console) -> int:
     )
     check_at_least("--workers", options.workers, 1)
     check_output(options)
-    rows = read_rows(options.prompts, task=options.task)
+    rows = read_prompts(options)
     config = read_config(options.config)
     solutions = read_solutions(options.solutions, config.reward)
     limits = check_sandbox(code_limits(config.reward))

@@ -13,7 +13,16 @@ from megatron_rl.data.rows import read_rows
 from megatron_rl.launcher.command_line.command import Several, command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.progress import progress
-from megatron_rl.launcher.data.files import Out, Prompts, Task, check_output, write_rows
+from megatron_rl.launcher.data.files import (
+    DatasetSplit,
+    Out,
+    Prompts,
+    Subset,
+    Task,
+    check_output,
+    read_prompts,
+    write_rows,
+)
 
 app = plain_app()
 
@@ -25,6 +34,8 @@ class DedupeOptions:
     prompts: Prompts
     out: Out
     task: Task = "math"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
     threshold: float = DEFAULT_THRESHOLD
 
 
@@ -32,7 +43,7 @@ class DedupeOptions:
 def dedupe_file(options: DedupeOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     check_output(options)
-    rows = read_rows(options.prompts, task=options.task)
+    rows = read_prompts(options)
     with progress(console, "problems") as report_on:
         kept, report = dedupe(rows, threshold=options.threshold, progress=report_on)
     return write_rows(options.out, kept, report, console)
@@ -45,9 +56,13 @@ class DecontaminateOptions:
     prompts: Prompts
     out: Out
     against: Annotated[
-        list[Path], typer.Option(metavar="FILE...", help="JSONL of evaluation problems"), Several()
+        list[Path],
+        typer.Option(metavar="FILE...", help="evaluation problems"),
+        Several(),
     ]
     task: Task = "math"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
     threshold: float = DEFAULT_THRESHOLD
 
 
@@ -55,7 +70,7 @@ class DecontaminateOptions:
 def decontaminate_file(options: DecontaminateOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     check_output(options)
-    rows = read_rows(options.prompts, task=options.task)
+    rows = read_prompts(options)
     evaluations = [row for path in options.against for row in read_rows(path, task=options.task)]
     with progress(console, "problems") as report_on:
         kept, report = decontaminate(

@@ -4,7 +4,7 @@ The report is printed as a table and written beside the output as OUT.report.jso
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import typer
@@ -16,13 +16,35 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.data.report import Report
-from megatron_rl.data.rows import Row, encode_lines
+from megatron_rl.data.rows import Row, encode_lines, read_rows
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.launcher.whole_file import write_whole
 
-Prompts = Annotated[Path, typer.Argument(help="JSONL of prompts")]
+Prompts = Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
+Subset = Annotated[str, typer.Option(help="of a folder that has several")]
+DatasetSplit = Annotated[str, typer.Option(help="of a folder that has several")]
 Out = Annotated[Path, typer.Option(help="JSONL to write")]
-Task = Annotated[str, typer.Option(help="of lines that name none")]
+Task = Annotated[str, typer.Option(help="of rows that name none")]
+
+
+class Given(Protocol):
+    """Options of a tool that reads prompts."""
+
+    @property
+    def prompts(self) -> Path: ...
+    @property
+    def task(self) -> str: ...
+    @property
+    def subset(self) -> str: ...
+    @property
+    def dataset_split(self) -> str: ...
+
+
+def read_prompts(options: Given) -> list[Row]:
+    """The rows that a tool is given. Raises InputError."""
+    return read_rows(
+        options.prompts, task=options.task, subset=options.subset, split=options.dataset_split
+    )
 
 
 def read_config(name: str | None) -> Config:

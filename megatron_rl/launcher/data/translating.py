@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.data.rows import encode_lines, read_rows
+from megatron_rl.data.rows import encode_lines
 from megatron_rl.data.translate import (
     Chosen,
     TranslateOptions,
@@ -23,7 +23,16 @@ from megatron_rl.launcher.command_line.command import Several, command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import DryRun
 from megatron_rl.launcher.command_line.progress import progress
-from megatron_rl.launcher.data.files import Out, Prompts, Task, check_output, write_rows
+from megatron_rl.launcher.data.files import (
+    DatasetSplit,
+    Out,
+    Prompts,
+    Subset,
+    Task,
+    check_output,
+    read_prompts,
+    write_rows,
+)
 from megatron_rl.launcher.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -42,6 +51,8 @@ class Options:
     prompts: Prompts
     out: Out
     task: Task = "math"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
     requests: Annotated[
         bool, typer.Option(help="write what is to be translated to --out", rich_help_panel=_HOW)
     ] = False
@@ -90,7 +101,7 @@ def translate_file(options: Options, console: Console) -> int:
         seed=options.seed,
     )
     check_output(options)
-    rows = read_rows(options.prompts, task=options.task)
+    rows = read_prompts(options)
     chosen, ineligible = choose(rows, wanted)
     if options.dry_run:
         return _say_what_it_would_do(options, chosen, console)

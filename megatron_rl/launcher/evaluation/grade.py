@@ -17,10 +17,11 @@ from megatron_rl.config.files import load_config, override
 from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.data.options import check_at_least
-from megatron_rl.data.rows import Row, encode_lines, read_rows
+from megatron_rl.data.rows import Row, encode_lines
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import DryRun, OneConfig, Overrides
+from megatron_rl.launcher.data.files import DatasetSplit, Subset, Task, read_prompts
 from megatron_rl.launcher.deaths import until_death
 from megatron_rl.launcher.evaluation.runner import evaluate
 from megatron_rl.launcher.intentions import say
@@ -38,13 +39,15 @@ PROBLEMS = "problems.jsonl"
 class GradeOptions:
     """What the command is given."""
 
-    prompts: Annotated[Path, typer.Argument(help="JSONL of prompts")]
+    prompts: Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
     model: Annotated[Path, typer.Option(help="a Hugging Face folder")]
     out: Annotated[Path, typer.Option(help="folder; the same one goes on")]
     overrides: Overrides = field(default_factory=list)
     samples: Annotated[int, typer.Option(help="a problem")] = 16
     config: OneConfig = None
-    task: Annotated[str, typer.Option(help="of lines that name none")] = "math"
+    task: Task = "math"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
     temperature: Annotated[
         float | None, typer.Option(help="default: sampling.temperature, as in training")
     ] = None
@@ -60,7 +63,7 @@ def grade(options: GradeOptions, console: Console) -> int:
 def _grade(options: GradeOptions, console: Console) -> None:
     check_at_least("--samples", options.samples, 1)
     config = grading_config(options)
-    rows = read_rows(options.prompts, task=options.task)
+    rows = read_prompts(options)
     check_questions(rows)
     folder = config.run.dir
     if options.dry_run:

@@ -1,6 +1,7 @@
 """`megatron-rl report RUN...`: the summary as text, and one HTML file with everything."""
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,16 +50,34 @@ def report(options: ReportOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     if options.trace is not None and len(options.run_dirs) > 1:
         raise InputError("--trace takes one run: each has its own clock")
+    path = options.html or options.run_dirs[0] / FILE
+    if not options.text:
+        _check_writable(options.run_dirs, path, options.trace)
     texts = [render_text(*read_run(folder)) for folder in options.run_dirs]
     for folder, text in zip(options.run_dirs, texts, strict=True):
         if len(texts) > 1:
             console.print(f"\n{folder}", markup=False, highlight=False, soft_wrap=True)
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     if not options.text:
-        path = options.html or options.run_dirs[0] / FILE
         write_report(options.run_dirs, texts, path, trace=options.trace)
         console.print(f"Report              {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _check_writable(run_dirs: list[Path], path: Path, trace: Path | None) -> None:
+    """Raise InputError for a file that cannot be written, before anything is read."""
+    # First what is no run at all.
+    for folder in run_dirs:
+        _config_of(folder)
+    for file, cure in (
+        (path, "--html FILE elsewhere, or --text"),
+        (trace, "--trace FILE elsewhere"),
+    ):
+        if file is None:
+            continue
+        folder = file.resolve().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise InputError(f"cannot write {file}: {folder} is no writable folder; give {cure}")
 
 
 def write_report(
@@ -97,10 +116,21 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
     summary_path = run_dir / "summary.json"
     if summary_path.exists():
         # The folder may have been moved, and models deleted, since it was written.
-        summary = json.loads(summary_path.read_text()) | {"hf_export": export}
+        summary = _read_summary(summary_path) | {"hf_export": export}
         return summary, run_facts(config, run_dir, summary["wall_s"], export)
     facts = run_facts(config, run_dir, {}, export)
     return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
+
+
+def _read_summary(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        cure = "move it away, and the metrics are summed up anew"
+        raise InputError(f"cannot read {path}: {error}; {cure}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("wall_s"), dict):
+        raise InputError(f"{path} is no summary of a run: expected an object with wall_s")
+    return found
 
 
 def _config_of(run_dir: Path) -> Config:

@@ -4,17 +4,21 @@ Records are read in one pass, as only what is plotted; a long run wrote gigabyte
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.line_errors import line_error
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.rollout_files import FOLDER, rollout_files
 
 Row = dict[str, Any]
+Kind = TypeVar("Kind")
 MAX_TRACED = 20_000
 """Rollouts of a timeline."""
 MAX_EXAMPLES = 8
@@ -94,8 +98,7 @@ def read_material(folder: Path, config: Config, name: str) -> Run:
     for file in rollout_files(folder) if (folder / FOLDER).is_dir() else []:
         if file.step is None or file.is_dropped:
             continue
-        for line in _whole_lines(file.path):
-            record = decoder.decode(line)
+        for record in _decoded(file.path, decoder):
             # The batch of step s makes version s + 1 from version s.
             run.staleness[file.step - min(record.versions, default=file.step)] += 1
             run.lengths.append(record.tokens)
@@ -117,11 +120,20 @@ def _answers(path: Path) -> dict[str, Answer]:
     """The first completion of each prompt."""
     decoder = msgspec.json.Decoder(Answer)
     found: dict[str, Answer] = {}
-    for line in _whole_lines(path) if path.exists() else ():
-        answer = decoder.decode(line)
+    for answer in _decoded(path, decoder) if path.exists() else ():
         found.setdefault(answer.prompt_id, answer)
     return found
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    return [line for line in path.read_bytes().split(b"\n")[:-1] if line]
+def _decoded(path: Path, decoder: msgspec.json.Decoder[Kind]) -> Iterator[Kind]:
+    """Whole lines of a file. Raises InputError for one that is damaged, or may not be read."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if line:
+            try:
+                yield decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise line_error(path, number, error, expected="a recorded rollout") from error

@@ -3,10 +3,10 @@
 Used by `megatron-rl sweep`.
 """
 
-import json
 import math
 from pathlib import Path
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +52,10 @@ def say(console: Console, text: str) -> None:
 
 def write_files(results: Results, sweep_dir: Path) -> None:
     """sweep.json and sweep.md, each whole or as it was."""
-    write_whole(sweep_dir / "sweep.json", json.dumps(as_json(results), indent=2) + "\n")
+    # JSON has no NaN and no infinity, which json.dumps writes all the same: null, as where nothing
+    # was measured. sweep.md tells them apart.
+    content = msgspec.json.format(msgspec.json.encode(as_json(results)), indent=2)
+    write_whole(sweep_dir / "sweep.json", content + b"\n")
     write_whole(sweep_dir / "sweep.md", as_markdown(results))
 
 

@@ -64,7 +64,8 @@ def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
     subsets = sorted({known for known, _ in parts})
     if not subset and len(subsets) > 1 and "" not in subsets and "default" not in subsets:
         raise InputError(
-            f"{root} has the subsets {', '.join(subsets)}: choose one by prompts.subset"
+            f"{root} has the subsets {', '.join(subsets)}: choose one by prompts.subset "
+            "(--subset of a data tool)"
         )
     if not subset:
         subset = next((name for name in ("", "default") if name in subsets), subsets[0])
@@ -75,7 +76,8 @@ def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
     splits = sorted(known for of, known in parts if of == subset)
     if not split and len(splits) > 1:
         raise InputError(
-            f"{root} has the splits {', '.join(splits)}: choose one by prompts.dataset_split"
+            f"{root} has the splits {', '.join(splits)}: choose one by prompts.dataset_split "
+            "(--dataset-split of a data tool)"
         )
     is_told = bool(split) or len(splits) > 1
     split = split or splits[0]

@@ -55,16 +55,51 @@ class Reading(NamedTuple):
     files: list[Path]
 
 
+class Kept(NamedTuple):
+    """What tools keep of a source: rows with all their columns."""
+
+    rows: list[tuple[dict[str, Any], Prompt]]
+    """Each with the values of its columns; `split` is empty where a row has none."""
+    taking: Taking
+    """Which columns became what of the prompts."""
+
+
 def read_files(source: PromptSource, on_fault: Callable[[RowFault], None] | None = None) -> Reading:
     """Prompts of prompts.path. Raises InputError.
 
     on_fault: told of each faulty row, which is left out then; without it `source.faulty` says what
     happens.
     """
+    files = _files_of(source)
+    return read_table(source, files, str(source.path), on_fault)
+
+
+def read_kept(source: PromptSource) -> Kept:
+    """Rows of prompts.path with all their columns. Raises InputError for the first faulty row."""
+    table = _Table(source, _files_of(source), str(source.path), keeps_columns=True)
+    prompts: list[Prompt] = []
+    for name, found in table.rows():
+        if isinstance(found, RowFault):
+            raise InputError(found.text)
+        prompts.append(found)
+        table.names.append(name)
+    prompts = table.with_unique_ids(prompts)
+    return Kept(list(zip(table.kept, prompts, strict=True)), table.taking)
+
+
+def is_in_our_form(source: PromptSource) -> bool:
+    """Whether prompts.path is one file of lines that need no column found. Raises InputError."""
+    files = _files_of(source)
+    taking = _Table(source, files, str(source.path)).taking
+    is_lines = len(files.files) == 1 and files.files[0].suffix in LINES
+    own = (taking.question, taking.answer, taking.part, taking.tests)
+    return is_lines and own == ("", "answer", "all", "entry")
+
+
+def _files_of(source: PromptSource) -> TableFiles:
     if source.path is None:
         raise InputError(f'a prompt source of kind "{source.kind}" needs a path (prompts.path)')
-    files = find_files(source.path, subset=source.subset, split=source.dataset_split)
-    return read_table(source, files, str(source.path), on_fault)
+    return find_files(source.path, subset=source.subset, split=source.dataset_split)
 
 
 def read_table(
@@ -99,13 +134,18 @@ def read_table(
 class _Table:
     """The rows of one source while they are read."""
 
-    def __init__(self, source: PromptSource, files: TableFiles, label: str) -> None:
+    def __init__(
+        self, source: PromptSource, files: TableFiles, label: str, *, keeps_columns: bool = False
+    ) -> None:
         self._source = source
         self._files = files
         self._label = label
         self._conditions = parse_conditions(source.where)
         self._is_lines = files.files[0].suffix in LINES
-        self._taking = self._find_taking()
+        self.taking = self._find_taking()
+        self._keeps_columns = keeps_columns
+        self.kept: list[dict[str, Any]] = []
+        """All columns of each row that is a prompt, where they are kept."""
         self._seen: set[bytes] = set()
         self.names: list[str] = []
         """Of each prompt, by its file and row."""
@@ -116,10 +156,10 @@ class _Table:
 
     def rows(self) -> Iterator[tuple[str, Prompt | RowFault]]:
         """(name by file and row, prompt or fault) of each row that is wanted."""
-        needed = {name.split(".")[0] for name in self._taking.columns}
+        needed = {name.split(".")[0] for name in self.taking.columns}
         needed |= {condition.column.split(".")[0] for condition in self._conditions}
         for file in self._files.files:
-            for row in read_rows(file, needed):
+            for row in read_rows(file, None if self._keeps_columns else needed):
                 place = place_of(file, row.number)
                 if row.fault:
                     fault = RowFault(place, "no_json", f"{place}: {row.fault}")
@@ -132,15 +172,17 @@ class _Table:
                     if isinstance(found, Prompt) and self._is_repeated(found):
                         self.left_out["repeated"] += 1
                     else:
+                        if self._keeps_columns and isinstance(found, Prompt):
+                            self.kept.append(row.fields)
                         yield name, found
 
     def with_unique_ids(self, prompts: list[Prompt]) -> list[Prompt]:
         """Ids by file and row where a column that nobody named repeats its own."""
-        if self._is_lines or self._source.columns.id or not self._taking.id:
+        if self._is_lines or self._source.columns.id or not self.taking.id:
             return prompts
         if len({prompt.id for prompt in prompts}) == len(prompts):
             return prompts
-        self._taking = self._taking._replace(id="")
+        self.taking = self.taking._replace(id="")
         return [
             msgspec.structs.replace(prompt, id=name)
             for prompt, name in zip(prompts, self.names, strict=True)
@@ -149,11 +191,11 @@ class _Table:
     def notes(self, kept: int) -> list[str]:
         """For the user; none for lines in our own form of which all are kept."""
         source, own = self._source, PromptSource()
-        is_plain = self._is_lines and not self._taking.question and self._taking.part == "all"
+        is_plain = self._is_lines and not self.taking.question and self.taking.part == "all"
         if is_plain and not self.left_out and source.columns == own.columns:
             return []
         where = f" ({self._files.chosen})" if self._files.chosen else ""
-        said = f"{self._label}{where}: {kept} prompts; taken: {self._taking.describe()}"
+        said = f"{self._label}{where}: {kept} prompts; taken: {self.taking.describe()}"
         if self.left_out:
             said += "; rows left out: " + ", ".join(
                 f"{count} {reason}"
@@ -200,7 +242,7 @@ class _Table:
         return False
 
     def _convert(self, row: TableRow, place: str, name: str) -> Prompt | RowFault:
-        taking, source = self._taking, self._source
+        taking, source = self.taking, self._source
         try:
             if not taking.question:
                 check_keys(row.fields, place)
@@ -215,12 +257,12 @@ class _Table:
 
     def _has_tests(self) -> bool:
         """Whether rows are programs because they have tests, and nothing says another task."""
-        column = self._taking.tests
+        column = self.taking.tests
         return bool(column) and column != "entry" and self._source.task == PromptSource().task
 
     def _our_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The row under our keys. Raises NoAnswer."""
-        taking = self._taking
+        taking = self.taking
         if not taking.question:
             found = {key: fields[key] for key in ("messages", "prompt", "question", "problem")
                      if key in fields}  # fmt: skip
@@ -243,7 +285,7 @@ class _Table:
 
     def _shorten(self, text: str) -> str:
         """The question of a row as the user is to ask it."""
-        taking, template = self._taking, self._source.template
+        taking, template = self.taking, self._source.template
         if taking.prefix or taking.suffix:
             text = text.strip().removeprefix(taking.prefix).removesuffix(taking.suffix).strip()
         return text if template == "{question}" else template.replace("{question}", text)

@@ -54,6 +54,27 @@ def test_report_prints_and_writes_means_and_paired_differences(
     assert written["runs"][1]["metrics"] == {"accuracy_after": 0.60, "reward_last10": None}
 
 
+def test_figures_of_a_diverged_run_are_null_in_json(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    plan = plan_of(tmp_path, THREE_SEEDS)
+    leave_runs(plan)
+    diverged = {"steps": 3, "accuracy_after": math.nan}
+    (plan.runs[0].run_dir / "summary.json").write_text(json.dumps(diverged))
+    assert cli.main(command(tmp_path, "--report")) == 0
+    text = (tmp_path / "sweep" / "sweep.json").read_text()
+    found = json.loads(text, parse_constant=refuse)
+    assert found["runs"][0]["metrics"]["accuracy_after"] is None
+    [estimate] = [
+        figure["estimate"]
+        for figure in found["figures"]
+        if (figure["variant"], figure["metric"]) == (plan.runs[0].variant, "accuracy_after")
+    ]
+    assert estimate == {"mean": None, "standard_error": None, "n": 3}
+    assert "| 3 | nan +- nan |" in (tmp_path / "sweep" / "sweep.md").read_text()
+
+
 def test_figures_leave_out_what_is_missing_and_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
