@@ -17,7 +17,7 @@ from megatron_rl.config.tree import Config, PortsConfig
 # minutes later, and no connection takes it meanwhile.
 _FIRST, _LAST = 20_000, 32_000
 _MAX_TRIES = 200
-_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "hosts", "engine")
+_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "hosts", "engine", "scorer")
 
 
 def resolve_ports(config: Config) -> Config:
@@ -81,7 +81,9 @@ def is_free(host: str, port: int) -> bool:
 
 
 def _width(name: str, config: Config) -> int:
-    """Ports that a name stands for: one, or two for each replica of the engine."""
+    """Ports that a name stands for: one, two for each replica of the engine, three of a scorer."""
+    if name == "scorer":
+        return 3 if config.algorithm.needs_scorer else 1
     return 2 * config.generator.replicas if name == "engine" else 1
 
 
