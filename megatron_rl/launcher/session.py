@@ -25,7 +25,7 @@ from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
 from megatron_rl.launcher.restarts import Restart, RestartRule
-from megatron_rl.launcher.summary import RESTARTS, RunFacts
+from megatron_rl.launcher.summary import RESTARTS, SCORER_RESTARTS, RunFacts
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -153,7 +153,7 @@ class Session:
 
     def _count(self, restart: Restart) -> None:
         values = {
-            RESTARTS: 1,
+            (SCORER_RESTARTS if restart.role.startswith("scorer") else RESTARTS): 1,
             "role": restart.role,
             "exit_code": restart.exit_code,
             "restart": restart.count,

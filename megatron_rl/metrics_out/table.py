@@ -162,6 +162,8 @@ PUBLISH = (
           "the trainer is the limit: fewer generators, or a larger queue.max_staleness", "count"),
     Known("generator/tokens", "tokens that it generated", kind="count"),
     Known("generator/running", "most completions in flight in it"),
+    Known("launch/scorer_restarts", "a scorer died and was started again", "0",
+          "logs/scorer-0*.log", "count"),
     Known("launch/generator_restarts", "a generator died and was started again", "0",
           "logs/generator-*.log", "count"),
     Known("launch/chosen_step", "step of the cold start whose model was chosen"),
