@@ -31,8 +31,8 @@ from generation.engine import EngineError
 from generation.scoring_engine import (
     RequestRefused,
     ScoringEngine,
-    foreign_ids,
     scoring_setup,
+    vocabulary,
 )
 from generation.worker import end_with_first, interrupted
 from megatron_rl.config.files import load_config
@@ -120,7 +120,7 @@ class Scorer:
 
 async def score_for(config: Config) -> None:
     """Start the engine and serve; everything is closed on the way out."""
-    engine, ports = ScoringEngine(scoring_setup(config), foreign_ids(config)), config.ports
+    engine, ports = ScoringEngine(scoring_setup(config), vocabulary(config)), config.ports
     try:
         await engine.start()
         log.info("%s %s is ready", engine.name, engine.engine_version)

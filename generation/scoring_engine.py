@@ -5,7 +5,7 @@ temperature what it returns of the input, so none is asked for.
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -21,6 +21,19 @@ CONTEXT_MARGIN = 8
 """SGLang takes no input as long as its context."""
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token ids of the reference."""
+
+    size: int
+    policy_size: int
+
+    @property
+    def foreign_ids(self) -> range:
+        """Those that do not count, as the policy lacks them: larger models of a family pad more."""
+        return range(self.policy_size, self.size)
+
+
 class RequestRefused(EngineError):
     """The engine lives, and does not take this input."""
 
@@ -32,10 +45,9 @@ class ScoringEngine(SGLangEngine):
     may_ask_directly = False
     """Only its HTTP server returns logprobs of the input."""
 
-    def __init__(self, setup: EngineSetup, foreign_ids: Sequence[int] = ()) -> None:
-        """foreign_ids: token ids that do not count, as the policy has none of them."""
+    def __init__(self, setup: EngineSetup, vocab: Vocabulary) -> None:
         super().__init__(setup)
-        self._foreign_ids = list(foreign_ids)
+        self._vocab = vocab
 
     async def logprobs(self, token_ids: list[int], start: int) -> list[float]:
         """Of token_ids[start:], each given all tokens before it; start is at least 1.
@@ -45,6 +57,11 @@ class ScoringEngine(SGLangEngine):
         Raises RequestRefused, and EngineError for an engine that does not answer in
         request_timeout_s or answers something else.
         """
+        if max(token_ids) >= self._vocab.size:
+            # SGLang 0.5.23 would give the logprob of its last id instead (schedule_batch.py:3054).
+            raise RequestRefused(
+                f"token id {max(token_ids)}, and the reference has {self._vocab.size} ids"
+            )
         limit_s = self._setup.request_timeout_s
         body = {
             "input_ids": token_ids,
@@ -53,8 +70,8 @@ class ScoringEngine(SGLangEngine):
             # The first that it returns has none, if it is the first token of all.
             "logprob_start_len": start - 1,
         }
-        if self._foreign_ids:
-            body["token_ids_logprob"] = self._foreign_ids
+        if self._vocab.foreign_ids:
+            body["token_ids_logprob"] = list(self._vocab.foreign_ids)
         try:
             async with self._session.post(
                 "/generate", json=body, timeout=aiohttp.ClientTimeout(total=limit_s)
@@ -70,20 +87,24 @@ class ScoringEngine(SGLangEngine):
             ) from error
         except aiohttp.ClientError as error:
             raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
-        found = read_logprobs(answer, token_ids, start)
-        if self._foreign_ids:
+        found = read_logprobs(answer, token_ids, start, last_id=self._vocab.size - 1)
+        if self._vocab.foreign_ids:
             found = without_foreign(found, answer["meta_info"].get("input_token_ids_logprobs"))
         return found
 
 
-def read_logprobs(answer: dict[str, Any], token_ids: list[int], start: int) -> list[float]:
+def read_logprobs(
+    answer: dict[str, Any], token_ids: list[int], start: int, *, last_id: int
+) -> list[float]:
     """Logprobs of token_ids[start:] from an answer of /generate. Raises EngineError.
 
     Every one must be there, of the token that was asked for: a gap would be trained on as zero.
     """
     entries = answer.get("meta_info", {}).get("input_token_logprobs") or []
     entries = entries[-(len(token_ids) - start) :]
-    if [entry[1] for entry in entries] != token_ids[start:]:
+    # SGLang 0.5.23 names its last id 0 (logprob_result_processor.py:54); the logprob is right.
+    named = [0 if token_id == last_id else token_id for token_id in token_ids[start:]]
+    if [entry[1] for entry in entries] not in (named, token_ids[start:]):
         raise EngineError(
             f"SGLang gave logprobs of {len(entries)} tokens that are not the "
             f"{len(token_ids) - start} asked for"
@@ -112,13 +133,10 @@ def without_foreign(
     ]
 
 
-def foreign_ids(config: Config) -> range:
-    """Token ids of the reference that the policy lacks: larger models of a family pad more."""
-    own, reference = (
-        read_shape(path).vocab
-        for path in (config.model.path, config.algorithm.reference.folder or config.model.path)
-    )
-    return range(own, max(own, reference))
+def vocabulary(config: Config) -> Vocabulary:
+    """That of the reference of a run."""
+    folder = config.algorithm.reference.folder or config.model.path
+    return Vocabulary(read_shape(folder).vocab, read_shape(config.model.path).vocab)
 
 
 def scoring_setup(config: Config) -> EngineSetup:

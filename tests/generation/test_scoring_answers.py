@@ -16,7 +16,14 @@ def answer(*entries: tuple[float | None, int]) -> dict:
 
 def test_the_last_entries_are_those_of_the_tokens_asked_for() -> None:
     given = answer((None, 8), (-0.25, 9), (-1.5, 5))
-    assert read_logprobs(given, IDS, 2) == [-0.25, -1.5]
+    assert read_logprobs(given, IDS, 2, last_id=99) == [-0.25, -1.5]
+
+
+def test_the_last_id_of_all_may_be_named_zero_and_no_other() -> None:
+    # SGLang 0.5.23 does so.
+    assert read_logprobs(answer((-0.25, 0), (-1.5, 5)), IDS, 2, last_id=9) == [-0.25, -1.5]
+    with pytest.raises(EngineError, match="not the 2 asked for"):
+        read_logprobs(answer((-0.25, 0), (-1.5, 5)), IDS, 2, last_id=10)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +41,9 @@ def test_an_answer_with_a_gap_is_refused(
     entries: list[tuple[float | None, int]], words: str
 ) -> None:
     with pytest.raises(EngineError, match=words):
-        read_logprobs(answer(*entries), IDS, 2)
+        read_logprobs(answer(*entries), IDS, 2, last_id=99)
     with pytest.raises(EngineError, match="0 tokens"):
-        read_logprobs({}, IDS, 2)
+        read_logprobs({}, IDS, 2, last_id=99)
 
 
 def test_foreign_ids_are_left_out_of_the_softmax() -> None:

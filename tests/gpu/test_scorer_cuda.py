@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from generation.scoring_engine import ScoringEngine, foreign_ids, scoring_setup
+from generation.scoring_engine import ScoringEngine, scoring_setup, vocabulary
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher.ports import find_free
 
@@ -46,7 +46,7 @@ def test_a_teacher_in_bf16_scores_near_transformers(tmp_path: Path) -> None:
     starts = [1, 5, 40, 100]
 
     async def score() -> list[list[float]]:
-        engine = ScoringEngine(scoring_setup(config), foreign_ids(config))
+        engine = ScoringEngine(scoring_setup(config), vocabulary(config))
         try:
             await engine.start()
             work = map(engine.logprobs, sequences, starts)

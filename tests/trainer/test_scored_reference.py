@@ -147,7 +147,8 @@ def of_transformers(folder: Path, sequences: list[TrainSequence]) -> np.ndarray:
     found = []
     for one in sequences:
         ids = torch.tensor(one.token_ids, dtype=torch.int64)
-        rows = torch.log_softmax(model(ids[None]).logits[0, :-1, :VOCAB].detach(), -1)
+        logits = model(ids[None]).logits[0, :-1].detach()
+        rows = logits - logits[:, :VOCAB].logsumexp(-1, keepdim=True)
         found.append(rows.gather(1, ids[1:, None])[one.prompt_length - 1 :, 0])
     return torch.cat(found).numpy()
 
@@ -158,6 +159,8 @@ def many_sequences() -> list[TrainSequence]:
     lengths = [2, 3, 7, 7, 20, 33, 50, CONTEXT, CONTEXT]
     found = [sequence(rng.integers(0, VOCAB, n), int(rng.integers(1, n))) for n in lengths]
     prompt = rng.integers(0, VOCAB, 9)
+    # The engine's last id, which SGLang names 0 in its answers.
+    found.append(sequence(np.array([5, 6, VOCAB + 2, 0, 8, VOCAB + 2]), 2))
     found += [sequence(np.r_[prompt, rng.integers(0, VOCAB, n)], 9) for n in (1, 5, 20)]
     return found
 
@@ -172,12 +175,17 @@ def test_logprobs_of_given_tokens_are_those_of_transformers(scorer: Running) -> 
     assert np.abs(found - expected).max() < ROUNDING
 
 
-def test_a_sequence_beyond_the_context_ends_the_run_and_not_the_scorer(scorer: Running) -> None:
-    long = sequence(np.zeros(CONTEXT + 20, np.int64), 4)
-    with client_of(scorer.config, "two") as client:
-        client.begin([long])
-        with pytest.raises(TrainingStopped, match="refuses a sequence .* tokens"):
-            client.take(60.0)
+def test_a_sequence_that_cannot_be_scored_ends_the_run_and_not_the_scorer(scorer: Running) -> None:
+    for number, (token_ids, words) in enumerate(
+        [
+            (np.zeros(CONTEXT + 20, np.int64), "tokens"),
+            (np.array([1, VOCAB + 3, 2, 3, 4, 5]), "token id 203, and the reference has 203 ids"),
+        ]
+    ):
+        with client_of(scorer.config, f"two-{number}") as client:
+            client.begin([sequence(token_ids, 4)])
+            with pytest.raises(TrainingStopped, match=f"refuses a sequence .* {words}"):
+                client.take(60.0)
     assert scorer.process.poll() is None
 
 
@@ -187,7 +195,7 @@ def test_a_scorer_that_is_not_there_is_given_up_in_time(scorer: Running) -> None
     with client_of(nowhere, "three", answer_within_s=1.0) as client:
         client.begin(many_sequences())
         started = time.monotonic()
-        with pytest.raises(DeadlineExceeded, match="12 of 12 sequences have no logprobs.*scorer-0"):
+        with pytest.raises(DeadlineExceeded, match="13 of 13 sequences have no logprobs.*scorer-0"):
             client.take(60.0)
         assert 1.0 <= time.monotonic() - started < 4.0
 
