@@ -47,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(folder: Path, name: str, *overrides: str) -> list[str]:
     config = str(ROOT / "examples" / "tiny.toml")
     return [
-        "run", "--config", config, "--run-dir", str(folder / name), f"model.path={model_of(folder)}",
+        "run", "--config", config, "--run-dir", str(folder / name),
+        f"model.path={model_of(folder)}",
         f"prompts.0.path={folder / 'tasks' / 'prompts.jsonl'}",
         f"sft.traces={folder / 'tasks' / 'traces.jsonl'}", *overrides,
     ]  # fmt: skip
