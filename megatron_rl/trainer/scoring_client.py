@@ -64,7 +64,8 @@ class ScoringClient(Closing):
         while len(self._found) < len(self._wanted):
             self._ask()
             now = time.monotonic()
-            if now - self._progress_at > self._answer_within_s:
+            gives_up_at = self._progress_at + self._answer_within_s
+            if now >= gives_up_at:
                 raise DeadlineExceeded(
                     f"the scorer gave no answer in {self._answer_within_s:.0f} s "
                     f"(scorer.answer_within_s), and {len(self._wanted) - len(self._found)} of "
@@ -73,7 +74,7 @@ class ScoringClient(Closing):
                 )
             if now >= until:
                 return None
-            self._receive(until - now)
+            self._receive(min(until, gives_up_at) - now)
         parts = [self._found[number] for number in self._wanted]
         return np.concatenate([np.zeros(0, np.float32), *parts])
 
@@ -91,7 +92,8 @@ class ScoringClient(Closing):
         self._open[request.request_id] = request, now
 
     def _receive(self, limit_s: float) -> None:
-        message = self._dealer.receive(min(limit_s, ASK_AGAIN_S))
+        # Not longer than until a question is due again; at least what a socket can wait.
+        message = self._dealer.receive(max(0.001, min(limit_s, ASK_AGAIN_S)))
         match message:
             case None:
                 return
