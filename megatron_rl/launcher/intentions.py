@@ -89,9 +89,9 @@ def _places(config: Config) -> list[str]:
 
 def ports_line(config: Config) -> str:
     """Where sockets would listen."""
-    ports = config.ports
-    fixed = [f"{name} {getattr(ports, name)}" for name in port_names() if getattr(ports, name)]
-    others = len(port_names()) - len(fixed)
+    ports, names = config.ports, port_names(config)
+    fixed = [f"{name} {getattr(ports, name)}" for name in names if getattr(ports, name)]
+    others = len(names) - len(fixed)
     text = ", ".join([*fixed, *([f"{others} free ones, chosen at the start"] if others else [])])
     return f"ports on {ports.host}: {text}"
 
