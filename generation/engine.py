@@ -69,6 +69,8 @@ class EngineSetup:
     """How the engine keeps its weights; "" as they come."""
     returns_expert_choices: bool = False
     """Whether completions carry the experts of each token."""
+    may_exceed_model: bool = False
+    """Whether context_tokens may be more than config.json says that the model was made for."""
 
 
 @dataclass(frozen=True, slots=True)

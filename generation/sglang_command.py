@@ -65,6 +65,8 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
     if sglang_cpu.is_needed():
         shims = sglang_cpu.server_environment(setup.tensor_parallel)
         shims |= sglang_cpu.family_environment(Path(setup.model))
+    if setup.may_exceed_model:
+        shims["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     return shims | {
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),

@@ -52,6 +52,8 @@ class SGLangEngine:
     """Engine over one `sglang.launch_server` child."""
 
     name = "sglang"
+    section = "generator"
+    """Of the configuration, which messages name."""
     loader = LOADER
     """By which the server's ranks take slices, as package.module.function."""
     may_ask_directly = True
@@ -97,7 +99,7 @@ class SGLangEngine:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"SGLang was not ready in {setup.start_timeout_s:.0f} s "
-                    f"(generator.start_timeout_s); {self._child.log_tail()}"
+                    f"({self.section}.start_timeout_s); {self._child.log_tail()}"
                 )
             await asyncio.sleep(POLL_READY_S)
 

@@ -185,6 +185,10 @@ class ReferenceConfig(Section):
     policy: str = "none"
     """none; start: the weights that reinforcement learning began from; ema: their moving average;
     or a Hugging Face folder with the same tokenizer, of any size."""
+    source: Literal["trainer", "engine"] = "trainer"
+    """Who computes its logprobs. trainer: its weights take the policy's place for one pass; engine:
+    a frozen engine beside the run, of `[scorer]`, for start or a folder, also one that does not fit
+    the trainer's GPUs."""
     decay: float = Field(default=0.99, ge=0, lt=1)
     """ema: what is kept of the average at each step of the optimizer."""
 
@@ -258,6 +262,29 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.reference.source == "trainer" or not self.needs_reference:
+            return self
+        given = 'algorithm.reference.source="engine"'
+        if self.reference.policy in ("none", "ema"):
+            raise ValueError(
+                f'{given} holds weights that stay as they are, and algorithm.reference.policy="'
+                f'{self.reference.policy}": set it to "start" or a folder, or source="trainer"'
+            )
+        if self.kl.is_exact:
+            raise ValueError(
+                f'{given} gives logprobs of given tokens, and algorithm.kl.estimator="exact" reads '
+                'those of the whole vocabulary: set algorithm.kl.placement="reward" and '
+                'algorithm.kl.estimator="k1", or source="trainer"'
+            )
+        if self.learns_value:
+            raise ValueError(
+                f'{given} gives logprobs alone, and algorithm.shaping.baseline="value" reads the '
+                'reference\'s hidden states: take another baseline, or source="trainer"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_kl_is_read(self) -> Self:
         if self.kl.adds_to_advantages and self.surrogate.name == "supervised":
             cure = 'horizon="token"' if self.kl.is_exact else 'placement="loss"'
@@ -321,6 +348,11 @@ class AlgorithmConfig(Section):
         """Whether the reference's logprobs are computed: a part reads them, or they are asked for,
         for metrics or a function of one's own."""
         return self._reads_reference or self.reference.policy != "none"
+
+    @property
+    def needs_scorer(self) -> bool:
+        """Whether an engine of its own computes the reference's logprobs."""
+        return self.needs_reference and self.reference.source == "engine"
 
     @property
     def reads_generator_logprobs(self) -> bool:

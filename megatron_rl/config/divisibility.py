@@ -37,14 +37,14 @@ def check_sizes(parallel: ParallelConfig, counts: Counts) -> None:
             raise InputError(f"parallel.{name} = {size}, but the model has no experts: use 1")
 
 
-def check_engine_tensor(size: int, heads: int) -> None:
+def check_engine_tensor(size: int, heads: int, *, key: str = "generator.tensor_parallel") -> None:
     """Raise InputError unless so many ranks of an engine can share a model's attention heads.
 
     Engines copy key-value heads and pad MLP units where they must, so these refuse nothing.
     """
     if heads % size:
         raise InputError(
-            f"generator.tensor_parallel = {size} does not divide the model's {heads} attention "
+            f"{key} = {size} does not divide the model's {heads} attention "
             f"heads; nearest possible: {nearest_divisor(heads, size)}"
         )
 

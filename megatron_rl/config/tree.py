@@ -19,6 +19,7 @@ from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
+from megatron_rl.config.scorer import ScorerConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.trainer import (
@@ -133,6 +134,8 @@ class PortsConfig(Section):
     engine: int = Field(default=0, ge=0, le=65535)
     """HTTP of the first engine, whose ranks meet at the next port; further replicas take the next
     two each."""
+    scorer: int = Field(default=0, ge=0, le=65535)
+    """Scorer, for trainer ranks; its engine takes the next two."""
 
 
 class Config(Section):
@@ -153,6 +156,7 @@ class Config(Section):
     queue: QueueConfig = QueueConfig()
     replay: ReplayConfig = ReplayConfig()
     generator: GeneratorConfig = GeneratorConfig()
+    scorer: ScorerConfig = ScorerConfig()
     reward: RewardConfig = RewardConfig()
     verifier: VerifierConfig = VerifierConfig()
     eval: EvalConfig = EvalConfig()
@@ -256,10 +260,24 @@ class Config(Section):
                 "raise the latter, or lower the former"
             )
         self._check_gold()
-        if self.algorithm.needs_reference and self.model.fp8_parameters:
+        if self.algorithm.needs_scorer:
+            self.scorer.check(
+                context_tokens=self.generator.context_tokens,
+                temperature=self.sampling.temperature,
+            )
+            self._check_start()
+        elif self.algorithm.needs_reference and self.model.fp8_parameters:
             raise ValueError(
                 "algorithm.reference.policy swaps weights, and model.fp8_parameters=true keeps "
                 "them with scales that cannot be swapped: set model.fp8_parameters=false"
+            )
+
+    def _check_start(self) -> None:
+        if self.algorithm.reference.policy == "start" and self.model.megatron_path is not None:
+            raise ValueError(
+                "algorithm.reference.source='engine' reads Hugging Face folders, and the run "
+                f"starts from model.megatron_path={self.model.megatron_path}: make a folder of it "
+                "with `megatron-rl convert` and give that as algorithm.reference.policy"
             )
 
     def _check_gold(self) -> None:

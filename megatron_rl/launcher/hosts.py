@@ -28,6 +28,7 @@ from megatron_rl.launcher.run_folder import (
     write_config,
     write_evaluation_config,
 )
+from megatron_rl.launcher.scorer_checks import refuse_hosts
 from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
@@ -48,6 +49,7 @@ def prepare(config: Config) -> Config:
     """
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
+    refuse_hosts(config)
     config = pin_revisions(config)
     prompts = preflight.check(config)
     beginning = check_run_folder(config)

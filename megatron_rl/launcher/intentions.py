@@ -61,9 +61,15 @@ def _processes(config: Config, *, has_serving: bool) -> list[str]:
     if has_serving:
         engine = f"generator ({config.generator.engine}, {config.generator.tensor_parallel} wide)"
         found += ["1 rollout queue", _count(config.generator.replicas, engine), "1 verifier"]
+    if _has_scorer(config):
+        found.append(f"1 scorer (sglang, {config.scorer.tensor_parallel} wide)")
     if config.metrics.is_on:
         found.append("1 process for metrics")
     return found
+
+
+def _has_scorer(config: Config) -> bool:
+    return config.train.steps > 0 and config.algorithm.needs_scorer
 
 
 def _count(number: int, what: str) -> str:
@@ -74,16 +80,18 @@ def _places(config: Config) -> list[str]:
     gpus = listed_gpus()
     if not gpus:
         return ["on this host's CPU"]
-    engines = place(config, hosts=1, gpus_per_host=len(gpus))[0].engines
-    told = [f"generator-{name} on {list(own)}" for name, own in engines.items()]
+    roles = place(config, hosts=1, gpus_per_host=len(gpus))[0]
+    told = [f"generator-{name} on {list(own)}" for name, own in roles.engines.items()]
+    if roles.scorer:
+        told.append(f"scorer-0 on {list(roles.scorer)}")
     return [f"on {len(gpus)} GPUs: {'; '.join(told)}"]
 
 
 def ports_line(config: Config) -> str:
     """Where sockets would listen."""
-    ports = config.ports
-    fixed = [f"{name} {getattr(ports, name)}" for name in port_names() if getattr(ports, name)]
-    others = len(port_names()) - len(fixed)
+    ports, names = config.ports, port_names(config)
+    fixed = [f"{name} {getattr(ports, name)}" for name in names if getattr(ports, name)]
+    others = len(names) - len(fixed)
     text = ", ".join([*fixed, *([f"{others} free ones, chosen at the start"] if others else [])])
     return f"ports on {ports.host}: {text}"
 

@@ -22,7 +22,7 @@ from megatron_rl.launcher.awaited import Awaited
 from megatron_rl.launcher.deaths import how_it_ended
 from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
-from megatron_rl.launcher.summary import RESTARTS
+from megatron_rl.launcher.summary import RESTARTS, SCORER_RESTARTS
 from megatron_rl.launcher.supervisor import Role
 from megatron_rl.metrics_out.follow import Follower
 
@@ -142,7 +142,7 @@ class LiveView:
             if "eval/n" in row:
                 self._evaluations.append(row)
                 self._say(evaluation_line(row))
-            elif RESTARTS in row:
+            elif RESTARTS in row or SCORER_RESTARTS in row:
                 self._warnings.append(restart_line(row))
                 if self._live is None:
                     self._say(restart_line(row))

@@ -1,8 +1,8 @@
 """Which roles run on which host, on which of its GPUs. Pure but for `listed_gpus`.
 
 Used by the launcher. GPUs are counted through all hosts: the trainer's ranks take the first ones,
-then each engine its own. An engine lies across two hosts only when it has more ranks than one has
-GPUs: then it has whole hosts.
+then each engine its own, then the scorer. An engine lies across two hosts only when it has more
+ranks than one has GPUs: then it has whole hosts.
 """
 
 import os
@@ -28,6 +28,8 @@ class HostRoles:
     """Generator -> its GPUs, counted on this host."""
     nodes: dict[int, "EngineNode"] = field(default_factory=dict)
     """Generator -> which part of its engine this is, of those that lie across hosts."""
+    scorer: range = range(0)
+    """GPUs of the scorer, counted on this host."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,33 @@ def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
                 nodes[host + rank][index] = EngineNode(rank, count)
     if trainer_hosts > hosts:
         raise InputError(f"{ranks} trainer ranks need {trainer_hosts} hosts, there are {hosts}")
+    scorer = range(0)
+    if config.train.steps and config.algorithm.needs_scorer:
+        scorer = place_scorer(config, max(first, ranks), gpus_per_host=gpus_per_host)
     per_host = min(ranks, gpus_per_host)
     return [
         HostRoles(
-            per_host if host < trainer_hosts else 0, trainer_hosts, engines[host], nodes[host]
+            per_host if host < trainer_hosts else 0,
+            trainer_hosts,
+            engines[host],
+            nodes[host],
+            scorer,
         )
         for host in range(hosts)
     ]
+
+
+def place_scorer(config: Config, first: int, *, gpus_per_host: int) -> range:
+    """GPUs of the scorer, on the one host; first: the first that is free. Raises InputError."""
+    width = config.scorer.tensor_parallel
+    if first + width > gpus_per_host:
+        raise InputError(
+            f"the scorer needs {width} GPUs of its own (scorer.tensor_parallel) beside the {first} "
+            f"of trainer and generators, and the host has {gpus_per_host}: lower parallel.data, "
+            "generator.replicas or scorer.tensor_parallel, or set algorithm.reference.source="
+            "'trainer'"
+        )
+    return range(first, first + width)
 
 
 def gpu_environment(gpus: range, names: list[str]) -> dict[str, str]:

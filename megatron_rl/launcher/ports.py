@@ -19,7 +19,7 @@ from megatron_rl.launcher.port_locks import PortLocks, default_folder
 # minutes later, and no connection takes it meanwhile.
 _FIRST, _LAST = 20_000, 32_000
 _MAX_TRIES = 200
-_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "hosts", "engine")
+_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "hosts", "engine", "scorer")
 
 
 def resolve_ports(config: Config) -> Config:
@@ -28,8 +28,8 @@ def resolve_ports(config: Config) -> Config:
     taken = {port for _, port in listed_ports(config)}
     chosen: dict[str, int] = {}
     for name in _NAMES:
-        if getattr(ports, name) == 0:
-            count = _width(name, config)
+        count = _width(name, config)
+        if getattr(ports, name) == 0 and count:
             chosen[name] = find_free(ports.host, count, taken)
             taken.update(range(chosen[name], chosen[name] + count))
     return config.model_copy(update={"ports": ports.model_copy(update=chosen)})
@@ -83,7 +83,9 @@ def is_free(host: str, port: int) -> bool:
 
 
 def _width(name: str, config: Config) -> int:
-    """Ports that a name stands for: one, or two for each replica of the engine."""
+    """Ports that a name stands for: one, two for each replica of the engine, three for a scorer."""
+    if name == "scorer":
+        return 3 if config.algorithm.needs_scorer else 0
     return 2 * config.generator.replicas if name == "engine" else 1
 
 
@@ -132,11 +134,11 @@ def _process_name(pid: int) -> str:
         return f"pid {pid}"
 
 
-def port_names() -> tuple[str, ...]:
-    """Keys of [ports] that are ports."""
-    return _NAMES
+def port_names(config: Config) -> tuple[str, ...]:
+    """Keys of [ports] that are ports of this run."""
+    return tuple(name for name in _NAMES if _width(name, config))
 
 
 def ports_text(ports: PortsConfig) -> str:
     """One line that names all ports."""
-    return ", ".join(f"{name} {getattr(ports, name)}" for name in _NAMES)
+    return ", ".join(f"{name} {port}" for name in _NAMES if (port := getattr(ports, name)))

@@ -32,6 +32,7 @@ from megatron_rl.config.tree import (
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.launcher.scorer_checks import check_scorer
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.metrics_out.exporter import check_installed
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
@@ -200,10 +201,12 @@ def check_vllm(config: Config) -> None:
 
 
 def check_reference(config: Config) -> None:
-    """A reference in a folder has the policy's tokens, and the parallel sizes divide it."""
+    """A reference in a folder has the policy's tokens, and what computes it can divide it."""
+    by_engine = config.algorithm.needs_scorer
     folder = config.algorithm.reference.folder
-    if folder is None:
+    if folder is None and not by_engine:
         return
+    folder = folder or config.model.path
     if not (folder / "config.json").exists():
         raise InputError(
             f"algorithm.reference.policy = '{folder}' is none of none, start, ema, and no folder "
@@ -211,7 +214,10 @@ def check_reference(config: Config) -> None:
         )
     shape, own = read_shape(folder), read_shape(config.model.path)
     check_teacher(shape, own, folder, is_exact=config.algorithm.kl.is_exact)
-    check_parallel(shape, config.parallel)
+    if by_engine:
+        check_scorer(config, shape, own, folder, gpus=listed_gpus())
+    else:
+        check_parallel(shape, config.parallel)
     paths = [path / "tokenizer.json" for path in (folder, config.model.path)]
     if all(path.exists() for path in paths):
         # Not the whole files: versions of libraries write them differently.

@@ -19,6 +19,8 @@ class RestartRule:
     """Name of the role whose end makes a restart pointless; it may not have been started yet."""
     ready_path: Path
     """The role leaves this file when it is ready; until then only signals count as accidents."""
+    key: str = "generator.max_restarts"
+    """Of the configuration, where the limit comes from."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,11 @@ class Death:
     """Another replica runs, which can take over the work."""
 
 
-def answer_death(death: Death, limit: int) -> tuple[Answer, str]:
-    """The answer to a death under a limit of restarts, and the reason when it is no restart."""
+def answer_death(death: Death, limit: int, key: str = RestartRule.key) -> tuple[Answer, str]:
+    """The answer to a death under a limit of restarts, and the reason when it is no restart.
+
+    key: of the configuration, where the limit comes from.
+    """
     if limit == 0:
         return Answer.END_RUN, ""
     if death.is_run_ending:
@@ -70,7 +75,7 @@ def answer_death(death: Death, limit: int) -> tuple[Answer, str]:
     if death.exit_code > 0 and not death.was_ready:
         return Answer.END_RUN, "not restarted, because it was never ready"
     if death.restarts >= limit:
-        return Answer.END_RUN, f"its restarts are used up (generator.max_restarts = {limit})"
+        return Answer.END_RUN, f"its restarts are used up ({key} = {limit})"
     return Answer.RESTART, ""
 
 

@@ -10,9 +10,10 @@ Used by `megatron-rl run`, and in part by `megatron-rl eval`. One process, one t
 | control          | sft ranks; beside them the queue's last evaluation | both exit 0              |
 | control accuracy | the serving roles, on the control's weights        | the queue exits 0        |
 
-Serving roles: queue, generators, verifier. All processes read RUN_DIR/config.toml, but those that
-evaluate a model without training, which read RUN_DIR/config.LABEL.toml. A generator that dies is
-started again, `generator.max_restarts` times; any other role that ends otherwise than expected ends
+Serving roles: queue, generators, verifier. Beside the trainer ranks runs the scorer, where
+`[algorithm.reference]` asks for one. All processes read RUN_DIR/config.toml, but those that
+evaluate a model without training, which read RUN_DIR/config.LABEL.toml. A generator or scorer that
+dies is started again, `max_restarts` times; any other role that ends otherwise than expected ends
 the run.
 """
 
@@ -61,6 +62,7 @@ from megatron_rl.rollout_queue.replay.traces import prepare_traces
 from megatron_rl.weights.folders.staging import recover
 
 TRAINER = "trainer"
+SCORER = "scorer-0"
 # Over eval.timeout_s: the queue itself gives up first and says why.
 _EVAL_MARGIN_S = 60.0
 
@@ -149,12 +151,30 @@ def _train(session: Session) -> None:
     with session.phase("rl", "reinforcement learning"):
         arguments = [override("model.path", str(model))]
         session.start_ranks(TRAINER, "megatron_rl.trainer.train", arguments)
+        if config.algorithm.needs_scorer:
+            _start_scorer(session, arguments)
         session.wait_for(TRAINER)
     if config.sft.control:
         _continue_cold_start(session, model)
     with session.phase("last_evaluation", "evaluation after the last step"):
         session.wait_for("queue", "the last evaluation", eval_limit_s(config))
     session.end_serving()
+
+
+def _start_scorer(session: Session, arguments: Sequence[str]) -> None:
+    """Beside the trainer, which waits for it and tells it to end."""
+    config = session.config
+    rule = RestartRule(
+        replica=SCORER,
+        limit=config.scorer.max_restarts,
+        until=TRAINER,
+        ready_path=config.run.dir / "logs" / f"{SCORER}.ready",
+        key="scorer.max_restarts",
+    )
+    session.start(
+        SCORER, "generation.scorer", session.config_path, arguments,
+        outlives=TRAINER, restarts=rule, gpus=session.scorer_gpus(),
+    )  # fmt: skip
 
 
 def _evaluate_only(session: Session) -> None:

@@ -23,9 +23,9 @@ from megatron_rl.backend.environment import (
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.live_view import LiveView
-from megatron_rl.launcher.placement import gpu_environment, listed_gpus, place
+from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
 from megatron_rl.launcher.restarts import Restart, RestartRule
-from megatron_rl.launcher.summary import RESTARTS, RunFacts
+from megatron_rl.launcher.summary import RESTARTS, SCORER_RESTARTS, RunFacts
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -153,7 +153,7 @@ class Session:
 
     def _count(self, restart: Restart) -> None:
         values = {
-            RESTARTS: 1,
+            (SCORER_RESTARTS if restart.role.startswith("scorer") else RESTARTS): 1,
             "role": restart.role,
             "exit_code": restart.exit_code,
             "restart": restart.count,
@@ -164,9 +164,16 @@ class Session:
 
     def engine_gpus(self) -> dict[int, range]:
         """GPUs of each generator; {} on a host without any. Raises InputError."""
+        return self._roles().engines
+
+    def scorer_gpus(self) -> range:
+        """GPUs of the scorer; none on a host without any. Raises InputError."""
+        return self._roles().scorer
+
+    def _roles(self) -> HostRoles:
         if not self._gpus:
-            return {}
-        return place(self.config, hosts=1, gpus_per_host=len(self._gpus))[0].engines
+            return HostRoles()
+        return place(self.config, hosts=1, gpus_per_host=len(self._gpus))[0]
 
     @contextmanager
     def phase(self, name: str, text: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ Row = dict[str, Any]
 Interval = tuple[float, float]
 
 RESTARTS = "launch/generator_restarts"
+SCORER_RESTARTS = "launch/scorer_restarts"
 """Metric of the launcher: generators that died and were started again."""
 
 CONTROL_TEXT = (

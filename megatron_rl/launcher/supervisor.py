@@ -206,7 +206,7 @@ class Supervisor:
                 other.restarts is not None and other.ended is None for other in self.roles.values()
             ),
         )
-        answer, remark = answer_death(death, rule.limit)
+        answer, remark = answer_death(death, rule.limit, rule.key)
         if answer is Answer.END_RUN:
             raise self._explain(role, remark)
         role.is_death_answered = True

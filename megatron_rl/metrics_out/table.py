@@ -126,6 +126,14 @@ TRAINER = (
     Known("train/optimizer_s", "seconds of them that do not grow with the tokens: the optimizer"),
     Known("wait/batch_s", "seconds that the trainer waited for the batch",
           "far below train/update_s", "more generators; `megatron-rl plan`"),
+    Known("wait/reference_s", "seconds that the trainer waited for the reference's logprobs, "
+          "where an engine holds it", "far below train/update_s",
+          "a larger scorer.max_running or scorer.tensor_parallel"),
+    Known("scorer/requests", "sequences of the step that the first replica of the trainer had "
+          "scored", kind="count"),
+    Known("scorer/tokens", "tokens of these", kind="count"),
+    Known("scorer/asked_again", "questions without an answer within 10 s, asked once more", "0",
+          "the engine is slow, or was started again: logs/scorer-0.log", "count"),
     Known("checkpoint/stall_s", "seconds that a checkpoint held the trainer up", "below a second"),
     Known("checkpoint/write_s", "seconds until it was on the disk",
           "below the seconds between checkpoints", "a faster disk, or a larger every_steps"),
@@ -154,6 +162,8 @@ PUBLISH = (
           "the trainer is the limit: fewer generators, or a larger queue.max_staleness", "count"),
     Known("generator/tokens", "tokens that it generated", kind="count"),
     Known("generator/running", "most completions in flight in it"),
+    Known("launch/scorer_restarts", "a scorer died and was started again", "0",
+          "logs/scorer-0*.log", "count"),
     Known("launch/generator_restarts", "a generator died and was started again", "0",
           "logs/generator-*.log", "count"),
     Known("launch/chosen_step", "step of the cold start whose model was chosen"),

@@ -20,6 +20,7 @@ from megatron_rl.protocol.metrics import Reduce
 from megatron_rl.protocol.prompt import ChatMessage as ChatMessage
 from megatron_rl.protocol.prompt import LengthRule, Prompt
 from megatron_rl.protocol.queue_state import QueueState
+from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
 from megatron_rl.protocol.weight_messages import (
     Ack,
     Bucket,
@@ -346,4 +347,7 @@ AnyMessage = (
     | Failed
     | HostState
     | RunPhase
+    | LogprobRequest
+    | LogprobsDone
+    | LogprobsFailed
 )

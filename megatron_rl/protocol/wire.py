@@ -110,13 +110,16 @@ class Router(Closing):
     def send(self, peer: str, message: AnyMessage) -> bool:
         """Queue a message for a peer; False when that peer is gone or its queue is full."""
         try:
-            frames = [labelled(peer, self._label), *encode_frames(message)]
-            self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
+            self._send_now([labelled(peer, self._label), *encode_frames(message)])
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
             raise
         return True
+
+    def _send_now(self, frames: list[Frame]) -> None:
+        """Send without waiting. Raises zmq.ZMQError."""
+        self.socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
 
     def receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
         """Next (peer, message), or None when nothing came in time."""
@@ -124,14 +127,20 @@ class Router(Closing):
         while True:
             if not self.socket.poll(max(0, int(timeout_s * 1000))):
                 return None
-            identity, *frames = receive_frames(self.socket)
-            peer, _, label = bytes(identity).decode(errors="replace").partition(_LABEL_MARK)
-            if label == self._label:
-                return self._decode(peer, frames)
-            self._turn_away(bytes(identity))
+            if (heard := self._hear(receive_frames(self.socket))) is not None:
+                return heard
             # A peer that never ends to send must not keep the caller here.
             if (timeout_s := until - time.monotonic()) <= 0:
                 return None
+
+    def _hear(self, arrived: list[Frame]) -> tuple[str, AnyMessage] | None:
+        """(peer, message) of what arrived; None for what is turned away."""
+        identity, *frames = arrived
+        peer, _, label = bytes(identity).decode(errors="replace").partition(_LABEL_MARK)
+        if label == self._label:
+            return self._decode(peer, frames)
+        self._turn_away(bytes(identity))
+        return None
 
     def _decode(self, peer: str, frames: list[Frame]) -> tuple[str, AnyMessage]:
         try:
@@ -148,8 +157,7 @@ class Router(Closing):
             log.warning("%s is turned away: this is %r (ports.label)", name, self._label)
         self.turned_away[name] += 1
         try:
-            frames = [identity, _TURNED_AWAY, self._label.encode()]
-            self.socket.send_multipart(frames, flags=zmq.DONTWAIT)
+            self._send_now([identity, _TURNED_AWAY, self._label.encode()])
         except zmq.ZMQError as error:
             # It is gone, or takes no answers: it gets one to its next message.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):

@@ -26,10 +26,9 @@ from megatron_rl.protocol.types import (
     Stop,
 )
 from megatron_rl.protocol.wire import DeadlineExceeded, WireError
+from megatron_rl.trainer.leader import TURN_S, FromLeader
 
 _ANSWER = RankBatch | Stop
-_TURN_S = 2.0
-"""How long the leader waits between two collectives: well below train.collective_timeout_s."""
 
 
 class BatchClient(Closing):
@@ -52,15 +51,12 @@ class BatchClient(Closing):
 
         world: all trainer ranks; None: the default group.
         """
-        self._world = world
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._group, self._device = group, device
         self._timeout_s = timeout_s
-        self._leader = dist.get_global_rank(group, 0)
-        self._is_leader = group.rank() == 0
+        self._replica = FromLeader(group, device, world)
         self._address, self._name, self._keys = address, f"trainer-{dp_rank}", keys
         self._label = label
-        self._dealer = self._connect(self._name) if self._is_leader else None
+        self._dealer = self._connect(self._name) if self._replica.is_leader else None
         self._aside: wire.Dealer | None = None
         self._requested_step = -1
         self.metrics: list[Metric] = []
@@ -85,7 +81,9 @@ class BatchClient(Closing):
         frame = b""
         # While the queue has no batch the leader broadcasts nothing, again and again: the others
         # wait in short collectives, so that the collective timeout can stay short too.
-        while not self._all_have(frame := frame or self._broadcast(self._receive())):
+        while not self._replica.all_have(
+            frame := frame or self._replica.broadcast(self._receive())
+        ):
             if meanwhile is not None:
                 meanwhile()
             if time.monotonic() - started > self._timeout_s:
@@ -96,12 +94,6 @@ class BatchClient(Closing):
         batch = wire.decode_frames(wire.split_frames(frame), _ANSWER)
         self.metrics = [Metric("wait/batch_s", time.monotonic() - started, "max")]
         return None if isinstance(batch, Stop) else batch
-
-    def _all_have(self, frame: bytes) -> bool:
-        """Whether every trainer rank has its share."""
-        flag = torch.tensor([bool(frame)], dtype=torch.int64, device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._world)
-        return bool(flag)
 
     def announce(self, version: int, *, is_final: bool) -> None:
         """Tell the queue that all generators hold `version`."""
@@ -132,21 +124,8 @@ class BatchClient(Closing):
         """On the leader a message's frames joined, or b"" when none came for a while; else None."""
         if self._dealer is None:
             return None
-        frames = self._dealer.receive_frames(_TURN_S)
+        frames = self._dealer.receive_frames(TURN_S)
         return b"" if frames is None else wire.join_frames(frames)
-
-    def _broadcast(self, frame: bytes | None) -> bytes:
-        """The leader's frame on every rank of the group."""
-        size = torch.tensor([len(frame or b"")], dtype=torch.int64, device=self._device)
-        dist.broadcast(size, src=self._leader, group=self._group)
-        if not int(size):
-            return b""
-        if frame is None:
-            payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        else:
-            payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8).to(self._device)
-        dist.broadcast(payload, src=self._leader, group=self._group)
-        return payload.cpu().numpy().tobytes()
 
     def close(self) -> None:
         """Close the leader's sockets."""

@@ -81,11 +81,13 @@ def open_reference(
 ) -> Reference | Teacher | None:
     """The reference that the objective reads, if any; the policy has its first weights.
 
+    One that an engine holds is opened by `scored_reference.py`.
     Raises InputError for a folder that the policy cannot be compared with.
     """
     cfg = objective.cfg
     if not cfg.needs_reference:
         return None
+    assert not cfg.needs_scorer, "the caller opens a reference that an engine holds"
     folder = cfg.reference.folder
     if folder is None:
         return Reference(policy, cfg.reference.decay if cfg.reference.policy == "ema" else None)

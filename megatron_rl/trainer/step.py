@@ -39,7 +39,9 @@ from megatron_rl.trainer.optimizer import (
     zero_gradients,
 )
 from megatron_rl.trainer.passes import Passes, PassInput
-from megatron_rl.trainer.reference import open_reference
+from megatron_rl.trainer.reference import Reference, open_reference
+from megatron_rl.trainer.scored_reference import ScoredReference
+from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.trainer.token_record import TokenRecord
 from megatron_rl.trainer.value_head import ValueHead, first_tokens
 
@@ -66,10 +68,12 @@ class Trainer:
         train: TrainConfig | None = None,
         run_dir: Path = Path(),
         record: TokenRecord | None = None,
+        reference: ScoredReference | None = None,
     ) -> None:
         """total_steps: optimizer steps of the whole phase, for the learning-rate schedule.
 
-        record: takes in what is found of each token.
+        record: takes in what is found of each token. reference: that of the run's scorer; None: the
+        objective's, by its weights.
         """
         train = train or TrainConfig()
         self.policy = policy
@@ -81,9 +85,9 @@ class Trainer:
         self._sums = SumsLayout.of(objective)
         self._guard = StepGuard(train, run_dir / "skipped")
         self._record = record
-        self.reference = open_reference(policy, objective, train)
+        self.reference = reference or open_reference(policy, objective, train)
         self.value_head: ValueHead | None = None
-        if objective.cfg.learns_value and self.reference is not None:
+        if objective.cfg.learns_value and isinstance(self.reference, Reference | Teacher):
             lr = objective.cfg.shaping.value_lr
             self.value_head = ValueHead(self.reference.hidden, lr, policy.device)
         # Copies float32 masters: the weights must be loaded by now.
@@ -102,6 +106,11 @@ class Trainer:
     @steps_done.setter
     def steps_done(self, steps: int) -> None:
         self._steps_done = steps
+
+    @property
+    def reference_metrics(self) -> list[Metric]:
+        """Of the wait for a scorer, in the last `prepare`."""
+        return self.reference.metrics if isinstance(self.reference, ScoredReference) else []
 
     def prepare(self, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
         """What the objective needs to know of a batch before its first update.

@@ -33,6 +33,7 @@ from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy, open_policy
+from megatron_rl.trainer.scored_reference import open_scored_reference
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.token_record import TokenRecord
 from megatron_rl.weights.exchange.transport import IPC
@@ -69,6 +70,7 @@ def train(
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
         prepared = trainer.prepare(batch.minibatches)
+        metrics.add(trainer.reference_metrics)
         for minibatch in batch.minibatches:
             # Taken out: what is known of a minibatch may be large, and is of no more use.
             known = prepared.pop(0)
@@ -94,7 +96,7 @@ def train(
 def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
     objective = find_objective(cfg.algorithm, cfg.sampling.temperature)
-    with open_policy(cfg) as policy:
+    with open_policy(cfg) as policy, open_scored_reference(cfg, policy) as reference:
         if cfg.weights.overlap:
             # The launcher has asked already; ranks may be started without it.
             refuse_overlap(policy.device.type != "cpu", cfg.generator.quantization)
@@ -106,6 +108,7 @@ def main(cfg: Config) -> None:
             train=cfg.train,
             run_dir=cfg.run.dir,
             record=open_record(cfg),
+            reference=reference,
         )
         with (
             open_batches(cfg, policy) as batches,

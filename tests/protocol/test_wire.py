@@ -16,6 +16,7 @@ from megatron_rl.protocol.queue_state import (
     StageState,
     UnfinishedGroup,
 )
+from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone
 from megatron_rl.protocol.types import (
     AnyMessage,
     ChatMessage,
@@ -81,6 +82,8 @@ def examples() -> list[Any]:
     special = [
         RolloutDone(rollout), Lease(1, prompt, [0, 3], Sampling(8, 0.0)), batch,
         ScoreDone(5, Score(1.0, {"format": 0.1}, "correct")),
+        LogprobRequest(2**40, np.array([7, 0, 2**31 - 1], np.int32), 1),
+        LogprobsDone(2**40, np.array([-0.1, -1e30], np.float32)),
         QueueState(
             6, PromptCursor(9, [9], [4], 1), 12, [UnfinishedGroup(11, "id", 1)], ["before"],
             StageState([0, 5], [0.25]),

@@ -34,7 +34,7 @@ def serve_or_fetch(port: int) -> list:
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return serve(port)
-    batch_client._TURN_S = 0.2
+    batch_client.TURN_S = 0.2
     decoded = count_calls("decode_frames")
     encoded = count_calls("encode_frames")
     with BatchClient(

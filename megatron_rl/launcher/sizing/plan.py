@@ -76,6 +76,8 @@ class SizingPlan:
     trainer_gpus: int
     generator_gpus: int
     """0: on those of the trainer."""
+    scorer_gpus: int
+    """0: no engine holds the reference."""
     gpu: str
     gpu_bytes: int
     mfu: float
@@ -148,6 +150,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         active_parameters=active_parameters(shape),
         trainer_gpus=config.parallel.world_size,
         generator_gpus=0 if config.generator.shares_gpus else _generator_gpus(config),
+        scorer_gpus=_scorer_gpus(config),
         gpu=hardware.gpu,
         gpu_bytes=gpu.memory_bytes,
         mfu=hardware.mfu,
@@ -161,6 +164,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
             *_trainer_problems(shape, config, trainer, gpu, mean),
             *_engine_problems(shape, config, engine, gpu),
             *_sharing_problems(config, trainer, engine, gpu),
+            *_scorer_problems(config, gpu),
             *_count_problems(config, hardware.gpus),
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
@@ -286,10 +290,46 @@ def _sharing_problems(
     ]
 
 
+def _scorer_problems(config: Config, gpu: Gpu) -> list[str]:
+    """The reference's own engine must hold its weights and scorer.kv_tokens."""
+    if not _scorer_gpus(config):
+        return []
+    scorer = config.scorer
+    shape = read_shape(config.algorithm.reference.folder or config.model.path)
+    as_generator = config.generator.model_copy(
+        update={
+            "engine": "sglang",
+            "tensor_parallel": scorer.tensor_parallel,
+            "expert_parallel": 1,
+            "quantization": scorer.quantization,
+            "max_running": scorer.max_running,
+        }
+    )
+    memory = engine_memory(
+        shape,
+        as_generator,
+        item_bytes=ITEM_BYTES[scorer.dtype or config.model.dtype],
+        gpu_bytes=gpu.memory_bytes,
+    )
+    if memory.kv_tokens >= scorer.kv_tokens:
+        return []
+    return [
+        f"a rank of the scorer, with {memory.weights / GIB:.1f} GiB of weights of the reference, "
+        f"has room for {memory.kv_tokens} tokens of KV cache, scorer.kv_tokens={scorer.kv_tokens}: "
+        "raise scorer.tensor_parallel, or lower the latter"
+    ]
+
+
+def _scorer_gpus(config: Config) -> int:
+    is_there = config.train.steps and config.algorithm.needs_scorer
+    return config.scorer.tensor_parallel if is_there else 0
+
+
 def _wanted_gpus(config: Config) -> int:
+    scorer = _scorer_gpus(config)
     if config.generator.shares_gpus:
-        return max(config.parallel.world_size, _generator_gpus(config))
-    return config.parallel.world_size + _generator_gpus(config)
+        return max(config.parallel.world_size, _generator_gpus(config)) + scorer
+    return config.parallel.world_size + _generator_gpus(config) + scorer
 
 
 def _count_problems(config: Config, gpus: int | None) -> list[str]:
@@ -298,9 +338,13 @@ def _count_problems(config: Config, gpus: int | None) -> list[str]:
         return []
     return [
         f"the run takes {wanted} GPUs, {config.parallel.world_size} for the trainer and "
-        f"{_generator_gpus(config)} for generators, but --gpus is {gpus}: lower parallel.data or "
-        "generator.replicas"
+        f"{_generator_gpus(config)} for generators{_of_scorer(config)}, but --gpus is {gpus}: "
+        "lower parallel.data or generator.replicas"
     ]
+
+
+def _of_scorer(config: Config) -> str:
+    return f" and {gpus} for the scorer" if (gpus := _scorer_gpus(config)) else ""
 
 
 def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> list[str]:

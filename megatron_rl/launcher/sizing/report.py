@@ -86,7 +86,8 @@ def _model_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
     if plan.active_parameters != plan.parameters:
         yield "parameters that a token meets", f"{plan.active_parameters / 1e9:.2f} B"
     generators = f"{plan.generator_gpus} generators" if plan.generator_gpus else "shared"
-    yield "GPUs", f"{plan.trainer_gpus} trainer, {generators}"
+    scorer = f", {plan.scorer_gpus} scorer" if plan.scorer_gpus else ""
+    yield "GPUs", f"{plan.trainer_gpus} trainer, {generators}{scorer}"
 
 
 def _trainer_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:

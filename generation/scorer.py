@@ -1,0 +1,160 @@
+"""Scorer process: the logprobs of a frozen reference, for the trainer.
+
+Entry: `python -m generation.scorer --config RUN_DIR/config.toml`. ROUTER for the first rank of each
+data-parallel replica (LogprobRequest, LogprobsDone, LogprobsFailed, Stop); starts one child,
+SGLang's server. It keeps nothing: one that is started again is asked again.
+
+Concurrency, one event loop:
+
+| task          | waits for                          | produces                     | ends      |
+|---------------|------------------------------------|------------------------------|-----------|
+| `_receive`    | the next message                   | a `_serve` for each request  | at Stop   |
+| `_serve` (n)  | room in the engine, then its answer| LogprobsDone, LogprobsFailed | then      |
+| engine watch  | the death of the engine            | EngineError                  | then      |
+| `interrupted` | SIGTERM, SIGINT                    | the signal's number          | then      |
+
+The first of these but `_serve` to end ends the process, and so does an engine that answers a
+`_serve` with nonsense or not in time. `_serve` tasks are at most `scorer.max_running` a replica, as
+that many requests of one are open; as many again are in the engine at once.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from generation.async_router import AsyncRouter
+from generation.engine import EngineError
+from generation.scoring_engine import (
+    RequestRefused,
+    ScoringEngine,
+    scoring_setup,
+    vocabulary,
+)
+from generation.worker import end_with_first, interrupted
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.keys import load_keys
+from megatron_rl.protocol.process import (
+    EXIT_FAILED,
+    Interrupted,
+    note_ready,
+    run_main,
+    set_up_logging,
+)
+from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
+from megatron_rl.protocol.types import Stop
+from megatron_rl.protocol.wire import WireError
+
+ROLE = "scorer-0"
+
+log = logging.getLogger(__name__)
+
+
+class Scorer:
+    """Answers requests by one engine."""
+
+    def __init__(self, engine: ScoringEngine, router: AsyncRouter, max_running: int) -> None:
+        self._engine = engine
+        self._router = router
+        self._room = asyncio.Semaphore(max_running)
+        self._open: set[tuple[str, int]] = set()
+        """Requests of which there is a task."""
+
+    async def run(self) -> None:
+        """Serve until the trainer says Stop. Raises EngineError, WireError."""
+        await end_with_first(self._receive(), self._watch_engine())
+
+    async def _receive(self) -> None:
+        try:
+            await self._receive_requests()
+        except ExceptionGroup as group:
+            # What is wrong with the engine is a line for people, not a group with a traceback.
+            known = next((e for e in group.exceptions if isinstance(e, EngineError)), None)
+            if known is None:
+                raise
+            raise known from None
+
+    async def _receive_requests(self) -> None:
+        async with asyncio.TaskGroup() as serving:
+            tasks: set[asyncio.Task[None]] = set()
+            while True:
+                peer, message = await self._router.next_message()
+                match message:
+                    case LogprobRequest(request_id):
+                        if (peer, request_id) not in self._open:
+                            self._open.add((peer, request_id))
+                            task = serving.create_task(self._serve(peer, message))
+                            tasks.add(task)
+                            task.add_done_callback(tasks.discard)
+                    case Stop():
+                        log.info("%s said stop: %s", peer, message.reason)
+                        break
+                    case _:
+                        raise WireError(f"{peer} sent a {type(message).__name__}")
+            for task in tasks:
+                task.cancel()
+
+    async def _serve(self, peer: str, request: LogprobRequest) -> None:
+        token_ids, start = request.token_ids.tolist(), request.start
+        answer: LogprobsDone | LogprobsFailed
+        try:
+            if not 1 <= start < len(token_ids):
+                raise RequestRefused(f"{len(token_ids)} tokens from {start}: none to score")
+            async with self._room:
+                found = await self._engine.logprobs(token_ids, start)
+            answer = LogprobsDone(request.request_id, np.array(found, dtype=np.float32))
+        except RequestRefused as refusal:
+            log.warning("request %d of %s: %s", request.request_id, peer, refusal)
+            answer = LogprobsFailed(request.request_id, str(refusal))
+        self._open.discard((peer, request.request_id))
+        if not self._router.send(peer, answer):
+            log.warning("%s is gone, or takes no answers", peer)
+
+    async def _watch_engine(self) -> None:
+        raise EngineError(await self._engine.failed())
+
+
+async def score_for(config: Config) -> None:
+    """Start the engine and serve; everything is closed on the way out."""
+    engine, ports = ScoringEngine(scoring_setup(config), vocabulary(config)), config.ports
+    try:
+        await engine.start()
+        log.info("%s %s is ready", engine.name, engine.engine_version)
+        keys = load_keys(ports.keys_dir)
+        with AsyncRouter(ports.host, ports.scorer, keys, label=ports.label) as router:
+            note_ready()
+            await Scorer(engine, router, config.scorer.max_running).run()
+    finally:
+        await engine.close()
+
+
+def main(config_path: Path, overrides: list[str]) -> None:
+    """Serve until the trainer says Stop or a signal arrives."""
+    config = load_config(config_path, overrides)
+    set_up_logging(ROLE, config.run.dir / "logs")
+    try:
+        number = asyncio.run(end_with_first(interrupted(), score_for(config)))
+    except EngineError as error:
+        log.error("%s", error)
+        raise SystemExit(EXIT_FAILED) from error
+    if number is not None:
+        raise Interrupted(128 + number)
+
+
+def start() -> int:
+    """Entry of the process."""
+    parser = argparse.ArgumentParser(description="Scorer: logprobs of a frozen reference.")
+    parser.add_argument(
+        "--config", type=Path, required=True, help="resolved config.toml of the run"
+    )
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    options = parser.parse_intermixed_args()
+    return run_main(ROLE, lambda: main(options.config, options.overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(start())

@@ -1,0 +1,131 @@
+"""The reference policy in an engine of its own: a frozen model that the scorer process holds.
+
+Used by trainer ranks. The leader of each model replica asks for the logprobs of its whole batch;
+all ranks of the replica get them, in the place of what the reference's own pass would give.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.keys import load_keys
+from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from megatron_rl.trainer.leader import TURN_S, FromLeader
+from megatron_rl.trainer.loss_tokens import Known
+from megatron_rl.trainer.model.collate import placeholder
+from megatron_rl.trainer.model.policy import Policy
+from megatron_rl.trainer.passes import Passes
+from megatron_rl.trainer.scoring_client import ScoringClient
+
+
+class ScoredReference:
+    """Logprobs of given tokens; nothing else of the reference is known."""
+
+    is_average = False
+
+    def __init__(self, replica: FromLeader, client: ScoringClient | None, policy: Policy) -> None:
+        """client: on the leader of the replica, None on its other ranks."""
+        self._replica, self._client, self._policy = replica, client, policy
+        self.metrics: list[Metric] = []
+        """Of the last batch, as this rank's replica saw it."""
+
+    def find(self, passes: Passes, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
+        """Its logprobs, of each microbatch; nothing on stages that compute no loss.
+
+        Every trainer rank must call it. Raises as `ScoringClient.take`.
+        """
+        started = time.monotonic()
+        shares = [self._shares(minibatch) for minibatch in minibatches]
+        everything = [s for microbatches in shares for share in microbatches for s in share]
+        again = self._client.asked_again if self._client else 0
+        logprobs = self._ask(everything)
+        self.metrics = [
+            Metric("wait/reference_s", time.monotonic() - started, "max"),
+            Metric("scorer/requests", len(everything), "sum"),
+            Metric("scorer/tokens", sum(len(s.token_ids) for s in everything), "sum"),
+        ]
+        if self._client is not None:
+            self.metrics.append(
+                Metric("scorer/asked_again", self._client.asked_again - again, "sum")
+            )
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return [[] for _ in minibatches]
+        parts = iter(self._divided(logprobs, [share for each in shares for share in each]))
+        return [[next(parts) for _ in microbatches] for microbatches in shares]
+
+    def _shares(self, minibatch: MinibatchShare) -> list[list[TrainSequence]]:
+        """The microbatches that the policy's passes will take, without their placeholders."""
+        missing = -len(minibatch.microbatches) % self._policy.microbatch_multiple
+        return [*minibatch.microbatches, *([] for _ in range(missing))]
+
+    def _ask(self, sequences: list[TrainSequence]) -> np.ndarray:
+        """[completion tokens, end to end] float32, on all ranks of the replica."""
+        if self._client is not None:
+            self._client.begin(sequences)
+        frame = b""
+        # In short turns, as for batches: no rank waits in one collective for an engine that starts.
+        while not self._replica.all_have(frame := frame or self._replica.broadcast(self._turn())):
+            pass
+        # A replica without a sequence has an answer too: the first number stands for that.
+        return np.frombuffer(frame, dtype=np.float32)[1:]
+
+    def _turn(self) -> bytes | None:
+        if self._client is None:
+            return None
+        found = self._client.take(TURN_S)
+        return b"" if found is None else np.append(np.float32(0.0), found).tobytes()
+
+    def _divided(
+        self, logprobs: np.ndarray, shares: Sequence[Sequence[TrainSequence]]
+    ) -> list[Known]:
+        counts = [sum(len(s.token_ids) - s.prompt_length for s in share) for share in shares]
+        assert len(logprobs) == sum(counts)
+        parts = np.split(logprobs, np.cumsum(counts)[:-1])
+        nothing = np.zeros(len(placeholder().generator_logprobs), np.float32)
+        return [
+            Known(reference_logprobs=torch.tensor(part if share else nothing).to(self._device))
+            for part, share in zip(parts, shares, strict=True)
+        ]
+
+    @property
+    def _device(self) -> torch.device:
+        return self._policy.device
+
+    def follow(self, gather: Callable[[], None]) -> None:
+        """It stays as it is."""
+
+
+@contextmanager
+def open_scored_reference(cfg: Config, policy: Policy) -> Iterator[ScoredReference | None]:
+    """The reference of the run's scorer, where it has one; tells the scorer to end at the end.
+
+    Collective over all ranks.
+    """
+    if not cfg.algorithm.needs_scorer:
+        yield None
+        return
+    timeout_s = cfg.train.collective_timeout_s
+    group = policy.backend.replica_group(cfg.parallel, timeout_s)
+    replica = FromLeader(group, policy.device)
+    dp_rank, ports = parallel_state.get_data_parallel_rank(), cfg.ports
+    if not replica.is_leader:
+        yield ScoredReference(replica, None, policy)
+        return
+    client = ScoringClient(
+        f"{ports.host}:{ports.scorer}",
+        f"trainer-{dp_rank}-reference",
+        keys=load_keys(ports.keys_dir),
+        label=ports.label,
+        max_open=cfg.scorer.max_running,
+        answer_within_s=cfg.scorer.answer_within_s,
+    )
+    with client:
+        yield ScoredReference(replica, client, policy)
+        if dp_rank == 0:
+            client.stop()

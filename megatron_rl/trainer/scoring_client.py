@@ -1,0 +1,128 @@
+"""Questions to the scorer: how likely the reference makes the tokens of sequences.
+
+Used by the leader of each model replica. A scorer that died has forgotten what it was asked, so
+questions without an answer are asked again; one that is only slow knows them, and answers once.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.keys import Keys
+from megatron_rl.protocol.process import TrainingStopped
+from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone, LogprobsFailed
+from megatron_rl.protocol.types import Stop, TrainSequence
+from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, WireError
+
+ASK_AGAIN_S = 10.0
+"""After that a question is asked again."""
+
+
+class ScoringClient(Closing):
+    """A batch of sequences at a time, so many of them asked for at once."""
+
+    def __init__(
+        self, address: str, name: str, *, keys: Keys | None, label: str,
+        max_open: int, answer_within_s: float,
+    ) -> None:  # fmt: skip
+        """max_open: questions at once. answer_within_s: the longest wait for the next answer."""
+        self._dealer = Dealer(address, name, keys, label=label)
+        self._max_open = max_open
+        self._answer_within_s = answer_within_s
+        self._next_id = 0
+        self._waiting: deque[LogprobRequest] = deque()
+        self._open: dict[int, tuple[LogprobRequest, float]] = {}
+        """By request_id, with the time when it was last asked."""
+        self._found: dict[int, np.ndarray] = {}
+        self._wanted: list[int] = []
+        self._progress_at = 0.0
+        self.asked_again = 0
+        """Questions that were asked once more, since it was opened."""
+
+    def begin(self, sequences: Sequence[TrainSequence]) -> None:
+        """Ask for the completion tokens of these."""
+        assert not self._open and not self._waiting, "a batch at a time"
+        self._found, self._progress_at = {}, time.monotonic()
+        requests = [
+            LogprobRequest(self._next_id + number, s.token_ids, s.prompt_length)
+            for number, s in enumerate(sequences)
+        ]
+        self._next_id += len(requests)
+        self._wanted = [request.request_id for request in requests]
+        self._waiting.extend(requests)
+
+    def take(self, limit_s: float) -> np.ndarray | None:
+        """[completion tokens of all sequences, end to end] float32; None: not within limit_s.
+
+        Raises TrainingStopped for a sequence that the engine refuses, DeadlineExceeded after
+        answer_within_s without an answer.
+        """
+        until = time.monotonic() + limit_s
+        while len(self._found) < len(self._wanted):
+            self._ask()
+            now = time.monotonic()
+            gives_up_at = self._progress_at + self._answer_within_s
+            if now >= gives_up_at:
+                raise DeadlineExceeded(
+                    f"the scorer gave no answer in {self._answer_within_s:.0f} s "
+                    f"(scorer.answer_within_s), and {len(self._wanted) - len(self._found)} of "
+                    f"{len(self._wanted)} sequences have no logprobs of the reference: see "
+                    "logs/scorer-0.log and logs/scorer-0-sglang.log"
+                )
+            if now >= until:
+                return None
+            self._receive(min(until, gives_up_at) - now)
+        parts = [self._found[number] for number in self._wanted]
+        return np.concatenate([np.zeros(0, np.float32), *parts])
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        while self._waiting and len(self._open) < self._max_open:
+            self._send(self._waiting.popleft(), now)
+        for request, asked_at in list(self._open.values()):
+            if now - asked_at > ASK_AGAIN_S:
+                self.asked_again += 1
+                self._send(request, now)
+
+    def _send(self, request: LogprobRequest, now: float) -> None:
+        self._dealer.send(request)
+        self._open[request.request_id] = request, now
+
+    def _receive(self, limit_s: float) -> None:
+        # Not longer than until a question is due again; at least what a socket can wait.
+        message = self._dealer.receive(max(0.001, min(limit_s, ASK_AGAIN_S)))
+        match message:
+            case None:
+                return
+            case LogprobsDone(request_id, logprobs):
+                self._note(request_id, logprobs)
+            case LogprobsFailed(request_id, reason):
+                if request_id in self._open:
+                    raise TrainingStopped(
+                        "the engine of algorithm.reference refuses a sequence of the batch: "
+                        f"{reason}"
+                    )
+            case _:
+                raise WireError(f"the scorer sent a {type(message).__name__}")
+
+    def _note(self, request_id: int, logprobs: np.ndarray) -> None:
+        # Asked twice, answered twice: the first answer counts.
+        request, _ = self._open.pop(request_id, (None, 0.0))
+        if request is None:
+            return
+        expected = len(request.token_ids) - request.start
+        if len(logprobs) != expected:
+            raise WireError(f"the scorer sent {len(logprobs)} logprobs of {expected} tokens")
+        self._found[request_id] = logprobs
+        self._progress_at = time.monotonic()
+
+    def stop(self) -> None:
+        """Let the scorer end."""
+        self._dealer.send(Stop("the trainer has ended"))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._dealer.close()

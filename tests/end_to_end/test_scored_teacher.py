@@ -1,0 +1,147 @@
+"""Whole runs whose reference is in an engine: learning from a teacher, and the scorer's death."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_rl.protocol.metrics import read_jsonl
+from tests.end_to_end import commands
+
+pytestmark = [pytest.mark.slow(500), pytest.mark.exhaustive, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RUN_S = 400
+ENGINE = "algorithm.reference.source=engine"
+SAMPLED = ["algorithm.preset=distill", "algorithm.kl.placement=reward", "algorithm.kl.estimator=k1"]
+# Wider samples and a lower rate than with whole distributions: a sampled token says little.
+LEARNING = [
+    "train.groups_per_batch=32",
+    "train.group_size=8",
+    "optimizer.lr=1e-4",
+    "train.steps=25",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, digits to sort, traces of which many are wrong."""
+    folder = tmp_path_factory.mktemp("teacher")
+    for command in (
+        ["tools.make_tiny_model", folder / "model"],
+        ["tools.make_tasks", "sort", folder / "tasks", "--traces", "500", "--wrong-share", "0.6"],
+    ):
+        done = [sys.executable, "-m", *map(str, command), "--seed", "0"]
+        subprocess.run(done, cwd=ROOT, check=True, timeout=100)
+    return folder
+
+
+def arguments(folder: Path, name: str, *overrides: str) -> list[str]:
+    config = str(ROOT / "examples" / "tiny.toml")
+    return [
+        "run", "--config", config, "--run-dir", str(folder / name),
+        f"model.path={model_of(folder)}",
+        f"prompts.0.path={folder / 'tasks' / 'prompts.jsonl'}",
+        f"sft.traces={folder / 'tasks' / 'traces.jsonl'}", *overrides,
+    ]  # fmt: skip
+
+
+def model_of(folder: Path) -> str:
+    """What a run starts from: the cold start, once there is one."""
+    cold_start = folder / "made" / "hf" / "cold_start"
+    return str(cold_start if cold_start.exists() else folder / "model")
+
+
+def finish(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
+    """Summary of a run that ended well."""
+    with commands.launched(*arguments(folder, name, *overrides)) as run:
+        output, _ = run.communicate(timeout=RUN_S)
+    assert run.returncode == 0, output[-3000:]
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def teacher(folder: Path) -> tuple[Path, float]:
+    """A policy that learnt from rewards, and its accuracy."""
+    summary = finish(folder, "made", "train.steps=25")
+    return folder / "made" / "hf" / "final", summary["accuracy_after"]
+
+
+def test_a_run_reaches_its_teacher_in_an_engine_as_in_the_trainers_place(
+    folder: Path, teacher: tuple[Path, float]
+) -> None:
+    path, accuracy = teacher
+    common = [*SAMPLED, *LEARNING, "sft.steps=0", f"algorithm.reference.policy={path}"]
+    by_engine = finish(folder, "by_engine", *common, ENGINE)
+    by_swap = finish(folder, "by_swap", *common)
+    # Of 400 prompts each: the standard error of a difference is 0.03.
+    assert accuracy - by_engine["accuracy_before"] > 0.3
+    assert by_engine["accuracy_after"] > accuracy - 0.1
+    assert abs(by_engine["accuracy_after"] - by_swap["accuracy_after"]) < 0.1
+    rows = read_jsonl(folder / "by_engine" / "metrics.jsonl")
+    asked = [row["scorer/requests"] for row in rows if "scorer/requests" in row]
+    assert asked == [256.0] * 25
+
+
+def wait_until(is_true: Callable[[], bool], run: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not is_true():
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def kill_scorer(run: subprocess.Popen[str]) -> None:
+    [scorer] = [
+        process
+        for process in psutil.Process(run.pid).children()
+        if "generation.scorer" in process.cmdline()
+    ]
+    os.kill(scorer.pid, signal.SIGKILL)
+
+
+def has_trained(run_dir: Path) -> bool:
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and "train/loss" in path.read_text()
+
+
+# An untrained model earns nothing, so all its groups are flat.
+SHORT = ["sft.steps=0", "eval.prompts=0", "train.steps=30", "algorithm.preset=grpo", ENGINE,
+         "algorithm.flat_groups=keep", "generator.engine=hf"]  # fmt: skip
+
+
+@pytest.mark.parametrize("max_restarts", [3, 0])
+def test_a_scorer_that_dies_is_started_again_or_ends_the_run(
+    folder: Path, tmp_path: Path, max_restarts: int
+) -> None:
+    given = [*SHORT, f"scorer.max_restarts={max_restarts}"]
+    command = arguments(folder, "unused", *given)
+    command[command.index("--run-dir") + 1] = str(tmp_path / "run")
+    with commands.launched(*command) as run:
+        wait_until(lambda: has_trained(tmp_path / "run"), run)
+        killed_at = time.monotonic()
+        kill_scorer(run)
+        output, _ = run.communicate(timeout=RUN_S)
+        took_s = time.monotonic() - killed_at
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    restarts = [row for row in rows if "launch/scorer_restarts" in row]
+    trained = [row for row in rows if "train/reference_k1" in row]
+    if max_restarts:
+        assert run.returncode == 0, output[-3000:]
+        assert [row["role"] for row in restarts] == ["scorer-0"]
+        assert len(trained) == 30
+        # Nothing was made up meanwhile: the steps waited, and asked again.
+        assert sum(row["scorer/asked_again"] for row in trained) >= 1
+        assert {row["scorer/requests"] for row in trained} == {256.0}
+    else:
+        assert run.returncode == 1
+        assert "scorer-0 ended with signal 9" in output
+        assert took_s < 30.0 and restarts == [] and len(trained) < 30

@@ -1,0 +1,145 @@
+"""A scorer that could not serve is refused before anything starts; where it lies on a host."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher import preflight
+from megatron_rl.launcher.placement import place
+from megatron_rl.launcher.ports import listed_ports, resolve_ports
+from megatron_rl.launcher.restarts import Answer, Death, answer_death
+from megatron_rl.launcher.scorer_checks import refuse_hosts
+from megatron_rl.launcher.sizing.gpus import GPUS
+from megatron_rl.launcher.sizing.plan import Hardware, make_plan
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,
+    "num_hidden_layers": 4, "hidden_size": 192, "intermediate_size": 384, "vocab_size": 100,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+TEACHER = SHAPE | {"num_hidden_layers": 7, "vocab_size": 104}
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    """A policy and a teacher whose layers the trainer could not divide."""
+    for name, shape in (("policy", SHAPE), ("teacher", TEACHER)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    return [
+        f"model.path={tmp_path}/policy", f"algorithm.reference.policy={tmp_path}/teacher",
+        "algorithm.reference.source=engine", "parallel.pipeline=2", "parallel.data=2",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "listed_gpus", list)
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_teacher_that_the_trainer_could_not_divide_passes(overrides: list[str]) -> None:
+    preflight.check_reference(load_config(None, overrides))
+    with pytest.raises(InputError, match="7 layers"):
+        preflight.check_reference(
+            load_config(None, [*overrides, "algorithm.reference.source=trainer"])
+        )
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize(
+    ("shape", "given", "words"),
+    [
+        ({}, ["scorer.tensor_parallel=4"], "scorer.tensor_parallel = 4 does not divide"),
+        ({"max_position_embeddings": 1024}, [], "sequences of 1024 tokens.*context_tokens = 2048"),
+        ({"vocab_size": 200}, [], "take a reference with the policy's tokenizer"),
+    ],
+)
+def test_a_teacher_that_cannot_be_served_is_refused(
+    tmp_path: Path, overrides: list[str], shape: dict[str, Any], given: list[str], words: str
+) -> None:
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(TEACHER | shape))
+    with pytest.raises(InputError, match=words):
+        preflight.check_reference(load_config(None, [*overrides, *given]))
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_more_foreign_ids_than_an_engine_leaves_out_are_refused(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    for name, vocab in (("policy", 100_000), ("teacher", 101_025)):
+        shape = TEACHER | {"vocab_size": vocab}
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(InputError, match="has 1025 token ids more than the policy"):
+        preflight.check_reference(load_config(None, overrides))
+
+
+@pytest.mark.usefixtures("no_gpus")
+def test_a_teacher_without_weights_is_refused(tmp_path: Path, overrides: list[str]) -> None:
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"teacher has no \*.safetensors"):
+        preflight.check_reference(load_config(None, overrides))
+
+
+def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[str]) -> None:
+    given = [*overrides, "generator.replicas=2", "scorer.tensor_parallel=2"]
+    [roles] = place(load_config(None, given), hosts=1, gpus_per_host=8)
+    assert (roles.trainer_ranks, roles.engines) == (4, {0: range(4, 5), 1: range(5, 6)})
+    assert roles.scorer == range(6, 8)
+    shared = [*given, "generator.shares_gpus=true", "weights.method=disk"]
+    [roles] = place(load_config(None, shared), hosts=1, gpus_per_host=8)
+    assert (roles.engines[1], roles.scorer) == (range(1, 2), range(4, 6))
+    [roles] = place(load_config(None, [*given, "train.steps=0"]), hosts=1, gpus_per_host=8)
+    assert roles.scorer == range(0)
+
+
+def test_a_host_without_room_for_the_scorer_is_refused(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "listed_gpus", lambda: list("01234"))
+    words = "needs 1 GPUs of its own .* beside the 5 of trainer and generators, and the host has 5"
+    with pytest.raises(InputError, match=words):
+        preflight.check_reference(load_config(None, overrides))
+    with pytest.raises(InputError, match="needs a run on one host"):
+        refuse_hosts(load_config(None, overrides))
+
+
+def test_a_plan_counts_the_scorer(overrides: list[str]) -> None:
+    def plan(*given: str, gpus: int | None = None) -> Any:
+        return make_plan(load_config(None, [*overrides, *given]), Hardware(gpus=gpus))
+
+    assert plan().scorer_gpus == 1 and not plan(gpus=6).problems
+    [problem] = plan(gpus=5).problems
+    assert "takes 6 GPUs, 4 for the trainer and 1 for generators and 1 for the scorer" in problem
+    # 2 heads of 32 in 7 layers, keys and values in bfloat16: 1,792 bytes a token. Of the GPU SGLang
+    # leaves 512 + 1.5 * 8192 + 128 + 2 * 32 MiB free; the weights are 6 MB.
+    [problem] = plan("scorer.kv_tokens=50000000").problems
+    assert "scorer.kv_tokens=50000000" in problem
+    room = int(problem.split("has room for ")[1].split()[0])
+    assert room * 1792 == pytest.approx(GPUS["h100-80g"].memory_bytes - (12_992 << 20), rel=1e-3)
+    assert plan("algorithm.reference.source=trainer", "parallel.pipeline=1").scorer_gpus == 0
+
+
+def test_a_scorer_has_three_ports(overrides: list[str]) -> None:
+    def ports(config: Config) -> list[int]:
+        return [port for key, port in listed_ports(config) if key == "ports.scorer"]
+
+    config = resolve_ports(load_config(None, overrides))
+    first = config.ports.scorer
+    assert ports(config) == [first, first + 1, first + 2]
+    assert first not in {config.ports.engine, config.ports.engine + 1}
+
+
+def test_used_up_restarts_name_their_key() -> None:
+    death = Death(
+        exit_code=-9, was_ready=True, restarts=1, is_run_ending=False, is_too_late=False,
+        has_siblings=True,
+    )  # fmt: skip
+    answer, reason = answer_death(death, 1, "scorer.max_restarts")
+    assert answer is Answer.END_RUN and "scorer.max_restarts = 1" in reason
