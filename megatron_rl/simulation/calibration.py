@@ -9,8 +9,7 @@ Used by `megatron-rl simulate --calibrate RUN`.
 | engine    | seconds a token of each completion, by the completions and tokens that were with it |
 | trainer   | train/update_s by the tokens of the slowest rank; train/optimizer_s                 |
 | publish   | publish/s and publish/pause_s                                                       |
-| verifiers | seconds from a completion's arrival to its score: waiting is in it, so there are as |
-|           | many servers as it takes                                                            |
+| verifiers | arrivals and scores, less the waiting for those before (`service_times.py`)          |
 
 Where roles share cores, seconds are turned into seconds of work by the speed that the model of
 sharing gives each moment (`core_use.py`). What an engine does for a completion before its first
@@ -30,9 +29,8 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.core_use import CoreUse
-from megatron_rl.simulation.engine import EngineModel
+from megatron_rl.simulation.engine_fit import fit_engine
 from megatron_rl.simulation.hardware import Assumptions
-from megatron_rl.simulation.load_curve import LoadCurve, fit_not_negative
 from megatron_rl.simulation.machines import (
     ClusterModel,
     Faults,
@@ -43,12 +41,12 @@ from megatron_rl.simulation.machines import (
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import Measured, RunRecords, measure
+from megatron_rl.simulation.service_times import servers_seen, service_times
 from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
 
 _ROUNDS = 8
 _NEAR = 0.003
 _KEPT_TIMES = 500
-_VERIFIERS = 10**6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +114,7 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         shared = SharedCores(cores, config.parallel.world_size, config.generator.tensor_parallel)
     use = CoreUse(run, shared)
     model = ClusterModel(
-        engine=_engine(run, use),
+        engine=fit_engine(run, use),
         trainer=_trainer(run, measured, use),
         publish=_publish(run, measured),
         verifier=_verifier(run),
@@ -170,45 +168,6 @@ def _workload(run: RunRecords) -> Workload:
     )
 
 
-def _engine(run: RunRecords, use: CoreUse) -> EngineModel:
-    generator = run.config.generator
-    columns, values, weights = [], [], []
-    by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
-    for record in run.rollouts:
-        by_engine[record.generator].append(record)
-    firsts = []
-    for records in by_engine.values():
-        starts = np.array([r.times.leased + max(0.0, r.times.first_token_s) for r in records])
-        ends = np.array([r.times.done for r in records])
-        tokens = np.array([r.tokens for r in records])
-        curve = LoadCurve(
-            [r.times.leased for r in records], ends, [r.prompt_tokens for r in records], tokens
-        )
-        is_used = (ends > starts) & (tokens > 1) & (ends > run.began_at) & (ends < run.ended_at)
-        values.append(use.work(starts, ends)[is_used] / (tokens - 1)[is_used])
-        weights.append(np.sqrt((tokens - 1)[is_used]))
-        running = curve.mean_running(starts[is_used], ends[is_used])
-        kv = curve.mean_kv(starts[is_used], ends[is_used])
-        columns.append(np.stack([np.ones_like(running), running, kv], axis=1))
-        firsts += [r.times.first_token_s for r in records if r.times.first_token_s >= 0]
-    weight = np.concatenate(weights)
-    base, per_running, per_kv = fit_not_negative(
-        np.concatenate(columns) * weight[:, None], np.concatenate(values) * weight
-    )
-    mean_running = float(np.mean(np.concatenate(columns)[:, 1]))
-    # A completion waits for the prefills of those that come with it: half of them on average.
-    request_s = 2 * float(np.median(firsts)) / max(1.0, mean_running) if firsts else 0.0
-    return EngineModel(
-        base_s=max(float(base), 1e-6),
-        per_running_s=float(per_running),
-        per_kv_token_s=float(per_kv),
-        prefill_s_per_token=0.0,
-        max_running=generator.max_running,
-        kv_tokens=generator.kv_tokens,
-        request_s=request_s,
-    )
-
-
 def _trainer(run: RunRecords, measured: Measured, use: CoreUse) -> TrainerModel:
     """Passes are proportional to the tokens of the slowest rank; nothing else is."""
     config = run.config
@@ -247,10 +206,8 @@ def _publish(run: RunRecords, measured: Measured) -> PublishModel:
 
 
 def _verifier(run: RunRecords) -> VerifierModel:
-    seconds = sorted(
-        max(0.0, record.times.scored - record.times.done)
-        for record in run.within()
-        if record.times.scored is not None
-    )
-    thinned = seconds[:: max(1, len(seconds) // _KEPT_TIMES)]
-    return VerifierModel(_VERIFIERS, tuple(thinned) or (0.0,))
+    graded = [record.times for record in run.within() if record.times.scored is not None]
+    arrivals, departures = [t.done for t in graded], [t.scored for t in graded]
+    servers = max(run.config.verifier.answers.workers, servers_seen(arrivals, departures))
+    seconds = sorted(service_times(arrivals, departures, servers))
+    return VerifierModel(servers, tuple(seconds[:: max(1, len(seconds) // _KEPT_TIMES)]) or (0.0,))
