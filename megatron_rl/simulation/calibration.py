@@ -29,7 +29,7 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.core_use import CoreUse
-from megatron_rl.simulation.engine_fit import fit_engine
+from megatron_rl.simulation.engine_fit import ending_together, fit_engine, fit_hand_over
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.machines import (
     ClusterModel,
@@ -112,9 +112,10 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     shared = None
     if cores is not None:
         shared = SharedCores(cores, config.parallel.world_size, config.generator.tensor_parallel)
-    use = CoreUse(run, shared)
+    hand_over_s = fit_hand_over(ending_together(run.rollouts))
+    use = CoreUse(run, shared, hand_over_s)
     model = ClusterModel(
-        engine=fit_engine(run, use),
+        engine=fit_engine(run, use, hand_over_s),
         trainer=_trainer(run, measured, use),
         publish=_publish(run, measured),
         verifier=_verifier(run),
@@ -124,6 +125,7 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     simulated = Cluster(config, model, workload, span).run()
     # Without first_token_s there is nothing to tell a completion's own work by.
     low, high = 0.0, 2 * model.engine.request_s
+    tried: list[tuple[float, float]] = []
     for _ in range(_ROUNDS if high else 0):
         # By the token: what is drawn for the simulation has other lengths by chance.
         slower = measured.latency_s_per_token / simulated.latency_s_per_token
@@ -132,12 +134,24 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         if max(abs(slower - 1), abs(longer - 1)) < _NEAR:
             break
         request_s = model.engine.request_s
+        tried.append((request_s, slower - 1))
         low, high = (request_s, high) if slower > 1 else (low, request_s)
-        engine = dataclasses.replace(model.engine, request_s=(low + high) / 2)
+        engine = dataclasses.replace(model.engine, request_s=_next_guess(tried, low, high))
         trainer = _scaled_trainer(model.trainer, longer)
         model = dataclasses.replace(model, engine=engine, trainer=trainer)
         simulated = Cluster(config, model, workload, span).run()
     return Calibration(model, workload, measured, simulated, config)
+
+
+def _next_guess(tried: list[tuple[float, float]], low: float, high: float) -> float:
+    """Where the line through the last two (value, error) is 0; else the middle of the bounds."""
+    if len(tried) > 1:
+        (first, first_error), (second, second_error) = tried[-2:]
+        if first_error != second_error:
+            guess = second - second_error * (second - first) / (second_error - first_error)
+            if low < guess < high:
+                return guess
+    return (low + high) / 2
 
 
 def _scaled_trainer(trainer: TrainerModel, factor: float) -> TrainerModel:

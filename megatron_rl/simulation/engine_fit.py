@@ -31,13 +31,11 @@ _SAME_PASS_S = 0.002
 """First tokens this near to each other are of one pass: moments are recorded in milliseconds."""
 
 
-def fit_engine(run: RunRecords, use: CoreUse) -> EngineModel:
-    """The model of one of the run's engines."""
+def fit_engine(run: RunRecords, use: CoreUse, hand_over_s: float) -> EngineModel:
+    """The model of one of the run's engines, with a hand-over that is known."""
     by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
     for record in run.rollouts:
         by_engine[record.generator].append(record)
-    together = [group for records in by_engine.values() for group in ending_together(records)]
-    hand_over_s = fit_hand_over(together)
     columns, values, weights = [], [], []
     for records in by_engine.values():
         starts = np.array([r.times.leased + max(0.0, r.times.first_token_s) for r in records])
@@ -96,10 +94,10 @@ def _prefills_within(
 
 
 def ending_together(records: Sequence[RolloutRecord]) -> list[list[RolloutRecord]]:
-    """Completions of one engine by moment of lease and length, each in the order of arrival."""
-    found: defaultdict[tuple[float, int], list[RolloutRecord]] = defaultdict(list)
+    """Completions by engine, moment of lease and length, each in the order of arrival."""
+    found: defaultdict[tuple[str, float, int], list[RolloutRecord]] = defaultdict(list)
     for record in records:
-        found[record.times.leased, record.tokens].append(record)
+        found[record.generator, record.times.leased, record.tokens].append(record)
     return [sorted(group, key=lambda record: record.times.done) for group in found.values()]
 
 

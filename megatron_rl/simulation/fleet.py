@@ -164,6 +164,11 @@ class Fleet:
         """Engines that compute."""
         return sum(g.engine.is_working for g in self.generators.values() if g.is_alive)
 
+    @property
+    def handing_over(self) -> int:
+        """Generators that bring completions to the queue."""
+        return sum(g.handing_over > 0 for g in self.generators.values())
+
     def set_speed(self, speed: float) -> None:
         """All engines compute with another share of their full speed."""
         self._speed = speed
@@ -237,7 +242,8 @@ class Fleet:
                 self._hand_over(generator, request)
                 continue
             begins = max(self._agenda.now, generator.hands_over_until)
-            generator.hands_over_until = begins + hand_over_s / self._speed
+            # A measured time, as those of the verifiers: what shared cores cost is in it.
+            generator.hands_over_until = begins + hand_over_s
             generator.handing_over += 1
             reached = partial(self._reach_queue, generator, generator.session, request)
             self._agenda.at(generator.hands_over_until, reached)
@@ -248,6 +254,7 @@ class Fleet:
             self._note(generator)
             generator.handing_over -= 1
             self._hand_over(generator, request)
+            self._on_change()
 
     def _hand_over(self, generator: Generator, request: Request) -> None:
         now = self._agenda.now
