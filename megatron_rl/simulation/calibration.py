@@ -9,8 +9,7 @@ Used by `megatron-rl simulate --calibrate RUN`.
 | engine    | seconds a token of each completion, by the completions and tokens that were with it |
 | trainer   | train/update_s by the tokens of the slowest rank; train/optimizer_s                 |
 | publish   | publish/s and publish/pause_s                                                       |
-| verifiers | seconds from a completion's arrival to its score: waiting is in it, so there are as |
-|           | many servers as it takes                                                            |
+| verifiers | arrivals and scores, less the waiting for those before (`service_times.py`)          |
 
 Where roles share cores, seconds are turned into seconds of work by the speed that the model of
 sharing gives each moment (`core_use.py`). What an engine does for a completion before its first
@@ -30,9 +29,8 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.core_use import CoreUse
-from megatron_rl.simulation.engine import EngineModel
+from megatron_rl.simulation.engine_fit import ending_together, fit_engine, fit_hand_over
 from megatron_rl.simulation.hardware import Assumptions
-from megatron_rl.simulation.load_curve import LoadCurve, fit_not_negative
 from megatron_rl.simulation.machines import (
     ClusterModel,
     Faults,
@@ -43,12 +41,12 @@ from megatron_rl.simulation.machines import (
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import Measured, RunRecords, measure
+from megatron_rl.simulation.service_times import servers_seen, service_times
 from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
 
 _ROUNDS = 8
 _NEAR = 0.003
 _KEPT_TIMES = 500
-_VERIFIERS = 10**6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +112,10 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     shared = None
     if cores is not None:
         shared = SharedCores(cores, config.parallel.world_size, config.generator.tensor_parallel)
-    use = CoreUse(run, shared)
+    hand_over_s = fit_hand_over(ending_together(run.rollouts))
+    use = CoreUse(run, shared, hand_over_s)
     model = ClusterModel(
-        engine=_engine(run, use),
+        engine=fit_engine(run, use, hand_over_s),
         trainer=_trainer(run, measured, use),
         publish=_publish(run, measured),
         verifier=_verifier(run),
@@ -126,6 +125,7 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     simulated = Cluster(config, model, workload, span).run()
     # Without first_token_s there is nothing to tell a completion's own work by.
     low, high = 0.0, 2 * model.engine.request_s
+    tried: list[tuple[float, float]] = []
     for _ in range(_ROUNDS if high else 0):
         # By the token: what is drawn for the simulation has other lengths by chance.
         slower = measured.latency_s_per_token / simulated.latency_s_per_token
@@ -134,12 +134,24 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         if max(abs(slower - 1), abs(longer - 1)) < _NEAR:
             break
         request_s = model.engine.request_s
+        tried.append((request_s, slower - 1))
         low, high = (request_s, high) if slower > 1 else (low, request_s)
-        engine = dataclasses.replace(model.engine, request_s=(low + high) / 2)
+        engine = dataclasses.replace(model.engine, request_s=_next_guess(tried, low, high))
         trainer = _scaled_trainer(model.trainer, longer)
         model = dataclasses.replace(model, engine=engine, trainer=trainer)
         simulated = Cluster(config, model, workload, span).run()
     return Calibration(model, workload, measured, simulated, config)
+
+
+def _next_guess(tried: list[tuple[float, float]], low: float, high: float) -> float:
+    """Where the line through the last two (value, error) is 0; else the middle of the bounds."""
+    if len(tried) > 1:
+        (first, first_error), (second, second_error) = tried[-2:]
+        if first_error != second_error:
+            guess = second - second_error * (second - first) / (second_error - first_error)
+            if low < guess < high:
+                return guess
+    return (low + high) / 2
 
 
 def _scaled_trainer(trainer: TrainerModel, factor: float) -> TrainerModel:
@@ -167,45 +179,6 @@ def _workload(run: RunRecords) -> Workload:
         RecordedLengths(tuple(tuple(r.tokens for r in group) for group in by_group.values())),
         max(1, round(float(np.mean(prompts)))),
         PassRates.of(min(0.999, max(0.001, right)), flat_share, run.config.train.group_size),
-    )
-
-
-def _engine(run: RunRecords, use: CoreUse) -> EngineModel:
-    generator = run.config.generator
-    columns, values, weights = [], [], []
-    by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
-    for record in run.rollouts:
-        by_engine[record.generator].append(record)
-    firsts = []
-    for records in by_engine.values():
-        starts = np.array([r.times.leased + max(0.0, r.times.first_token_s) for r in records])
-        ends = np.array([r.times.done for r in records])
-        tokens = np.array([r.tokens for r in records])
-        curve = LoadCurve(
-            [r.times.leased for r in records], ends, [r.prompt_tokens for r in records], tokens
-        )
-        is_used = (ends > starts) & (tokens > 1) & (ends > run.began_at) & (ends < run.ended_at)
-        values.append(use.work(starts, ends)[is_used] / (tokens - 1)[is_used])
-        weights.append(np.sqrt((tokens - 1)[is_used]))
-        running = curve.mean_running(starts[is_used], ends[is_used])
-        kv = curve.mean_kv(starts[is_used], ends[is_used])
-        columns.append(np.stack([np.ones_like(running), running, kv], axis=1))
-        firsts += [r.times.first_token_s for r in records if r.times.first_token_s >= 0]
-    weight = np.concatenate(weights)
-    base, per_running, per_kv = fit_not_negative(
-        np.concatenate(columns) * weight[:, None], np.concatenate(values) * weight
-    )
-    mean_running = float(np.mean(np.concatenate(columns)[:, 1]))
-    # A completion waits for the prefills of those that come with it: half of them on average.
-    request_s = 2 * float(np.median(firsts)) / max(1.0, mean_running) if firsts else 0.0
-    return EngineModel(
-        base_s=max(float(base), 1e-6),
-        per_running_s=float(per_running),
-        per_kv_token_s=float(per_kv),
-        prefill_s_per_token=0.0,
-        max_running=generator.max_running,
-        kv_tokens=generator.kv_tokens,
-        request_s=request_s,
     )
 
 
@@ -247,10 +220,8 @@ def _publish(run: RunRecords, measured: Measured) -> PublishModel:
 
 
 def _verifier(run: RunRecords) -> VerifierModel:
-    seconds = sorted(
-        max(0.0, record.times.scored - record.times.done)
-        for record in run.within()
-        if record.times.scored is not None
-    )
-    thinned = seconds[:: max(1, len(seconds) // _KEPT_TIMES)]
-    return VerifierModel(_VERIFIERS, tuple(thinned) or (0.0,))
+    graded = [record.times for record in run.within() if record.times.scored is not None]
+    arrivals, departures = [t.done for t in graded], [t.scored for t in graded]
+    servers = max(run.config.verifier.answers.workers, servers_seen(arrivals, departures))
+    seconds = sorted(service_times(arrivals, departures, servers))
+    return VerifierModel(servers, tuple(seconds[:: max(1, len(seconds) // _KEPT_TIMES)]) or (0.0,))

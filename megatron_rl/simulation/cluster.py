@@ -67,7 +67,9 @@ class Cluster:
         self._agenda = Agenda()
         planned = PlannedBatches()
         self._queue = open_queue(self._config, planned, recorder)
-        self._graders = Graders(self._agenda, self._queue, model.verifier, workload)
+        self._graders = Graders(
+            self._agenda, self._queue, model.verifier, workload, on_change=self._share_cores
+        )
         self._fleet = Fleet(
             self._agenda,
             self._queue,
@@ -170,7 +172,9 @@ class Cluster:
         if self._model.cores is None:
             return
         speed = self._model.cores.speed(
-            trains=self._trainer.is_computing, engines=self._fleet.working
+            trains=self._trainer.is_computing,
+            engines=self._fleet.working,
+            hosts=self._fleet.handing_over + self._graders.is_working,
         )
         if speed != self._speed:
             self._speed = speed

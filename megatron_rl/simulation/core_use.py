@@ -8,25 +8,36 @@ import numpy as np
 from megatron_rl.simulation.machines import SharedCores
 from megatron_rl.simulation.records import RunRecords
 
+_VERIFIERS = "verifiers"
+
 
 class CoreUse:
     """The speed of all roles over the time of a run."""
 
-    def __init__(self, run: RunRecords, cores: SharedCores | None) -> None:
-        """cores: None: nobody slows anybody."""
+    def __init__(
+        self, run: RunRecords, cores: SharedCores | None, hand_over_s: float = 0.0
+    ) -> None:
+        """cores: None: nobody slows anybody. hand_over_s: of each completion."""
         engines: dict[str, list[tuple[float, float]]] = {}
+        hosts: dict[str, list[tuple[float, float]]] = {}
         for record in run.rollouts:
-            engines.setdefault(record.generator, []).append(
-                (record.times.leased, record.times.done)
-            )
+            times = record.times
+            end = max(times.leased, times.done - hand_over_s)
+            engines.setdefault(record.generator, []).append((times.leased, end))
+            if hand_over_s:
+                hosts.setdefault(record.generator, []).append((end, times.done))
+            if times.scored is not None:
+                hosts.setdefault(_VERIFIERS, []).append((times.done, times.scored))
         updates = [_update(row) for row in run.every_step]
-        everything = [*updates, *(span for spans in engines.values() for span in spans)]
+        roles = [*engines.values(), *hosts.values()]
+        everything = [*updates, *(span for spans in roles for span in spans)]
         self._times = np.unique(np.array(everything).ravel())
         working = sum(self._busy(spans) for spans in engines.values())
+        serving = sum(self._busy(spans) for spans in hosts.values())
         trains = self._busy(updates)
         speed = np.ones(len(self._times))
         if cores is not None:
-            demand = cores.trainer_threads * trains + cores.engine_threads * working
+            demand = cores.trainer_threads * trains + cores.engine_threads * working + serving
             speed = np.minimum(1.0, cores.cores / np.maximum(demand, 1e-9))
         parts = speed[:-1] * np.diff(self._times)
         self._work = np.concatenate([[0.0], np.cumsum(parts)])

@@ -13,6 +13,9 @@ engine: completions join and leave, weights are replaced, the engine pauses. Rul
 - A completion joins when there is a place (max_running) and room in the cache for its tokens and a
   reserve for each that runs; its prefill takes time in which nobody decodes. A prompt that the
   engine has seen last costs no prefill (the prefix cache).
+- Where `prefill_samples`, a prefill is a pass of its own that costs base_s too and gives the first
+  token, so that T tokens take T - 1 iterations after it. (A completion of one token still takes an
+  iteration.) Without it T tokens take T iterations, which is the same for long completions.
 - When an iteration would overflow the cache, the completions with the fewest tokens are put back
   ("retracted"); they wait at the head of the line, keep their tokens, and prefill them again.
 
@@ -50,6 +53,11 @@ class EngineModel:
     kv_tokens: int
     request_s: float = 0.0
     """Of processor time around each completion, when it joins: the generator's own work."""
+    hand_over_s: float = 0.0
+    """Of the generator for each completion that ended, one after the other, until the queue has
+    it; the engine goes on meanwhile."""
+    prefill_samples: bool = False
+    """Whether a prefill costs base_s and gives a token, as a real one does."""
 
     def iteration_s(self, running: int, kv: int) -> float:
         """Seconds of one iteration."""
@@ -72,6 +80,8 @@ class Request:
     joined_at: int = 0
     """Iteration after which it decodes."""
     leased_at: float = 0.0
+    first_token_at: float = math.inf
+    """End of its first prefill."""
     starts: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, completion token from which on it sampled)."""
 
@@ -264,12 +274,17 @@ class Engine:
         while self.kv + len(self._running) > self.model.kv_tokens and len(self._running) > 1:
             self._retract()
         prefilled = 0
-        joined = 0
+        joined: list[Request] = []
         while self._may_join():
-            prefilled += self._join(self._waiting.popleft())
-            joined += 1
-        seconds = prefilled * self.model.prefill_s_per_token + joined * self.model.request_s
+            joined.append(self._waiting.popleft())
+            prefilled += self._join(joined[-1])
+        model = self.model
+        seconds = prefilled * model.prefill_s_per_token + len(joined) * model.request_s
+        if joined and model.prefill_samples:
+            seconds += model.base_s
         self._clock += seconds / self.speed
+        for request in joined:
+            request.first_token_at = min(request.first_token_at, self._clock)
 
     def _may_join(self) -> bool:
         if not self._waiting or len(self._running) >= self.model.max_running:
@@ -284,11 +299,15 @@ class Engine:
         """Let a completion decode from the next iteration on; tokens that it prefills."""
         request.joined_at = self.iterations
         request.starts.append((self.version, request.generated))
+        prefilled = request.generated
+        if self.model.prefill_samples and request.tokens - request.generated > 1:
+            request.generated += 1
+            self.tokens += 1
         ends = self.iterations + request.tokens - request.generated
         heapq.heappush(self._running, (ends, next(self._order), request))
         self.kv += request.prompt_tokens + request.generated
         self.peak_kv = max(self.peak_kv, self.kv)
-        return request.generated + (0 if self._knows(request.group) else request.prompt_tokens)
+        return prefilled + (0 if self._knows(request.group) else request.prompt_tokens)
 
     def _knows(self, group: int) -> bool:
         is_known = group in self._seen

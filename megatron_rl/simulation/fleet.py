@@ -41,6 +41,9 @@ class Generator:
     """Of all completions together, from lease to end."""
     finished: int = 0
     finished_tokens: int = 0
+    handing_over: int = 0
+    """Completions that ended, and are not with the queue yet."""
+    hands_over_until: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +164,11 @@ class Fleet:
         """Engines that compute."""
         return sum(g.engine.is_working for g in self.generators.values() if g.is_alive)
 
+    @property
+    def handing_over(self) -> int:
+        """Generators that bring completions to the queue."""
+        return sum(g.handing_over > 0 for g in self.generators.values())
+
     def set_speed(self, speed: float) -> None:
         """All engines compute with another share of their full speed."""
         self._speed = speed
@@ -204,7 +212,7 @@ class Fleet:
         """Count the time since the last look, in which nothing joined or ended."""
         passed = self._agenda.now - generator.seen_at
         generator.seen_at = self._agenda.now
-        if not generator.is_alive or not generator.engine.in_flight:
+        if not generator.is_alive or not (generator.engine.in_flight or generator.handing_over):
             generator.idle_s += passed
         else:
             generator.running_s += passed * generator.engine.running
@@ -228,25 +236,52 @@ class Fleet:
         self._changed(generator)
 
     def _deliver(self, generator: Generator) -> None:
+        hand_over_s = self._model.hand_over_s
         for _, request in generator.engine.take_finished():
-            now = self._agenda.now
-            generator.latency_s += now - request.leased_at
-            generator.finished += 1
-            generator.finished_tokens += request.tokens
-            if now - request.leased_at > self._timeout_s:
-                self._timeouts += 1
-                reason = f"it took longer than {self._timeout_s:.0f} s"
-                failed = RolloutFailed(request.lease_id, request.index, reason)
-                self._queue.handle(PROMPTS, generator.name, failed, now)
+            if not hand_over_s:
+                self._hand_over(generator, request)
                 continue
-            rollout = make_rollout(
-                request.lease_id,
-                request.index,
-                request.spans(),
-                prompt_tokens=request.prompt_tokens,
-                is_cut=request.tokens >= self._cap,
-            )
-            self._queue.handle(PROMPTS, generator.name, RolloutDone(rollout), now)
+            begins = max(self._agenda.now, generator.hands_over_until)
+            # A measured time, as those of the verifiers: what shared cores cost is in it.
+            generator.hands_over_until = begins + hand_over_s
+            generator.handing_over += 1
+            reached = partial(self._reach_queue, generator, generator.session, request)
+            self._agenda.at(generator.hands_over_until, reached)
+
+    def _reach_queue(self, generator: Generator, session: int, request: Request) -> None:
+        # What an engine had not handed over when it died is lost.
+        if generator.is_alive and generator.session == session:
+            self._note(generator)
+            generator.handing_over -= 1
+            self._hand_over(generator, request)
+            self._on_change()
+
+    def _hand_over(self, generator: Generator, request: Request) -> None:
+        now = self._agenda.now
+        generator.latency_s += now - request.leased_at
+        generator.finished += 1
+        generator.finished_tokens += request.tokens
+        if now - request.leased_at > self._timeout_s:
+            self._timeouts += 1
+            reason = f"it took longer than {self._timeout_s:.0f} s"
+            failed = RolloutFailed(request.lease_id, request.index, reason)
+            self._queue.handle(PROMPTS, generator.name, failed, now)
+            return
+        rollout = make_rollout(
+            request.lease_id,
+            request.index,
+            request.spans(),
+            prompt_tokens=request.prompt_tokens,
+            is_cut=request.tokens >= self._cap,
+            first_token_s=self._first_token_s(request),
+        )
+        self._queue.handle(PROMPTS, generator.name, RolloutDone(rollout), now)
+
+    def _first_token_s(self, request: Request) -> float:
+        """Seconds from the lease; -1, as from engines that do not say, without a first pass."""
+        if not self._model.prefill_samples:
+            return -1.0
+        return request.first_token_at - request.leased_at
 
     # --- deaths -----------------------------------------------------------------------------------
 
@@ -259,6 +294,7 @@ class Fleet:
     def _die(self, generator: Generator) -> None:
         self._note(generator)
         generator.is_alive = False
+        generator.handing_over, generator.hands_over_until = 0, 0.0
         self._deaths += 1
         counted = generator.engine.tokens, generator.engine.retractions
         generator.engine = self._new_engine()

@@ -5,6 +5,7 @@ Used by the simulation. One peer of the queue stands for all hosts' pools.
 
 import random
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from megatron_rl.config.reward import LANES
@@ -30,10 +31,18 @@ class Graders:
     """All verifiers."""
 
     def __init__(
-        self, agenda: Agenda, queue: Coordinator, model: VerifierModel, workload: Workload
+        self,
+        agenda: Agenda,
+        queue: Coordinator,
+        model: VerifierModel,
+        workload: Workload,
+        *,
+        on_change: Callable[[], None],
     ) -> None:
+        """on_change: the pool begins or ceases to work."""
         self._agenda, self._queue, self._model, self._workload = agenda, queue, model, workload
         self._draw = random.Random(f"{workload.seed}/grading")
+        self._on_change = on_change
         self._waiting: deque[ScoreRequest] = deque()
         self._busy = 0
         self.busy_s = 0.0
@@ -43,6 +52,11 @@ class Graders:
         self.graded = 0
         """Requests that a server took."""
         self._arrived: dict[int, float] = {}
+
+    @property
+    def is_working(self) -> bool:
+        """Whether anything is graded."""
+        return self._busy > 0
 
     def announce(self) -> None:
         """The state of the pool, as heartbeat too."""
@@ -77,6 +91,7 @@ class Graders:
             self.busy_s += seconds
             self.waited_s += self._agenda.now - self._arrived.pop(request.request_id)
             self._agenda.at(self._agenda.now + seconds, partial(self._finish, request))
+        self._on_change()
 
     def _finish(self, request: ScoreRequest) -> None:
         self._busy -= 1

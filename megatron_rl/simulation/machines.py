@@ -119,9 +119,13 @@ class SharedCores:
     engine_threads: float
     """Of each engine."""
 
-    def speed(self, *, trains: bool, engines: int) -> float:
-        """Of every role, while the trainer and so many engines compute."""
-        demand = self.trainer_threads * trains + self.engine_threads * engines
+    def speed(self, *, trains: bool, engines: int, hosts: int = 0) -> float:
+        """Of every role, while the trainer and so many engines compute.
+
+        hosts: processes beside them that work, of one thread each: generators that hand over
+        completions, and the verifiers' pool.
+        """
+        demand = self.trainer_threads * trains + self.engine_threads * engines + hosts
         return min(1.0, self.cores / demand) if demand else 1.0
 
 

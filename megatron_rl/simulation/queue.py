@@ -127,7 +127,13 @@ _LOGPROB = np.zeros((), np.float32)
 
 
 def make_rollout(
-    lease_id: int, index: int, spans: list[VersionSpan], *, prompt_tokens: int, is_cut: bool
+    lease_id: int,
+    index: int,
+    spans: list[VersionSpan],
+    *,
+    prompt_tokens: int,
+    is_cut: bool,
+    first_token_s: float = -1.0,
 ) -> Rollout:
     """A rollout whose arrays take no memory; its text is its place in the group."""
     tokens = spans[-1].end
@@ -140,4 +146,5 @@ def make_rollout(
         spans,
         "length" if is_cut else "stop",
         str(index),
+        first_token_s=first_token_s,
     )

@@ -48,26 +48,28 @@ def setting(**sections: Any) -> Config:
     )
 
 
-def truth(config: Config, model: ClusterModel = TRUTH) -> Outcome:
+def truth(config: Config, model: ClusterModel = TRUTH, workload: Workload = WORKLOAD) -> Outcome:
     """The outcome of another setting of the machines that are to be found out."""
     running = config.generator.max_running
     engine = dataclasses.replace(model.engine, max_running=running)
     model = dataclasses.replace(model, engine=engine)
-    return Cluster(config, model, WORKLOAD, Span(steps=12)).run()
+    return Cluster(config, model, workload, Span(steps=12)).run()
 
 
-def predicted(fitted: Calibration, config: Config) -> Outcome:
+def predicted(fitted: Calibration, config: Config, workload: Workload = WORKLOAD) -> Outcome:
     """What the fit says of it, for the same completions: chance is no part of the comparison."""
-    return Cluster(config, fitted.model(config, Assumptions()), WORKLOAD, Span(steps=12)).run()
+    return Cluster(config, fitted.model(config, Assumptions()), workload, Span(steps=12)).run()
 
 
-def record(folder: Path, config: Config, model: ClusterModel = TRUTH) -> None:
+def record(
+    folder: Path, config: Config, model: ClusterModel = TRUTH, workload: Workload = WORKLOAD
+) -> None:
     """The files of a run that takes virtual time."""
     tree = config.model_dump(mode="json", exclude_none=True)
     (folder / "config.toml").write_text(tomli_w.dumps(tree))
     recorder = Recorder(folder, keeps_tokens=False)
     span = Span(steps=STEPS - 5, warm_up=5)
-    cluster = Cluster(config, model, WORKLOAD, span, recorder=recorder)
+    cluster = Cluster(config, model, workload, span, recorder=recorder)
     cluster.run()
     rows = []
     for number, step in enumerate(cluster.records, 1):

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.simulation.records import Measured
 from tests.simulation.clusters import config_of, model_of, simulated
-from tools.bench.simulate import QUICK, RUNS, compare
+from tools.bench.simulate import AGAIN, QUICK, RUNS, compare, noise_of
 
 
 def test_ratios_and_differences() -> None:
@@ -24,3 +24,17 @@ def test_ratios_and_differences() -> None:
 
 def test_the_first_run_is_the_one_that_is_fitted() -> None:
     assert next(iter(RUNS)) == QUICK[0] == "base" and RUNS["base"] == ()
+
+
+def test_noise_is_that_of_the_second_of_two_equal_runs() -> None:
+    fields = {field.name for field in dataclasses.fields(Measured)}
+    first = Measured(**{name: 1.0 for name in fields} | {"staleness_mean": 0.0})
+    again = dataclasses.replace(first, step_s=1.25, trainer_idle=0.75)
+    found = noise_of(first, again)
+    assert found["step_s"] == {"noise": 1.25}
+    assert found["trainer_idle"] == {"noise": 0.75, "noise_difference": -0.25}
+    assert found["staleness_mean"] == {}
+
+
+def test_the_run_that_shows_the_noise_is_like_the_first() -> None:
+    assert RUNS[AGAIN] == RUNS["base"] and AGAIN in QUICK

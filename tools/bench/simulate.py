@@ -1,7 +1,7 @@
 """Prediction of `megatron-rl simulate` beside real runs: `python -m tools.bench.simulate`.
 
     python -m tools.bench.simulate --start QUICKSTART --work DIR [--quick]
-    python -m tools.bench.simulate --runs FITTED OTHER [OTHER ...]
+    python -m tools.bench.simulate --runs FITTED OTHER [OTHER ...] [--again RUN]
 
 The first makes the runs below with the tiny model of a finished `examples/quickstart.sh --tiny` run
 (its hf/cold_start and tasks/prompts.jsonl), each some 40 s on an otherwise idle machine of two
@@ -11,17 +11,20 @@ predict the others' configurations.
 | run   | differs from the first in     |
 |-------|-------------------------------|
 | base  | (the one that is fitted)      |
+| again | nothing: the machine's noise  |
 | sync  | queue.max_staleness=0         |
 | small | generator.max_running=64      |
 | wide  | twice the groups of a batch   |
 
 The learning rate is so small that the policy, and with it the share of flat groups, stays what it
-is: what is compared is time, not learning. --quick makes base and sync alone.
+is: what is compared is time, not learning. --quick makes base, again and sync alone.
 
 Progress goes to stderr; the last line on stdout is one JSON object: for each run and figure what
 was predicted, what was measured, and their ratio (of shares also the difference, since a ratio of
-small shares says nothing), and `busy_share`, what other processes took of the cores before each
-run: where it is not near 0, the figures say little.
+small shares says nothing), and beside each the noise of the machine: the same figure measured in a
+second run like the first, over the first's (of shares the difference). A prediction cannot be
+nearer than that. `busy_share` is what other processes took of the cores before each run: where it
+is not near 0, the figures say little.
 """
 
 import argparse
@@ -48,13 +51,15 @@ COMMON = (
     "checkpoint.every_steps=0",
     "parallel.tensor=1",
 )
+AGAIN = "again"
 RUNS: dict[str, tuple[str, ...]] = {
     "base": (),
+    AGAIN: (),
     "sync": ("queue.max_staleness=0",),
     "small": ("generator.max_running=64",),
     "wide": ("train.groups_per_batch=32",),
 }
-QUICK = ("base", "sync")
+QUICK = ("base", AGAIN, "sync")
 STEPS = 40
 RUN_TIMEOUT_S = 600.0
 TIMES = ("step_s", "compute_s", "publish_s", "latency_s", "staleness_mean")
@@ -66,8 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     busy: dict[str, float] = {}
     try:
-        runs = options.runs or _make_runs(options, busy)
-        found = compare_runs(runs, options.cores)
+        runs, again = options.runs, options.again
+        if runs is None:
+            made = _make_runs(options, busy)
+            again = made.pop(AGAIN)
+            runs = list(made.values())
+        found = compare_runs(runs, options.cores, again)
     except (InputError, ChildFailed) as error:
         print(f"tools.bench.simulate: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
@@ -80,8 +89,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--start", type=Path, help="run folder of quickstart.sh --tiny")
     which.add_argument("--runs", type=Path, nargs="+", help="runs that are there")
+    parser.add_argument("--again", type=Path, help="a run like the first of --runs")
     parser.add_argument("--work", type=Path, help="folder for the runs; with --start")
-    parser.add_argument("--quick", action="store_true", help="two runs alone")
+    parser.add_argument("--quick", action="store_true", help="three runs alone")
     parser.add_argument("--cores", type=float, default=2.0, help="that all share; 0: none")
     options = parser.parse_args(arguments)
     if options.start is not None and options.work is None:
@@ -89,10 +99,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _make_runs(options: argparse.Namespace, busy: dict[str, float]) -> list[Path]:
+def _make_runs(options: argparse.Namespace, busy: dict[str, float]) -> dict[str, Path]:
     names = QUICK if options.quick else tuple(RUNS)
     options.work.mkdir(parents=True, exist_ok=True)
-    made = []
+    made = {}
     for name in names:
         folder = options.work / name
         if folder.exists():
@@ -108,12 +118,17 @@ def _make_runs(options: argparse.Namespace, busy: dict[str, float]) -> list[Path
         ]  # fmt: skip
         log = options.work / f"{name}.log"
         run_child(command, log=log, timeout_s=RUN_TIMEOUT_S, cwd=ROOT)
-        made.append(folder)
+        made[name] = folder
     return made
 
 
-def compare_runs(runs: list[Path], cores: float) -> dict[str, dict[str, dict[str, float]]]:
-    """By run and figure: predicted, measured, ratio or difference. The first run is fitted."""
+def compare_runs(
+    runs: list[Path], cores: float, again: Path | None = None
+) -> dict[str, dict[str, dict[str, float]]]:
+    """By run and figure: predicted, measured, ratio or difference, noise. The first run is fitted.
+
+    again: a run of the same configuration as the first; None: the noise is not known.
+    """
     first, *others = runs
     print(f"fitting to {first}", file=sys.stderr)
     fitted = calibrate(read_run(first), cores or None)
@@ -123,6 +138,11 @@ def compare_runs(runs: list[Path], cores: float) -> dict[str, dict[str, dict[str
         measured = measure(run)
         outcome = _predict(fitted, run.config, measured.steps)
         found[folder.name] = compare(outcome, measured)
+    if again is not None:
+        noise = noise_of(fitted.measured, measure(read_run(again)))
+        for figures in found.values():
+            for name, figure in figures.items():
+                figure |= noise[name]
     return found
 
 
@@ -141,6 +161,17 @@ def compare(predicted: Outcome, measured: Measured) -> dict[str, dict[str, float
             found[name]["ratio"] = round(said / was, 3)
         if name in SHARES:
             found[name]["difference"] = round(said - was, 4)
+    return found
+
+
+def noise_of(measured: Measured, again: Measured) -> dict[str, dict[str, float]]:
+    """Each figure of a second run of the same configuration beside the first's."""
+    found: dict[str, dict[str, float]] = {}
+    for name in (*TIMES, *SHARES):
+        first, second = getattr(measured, name), getattr(again, name)
+        found[name] = {"noise": round(second / first, 3)} if first else {}
+        if name in SHARES:
+            found[name]["noise_difference"] = round(second - first, 4)
     return found
 
 
