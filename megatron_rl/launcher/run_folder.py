@@ -20,7 +20,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_of_cold_start, rows_of_cold_start
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
-from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, read_jsonl
+from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, read_jsonl
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -198,7 +198,9 @@ def write_config(config: Config, resumed: Path | None) -> None:
         file.write(dump_toml(config))
     if resumed is not None:
         (config.run.dir / SUMMARY).unlink(missing_ok=True)
-        with contextlib.closing(JsonlWriter(config.run.dir / "metrics.jsonl", "launch")) as metrics:
+        written = config.run.dir / "metrics.jsonl"
+        drop_torn_line(written)
+        with contextlib.closing(JsonlWriter(written, "launch")) as metrics:
             metrics.write(step_of(resumed), {RESUMED: 1, "checkpoint": str(resumed)})
 
 

@@ -5,6 +5,7 @@ reduced from its sum and count, never as a mean of means.
 """
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.line_errors import line_error
+
+log = logging.getLogger(__name__)
 
 RESUMED = "launch/resumed"
 """Metric of the launcher: the run goes on after the step of the row."""
@@ -27,6 +30,7 @@ EVALUATION_RUNNING = "eval/running"
 """Label of the evaluation that goes on: beside the next two in a row about it."""
 COMPLETIONS_DONE = "eval/completions_done"
 COMPLETIONS_WANTED = "eval/completions_wanted"
+_SHOWN_BYTES = 80
 
 _ROW = "a JSON object; take a line out that a crash has damaged"
 Reduce = Literal["mean", "sum", "max"]
@@ -98,6 +102,21 @@ class JsonlWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off a last line that a crash of the host tore: the next row would end up in it.
+
+    Only while nobody writes.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        data = file.read()
+        complete = data.rfind(b"\n") + 1
+        if complete < len(data):
+            log.warning("%s: cut off the torn last line %r", path, data[complete:][:_SHOWN_BYTES])
+            file.truncate(complete)
 
 
 def without_superseded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A run folder is new, or its run goes on from a checkpoint; one launcher at a time."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,18 @@ def test_run_folder_with_a_complete_checkpoint_is_resumed(run_dir: Path) -> None
     assert not (run_dir / "summary.json").exists()
     [row] = read_jsonl(run_dir / "metrics.jsonl")
     assert (row["source"], row["step"], row[RESUMED]) == ("launch", 6, 1)
+
+
+def test_a_line_that_a_crash_tore_does_not_swallow_the_next_row(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = check_run_folder(config(run_dir)).checkpoint
+    whole = json.dumps({"time": 1.0, "source": "trainer", "step": 6, "x": "\u00e9"})
+    (run_dir / "metrics.jsonl").write_bytes(f"{whole}\n".encode() + '{"source": "é'.encode()[:-1])
+    write_config(config(run_dir), found)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert lines[0] == whole and [json.loads(line)["source"] for line in lines[1:]] == ["launch"]
+    assert "torn last line" in caplog.text
 
 
 def test_new_folder_may_begin_at_a_checkpoint_of_another(run_dir: Path, tmp_path: Path) -> None:
