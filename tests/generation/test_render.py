@@ -41,7 +41,7 @@ def test_the_system_prompt_comes_first(models_dir: Path) -> None:
 def test_a_prompt_gets_the_system_prompt_of_its_gate_unless_it_has_its_own(
     models_dir: Path,
 ) -> None:
-    config = RenderConfig(system_prompts={"box": "use a box"})
+    config = RenderConfig(system_prompts={"box": "use a box"}, demonstrations={"box": None})
     gates = {"sums": "box", "any": "none"}
     renderer = Renderer(config, models_dir / "old", 64, gates=gates)
     question = ChatMessage("user", "1")

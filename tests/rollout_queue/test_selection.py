@@ -31,7 +31,9 @@ def tellers(tmp_path: Path) -> Iterator[Tellers]:
     config, prompts = Config(), PromptSets([], [], [], 0)
     recorder = Recorder(tmp_path)
     with closing(JsonlWriter(tmp_path / "metrics.jsonl", "queue")) as metrics:
-        activity = ActivityLog(config, prompts, metrics, recorder)
+        activity = ActivityLog(
+            config, prompts, metrics=metrics, recorder=recorder, progress=dict[str, float]
+        )
         breaker = CircuitBreaker(config.queue, config.reward, prompts=1)
         yield Tellers(recorder, activity, breaker)
 
