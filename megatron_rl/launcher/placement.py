@@ -47,27 +47,7 @@ def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
     is_training = config.train.steps or config.sft.steps
     ranks = config.parallel.world_size if is_training else 0
     width = config.generator.tensor_parallel
-    if ranks > gpus_per_host and ranks % gpus_per_host:
-        raise InputError(
-            f"{ranks} trainer ranks do not fill whole hosts of {gpus_per_host} GPUs: choose "
-            "parallel sizes whose product is a multiple of them, or smaller than a host"
-        )
-    if width > gpus_per_host and width % gpus_per_host:
-        raise InputError(
-            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
-            "and no multiple of them: an engine across hosts takes whole ones; nearest possible: "
-            f"{width - width % gpus_per_host}"
-        )
-    if width > gpus_per_host and config.generator.engine != "sglang":
-        raise InputError(
-            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host: "
-            f"only SGLang's engines lie across hosts, not {config.generator.engine!r}"
-        )
-    if width > gpus_per_host and config.weights.method == "ipc":
-        raise InputError(
-            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
-            "and weights.method='ipc' shares memory of one host: use 'reshard'"
-        )
+    _check_widths(config, ranks, gpus_per_host)
     trainer_hosts = -(-ranks // gpus_per_host)
     engines: list[dict[int, range]] = [{} for _ in range(hosts)]
     nodes: list[dict[int, EngineNode]] = [{} for _ in range(hosts)]
@@ -104,6 +84,32 @@ def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
         )
         for host in range(hosts)
     ]
+
+
+def _check_widths(config: Config, ranks: int, gpus_per_host: int) -> None:
+    """Raise InputError for a trainer of so many ranks, or engines, that fill no whole hosts."""
+    width = config.generator.tensor_parallel
+    if ranks > gpus_per_host and ranks % gpus_per_host:
+        raise InputError(
+            f"{ranks} trainer ranks do not fill whole hosts of {gpus_per_host} GPUs: choose "
+            "parallel sizes whose product is a multiple of them, or smaller than a host"
+        )
+    if width > gpus_per_host and width % gpus_per_host:
+        raise InputError(
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
+            "and no multiple of them: an engine across hosts takes whole ones; nearest possible: "
+            f"{width - width % gpus_per_host}"
+        )
+    if width > gpus_per_host and config.generator.engine != "sglang":
+        raise InputError(
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host: "
+            f"only SGLang's engines lie across hosts, not {config.generator.engine!r}"
+        )
+    if width > gpus_per_host and config.weights.method == "ipc":
+        raise InputError(
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
+            "and weights.method='ipc' shares memory of one host: use 'reshard'"
+        )
 
 
 def place_scorer(config: Config, first: int, *, gpus_per_host: int) -> range:
