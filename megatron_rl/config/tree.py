@@ -301,6 +301,11 @@ class Config(Section):
         return self.train.expandable_segments and self.weights.method != "ipc"
 
     @property
+    def has_scorer(self) -> bool:
+        """Whether the run starts one: without training nobody asks for a reference."""
+        return self.train.steps > 0 and self.algorithm.needs_scorer
+
+    @property
     def sampled_groups(self) -> int:
         """Groups of a batch that are sampled for it; the others are replayed."""
         return self.train.groups_per_batch - self.replay.groups_of(self.train.groups_per_batch)

@@ -61,15 +61,11 @@ def _processes(config: Config, *, has_serving: bool) -> list[str]:
     if has_serving:
         engine = f"generator ({config.generator.engine}, {config.generator.tensor_parallel} wide)"
         found += ["1 rollout queue", _count(config.generator.replicas, engine), "1 verifier"]
-    if _has_scorer(config):
+    if config.has_scorer:
         found.append(f"1 scorer (sglang, {config.scorer.tensor_parallel} wide)")
     if config.metrics.is_on:
         found.append("1 process for metrics")
     return found
-
-
-def _has_scorer(config: Config) -> bool:
-    return config.train.steps > 0 and config.algorithm.needs_scorer
 
 
 def _count(number: int, what: str) -> str:

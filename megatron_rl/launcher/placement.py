@@ -71,7 +71,7 @@ def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
     if trainer_hosts > hosts:
         raise InputError(f"{ranks} trainer ranks need {trainer_hosts} hosts, there are {hosts}")
     scorer = range(0)
-    if config.train.steps and config.algorithm.needs_scorer:
+    if config.has_scorer:
         scorer = place_scorer(config, max(first, ranks), gpus_per_host=gpus_per_host)
     per_host = min(ranks, gpus_per_host)
     return [

@@ -46,7 +46,7 @@ def check_scorer(
 
 def refuse_hosts(config: Config) -> None:
     """Raise InputError: only `megatron-rl run` starts a scorer."""
-    if config.train.steps and config.algorithm.needs_scorer:
+    if config.has_scorer:
         raise InputError(
             "algorithm.reference.source = 'engine' needs a run on one host, by `megatron-rl run`: "
             "`megatron-rl host` starts no scorer; set it to 'trainer'"

@@ -321,8 +321,7 @@ def _scorer_problems(config: Config, gpu: Gpu) -> list[str]:
 
 
 def _scorer_gpus(config: Config) -> int:
-    is_there = config.train.steps and config.algorithm.needs_scorer
-    return config.scorer.tensor_parallel if is_there else 0
+    return config.scorer.tensor_parallel if config.has_scorer else 0
 
 
 def _wanted_gpus(config: Config) -> int:
