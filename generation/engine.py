@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling, VersionSpan
+from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling, VersionSpan
 from megatron_rl.protocol.wire import LOOPBACK
 
 ENGINES = {
@@ -131,6 +131,9 @@ class Engine(Protocol):
 
         Whether they arrived, each rank reports to the trainer: see `weights/receiver.py`.
         """
+
+    async def pass_on(self, order: PassOn) -> None:
+        """Send another engine what `receive` has taken. Only while paused."""
 
     async def load(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder. Only while paused."""

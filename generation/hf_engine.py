@@ -36,9 +36,9 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from generation.engine import Completion, EngineError, EngineSetup
 from generation.weight_versions import spans_from_cuts
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
+from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
+from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
-from megatron_rl.weights.exchange.receiver import Receiver
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class HFEngine:
         self._manager: ContinuousBatchingManager | None = None
         self._pause: contextlib.AbstractContextManager[None] | None = None
         self._group: dist.ProcessGroup | None = None
-        self._receiver: Receiver | None = None
+        self._rank: EngineRank | None = None
 
     async def start(self) -> None:
         """Load the model and start transformers' thread."""
@@ -234,11 +234,18 @@ class HFEngine:
         """Take slices into the parameters."""
         if self._pause is None:
             raise EngineError("slices came outside a publish: pause first")
-        if self._receiver is None:
+        if self._rank is None:
             dtype = getattr(torch, self._setup.dtype)
-            self._receiver = Receiver(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
-        receiver = self._receiver
-        await self._in_thread(lambda: receiver.take(order), order.deadline_s + CLOSE_S)
+            self._rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
+        rank = self._rank
+        await self._in_thread(lambda: rank.obey(order), order.deadline_s + CLOSE_S)
+
+    async def pass_on(self, order: PassOn) -> None:
+        """Send what was taken."""
+        rank = self._rank
+        if self._pause is None or rank is None:
+            raise EngineError("nothing was received in this publish that could be passed on")
+        await self._in_thread(lambda: rank.obey(order), order.limit_s)
 
     async def load(self, folder: Path, version: int) -> None:
         """Load a folder's safetensors."""
@@ -334,8 +341,8 @@ class HFEngine:
 
     async def leave_group(self) -> None:
         """Leave the publisher's group. After a publish that was cut short the pause stays."""
-        if self._receiver is not None:
-            self._receiver.leave()
+        if self._rank is not None:
+            self._rank.leave()
         if self._group is not None:
             close_group(self._group)
             self._group = None

@@ -33,7 +33,7 @@ from generation.sglang_direct import DirectRequests
 from generation.sglang_http import request_body, stream_events
 from generation.sglang_messages import SOCKET_VARIABLE, Generate
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive, Sampling
+from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -297,6 +297,10 @@ class SGLangEngine:
         """Have every rank's loader take its slices."""
         self._is_loaded_by_slices = True
         await self._call_loader(order, order.deadline_s + LOADER_MARGIN_S)
+
+    async def pass_on(self, order: PassOn) -> None:
+        """Have every rank's loader send what it took."""
+        await self._call_loader(order, order.limit_s)
 
     async def _call_loader(
         self, order: Order, timeout_s: float | None = None, version: int | None = None

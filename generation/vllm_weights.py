@@ -20,9 +20,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
+from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive
+from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
-from megatron_rl.weights.exchange.receiver import Receiver
 from megatron_rl.weights.layout.engine_layout import check_slices, engine_slices
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.tensor_shards import Share
@@ -72,13 +72,13 @@ class Weights:
         # Now, not at the first publish: another release of vLLM may call them otherwise.
         check_slices(engine_slices(read_shape(folder), Share(0, 1)), self._parameters)
         dtype = model.get_parameter("model.norm.weight").dtype
-        self._receiver = Receiver(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
+        self._rank = EngineRank(lambda: self._parameters, 0, dtype, may_pad_ffn=False)
         self._group: dist.ProcessGroup | None = None
 
-    def receive(self, order: Receive) -> None:
-        """Take slices. What went wrong stands in the exchange's store, as with every engine."""
+    def exchange(self, order: Receive | PassOn) -> None:
+        """Take slices or pass them on. What went wrong stands in the exchange's store."""
         with torch.no_grad():
-            self._receiver.take(order)
+            self._rank.obey(order)
 
     def load(self, folder: Path) -> None:
         """Load a folder's safetensors. Raises OrderFailed."""
@@ -115,7 +115,7 @@ class Weights:
 
     def leave_group(self) -> None:
         """Leave the publisher's groups."""
-        self._receiver.leave()
+        self._rank.leave()
         if self._group is not None:
             close_group(self._group)
             self._group = None

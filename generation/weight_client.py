@@ -1,10 +1,10 @@
 """Obeys the trainer's publisher by calling the engine.
 
 A task of the generator process; DEALER to the weights endpoint. It says Hello until a publisher
-answers, then obeys Pause, Receive, JoinGroup, Bucket, Load, Resume, Fence, LeaveGroup and Ping one
-at a time; all but the last three are answered by Ack or Failed. After LeaveGroup, Fence or a
-failure it serves nothing new and says Hello again: the publisher gives it a whole publish, or that
-of another training phase comes, whose versions start anew.
+answers, then obeys Pause, Receive, PassOn, JoinGroup, Bucket, Load, Resume, Fence, LeaveGroup and
+Ping one at a time; all but the last three are answered by Ack or Failed. After LeaveGroup, Fence
+or a failure it serves nothing new and says Hello again: the publisher gives it a whole publish, or
+that of another training phase comes, whose versions start anew.
 
 The publisher starts its side of a transfer beside the message and reads the answer afterwards, so
 the engine's deadlines bound the wait on both sides.
@@ -28,6 +28,7 @@ from megatron_rl.protocol.types import (
     JoinGroup,
     LeaveGroup,
     Load,
+    PassOn,
     Pause,
     Ping,
     Receive,
@@ -104,6 +105,8 @@ class WeightClient:
                 await self._engine.pause()
             case Receive():
                 await self._engine.receive(message)
+            case PassOn():
+                await self._engine.pass_on(message)
             case JoinGroup():
                 # A publisher that died did not say LeaveGroup.
                 await self._engine.leave_group()

@@ -109,6 +109,11 @@ class WeightsConfig(Section):
     overlap: bool = False
     """Send while the next batch is awaited, and during its forward and backward pass, up to the
     optimizer step. Needs reshard or ipc, and a trainer without GPUs."""
+    relay: bool = False
+    """Generators pass a version on: those that hold it double with every transfer, where each copy of
+    the trainer's model would serve its own one after the other (over NCCL), or all at once. Of use
+    where a copy has three generators or more and is the slower end; a generator stays paused until
+    it has passed the version on. Needs reshard."""
     join_timeout_s: PositiveFloat = 300.0
     """With no generator left, one must come back in that time."""
 
@@ -118,5 +123,14 @@ class WeightsConfig(Section):
             raise ValueError(
                 f"weights.overlap=true with weights.method={self.method}: full tensors are "
                 "gathered by all ranks, which train meanwhile; give reshard or ipc"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_relay(self) -> Self:
+        if self.relay and self.method != "reshard":
+            raise ValueError(
+                f"weights.relay=true with weights.method={self.method}: generators pass on slices "
+                "over a network; give reshard, or leave relay at false"
             )
         return self

@@ -30,6 +30,7 @@ from megatron_rl.protocol.weight_messages import (
     JoinGroup,
     LeaveGroup,
     Load,
+    PassOn,
     Pause,
     Ping,
     Receive,
@@ -335,6 +336,7 @@ AnyMessage = (
     | Stop
     | Hello
     | Receive
+    | PassOn
     | Load
     | Fence
     | Ping

@@ -42,6 +42,28 @@ class Receive(msgspec.Struct, frozen=True, tag="Receive"):
     deadline_s: float
 
 
+class PassOn(msgspec.Struct, frozen=True, tag="PassOn"):
+    """Send the version that was just received to another engine; see `weights/relay.py`.
+
+    Answered when rank 0 has said in the exchange's store that it is over.
+    """
+
+    address: str
+    port: int
+    """Of the exchange's store with the other engine, which says what each rank gives."""
+    group_name: str
+    version: int
+    deadline_s: float
+    """Of a transfer."""
+    kept: list[str] = []
+    """Groups with other engines that are still in use; all further ones are left."""
+
+    @property
+    def limit_s(self) -> float:
+        """It is over by then: the other engine makes ready and takes two transfers at most."""
+        return 3 * self.deadline_s + 10.0
+
+
 class Load(msgspec.Struct, frozen=True, tag="Load"):
     """Load a Hugging Face folder."""
 

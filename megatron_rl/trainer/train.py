@@ -160,6 +160,7 @@ def open_method(
         deadline_s=cfg.weights.deadline_s,
         grace_s=cfg.weights.grace_s,
         is_concurrent=cfg.weights.method == "ipc" or policy.device.type == "cpu",
+        relays=cfg.weights.relay,
         name=control.share(f"weights-{time.time_ns()}", str),
     )
     match chosen_method(cfg.weights.method, cfg.generator.quantization):

@@ -57,6 +57,7 @@ class Setup:
     join_timeout_s: float = 15.0
     bucket_bytes: int = 2048
     is_concurrent: bool = True
+    relays: bool = False
     link_bytes_per_s: int = 0
     """What a trainer rank sends to an engine rank at most; 0: no limit."""
 
@@ -76,12 +77,18 @@ class Step:
     error: str = ""
     bound: dict[str, int] = field(default_factory=dict)
     """Generator -> copy of the trainer."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Generator -> who serves it."""
     announced: tuple[int, ...] = ()
     """Versions that rank 0 would have told the queue of by the end of the step."""
 
     @property
     def failed(self) -> dict[str, str]:
         return {name: why for each in self.outcomes for name, why in each.failed.items()}
+
+    @property
+    def passed_over(self) -> dict[str, str]:
+        return {name: why for each in self.outcomes for name, why in each.passed_over.items()}
 
 
 def play(setup: Setup, folder: Path) -> Any:
@@ -122,7 +129,9 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
         seconds = time.monotonic() - started
         bound = dict(method._bindings.of) if isinstance(method, Reshard) else {}
         held = dict(publisher._held)
-        steps.append(Step(seconds, metrics, held, list(outcomes), error, bound, tuple(announced)))
+        sources = dict(method._opened) if isinstance(method, Reshard) else {}
+        told = tuple(announced)
+        steps.append(Step(seconds, metrics, held, list(outcomes), error, bound, sources, told))
         if rank == 0:
             (folder / f"step-{number}").touch()
         if error:
@@ -187,7 +196,7 @@ def open_method(
     backend = IPC if setup.method == "ipc" else "gloo"
     settings = ExchangeSettings(
         "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name,
-        setup.grace_s, setup.is_concurrent,
+        setup.grace_s, setup.is_concurrent, setup.relays,
     )  # fmt: skip
     like = Place(Share(0, setup.tensor), Share(0, setup.pipeline), Share())
     places = [place_of(rank, setup.trainers, like) for rank in range(setup.trainers)]

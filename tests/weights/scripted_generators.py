@@ -1,4 +1,4 @@
-"""Generators with the real WeightClient and Receiver, and faults by plan; for tests of publishing.
+"""Generators with the real WeightClient and EngineRank, and faults by plan; to test publishing.
 
 A generator is a process of its own, with one more for each rank of its engine. It notes in a file
 what it serves, also before it is killed.
@@ -25,11 +25,11 @@ from generation.async_dealer import AsyncDealer
 from generation.engine import EngineError
 from generation.weight_client import WeightClient
 from megatron_rl.protocol.process import die_with_parent
-from megatron_rl.protocol.types import Bucket, JoinGroup, Receive
-from megatron_rl.weights.exchange import parcels, transport
+from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive
+from megatron_rl.weights.exchange import parcels, sender, transport
+from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.group import bucket_bytes, close_group, open_group, split_bucket
 from megatron_rl.weights.exchange.packets import Packet
-from megatron_rl.weights.exchange.receiver import Receiver
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
@@ -152,6 +152,10 @@ class PipedEngine:
         self._suffer("receive")
         await self._work("take", order)
 
+    async def pass_on(self, order: PassOn) -> None:
+        self._suffer("passing")
+        await self._work("pass_on", order)
+
     async def join_group(self, message: JoinGroup) -> None:
         await self._work("join", message)
 
@@ -180,12 +184,12 @@ def start_rank(generator: Generator, rank: int) -> Connection:
         return ours
     try:
         die_with_parent()
-        EngineRank(generator, rank).serve(theirs)
+        ScriptedRank(generator, rank).serve(theirs)
     finally:
         os._exit(1)
 
 
-class EngineRank:
+class ScriptedRank:
     """Parameters and what happens to them."""
 
     def __init__(self, generator: Generator, rank: int) -> None:
@@ -198,7 +202,8 @@ class EngineRank:
             else hf_slices(self._shape)
         )
         self._parameters = allocate(self._slices)
-        self._receiver = Receiver(lambda: self._parameters, rank, torch.float32, may_pad_ffn=False)
+        dtype = torch.float32
+        self._exchange = EngineRank(lambda: self._parameters, rank, dtype, may_pad_ffn=False)
         self._rank = rank
         self._group: dist.ProcessGroup | None = None
 
@@ -215,8 +220,16 @@ class EngineRank:
         real_unpack, real_join = parcels.unpack, transport.join_group
         if self._rank == 0:
             bring(fault, order.deadline_s)
-        self._receiver.take(order)
+        self._exchange.obey(order)
         parcels.unpack, transport.join_group = real_unpack, real_join
+        return True
+
+    def pass_on(self, order: PassOn, fault: str) -> bool:
+        real_send = sender.send
+        if self._rank == 0:
+            bring_to_passing(fault, order.deadline_s)
+        self._exchange.obey(order)
+        sender.send = real_send
         return True
 
     def is_right(self, version: int, fault: str) -> bool:
@@ -242,7 +255,7 @@ class EngineRank:
         return True
 
     def leave(self, argument: None, fault: str) -> bool:
-        self._receiver.leave()
+        self._exchange.leave()
         if self._group is not None:
             close_group(self._group)
             self._group = None
@@ -270,5 +283,23 @@ def bring(fault: str, deadline_s: float) -> None:
 
     if fault == "die join":
         transport.join_group = join
-    elif fault:
+    elif fault in ("die transfer", "stop reading", "damage"):
         parcels.unpack = unpack
+
+
+def bring_to_passing(fault: str, deadline_s: float) -> None:
+    """Let a fault happen when this engine rank begins to send: others receive already."""
+    real = sender.send
+
+    def send(*args: Any, **options: Any) -> int:
+        match fault:
+            case "die sending":
+                os.killpg(0, signal.SIGKILL)
+            case "stop sending":
+                time.sleep(deadline_s + 1)
+            case "refuse to send":
+                raise RuntimeError("scripted failure of sending")
+        return real(*args, **options)
+
+    if fault in ("die sending", "stop sending", "refuse to send"):
+        sender.send = send

@@ -59,6 +59,8 @@ class Plan:
     rounds: tuple[tuple[Parcel, ...], ...]
     itemsize: int
     """Bytes of an element on the wire."""
+    senders: int
+    """Ranks that may send; the receivers' numbers come after theirs."""
 
     def sent_bytes(self) -> dict[int, int]:
         """Payload by sender."""
@@ -131,7 +133,7 @@ def make_plan(
         loads[rank] = loads.get(rank, 0) + offer.move.size * itemsize
         chosen[number] = rank, _from(offer, source)
     moves = [(chosen[n][0], offers[n].receiver, chosen[n][1]) for n in range(len(offers))]
-    return Plan(_rounds(moves, limit), itemsize)
+    return Plan(_rounds(moves, limit), itemsize, len(senders))
 
 
 def _offers(

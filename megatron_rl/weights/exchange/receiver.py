@@ -71,10 +71,12 @@ class Receiver:
         dtype: torch.dtype,
         *,
         may_pad_ffn: bool,
+        buffers: Buffers | None = None,
     ) -> None:
         """parameters: asked for at each transfer, because an engine may rebind them in between.
 
-        rank: among the engine's ranks. dtype: of elements on the wire.
+        rank: among the engine's ranks. dtype: of elements on the wire. buffers: nobody else uses
+        them during a transfer.
         """
         self._parameters = parameters
         self._rank = rank
@@ -82,7 +84,12 @@ class Receiver:
         self._may_pad_ffn = may_pad_ffn
         self._name = ""
         self._link: _Link | None = None
-        self._buffers = Buffers()
+        self._buffers = buffers if buffers is not None else Buffers()
+
+    @property
+    def version(self) -> int:
+        """What arrived last from the present group; -1: nothing."""
+        return self._link.version if self._link is not None else -1
 
     def take(self, order: Receive) -> Report:
         """Do as the order says, within its deadline; never raises what a peer can cause."""
@@ -110,7 +117,7 @@ class Receiver:
             self._link.channel.close()
         self._link, self._name = None, ""
         # Their memory goes back: the next publisher may come much later, or never.
-        self._buffers = Buffers()
+        self._buffers.drop()
 
     def _link_of(self, order: Receive, rank: int) -> _Link:
         if self._link is None or self._name != order.group_name:

@@ -97,6 +97,10 @@ class Buffers:
             held = self._halves[half] = torch.empty(size, dtype=torch.uint8, device=device)
         return held
 
+    def drop(self) -> None:
+        """Give the memory back, where no transfer runs."""
+        self._halves = [None, None]
+
 
 class GroupTransport:
     """Point to point in a process group."""

@@ -2,30 +2,35 @@
 
 A publish to a generator is an iterator of single looks, so that one thread leads the conversations
 with all generators at once (`lead`): each goes on when what it waits for is there.
+
+The ranks that send are those of a copy of the model, or of another generator's engine that passes
+the version on. Where that goes wrong but the receiving engine is idle again, the generator is
+passed over instead of dropped: the copy serves it in a publish of its own.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import msgspec
 
-from megatron_rl.protocol.types import Fence, Pause, Receive, Resume
+from megatron_rl.protocol.types import Fence, PassOn, Pause, Receive, Resume
+from megatron_rl.weights.exchange.calls import (
+    ENGINE_MARGIN_S,
+    Call,
+    call_key,
+    failed_key,
+    gives_key,
+    prepared_key,
+)
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.receiver import Report
+from megatron_rl.weights.publish.course import Course
 from megatron_rl.weights.publish.link import POLL_S, GeneratorLink, GeneratorLost
 from megatron_rl.weights.publish.publisher import Member, Outcome
-from megatron_rl.weights.publish.settings import (
-    ATTEMPTS,
-    ENGINE_MARGIN_S,
-    Call,
-    ExchangeSettings,
-    call_key,
-    failed_key,
-    prepared_key,
-)
+from megatron_rl.weights.publish.settings import ATTEMPTS, ExchangeSettings
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +39,27 @@ GLANCE_S = 0.004
 LONGEST_POLL_S = 0.02
 
 
+class RelayFailed(RuntimeError):
+    """A generator did not pass the version on; the one that waited for it is idle."""
+
+
 class Desk:
     """What rank 0 keeps for one generator: the store, and the count of calls and transfers."""
 
     def __init__(
-        self, member: Member, plan: Plan, *, senders: int, name: str, settings: ExchangeSettings
+        self,
+        member: Member,
+        plan: Plan,
+        *,
+        source: str,
+        name: str,
+        settings: ExchangeSettings,
     ) -> None:
-        """senders: ranks of the copy that serves it. name: of the group."""
-        self.member, self._name, self._settings = member, name, settings
-        self._senders = senders
+        """source: who serves it, see `Relays`. name: of the group."""
+        self.member, self.name, self._settings = member, name, settings
+        self._senders, self._source = plan.senders, source
+        self._course = Course({}, {})
+        """Of the publish that is going on."""
         self._store = open_store(settings.host, 0, is_master=True, timeout_s=settings.deadline_s)
         self._attempts = self._calls = 0
         self._old_keys: list[str] = []
@@ -51,6 +68,9 @@ class Desk:
         # Before any Receive names this store: an engine rank reads its plan as soon as it is there.
         for rank in self._engine_ranks:
             self._store.set(f"plan/{rank}", msgspec.json.encode(plan.of_receiver(rank)))
+        if source:
+            for rank in range(self._senders):
+                self._store.set(gives_key(rank), msgspec.json.encode(plan.of_sender(rank)))
 
     @property
     def port(self) -> int:
@@ -62,16 +82,18 @@ class Desk:
         return range(self._senders, self._senders + self.member.hello.world_size)
 
     def publish(
-        self, link: GeneratorLink, version: int, outcome: Outcome, *, turns: int
+        self, link: GeneratorLink, version: int, outcome: Outcome, course: Course, *, turns: int
     ) -> Generator[None]:
         """Bring the generator to the version; how that went is added to the outcome.
 
         turns: how many generators its senders may serve before they have served this one.
         """
-        member = self.member
+        member, self._course = self.member, course
         old, self._old_keys = self._old_keys, []
         try:
             link.begin(member.name, member.hello.session)
+            if self._source:
+                yield from self._ask_source(link, version)
             yield from self._prepared(link, turns)
             # All senders have read what was called in the last publish.
             for key in old:
@@ -79,26 +101,89 @@ class Desk:
             paused_at = time.monotonic()
             yield from self._transfers(link, version, outcome)
             self._call(Call())
+            course.note_held(member.name)
+            outcome.relayed += bool(self._source)
+            yield from self._passing_on(link)
             # Every engine rank has reported whole parcels: the version may be served.
             resume = Resume(version)
             link.tell(member.name, resume)
             yield from link.awaiting_ack(member.name, resume, self._deadline())
             outcome.pauses_s.append(time.monotonic() - paused_at)
             self.has_served = True
+        except RelayFailed as error:
+            outcome.passed_over[member.name] = str(error)
+            course.note_failed(member.name)
+            self._call(Call())
         except GeneratorLost as error:
             outcome.failed[member.name] = str(error)
+            course.note_failed(member.name)
             self._fence(link, str(error))
             # A second time where the senders know already: this desk is used no more.
             self._call(Call())
+
+    def _ask_source(self, link: GeneratorLink, version: int) -> Iterator[None]:
+        """Wait until it is this generator's turn, and have its source send. Raises RelayFailed."""
+        name, course = self.member.name, self._course
+        yield from link.waiting(
+            name, lambda: course.is_turn(name), self._last(), f"{self._source} was not done"
+        )
+        if not course.holds(self._source):
+            raise RelayFailed(f"{name}: {self._source} failed, which was to pass the version on")
+        order = PassOn(
+            address=self._settings.host,
+            port=self.port,
+            group_name=self.name,
+            version=version,
+            deadline_s=self._settings.deadline_s,
+            kept=course.groups_of(self._source),
+        )
+        try:
+            # No wait for its Ack: it obeys in order, so that its Resume comes after this.
+            link.tell(self._source, order)
+        except GeneratorLost as error:
+            raise RelayFailed(f"{name}: {error}") from error
+
+    def _passing_on(self, link: GeneratorLink) -> Iterator[None]:
+        """Wait until the others have the version that this generator passes on."""
+        name, course = self.member.name, self._course
+        if not course.served_by(name):
+            return
+        yield from link.waiting(
+            name, lambda: course.has_passed_on(name), self._last(), "it did not pass it on"
+        )
+
+    def _last(self) -> float:
+        """When every transfer that this one may have to wait for has met its own deadlines."""
+        each_s = (ATTEMPTS + 1) * (self._settings.deadline_s + ENGINE_MARGIN_S)
+        return time.monotonic() + self._course.size * each_s
 
     def _prepared(self, link: GeneratorLink, turns: int) -> Iterator[None]:
         keys = [prepared_key(self._calls, rank) for rank in range(self._senders)]
         self._old_keys += keys
         ends_at = time.monotonic() + turns * (ATTEMPTS + 1) * self._settings.deadline_s
-        yield from self._looking(link, lambda: self._store.check(keys), ends_at, "no sender came")
+        yield from self._before_sending(link, keys, ends_at, "no sender came")
         faults = [text for key in keys if (text := self._store.get(key).decode())]
         if faults:
-            raise GeneratorLost(f"{self.member.name}: {faults[0]}")
+            raise self._failure(faults[0])
+
+    def _failure(self, reason: str) -> GeneratorLost | RelayFailed:
+        """Of a transfer that has ended at the generator."""
+        reason = f"{self.member.name}: {reason}"
+        if self._source:
+            return RelayFailed(f"{reason} (passed on by {self._source})")
+        return GeneratorLost(reason)
+
+    def _before_sending(
+        self, link: GeneratorLink, keys: list[str], ends_at: float, why: str
+    ) -> Iterator[None]:
+        """Wait for the keys. Raises GeneratorLost, or RelayFailed when the source is lost."""
+
+        def are_there() -> bool:
+            if self._source and self._course.is_lost(self._source):
+                raise RelayFailed(f"{self.member.name}: {self._source} was lost as it passed on")
+            return self._store.check(keys)
+
+        return self._looking(link, are_there, ends_at, why)
 
     def _transfers(self, link: GeneratorLink, version: int, outcome: Outcome) -> Iterator[None]:
         name, damaged = self.member.name, 0
@@ -108,7 +193,7 @@ class Desk:
             if not damaged:
                 return
             log.warning("%d damaged parcels at %s: once more", damaged, name)
-        raise GeneratorLost(f"{name}: {damaged} parcels arrived damaged, {ATTEMPTS} times")
+        raise self._failure(f"{damaged} parcels arrived damaged, {ATTEMPTS} times")
 
     def _transfer(
         self, link: GeneratorLink, version: int, outcome: Outcome
@@ -141,10 +226,8 @@ class Desk:
             # No wait for the Ack of Pause: a generator obeys in order, so `ready` answers both.
             link.tell(name, Pause())
             link.tell(name, receive)
-            yield from self._looking(
-                link, lambda: self._store.check(ready), ends_at, "it is not ready"
-            )
-        except GeneratorLost:
+            yield from self._before_sending(link, ready, ends_at, "it is not ready")
+        except (GeneratorLost, RelayFailed):
             # Ranks of it that are ready wait for `go`, and would do so until their deadline.
             self._store.set(go, "0")
             raise
@@ -160,7 +243,7 @@ class Desk:
         outcome.wire_bytes += sum(report.payload_bytes for report in reports)
         outcome.peak_bytes = max(outcome.peak_bytes, *(report.peak_bytes for report in reports))
         if errors := [report.error for report in reports if report.error]:
-            raise GeneratorLost(f"{self.member.name}: {errors[0]}")
+            raise self._failure(errors[0])
         return sum(report.damaged for report in reports)
 
     def _looking(
@@ -199,7 +282,7 @@ class Desk:
         return Receive(
             address=self._settings.host,
             port=self.port,
-            group_name=self._name,
+            group_name=self.name,
             backend=self._settings.backend,
             rank_offset=self._senders,
             world_size=self._engine_ranks.stop,
@@ -215,32 +298,42 @@ class Desk:
 
 
 def lead(
-    link: GeneratorLink, desks: Sequence[Desk], version: int, *, grace_s: float | None
+    link: GeneratorLink,
+    desks: Sequence[Desk],
+    version: int,
+    sources: Mapping[str, str],
+    *,
+    grace_s: float | None,
 ) -> Outcome:
     """The conversations with all generators, at the same time.
 
-    grace_s: a generator that has taken a version before, and has not taken this one so long after
-    another one did, is dropped; None: each has its whole deadline.
+    sources: who serves each generator, see `Relays`. grace_s: a generator that has taken a version
+    before, and has not taken this one so long after another one did, is dropped; one that waits for
+    a generator to pass it on, so long and a transfer; None: each has its whole deadline.
     """
     outcome = Outcome()
+    course = Course(sources, {desk.member.name: desk.name for desk in desks})
     turns = 1 if grace_s is not None else len(desks)
-    talks = {d.member.name: d.publish(link, version, outcome, turns=turns) for d in desks}
+    talks = {d.member.name: d.publish(link, version, outcome, course, turns=turns) for d in desks}
     known = {desk.member.name for desk in desks if desk.has_served}
     # Looks at many generators take longer than at one.
     poll_s = min(LONGEST_POLL_S, POLL_S * len(talks))
-    waits_until = math.inf
+    waits_until, passes_on = math.inf, any(sources.values())
     while talks:
         link.listen(poll_s)
         if grace_s is not None and time.monotonic() > waits_until:
-            for name in known & talks.keys():
+            for name in course.are_late(known & talks.keys()):
                 reason = f"{name}: not done {grace_s:g} s after another one (weights.grace_s)"
                 _give_up(talks[name], reason)
+                # Who passed on to it, or waited for it, goes on only now.
+                waits_until = time.monotonic() + grace_s
         for name, talk in list(talks.items()):
             if next(talk, _END) is _END:
                 del talks[name]
                 # Others that end, one after the other, show that the senders are at work.
                 if grace_s is not None and name not in outcome.failed:
-                    waits_until = time.monotonic() + grace_s
+                    longest_s = max(outcome.transfers_s, default=0.0) if passes_on else 0.0
+                    waits_until = time.monotonic() + grace_s + longest_s
     return outcome
 
 

@@ -37,7 +37,7 @@ class Member(msgspec.Struct, frozen=True):
 
 @dataclass
 class Outcome:
-    """How one publish went, as rank 0 knows; elsewhere only `failed` is filled."""
+    """How one publish went, as rank 0 knows; elsewhere `failed` and `passed_over` alone."""
 
     failed: dict[str, str] = field(default_factory=dict)
     """Generators that were dropped, with the reason."""
@@ -50,6 +50,11 @@ class Outcome:
     """Parcels whose digest was not that of their content."""
     transfers_s: list[float] = field(default_factory=list)
     """How long the slowest rank of each generator took parcels, if the method says so."""
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """Generators to which another one did not pass the version on, with the reason: the method
+    serves them otherwise when it is asked again. On every rank."""
+    relayed: int = 0
+    """Generators to which another one did."""
 
 
 class Method(Protocol):
@@ -174,11 +179,12 @@ class WeightPublisher(Closing):
             return
         started = time.monotonic()
         members, self._flight = self._flight, None
-        self._take(members, self._overlapping.end())
-        if not self._held:
-            self._await_one()
-            if self._link is not None and self._then is not None:
-                self._then()
+        again = self._take(members, self._overlapping.end())
+        is_told = bool(self._held)
+        self._publish_to(again)
+        self._await_one()
+        if not is_told and self._link is not None and self._then is not None:
+            self._then()
         self._waited_s += time.monotonic() - started
 
     def _await_one(self) -> None:
@@ -244,12 +250,17 @@ class WeightPublisher(Closing):
         return is_same and self._held.get(member.name) == self._version
 
     def _publish_to(self, members: list[Member]) -> None:
-        self._take(members, self._method.publish(members, self._version) if members else Outcome())
+        while members:
+            members = self._take(members, self._method.publish(members, self._version))
 
-    def _take(self, members: list[Member], found: Outcome) -> None:
-        """Take in how a publish to these members went."""
-        outcome = self._outcome
+    def _take(self, members: list[Member], found: Outcome) -> list[Member]:
+        """Take in how a publish to these members went; those that are to be served once more."""
+        outcome, again = self._outcome, []
         for member in members:
+            if member.name in found.passed_over:
+                log.warning("served once more: %s", found.passed_over[member.name])
+                again.append(member)
+                continue
             reason = found.failed.get(member.name)
             if reason is None:
                 self._held[member.name] = self._version
@@ -268,6 +279,9 @@ class WeightPublisher(Closing):
         outcome.wire_bytes += found.wire_bytes
         outcome.damaged += found.damaged
         outcome.peak_bytes = max(outcome.peak_bytes, found.peak_bytes)
+        outcome.relayed += found.relayed
+        outcome.passed_over |= found.passed_over
+        return again
 
     def _note(self) -> None:
         """Metrics of what there was since the last ones."""
@@ -280,6 +294,8 @@ class WeightPublisher(Closing):
             Metric("publish/generators", len(self._held), "max"),
             Metric("publish/dropped_generators", self._dropped, "max"),
             Metric("publish/damaged_parcels", outcome.damaged, "sum"),
+            Metric("publish/relayed", outcome.relayed, "sum"),
+            Metric("publish/passed_over", len(outcome.passed_over), "sum"),
             Metric("publish/wire_mb", outcome.wire_bytes / 1e6, "sum"),
             Metric("publish/peak_extra_mb", outcome.peak_bytes / 1e6, "max"),
         ]

@@ -11,7 +11,8 @@ at the same time, and a generator that fails harms no other's. A publish has the
 | preparation | every rank of a copy | digests what all receivers get | - |
 | sender (`sender.py`), one a generator | every rank of its copy | sends | calls in a store |
 
-Over NCCL one thread is the sender for all generators of a rank, in turn.
+Over NCCL one thread is the sender for all generators of a rank, in turn. With `weights.relay` a
+copy serves a few generators, whose engines' ranks are the senders for others (`relays.py`).
 
 They share no group, store or socket. A transfer:
 
@@ -44,6 +45,7 @@ from megatron_rl.weights.exchange.memory.sharing import use_device
 from megatron_rl.weights.exchange.parcels import Ends, for_another, outgoing
 from megatron_rl.weights.exchange.plain import PlainParameters
 from megatron_rl.weights.exchange.plan import Plan, make_plan
+from megatron_rl.weights.exchange.sender import Sender
 from megatron_rl.weights.exchange.transport import IPC, Buffers
 from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
@@ -55,11 +57,12 @@ from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.desk import Desk, lead
 from megatron_rl.weights.publish.link import GeneratorLink, GeneratorLost
 from megatron_rl.weights.publish.publisher import Member, Outcome
-from megatron_rl.weights.publish.sender import Sender
+from megatron_rl.weights.publish.relays import COPY, Relays
 from megatron_rl.weights.publish.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
 
+_Reasons = dict[str, str]
 Kind = tuple[str, int, int, int]
 """Engines of a kind need the same slices: what a Hello says of them."""
 
@@ -108,9 +111,11 @@ class Reshard:
         self._place = copies.ranks[self._copy].index(control.rank)
         """Among the ranks of its copy."""
         self._device = next(iter(parameters.values())).device
-        self._plans: dict[Kind, Plan] = {}
-        self._opened: set[str] = set()
-        """Generators with an exchange."""
+        self._relays = Relays()
+        self._plans: dict[tuple[Kind, Kind | None], Plan] = {}
+        """By kind of the receivers, and of the senders where these are engine ranks."""
+        self._opened: dict[str, str] = {}
+        """Generators with an exchange, and who serves them."""
         self._desks: dict[str, Desk] = {}
         self._senders: dict[str, Sender] = {}
         self._groups_made = 0
@@ -136,7 +141,10 @@ class Reshard:
     ) -> None:
         """Start to serve all members. Until `end` the parameters must not change, and nobody else
         uses the link. then: see `OverlappingMethod`."""
-        self._bind(members)
+        sources = self._bind(members)
+        by_name = {member.name: member for member in members}
+        # In the order in which they are served, which is the same on all ranks.
+        members = [by_name[name] for name in sources]
         self._plain = PlainParameters(self._parameters)
         mine = [member for member in members if member.name in self._senders]
         kinds = {kind_of(member.hello) for member in mine}
@@ -152,21 +160,20 @@ class Reshard:
         if self._link is not None:
             desks = [self._desks[member.name] for member in members]
             grace_s = self._settings.grace_s if self._settings.is_concurrent else None
-            talk = partial(lead, self._link, desks, version, grace_s=grace_s)
+            talk = partial(lead, self._link, desks, version, sources, grace_s=grace_s)
             running.outcome = pool.submit(_lead, talk, len(members), then)
         prepared = {kind: pool.submit(self._prepare, kind, self._plain) for kind in kinds}
         tasks = {m.name: (self._senders[m.name], prepared[kind_of(m.hello)]) for m in mine}
         if self._settings.is_concurrent:
             running.senders = {name: pool.submit(_serve, [task]) for name, task in tasks.items()}
         elif tasks:
-            # In the members' order, which is the same on all ranks.
             running.senders = dict.fromkeys(tasks, pool.submit(_serve, list(tasks.values())))
         pool.shutdown(wait=False)
 
     def _prepare(self, kind: Kind, plain: PlainParameters) -> _Prepared:
         try:
             ends = outgoing(
-                self._plans[kind].of_sender(self._place),
+                self._plans[kind, None].of_sender(self._place),
                 plain,
                 self._settings.dtype,
                 stages_all=self._settings.backend == IPC,
@@ -187,7 +194,10 @@ class Reshard:
         """
         running, self._running = self._running, _Running()
         outcome = running.outcome.result() if running.outcome is not None else Outcome()
-        outcome.failed = self._control.share(outcome.failed, dict[str, str])
+        known = (outcome.failed, outcome.passed_over)
+        outcome.failed, outcome.passed_over = self._control.share(known, tuple[_Reasons, _Reasons])
+        for name in outcome.passed_over:
+            self._relays.serve_directly(name)
         # Senders that read on keep theirs.
         self._plain = PlainParameters(self._parameters)
         for name, sender in running.senders.items():
@@ -198,55 +208,87 @@ class Reshard:
 
     # --- who is there ---------------------------------------------------------------------------
 
-    def _bind(self, members: Sequence[Member]) -> None:
-        """Find the copy of each member, and open an exchange for those that have none."""
+    def _bind(self, members: Sequence[Member]) -> dict[str, str]:
+        """Find who serves each member, and open an exchange for those that have none with it.
+
+        The sources, in the order in which each serves its own; see `Relays`.
+        """
         for name in self._bindings.bind([member.name for member in members]):
             log.info("%s changes to copy %d of the model", name, self._bindings.of[name])
             self._leave(name)
+        sources = self._sources(members)
+        for name, source in sources.items():
+            if self._opened.get(name, source) != source:
+                self._leave(name)
         new = [member for member in members if member.name not in self._opened]
         # First, as what is impossible is so on every rank.
-        plans = [self.plan(member.hello) for member in new]
+        hellos = {member.name: member.hello for member in members}
+        plans = [self.plan(member.hello, hellos.get(sources[member.name])) for member in new]
         ports = []
         if self._link is not None:
-            ports = [self._open_desk(m, plan) for m, plan in zip(new, plans, strict=True)]
+            ports = [
+                self._open_desk(member, plan, sources[member.name])
+                for member, plan in zip(new, plans, strict=True)
+            ]
         if new:
             ports = self._control.share(ports, list[int])
         for member, port in zip(new, ports, strict=True):
-            self._opened.add(member.name)
-            if self._bindings.of[member.name] == self._copy:
-                self._senders[member.name] = Sender(
-                    rank=self._place,
-                    port=port,
-                    settings=self._settings,
-                    device=self._device,
-                    buffers=Buffers() if self._settings.is_concurrent else self._buffers,
-                )
+            self._opened[member.name] = sources[member.name]
+            if sources[member.name] == COPY and self._bindings.of[member.name] == self._copy:
+                self._senders[member.name] = self._open_sender(port)
+        return sources
 
-    def _open_desk(self, member: Member, plan: Plan) -> int:
+    def _sources(self, members: Sequence[Member]) -> dict[str, str]:
+        names = [member.name for member in members]
+        if not self._settings.relays:
+            return dict.fromkeys(names, COPY)
+        kinds = {member.name: kind_of(member.hello) for member in members}
+        order = self._relays.order(names, self._bindings.of)
+        return self._relays.sources({name: kinds[name] for name in order})
+
+    def _open_sender(self, port: int) -> Sender:
+        return Sender(
+            rank=self._place,
+            address=self._settings.host,
+            port=port,
+            deadline_s=self._settings.deadline_s,
+            dtype=self._settings.dtype,
+            device=self._device,
+            buffers=Buffers() if self._settings.is_concurrent else self._buffers,
+        )
+
+    def _open_desk(self, member: Member, plan: Plan, source: str) -> int:
         """On rank 0: the exchange's store and what is kept beside it; the store's port."""
         self._groups_made += 1
         desk = self._desks[member.name] = Desk(
             member,
             plan,
-            senders=len(self._copies.slices),
+            source=source,
             # Unique also among runs: another publisher's group is another one.
             name=f"{self._settings.name}-{self._groups_made}",
             settings=self._settings,
         )
         return desk.port
 
-    def plan(self, hello: Hello) -> Plan:
-        """The exchange of any copy with an engine. Raises InputError."""
+    def plan(self, hello: Hello, source: Hello | None = None) -> Plan:
+        """The exchange of an engine with any copy, or with the engine of `source`.
+
+        Raises InputError.
+        """
         if is_of_devices(self._settings.backend):
             check_settings(own_settings(), hello.nccl)
-        kind = kind_of(hello)
-        if kind not in self._plans:
-            self._plans[kind] = self._make_plan(hello)
-        return self._plans[kind]
+        kinds = kind_of(hello), kind_of(source) if source is not None else None
+        if kinds not in self._plans:
+            self._plans[kinds] = self._make_plan(hello, source)
+        return self._plans[kinds]
 
-    def _make_plan(self, hello: Hello) -> Plan:
+    def _make_plan(self, hello: Hello, source: Hello | None) -> Plan:
         senders, settings = self._copies.slices, self._settings
         try:
+            if source is not None:
+                senders = tuple(
+                    receiver_slices(self._shape, source, rank) for rank in range(source.world_size)
+                )
             receivers = {
                 len(senders) + rank: receiver_slices(self._shape, hello, rank)
                 for rank in range(hello.world_size)
@@ -263,10 +305,15 @@ class Reshard:
     def forget(self, name: str) -> None:
         """Close the group with a generator that is gone."""
         self._bindings.forget(name)
+        self._relays.forget(name)
         self._leave(name)
+        # Their groups hold connections to its engine.
+        for other, source in list(self._opened.items()):
+            if source == name:
+                self._leave(other)
 
     def _leave(self, name: str) -> None:
-        self._opened.discard(name)
+        self._opened.pop(name, None)
         self._desks.pop(name, None)
         sender = self._senders.pop(name, None)
         if sender is not None:
@@ -287,7 +334,7 @@ class Reshard:
 
 def _lead(talk: Callable[[], Outcome], members: int, then: Callable[[], None] | None) -> Outcome:
     outcome = talk()
-    if then is not None and len(outcome.failed) < members:
+    if then is not None and len(outcome.failed) + len(outcome.passed_over) < members:
         then()
     return outcome
 

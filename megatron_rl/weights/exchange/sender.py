@@ -1,8 +1,9 @@
-"""One trainer rank's sending to one generator, as rank 0 calls for it in the exchange's store.
+"""One rank's sending to one generator, as trainer rank 0 calls for it in the exchange's store.
 
-Runs on the ranks of the copy that serves the generator, in a thread of its own or, over NCCL, in
-one that serves all generators of the rank in turn. It uses nothing that another thread uses: store,
-group and buffers are its own, and the parameters do not change before its publish has ended.
+Runs on the trainer ranks of the copy that serves the generator, in a thread of its own or, over
+NCCL, in one that serves all generators of the rank in turn; and in the ranks of an engine that
+passes weights on (`relay.py`). It uses nothing that another thread uses: store, group and buffers
+are its own, and the parameters do not change before its publish has ended.
 """
 
 import logging
@@ -14,17 +15,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.protocol.types import Receive
-from megatron_rl.weights.exchange.group import open_store
-from megatron_rl.weights.exchange.parcels import Ends, send
-from megatron_rl.weights.exchange.transport import Buffers, Channel
-from megatron_rl.weights.publish.settings import (
+from megatron_rl.weights.exchange.calls import (
     ENGINE_MARGIN_S,
     Call,
-    ExchangeSettings,
     call_key,
     failed_key,
+    gives_key,
     prepared_key,
 )
+from megatron_rl.weights.exchange.group import open_store
+from megatron_rl.weights.exchange.parcels import Ends, send
+from megatron_rl.weights.exchange.plan import Parcel
+from megatron_rl.weights.exchange.transport import Buffers, Channel
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +38,21 @@ class Sender:
         self,
         *,
         rank: int,
+        address: str,
         port: int,
-        settings: ExchangeSettings,
+        deadline_s: float,
+        dtype: torch.dtype,
         device: torch.device,
         buffers: Buffers,
     ) -> None:
-        """rank: among those of the copy. port: of the exchange's store, on settings.host.
+        """rank: among those that send. address, port: of the exchange's store.
 
-        buffers: no other sender uses them at the same time.
+        deadline_s: of a transfer. dtype: of elements on the wire. buffers: no other sender uses
+        them at the same time.
         """
-        self._rank, self._port = rank, port
-        self._settings, self._device = settings, device
+        self._rank = rank
+        self._address, self._port, self._deadline_s = address, port, deadline_s
+        self._dtype, self._device = dtype, device
         self._buffers = buffers
         self._channel: Channel | None = None
         self._calls = 0
@@ -77,20 +83,25 @@ class Sender:
             if self._is_left:
                 self.close()
 
-    def _open(self) -> Channel:
-        store = open_store(
-            self._settings.host,
-            self._port,
-            is_master=False,
-            timeout_s=self._settings.deadline_s,
+    def given(self) -> list[list[Parcel]]:
+        """What the plan has this rank send, where rank 0 says so: to an engine's rank.
+
+        Raises RuntimeError (torch's own) when the store is gone.
+        """
+        channel = self._channel or self._open()
+        return msgspec.json.decode(
+            channel.store.get(gives_key(self._rank)), type=list[list[Parcel]]
         )
+
+    def _open(self) -> Channel:
+        store = open_store(self._address, self._port, is_master=False, timeout_s=self._deadline_s)
         self._channel = Channel(store, self._rank, self._buffers)
         return self._channel
 
     def _next_call(self, channel: Channel) -> Call:
         # Rank 0 waits for all senders and the engine's ranks before it calls, and afterwards until
         # the transfer's deadline.
-        patience_s = 3 * self._settings.deadline_s + ENGINE_MARGIN_S
+        patience_s = 3 * self._deadline_s + ENGINE_MARGIN_S
         channel.store.set_timeout(timedelta(seconds=patience_s))
         call = msgspec.json.decode(channel.store.get(call_key(self._calls)), type=Call)
         self._calls += 1
@@ -102,7 +113,7 @@ class Sender:
             peak_bytes = send(
                 ends,
                 channel.open(receive, self._device, ends_at),
-                dtype=self._settings.dtype,
+                dtype=self._dtype,
                 version=receive.version,
                 ends_at=ends_at,
             )
