@@ -11,6 +11,15 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
 
 
+def refuse_relay(quantization: str) -> None:
+    """Raise InputError where engines have no slices that they could pass on."""
+    if quantization:
+        raise InputError(
+            f"weights.relay=true with generator.quantization={quantization}: a quantised engine "
+            "takes full tensors, which it cannot pass on; leave one of them out"
+        )
+
+
 def refuse_overlap(has_gpus: bool, quantization: str) -> None:
     """Raise InputError where `weights.overlap` is not known to be safe.
 
@@ -110,10 +119,10 @@ class WeightsConfig(Section):
     """Send while the next batch is awaited, and during its forward and backward pass, up to the
     optimizer step. Needs reshard or ipc, and a trainer without GPUs."""
     relay: bool = False
-    """Generators pass a version on: those that hold it double with every transfer, where each copy of
-    the trainer's model would serve its own one after the other (over NCCL), or all at once. Of use
-    where a copy has three generators or more and is the slower end; a generator stays paused until
-    it has passed the version on. Needs reshard."""
+    """Generators pass a version on: those that hold it double with every transfer, where a copy of
+    the trainer's model serves its generators one after the other (over NCCL) or shares its links
+    among them. Of use from three generators a copy on; one that passes weights on stays paused
+    meanwhile. Needs reshard."""
     join_timeout_s: PositiveFloat = 300.0
     """With no generator left, one must come back in that time."""
 

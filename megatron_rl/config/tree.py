@@ -190,11 +190,6 @@ class Config(Section):
                 "versions of tokens would be wrong by one; set weights.kv_cache='recompute', or "
                 "leave it at false"
             )
-        if self.weights.relay and self.generator.quantization:
-            raise ValueError(
-                f"weights.relay=true with generator.quantization={self.generator.quantization!r}: "
-                "a quantised engine takes full tensors and cannot pass slices on; leave one out"
-            )
         longest = self.eval.longest(self.sampling.max_new_tokens)
         if self.generator.context_tokens <= longest:
             raise ValueError(

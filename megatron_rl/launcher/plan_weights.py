@@ -19,6 +19,7 @@ from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.layout.copies import model_copies, places_of
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
+from megatron_rl.weights.layout.relay_tree import turns_before
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import Share
@@ -42,6 +43,8 @@ class Forecast:
     peak_bytes: int
     """Most memory of any rank beside its parameters, in one exchange."""
     bucket_bytes: int
+    direct: int
+    """Engines that the trainer itself serves."""
     cost: Publish
 
     @property
@@ -59,11 +62,13 @@ def plan_weights(config: Config, console: Console) -> None:
     table.add_row("an engine rank receives, least and most", _range(found.received))
     total = sum(found.sent)
     ratio = f"{total / found.model_bytes:.3f} times the model"
-    table.add_row("all ranks send", f"{_megabytes(total)}, {ratio}")
+    table.add_row("trainer ranks send", f"{_megabytes(total)}, {ratio}")
     cost = found.cost
     table.add_row(
         "copies of the trainer's model", f"{cost.copies}, serving {cost.turns} engines each"
     )
+    if cost.is_relayed:
+        table.add_row("engines that engines serve", str(config.generator.replicas - found.direct))
     table.add_row("ranks of a process group", str(cost.group_ranks))
     table.add_row("rounds of each engine", str(found.rounds))
     share = f"{found.peak_bytes / found.bucket_bytes:.2f} times weights.bucket_bytes"
@@ -97,6 +102,9 @@ def forecast(config: Config) -> Forecast:
     bindings = Bindings(len(copies.ranks))
     bindings.bind([f"generator-{number}" for number in range(config.generator.replicas)])
     served = Counter(bindings.of.values())
+    if config.weights.relay:
+        # A place of the tree for each turn of the copy.
+        served = Counter({copy: turns_before(places) for copy, places in served.items()})
     sent, received = plan.sent_bytes(), plan.received_bytes()
     by_rank = {
         rank: served[number] * sent.get(place, 0)
@@ -110,6 +118,7 @@ def forecast(config: Config) -> Forecast:
         rounds=len(plan.rounds),
         peak_bytes=plan.peak_bytes(),
         bucket_bytes=config.weights.bucket_bytes,
+        direct=served.total(),
         cost=publish_cost(
             shape,
             config.generator,
@@ -117,6 +126,7 @@ def forecast(config: Config) -> Forecast:
             item_bytes=itemsize,
             bytes_per_s=Hardware.bytes_per_s,
             turn_s=Hardware.turn_s,
+            is_relayed=config.weights.relay,
         ),
     )
 

@@ -20,7 +20,7 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.backend.environment import device_of_host, uses_gpus
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.generator import refuse_overlap
+from megatron_rl.config.generator import refuse_overlap, refuse_relay
 from megatron_rl.config.lookup import find_function
 from megatron_rl.config.reward import CODE
 from megatron_rl.config.tree import (
@@ -77,6 +77,8 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     check_quantization(config.generator)
     if config.weights.overlap:
         check_overlap(config, listed_gpus())
+    if config.train.steps and config.weights.relay:
+        refuse_relay(config.generator.quantization)
     check_model_folder(config.model.path)
     check_vllm(config)
     if config.train.steps or config.sft.steps:

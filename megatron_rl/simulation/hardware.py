@@ -199,4 +199,5 @@ def _publish(shape: ModelShape, config: Config, assumed: Assumptions) -> Publish
         # Copies do not share what they can send.
         sender_share=0.0 if assumed.lanes == "copies" else senders_s / replica_s,
         is_overlapped=assumed.is_overlapped,
+        is_relayed=config.weights.relay and assumed.lanes == "copies",
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from megatron_rl.launcher.sizing.flops import bubble_share, causal_pairs
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.simulation.engine import EngineModel
+from megatron_rl.weights.layout.relay_tree import turns_before, turns_busy
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,13 @@ class PublishModel:
     """Of a publish beside the transfers; engines go on meanwhile."""
     is_overlapped: bool = False
     """Sent during the next step's passes, and joined before its optimizer step."""
+    is_relayed: bool = False
+    """Engines pass weights on; each lane is the root of a tree (`relay_tree.py`)."""
 
     def times(self, replicas: int) -> tuple[list[tuple[float, float]], float]:
         """([(pause, resume) of each engine], seconds until the trainer is done)."""
+        if self.is_relayed:
+            return self._relayed(replicas)
         found: list[tuple[float, float]] = []
         at = self.fixed_s
         for first in range(0, replicas, self.lanes):
@@ -84,6 +89,18 @@ class PublishModel:
             found += [(at, at + seconds)] * count
             at += seconds
         return found, at
+
+    def _relayed(self, replicas: int) -> tuple[list[tuple[float, float]], float]:
+        found = []
+        for engine in range(replicas):
+            # Dealt to the lanes in turn, as `Bindings` does.
+            place, lane = engine // self.lanes + 1, engine % self.lanes
+            places = -(-(replicas - lane) // self.lanes)
+            begins, ends = turns_before(place) - 1, turns_busy(place, places)
+            found.append(
+                (self.fixed_s + begins * self.replica_s, self.fixed_s + ends * self.replica_s)
+            )
+        return found, max(resume for _, resume in found)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,18 @@ def test_a_publish_of_24b_takes_less_than_the_paper_says(config_path: Path) -> N
     assert 3.5 < cost.whole_seconds < 5
 
 
+def test_engines_that_pass_weights_on_take_work_off_the_trainer(config_path: Path) -> None:
+    layout = [*LAYOUT, "parallel.data=2", "generator.replicas=14"]
+    alone = forecast(load_config(config_path, layout))
+    relayed = forecast(load_config(config_path, [*layout, "weights.relay=true"]))
+    # Seven for each of two copies, which serve the places 1, 2 and 4 themselves.
+    assert (alone.direct, alone.cost.turns) == (14, 7)
+    assert (relayed.direct, relayed.cost.turns) == (6, 3)
+    assert relayed.sent == tuple(size * 3 / 7 for size in alone.sent)
+    assert relayed.cost.whole_seconds == pytest.approx(alone.cost.whole_seconds * 3 / 7)
+    assert relayed.cost.total_bytes == alone.cost.total_bytes
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     code = cli.main(["plan-weights", *arguments])
     return code, capsys.readouterr().out
@@ -102,7 +114,11 @@ def test_the_command_prints_them(config_path: Path, capsys: pytest.CaptureFixtur
                   "1, serving 2 engines each", "the paper: under 5 s",
                   "0.01 times", "trainer rank 1 sends 0.011 MB"):  # fmt: skip
         assert words in text
-    assert "warning" not in text
+    assert "warning" not in text and "engines that engines serve" not in text
+    more = ["generator.replicas=3", "weights.relay=true"]
+    code, text = run(capsys, str(config_path), *LAYOUT, *more)
+    [row] = [line for line in text.splitlines() if "engines that engines serve" in line]
+    assert code == 0 and row.split()[-2] == "1"
 
 
 def test_senders_that_differ_by_more_than_a_bucket_are_a_warning(
@@ -144,5 +160,5 @@ def test_it_needs_no_framework_but_torch() -> None:
 
 
 def test_a_forecast_knows_how_much_senders_differ() -> None:
-    cost = Publish(1, 1, 1, 2, 1, 0.0, 0.0, 0.0)
-    assert Forecast((3, 9, 5), (1,), 1, 1, 1, 1, cost).spread_bytes == 6
+    cost = Publish(1, 1, 1, 2, 1, False, 0.0, 0.0, 0.0)
+    assert Forecast((3, 9, 5), (1,), 1, 1, 1, 1, 1, cost).spread_bytes == 6

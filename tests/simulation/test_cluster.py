@@ -148,6 +148,16 @@ def test_lanes_of_a_publish(lanes: int, share: float, times: list) -> None:
     assert total == pytest.approx(times[-1][1])
 
 
+def test_engines_that_pass_weights_on_stay_paused_until_they_have() -> None:
+    # Two trees: 0, 2, 4, 6 are places 1 to 4 of the first; 1, 3, 5 places 1 to 3 of the second.
+    found, total = PublishModel(2.0, lanes=2, is_relayed=True, fixed_s=1.0).times(7)
+    # Place 1 serves place 3, as its copy serves place 2, and then its copy serves place 4.
+    assert found == [(1, 5), (1, 5), (3, 5), (3, 5), (3, 5), (3, 5), (5, 7)]
+    assert total == 7
+    # 1,023 of one copy need 10 transfers, one after the other.
+    assert PublishModel(2.0, is_relayed=True).times(1023)[1] == 20
+
+
 def test_slow_verifiers_bound_the_step() -> None:
     # 128 completions of 0.5 s on 2 servers: 32 s.
     found = simulated(config_of(), model_of(verifier=VerifierModel(2, (0.5,))))

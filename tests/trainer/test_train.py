@@ -8,7 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.generator import refuse_overlap
+from megatron_rl.config.generator import WeightsConfig, refuse_overlap, refuse_relay
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.train import chosen_method
@@ -74,12 +74,18 @@ def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> 
     assert {path.name for path in (tmp_path / "run" / "hf").iterdir()} == {"final", "control"}
 
 
-def test_overlap_is_refused_where_it_is_not_known_to_be_safe() -> None:
+def test_overlap_and_relays_are_refused_where_they_are_not_known_to_be_safe() -> None:
     refuse_overlap(has_gpus=False, quantization="")
     with pytest.raises(InputError, match="weights.overlap=true needs a trainer without GPUs"):
         refuse_overlap(has_gpus=True, quantization="")
     with pytest.raises(InputError, match="with generator.quantization=fp8"):
         refuse_overlap(has_gpus=False, quantization="fp8")
+    refuse_relay("")
+    with pytest.raises(InputError, match="relay=true with generator.quantization=fp8: .* pass on"):
+        refuse_relay("fp8")
+    for method in ("ipc", "broadcast", "disk"):
+        with pytest.raises(ValueError, match=f"relay=true with weights.method={method}"):
+            WeightsConfig(method=method, relay=True)
     for method in ("broadcast", "disk"):
         with pytest.raises(ValueError, match=f"overlap=true with weights.method={method}"):
             Config.model_validate({"weights": {"overlap": True, "method": method}})

@@ -59,7 +59,7 @@ class Setup:
     is_concurrent: bool = True
     relays: bool = False
     link_bytes_per_s: int = 0
-    """What a trainer rank sends to an engine rank at most; 0: no limit."""
+    """What a rank sends to an engine rank at most; 0: no limit."""
 
     @property
     def trainers(self) -> int:
@@ -95,10 +95,10 @@ def play(setup: Setup, folder: Path) -> Any:
     """Steps of a trainer rank, or the notes of a generator."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    if rank < setup.trainers:
-        with limited_links(setup.link_bytes_per_s):
+    with limited_links(setup.link_bytes_per_s):
+        if rank < setup.trainers:
             return train(setup, folder, rank)
-    return host(setup.port, setup.generators[rank - setup.trainers], folder)
+        return host(setup.port, setup.generators[rank - setup.trainers], folder)
 
 
 def train(setup: Setup, folder: Path, rank: int) -> list[Step]:

@@ -21,8 +21,7 @@ SO_MAX_PACING_RATE = 47
 def limited_links(bytes_per_s: int) -> Iterator[None]:
     """In the block, each connection of an exchange over gloo sends at most so much from its start.
 
-    In a trainer rank: an engine rank that one trainer rank serves takes at most so much. 0: no
-    limit.
+    In a sender: an engine rank that a single rank serves takes at most so much. 0: no limit.
     """
     if not bytes_per_s:
         yield

@@ -10,6 +10,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import GeneratorConfig
 from megatron_rl.launcher.sizing.gpus import GIB, MIB
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
+from megatron_rl.weights.layout.relay_tree import turns_before
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
 
@@ -111,18 +112,32 @@ class Publish:
     group_ranks: int
     """Of a copy and an engine."""
     turns: int
-    """Generators that the busiest copy serves, one after the other."""
+    """Transfers, one after the other, until all generators are served: by the busiest copy, or with
+    `is_relayed` also by those that hold the version."""
+    is_relayed: bool
+    """Generators pass weights on (weights.relay)."""
     seconds: float
     """Of the transfers of all turns; digests and pauses are not counted."""
     turn_s: float
     """Assumed for a turn beside its transfer."""
     least_seconds: float
-    """Of the transfers, if all senders sent all the time: the senders' bandwidth."""
+    """Of the transfers, if the trainer's ranks alone sent, all of the time: their bandwidth."""
 
     @property
     def whole_seconds(self) -> float:
         """That the trainer waits."""
         return self.seconds + self.turns * self.turn_s
+
+    def relay_advice(self) -> list[str]:
+        """What weights.relay would save, where a publish takes longer than the paper says."""
+        turns = turns_before(self.turns)
+        if self.is_relayed or self.whole_seconds <= PAPER_PUBLISH_S or turns == self.turns:
+            return []
+        return [
+            f"a publish takes {self.whole_seconds:.1f} s: with weights.relay=true engines pass "
+            f"weights on, in {turns} turns instead of {self.turns}, "
+            f"{turns * self.whole_seconds / self.turns:.1f} s"
+        ]
 
 
 def publish_cost(
@@ -133,6 +148,7 @@ def publish_cost(
     item_bytes: int,
     bytes_per_s: float,
     turn_s: float = 0.0,
+    is_relayed: bool = False,
 ) -> Publish:
     """Bytes and seconds, where each rank sends or receives `bytes_per_s`. Raises InputError.
 
@@ -141,7 +157,8 @@ def publish_cost(
     """
     ranks = engine_rank_bytes(shape, generator, item_bytes)
     senders = len(copies[0])
-    turns = -(-generator.replicas // len(copies))
+    served = -(-generator.replicas // len(copies))
+    turns = turns_before(served) if is_relayed else served
     total = generator.replicas * sum(ranks)
     # Over NCCL a copy serves its generators in turn: see weights/publish/settings.py.
     slowest = max(max(ranks), sum(ranks) / senders)
@@ -151,7 +168,8 @@ def publish_cost(
         copies=len(copies),
         group_ranks=senders + len(ranks),
         turns=turns,
+        is_relayed=is_relayed,
         seconds=turns * slowest / bytes_per_s,
         turn_s=turn_s,
-        least_seconds=max(max(ranks), turns * sum(ranks) / senders) / bytes_per_s,
+        least_seconds=max(max(ranks), served * sum(ranks) / senders) / bytes_per_s,
     )

@@ -142,6 +142,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         item_bytes=item_bytes,
         bytes_per_s=hardware.bytes_per_s,
         turn_s=hardware.turn_s,
+        is_relayed=config.weights.relay,
     )
     step = _step(shape, config, hardware, mean)
     stages = _stages(config, hardware, mean_tokens) if config.stages else ()
@@ -375,4 +376,6 @@ def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> l
             f"a transfer takes {publish.seconds / publish.turns:.0f} s, longer than "
             f"weights.deadline_s={config.weights.deadline_s:.0f}"
         )
+    if config.weights.method == "reshard" and not generator.quantization:
+        found += publish.relay_advice()
     return found

@@ -1,33 +1,15 @@
 """Which generator gets its weights from another one instead of the trainer.
 
-Pure; every trainer rank finds the same.
-
-The generators of a copy of the model stand in a binomial tree, whose root is the copy:
-
-    copy ── 1 ── 3 ── 7
-     │      └─── 5
-     ├───── 2 ── 6
-     └───── 4
-
-Place n gets its weights from the place that is n without its highest bit. Where each place serves
-its own one after the other, in their order, those that hold a version double with every transfer:
-place n has it after `turns(n)` of them, where the copy alone would need n.
+Pure; every trainer rank finds the same. The generators of each copy of the model stand in a tree,
+whose root is the copy: see `relay_tree.py`.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 
+from megatron_rl.weights.layout.relay_tree import source_of
+
 COPY = ""
 """In place of a generator's name: the copy of the model to which it is bound."""
-
-
-def turns(place: int) -> int:
-    """Transfers, one after the other, after which the place (from 1 on) has a version."""
-    return place.bit_length()
-
-
-def _source(place: int) -> int:
-    """The place that serves this one; 0 is the copy."""
-    return place - (1 << (place.bit_length() - 1))
 
 
 class Relays:
@@ -60,9 +42,9 @@ class Relays:
         found = {}
         for name, kind in kinds.items():
             copy, place = self._places[name]
-            source = _source(place)
+            source = source_of(place)
             while source and kinds.get(at.get((copy, source), COPY)) != kind:
-                source = _source(source)
+                source = source_of(source)
             is_direct = not source or name in self._direct
             found[name] = COPY if is_direct else at[copy, source]
         return found

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.weights.publish.relays import COPY, Relays, turns
+from megatron_rl.weights.layout.relay_tree import turns_before, turns_busy
+from megatron_rl.weights.publish.relays import COPY, Relays
 from tests.weights.plays import SLACK_S, publish, versions
 from tests.weights.scripted_generators import Generator
 
@@ -24,7 +25,7 @@ def sources(relays: Relays, names: str, copies: int = 1) -> dict[str, str]:
 
 
 def served_after(found: dict[str, str]) -> dict[str, int]:
-    """Transfers after which each holds a version, where each source serves one at a time.
+    """Transfers after which each holds a version, where everybody serves one at a time.
 
     Counted step by step, by whoever holds it and has somebody to serve.
     """
@@ -52,7 +53,12 @@ def test_those_that_hold_a_version_double(number: int) -> None:
     found = relays.sources(dict.fromkeys(relays.order(names, dict.fromkeys(names, 0)), "kind"))
     after = served_after(found)
     assert max(after.values()) == math.ceil(math.log2(number + 1))
-    assert [after[name] for name in names] == [turns(place) for place in range(1, number + 1)]
+    places = range(1, number + 1)
+    assert [after[name] for name in names] == [turns_before(place) for place in places]
+    busy = {s: max(after[n] for n in names if found[n] == s) for s in found.values() if s}
+    assert [busy.get(name, after[name]) for name in names] == [
+        turns_busy(place, number) for place in places
+    ]
 
 
 def test_an_empty_place_is_filled_and_what_is_below_it_goes_to_the_next_above() -> None:

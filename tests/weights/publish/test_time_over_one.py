@@ -15,34 +15,44 @@ LINK_BYTES_PER_S = 2_000_000
 """So little that four links together need a hundredth of a core: noise is small beside it."""
 
 
-def seconds_of_one_and_four(folder: Path, **options: object) -> tuple[float, float]:
-    """The trainer's wait for a publish to one generator, and for one to four of them."""
-    shape = {"shape": WIDE}
+def seconds_of_one_and_all(
+    folder: Path, others: str = "bcd", **options: object
+) -> tuple[float, float]:
+    """The trainer's wait for a publish to one generator, and for one to it and the others."""
+    shape, number = {"shape": WIDE}, 1 + len(others)
     generators = [
-        Generator("a", **shape), *(Generator(each, **shape, starts_after=1) for each in "bcd")
+        Generator("a", **shape), *(Generator(each, **shape, starts_after=1) for each in others)
     ]  # fmt: skip
+    # Groups are formed in the first publish to all.
     steps, notes = publish(
-        folder, generators, "publish 0, publish 1, admit 4, publish 2",
+        folder, generators, f"publish 0, publish 1, admit {number}, publish 2, publish 3",
         shape=WIDE, bucket_bytes=400_000, deadline_s=20, link_bytes_per_s=LINK_BYTES_PER_S,
         **options,
     )  # fmt: skip
-    for name in "abcd":
-        assert versions(notes[name])[-1] == 2
-    one, four = steps[1], steps[3]
-    assert [step.outcomes[-1].wire_bytes for step in (one, four)] == [NBYTES, 4 * NBYTES]
+    for name in notes:
+        assert versions(notes[name])[-1] == 3
+    one, all_ = steps[1], steps[-1]
+    assert [step.outcomes[-1].wire_bytes for step in (one, all_)] == [NBYTES, number * NBYTES]
     # Each takes all bytes over its own link, and the kernel lets no link carry more.
-    assert min(one.seconds, four.seconds) > 0.9 * NBYTES / LINK_BYTES_PER_S
-    return one.seconds, four.seconds
+    assert min(one.seconds, all_.seconds) > 0.9 * NBYTES / LINK_BYTES_PER_S
+    return one.seconds, all_.seconds
 
 
 def test_four_generators_at_the_end_of_slow_links_wait_about_as_long_as_one(
     tmp_path: Path,
 ) -> None:
-    one_s, four_s = seconds_of_one_and_four(tmp_path, data=2)
+    one_s, four_s = seconds_of_one_and_all(tmp_path, data=2)
     assert four_s <= 1.3 * one_s
 
 
 def test_served_in_turn_by_two_copies_four_wait_for_two(tmp_path: Path) -> None:
     # As over NCCL: what the bound above would find if lanes waited for each other.
-    one_s, four_s = seconds_of_one_and_four(tmp_path, data=2, is_concurrent=False)
+    one_s, four_s = seconds_of_one_and_all(tmp_path, data=2, is_concurrent=False)
     assert 1.7 * one_s <= four_s <= 2.6 * one_s
+
+
+def test_seven_that_pass_weights_on_wait_for_three_transfers_of_one_copy(tmp_path: Path) -> None:
+    # Served in turn by the copy alone they would wait for seven.
+    options = {"is_concurrent": False, "relays": True}
+    one_s, seven_s = seconds_of_one_and_all(tmp_path, "bcdefg", **options)
+    assert 2.7 * one_s <= seven_s <= 1.2 * 3 * one_s
