@@ -17,9 +17,8 @@ import torch
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_publisher
-from megatron_rl.weights.exchange import parcels
+from megatron_rl.weights.exchange import parcels, sender
 from megatron_rl.weights.folders.export import save_hf
-from megatron_rl.weights.publish import sender
 from megatron_rl.weights.publish.publisher import WeightPublisher
 
 ADMIT_S = 100.0

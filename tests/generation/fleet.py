@@ -66,10 +66,19 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Fleet:
-    """Generators 0 .. n - 1 of one run: the first is SGLang, inspected; the others are hf."""
+    """Generators 0 .. n - 1 of one run: the first are SGLang, inspected; the others are hf."""
 
-    def __init__(self, folder: Path, kind: str, *, tensor_parallel: int, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        *,
+        tensor_parallel: int,
+        replicas: int = 1,
+        sglang_servers: int = 1,
+    ) -> None:
         self.kind, self.tensor_parallel = kind, tensor_parallel
+        self._sglang_servers = sglang_servers
         write_model(folder / "model", seed=0, **MODELS[kind])
         write_tokenizer(folder / "model")
         config = Config.model_validate(
@@ -119,7 +128,7 @@ class Fleet:
         """Start one generator; the one that it replaces has ended."""
         command = [sys.executable, "-m", "generation.worker", f"--index={index}"]
         command += ["--config", str(self.config.run.dir / "config.toml")]
-        if index:
+        if index >= self._sglang_servers:
             command += ["generator.engine=hf", "generator.tensor_parallel=1"]
         with (self.config.run.dir / f"worker-{index}.log").open("ab") as log:
             self._processes[index] = subprocess.Popen(

@@ -86,6 +86,21 @@ def test_every_engine_parameter_equals_the_export_bit_for_bit(
         one.check_logprobs(index, tmp_path / "0", version=0)
 
 
+def test_servers_pass_a_version_on_to_each_other(tmp_path: Path) -> None:
+    """Three servers of one copy of two ranks: the first one serves the third."""
+    servers = {"tensor_parallel": 1, "replicas": 3, "sglang_servers": 3}
+    exports = (tmp_path / "0", tmp_path / "1")
+    with Fleet(tmp_path / "fleet", "llama-tied", **servers) as one:
+        found = publish(one, TENSOR, Script(exports, salt=0.1), relay=True)
+        for published in found:
+            assert published.metrics["publish/generators"] == 3
+            assert published.metrics["publish/relayed"] == 1
+            assert published.metrics["publish/passed_over"] == 0
+            assert published.metrics["publish/damaged_parcels"] == 0
+        for index in range(3):
+            one.check_logprobs(index, exports[-1], version=1)
+
+
 @pytest.mark.parametrize("method", ["broadcast", "disk", "ipc"])
 def test_other_methods_reach_engines_of_different_layouts(
     fleet: Callable[[str, int], Fleet], method: str, tmp_path: Path

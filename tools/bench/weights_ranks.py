@@ -24,9 +24,8 @@ from megatron_rl.protocol.process import run_main, set_up_logging
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.train import open_method
-from megatron_rl.weights.exchange import parcels
+from megatron_rl.weights.exchange import parcels, sender
 from megatron_rl.weights.exchange.packets import Packet
-from megatron_rl.weights.publish import sender
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Member, Method, Outcome
