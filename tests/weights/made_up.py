@@ -1,5 +1,6 @@
 """Weights of a small model that differ by tensor, place and version; for tests of publishing."""
 
+import os
 from collections import defaultdict
 from zlib import crc32
 
@@ -26,14 +27,25 @@ def values(shape: ModelShape, name: str, version: int) -> Tensor:
     return ((places + crc32(name.encode()) % 1000 + 101 * version) % 4093).float()
 
 
-def allocate(slices: list[Slice]) -> dict[str, Tensor]:
+def allocate(slices: list[Slice], device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Parameters of -1 with room for the slices."""
     sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for part in slices:
         size = sizes[part.local]
         size[0] = max(size[0], part.local_row + part.rows)
         size[1] = max(size[1], part.local_column + part.columns)
-    return {name: torch.full((rows, columns), -1.0) for name, (rows, columns) in sizes.items()}
+    return {name: torch.full(size, -1.0, device=device) for name, size in sizes.items()}
+
+
+def own_device(kind: str, peer: str) -> torch.device:
+    """Of this process, the only one of that name. All share a GPU.
+
+    NCCL refuses that unless they seem to be on different hosts.
+    """
+    if kind != "cpu":
+        os.environ["NCCL_HOSTID"] = peer
+        torch.cuda.set_device(0)
+    return torch.device(kind)
 
 
 def fill(

@@ -29,7 +29,7 @@ from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Method, Outcome, WeightPublisher
 from megatron_rl.weights.publish.reshard import Reshard
 from megatron_rl.weights.publish.settings import ExchangeSettings
-from tests.weights.made_up import SHAPE, allocate, fill, values
+from tests.weights.made_up import SHAPE, allocate, fill, own_device, values
 from tests.weights.scripted_generators import Generator, host
 from tools.bench.links import limited_links
 
@@ -48,6 +48,7 @@ class Setup:
     until N generators hold the version; "meet N", until N have said hello; "rest S" for so many
     seconds; "spoil V": the parameters become those of V, as by an optimizer step."""
     method: str = "reshard"
+    """Of the section `weights`, or "nccl": reshard on a GPU that all share."""
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
@@ -193,7 +194,8 @@ def open_method(
 ) -> tuple[Method, Callable[[], None]]:
     """The method, and what makes the parameters those of `version[0]`."""
     name = control.share(f"test-{time.time_ns()}", str)
-    backend = IPC if setup.method == "ipc" else "gloo"
+    backend = {"ipc": IPC, "nccl": "nccl"}.get(setup.method, "gloo")
+    device = own_device("cuda" if backend == "nccl" else "cpu", f"trainer-{control.rank}")
     settings = ExchangeSettings(
         "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name,
         setup.grace_s, setup.is_concurrent, setup.relays,
@@ -202,7 +204,7 @@ def open_method(
     places = [place_of(rank, setup.trainers, like) for rank in range(setup.trainers)]
     mine = trainer_slices(setup.shape, places[control.rank])
     copies = model_copies(setup.shape, places)
-    parameters = allocate(mine)
+    parameters = allocate(mine, device)
 
     def full() -> dict[str, Tensor]:
         sizes = hf_shapes(setup.shape)

@@ -33,7 +33,7 @@ from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
-from tests.weights.made_up import SHAPE, allocate, fill
+from tests.weights.made_up import SHAPE, allocate, fill, own_device
 
 FILE_PATIENCE_S = 60.0
 POLL_S = 0.02
@@ -53,6 +53,7 @@ class Generator:
     """Step of the trainer that it waits for; -1: none."""
     expert: int = 1
     """Ranks among which whole experts are divided."""
+    device: str = "cpu"
 
 
 def host(port: int, generator: Generator, folder: Path) -> list[dict[str, Any]]:
@@ -201,7 +202,8 @@ class ScriptedRank:
             if generator.ranks
             else hf_slices(self._shape)
         )
-        self._parameters = allocate(self._slices)
+        device = own_device(generator.device, f"{generator.name}-{rank}")
+        self._parameters = allocate(self._slices, device)
         dtype = torch.float32
         self._exchange = EngineRank(lambda: self._parameters, rank, dtype, may_pad_ffn=False)
         self._rank = rank
@@ -235,7 +237,7 @@ class ScriptedRank:
     def is_right(self, version: int, fault: str) -> bool:
         expected = allocate(self._slices)
         fill(expected, self._slices, self._shape, version)
-        return all(torch.equal(self._parameters[name], expected[name]) for name in expected)
+        return all(torch.equal(self._parameters[name].cpu(), expected[name]) for name in expected)
 
     def join(self, message: JoinGroup, fault: str) -> bool:
         self._group = open_group(message, message.rank_offset)
