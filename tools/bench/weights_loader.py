@@ -20,8 +20,8 @@ from generation import sglang_loader
 from generation.sglang_orders import ORDERS_VARIABLE, read_order
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange import receiver
+from megatron_rl.weights.exchange.engine_rank import EngineRank
 from megatron_rl.weights.exchange.parcels import receive
-from megatron_rl.weights.exchange.receiver import Receiver
 from tools.bench.weights_exchanges import RECEIVE
 
 LOADER = "tools.bench.weights_loader.load"
@@ -36,13 +36,13 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
     with noted_growth(path.with_suffix(f".growth-{os.getpid()}.jsonl"), order.group_name):
         method = order.group_name.partition("-")[0]
         with patch.object(receiver, "receive", RECEIVE.get(method, receive)):
-            _receiver(model, method).take(order)
+            _rank(model, method).obey(order)
 
 
 @functools.cache
-def _receiver(model: torch.nn.Module, method: str) -> Receiver:
+def _rank(model: torch.nn.Module, method: str) -> EngineRank:
     """The product's, one a method: each keeps its group between the turns of the others."""
-    return sglang_loader._receiver.__wrapped__(model)
+    return sglang_loader._rank.__wrapped__(model)
 
 
 @contextmanager
