@@ -25,6 +25,7 @@ from megatron_rl.weights.exchange.transport import Buffers, Channel
 from megatron_rl.weights.layout.engine_layout import hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.publish.reshard import receiver_slices
+from tests.generation.passed_on import PassedOn, plan_passing, take_passed_on
 from tests.ports import free_port
 
 TIMEOUT_S = 30.0
@@ -121,7 +122,7 @@ def serve_trainer(pipe: Connection) -> None:
     """Take rank 0's part in what the pipe asks for.
 
     That is a JoinGroup, bytes to broadcast, an Exchange to prepare, (Exchange, parameters) to send,
-    or None to leave the group that was opened last.
+    a PassedOn to take, or None to leave the group that was opened last.
     """
     torch.set_num_threads(1)
     closings: list[Callable[[], None]] = []
@@ -142,6 +143,8 @@ def serve_trainer(pipe: Connection) -> None:
         elif isinstance(asked, Exchange):
             sender = SliceSender(asked)
             closings.append(sender.close)
+        elif isinstance(asked, PassedOn):
+            take_passed_on(asked)
         elif isinstance(asked, tuple):
             check_reports(sender.send(*asked), asked[0].plan)
         else:
@@ -175,14 +178,18 @@ class SlicePublisher:
         self, engine: Engine, trainer: TrainerProcess, shape: ModelShape, group_name: str
     ) -> None:
         self._engine, self._trainer = engine, trainer
-        hello = Hello(engine.world_size, engine.name, "", ffn_multiple=engine.ffn_multiple)
-        self._exchange = plan_exchange(shape, hello, group_name)
+        self._shape = shape
+        self._hello = Hello(engine.world_size, engine.name, "", ffn_multiple=engine.ffn_multiple)
+        self._exchange = plan_exchange(shape, self._hello, group_name)
         self._attempts = 0
 
     async def open(self) -> None:
         await asyncio.to_thread(self._trainer.ask, self._exchange)
 
-    async def publish(self, model: LlamaForCausalLM, version: int) -> None:
+    async def publish(
+        self, model: LlamaForCausalLM, version: int, *, passes_on: bool = False
+    ) -> None:
+        """passes_on: also to another engine, before this one goes on."""
         await self._engine.pause()
         self._attempts += 1
         exchange = of_attempt(self._exchange, self._attempts, version)
@@ -190,6 +197,13 @@ class SlicePublisher:
             self._engine.receive(exchange.receive),
             asyncio.to_thread(self._trainer.ask, (exchange, parameters_of(model))),
         )
+        if passes_on:
+            passed_on = plan_passing(self._shape, self._hello, version, parameters_of(model))
+            # Rank 0 makes the store before it asks; here both begin at once, and ranks wait for it.
+            await asyncio.gather(
+                self._engine.pass_on(passed_on.order),
+                asyncio.to_thread(self._trainer.ask, passed_on),
+            )
         await self._engine.resume(version)
 
     async def close(self) -> None:

@@ -217,6 +217,27 @@ def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
         )
 
 
+def test_an_engine_passes_on_what_it_took_and_goes_on(
+    driver: Driver,
+    old_weights: SlicePublisher,
+    old_model: LlamaForCausalLM,
+    new_model: LlamaForCausalLM,
+) -> None:
+    version = driver.engine.version
+    publish = old_weights.publish(new_model, version + 1, passes_on=True)
+    # The other engine compares each of its parameters.
+    found = driver.run(driver.collect_amid(publish, PROMPT, Sampling(400, 1.0), 24))
+    spanning = [completion for completion in found if len(completion.spans) == 2]
+    assert spanning, "no completion was in flight during the publish"
+    for completion in spanning:
+        expected = mixed_logprobs(
+            old_model, new_model, PROMPT, completion.token_ids, cut=completion.spans[0].end
+        )
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
+        )
+
+
 def test_after_a_publish_no_request_reuses_the_older_prefix(
     driver: Driver, old_weights: SlicePublisher, new_model: LlamaForCausalLM
 ) -> None:
