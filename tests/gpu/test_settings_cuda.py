@@ -135,8 +135,7 @@ def segments() -> list[bool]:
     return [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
 
 
-def test_segments_are_expandable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in trainer_environment("cuda", expandable_segments=True, given={}).items():
-        monkeypatch.setenv(name, value)
-    [found] = run_ranks(segments, 1, timeout_s=LIMIT_S)
+def test_segments_are_expandable() -> None:
+    environment = trainer_environment("cuda", expandable_segments=True, given={})
+    [found] = run_ranks(segments, 1, timeout_s=LIMIT_S, env=environment)
     assert found and all(found)
