@@ -224,4 +224,5 @@ def adam_difference() -> float:
 
 
 def test_fused_adam_steps_like_torch_adamw() -> None:
-    assert run_ranks(adam_difference, 1)[0] < 1e-6
+    # Some units in the last place of numbers up to 4; a wrong moment or decay gives 1e-3.
+    assert run_ranks(adam_difference, 1)[0] < 1e-5
