@@ -202,6 +202,17 @@ def test_two_gpus_learn_like_one(model_folder: Path, layout: str) -> None:
     assert together == pytest.approx(alone, rel=1e-2)
 
 
+@needs_two_gpus
+@needs_engine
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_fp8_of_divided_positions_learns_like_bf16(model_folder: Path, recipe: str) -> None:
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
+    divided = ["parallel.tensor=2", "parallel.sequence=true", f"model.fp8={recipe}"]
+    together = run_ranks(losses, 2, [*common, *divided], timeout_s=300)[0]
+    alone = run_ranks(losses, 1, common, timeout_s=300)[0]
+    assert together == pytest.approx(alone, rel=5e-2)
+
+
 def adam_difference() -> float:
     """Largest difference of parameters after 5 steps of the chosen Adam and torch's AdamW."""
     from megatron.core import optimizer as megatron_optimizer
