@@ -158,3 +158,18 @@ def test_segments_are_expandable() -> None:
     environment = trainer_environment("cuda", expandable_segments=True, given={})
     [found] = run_ranks(segments, 1, timeout_s=LIMIT_S, env=environment)
     assert found and all(found)
+
+
+def libraries() -> dict[str, list[str]]:
+    """Files of each of torch's libraries in this process, beside TransformerEngine."""
+    importlib.import_module("transformer_engine.pytorch")
+    torch.nn.Conv2d(1, 1, 1, device="cuda")(torch.ones(1, 1, 8, 8, device="cuda"))
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").open() if ".so" in line}
+    names = ("libcudnn.so", "libcublas.so", "libnvrtc.so", "libnccl.so")
+    return {name: sorted(path for path in paths if name in path) for name in names}
+
+
+def test_no_library_is_loaded_twice() -> None:
+    environment = trainer_environment("cuda", expandable_segments=False, given={})
+    [found] = run_ranks(libraries, 1, timeout_s=LIMIT_S, env=environment)
+    assert found["libcudnn.so"] and all(len(paths) <= 1 for paths in found.values()), found
