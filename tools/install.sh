@@ -127,7 +127,8 @@ check_disk() {
     free_kb=$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')
     used_kb=$(du -sk "$VENV" 2>/dev/null | cut -f1 || true)
     [ $((free_kb + ${used_kb:-0})) -ge "$needed_kb" ] ||
-        fail "$ROOT has $((free_kb / 1024)) MiB free; mode $MODE needs $((needed_kb / 1024))"
+        fail "$ROOT has $((free_kb / 1024)) MiB free; mode $MODE needs $((needed_kb / 1024))" \
+            "make room there, or move the clone to another disk"
 }
 
 # Everything that decides what .venv holds, its place included: a virtual environment cannot move.

@@ -100,6 +100,9 @@ def test_doctor_checks_the_compiler_where_engines_run_on_gpus(
     monkeypatch.setattr(doctor, "_version", versions.get)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    texts = {what: text for _, what, text in doctor._check_gpu_host()}
+    assert texts["transformer-engine-torch"].startswith("missing: bash tools/install.sh gpu")
+    assert f"no {tmp_path}/bin/nvcc; install the toolkit of CUDA 13.0" in texts["nvcc 13"]
     found = {what: is_good for is_good, what, _ in doctor._check_gpu_host()}
     # This test's toolkit has no compiler, and nothing was compiled with it.
     assert found["nvcc 13"] is False and found["transformer-engine-torch"] is False

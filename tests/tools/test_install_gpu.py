@@ -120,6 +120,7 @@ def test_too_little_disk_is_refused_before_anything_is_installed(tmp_path: Path)
     done = host.install("gpu")
     assert done.returncode == 1
     assert "13312 MiB free; mode gpu needs 14336" in done.stderr
+    assert "make room there, or move the clone to another disk" in done.stderr
     assert not (host.project.root / ".venv").exists()
 
 
