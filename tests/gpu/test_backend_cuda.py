@@ -146,7 +146,8 @@ def losses_beside_reference(overrides: list[str]) -> tuple[list[float], list[tor
 def test_a_reference_in_the_policys_place_changes_no_step(model_folder: Path) -> None:
     common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
     found, logprobs = run_ranks(losses_beside_reference, 1, common, timeout_s=300)[0]
-    assert found == pytest.approx(run_ranks(losses, 1, common, timeout_s=300)[0], rel=1e-3)
+    # Attention's backward pass on CUDA sums in no fixed order.
+    assert found == pytest.approx(run_ranks(losses, 1, common, timeout_s=300)[0], rel=5e-3)
     for later in logprobs[1:]:
         torch.testing.assert_close(later, logprobs[0], rtol=0, atol=1e-3)
 

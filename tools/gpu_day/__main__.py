@@ -97,7 +97,7 @@ def summary(rows: list[Row], outcomes: dict[str, Outcome], host: str) -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--minutes", type=float, default=120.0, help="no longer than that")
-    parser.add_argument("--test-s", type=float, default=240.0, help="deadline of each test")
+    parser.add_argument("--test-s", type=float, default=300.0, help="deadline of each test")
     parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder of what is found")
     parser.add_argument(
         "--only", nargs="+", default=[], help="files whose path has one of the words"
