@@ -36,7 +36,7 @@ import pathlib, sys
 
 STUB_PYTEST = """
 import json, os, pathlib, sys
-names = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
+names = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE", "PATH")
 found = {"arguments": sys.argv[1:]} | {name: os.environ.get(name) for name in names}
 (pathlib.Path(sys.prefix) / "tested.json").write_text(json.dumps(found))
 """

@@ -79,6 +79,7 @@ def test_the_tests_of_a_gpu_host_run_on_its_own_builds_and_settings(host: GpuHos
     tested = host.found("tested.json")
     assert tested["arguments"][-2:] == ["-m", "gpu"]
     assert tested["HF_HUB_OFFLINE"] == "1"
+    assert tested["PATH"].split(":")[0] == str(host.project.root / ".venv" / "bin")
     assert tested["OMP_NUM_THREADS"] is None and tested["TORCHDYNAMO_DISABLE"] is None
     # The build of torch that was there still is.
     versions = {path.name for path in (host.project.root / ".venv").rglob("torch-*.dist-info")}
