@@ -46,7 +46,6 @@ PRELOAD = (
 START_TIMEOUT_S = 60.0
 FORKED_S, ANEW_S = 60.0, 300.0
 """What ranks have at most, if the caller does not say: forked ones, and those started anew."""
-SERVERS_OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 _server: "RankServer | None" = None
 
 
@@ -84,7 +83,7 @@ def run_ranks(
             "env": env or {},
             "path": sys.path,
             "forks": forks,
-            "environ": {} if forks else {**os.environ, **SERVERS_OWN},
+            "environ": {} if forks else own_environment(),
         }
         try:
             failures = _server.run(job, timeout_s + 10)
@@ -105,6 +104,12 @@ def may_fork() -> bool:
     return sglang_cpu.is_needed()
 
 
+def own_environment() -> dict[str, str]:
+    """The caller's, with this tree's modules before all others, and a thread for each process."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
 def stop_server() -> None:
     """End the server process; the next run_ranks starts another."""
     global _server
@@ -120,7 +125,7 @@ class RankServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed"],
             cwd=ROOT,
-            env={**os.environ, **SERVERS_OWN},
+            env=own_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -81,18 +81,21 @@ def test_ranks_come_after_the_thread_in_which_the_server_was_started() -> None:
     assert len(run_ranks(importer_and_self, 2)) == 2
 
 
-def variables() -> tuple[str | None, str]:
-    return os.environ.get("SET_LATER"), os.environ["OMP_NUM_THREADS"]
+def variables() -> tuple[str | None, str, list[str]]:
+    path = os.environ["PYTHONPATH"].split(os.pathsep)
+    return os.environ.get("SET_LATER"), os.environ["OMP_NUM_THREADS"], path
 
 
 def test_ranks_that_are_started_anew_have_the_callers_environment_of_the_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server may have been started under another one, which hid a GPU."""
-    assert run_ranks(variables, 1, forks=False) == [(None, "1")]
+    monkeypatch.setenv("PYTHONPATH", "/of/the/caller")
+    path = [str(distributed.ROOT), "/of/the/caller"]
+    assert run_ranks(variables, 1, forks=False) == [(None, "1", path)]
     monkeypatch.setenv("SET_LATER", "yes")
-    assert run_ranks(variables, 1, forks=False) == [("yes", "1")]
-    assert run_ranks(variables, 1, forks=False, env={"SET_LATER": "no"}) == [("no", "1")]
+    assert run_ranks(variables, 1, forks=False) == [("yes", "1", path)]
+    assert run_ranks(variables, 1, forks=False, env={"SET_LATER": "no"}) == [("no", "1", path)]
 
 
 def test_ranks_fork_where_there_is_no_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
