@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-_END_S = 5.0
+_END_S = 30.0
+"""Of a killed process: one that holds a GPU gives its memory back first, which takes seconds."""
 
 
 class ServerChild:

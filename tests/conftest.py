@@ -2,7 +2,7 @@
 
 Of the cases of a test marked `sampled(count)` so many are drawn by a seed; the others become
 `exhaustive`. Of exhaustive tests `--share` draws a part. Files start by their `slow(seconds)`,
-the longest first, because workers take one file after the other.
+the longest first, because workers take one file after the other. Tests marked `gpu` have more time.
 """
 
 from collections import defaultdict
@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from tests.sampling import commit_seed, draw, is_drawn
+
+GPU_TIMEOUT_S = 600
+"""Of a test on a GPU that names no deadline: its processes import everything anew, and compile
+kernels when they first use them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +54,7 @@ def repeat_options(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip_gpu_tests(items)
+    give_gpu_tests_time(items)
     mark_what_is_not_drawn(items, config.option.matrix_seed)
     take_share(config, items)
     put_slow_files_first(items)
@@ -59,6 +64,12 @@ def skip_gpu_tests(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def give_gpu_tests_time(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(GPU_TIMEOUT_S))
 
 
 def mark_what_is_not_drawn(items: list[pytest.Item], seed: str) -> None:

@@ -8,7 +8,7 @@ call costs a fraction of a second; the server ends with pytest.
 
 On a host with CUDA each rank is started anew instead, and imports everything itself: libraries talk
 to the driver while they are imported, and a forked process cannot use a driver that its parent has
-talked to.
+talked to. So there the server imports none of them, and a rank has more time.
 """
 
 import atexit
@@ -44,6 +44,8 @@ PRELOAD = (
     "safetensors.torch",
 )
 START_TIMEOUT_S = 60.0
+FORKED_S, ANEW_S = 60.0, 300.0
+"""What ranks have at most, if the caller does not say: forked ones, and those started anew."""
 _server: "RankServer | None" = None
 
 
@@ -55,17 +57,20 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
     env: dict[str, str] | None = None,
     forks: bool | None = None,
 ) -> list[Any]:
     """Return [function(*args) on rank 0, on rank 1, ...].
 
-    `env` adds environment variables; forks: default: where there is no CUDA. When one rank fails
-    the others are killed at once.
+    `env` adds environment variables to the server's, or to the caller's where ranks do not fork.
+    forks: default: where there is no CUDA. When one rank fails the others are killed at once.
     """
     global _server
-    if _server is None:
+    forks = may_fork() if forks is None else forks
+    timeout_s = (FORKED_S if forks else ANEW_S) if timeout_s is None else timeout_s
+    # It ends with the thread that started it, which may not have been the main one.
+    if _server is None or _server.has_ended:
         _server = RankServer()
         atexit.register(stop_server)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -77,7 +82,8 @@ def run_ranks(
             "timeout_s": timeout_s,
             "env": env or {},
             "path": sys.path,
-            "forks": may_fork() if forks is None else forks,
+            "forks": forks,
+            "environ": {} if forks else own_environment(),
         }
         try:
             failures = _server.run(job, timeout_s + 10)
@@ -98,6 +104,12 @@ def may_fork() -> bool:
     return sglang_cpu.is_needed()
 
 
+def own_environment() -> dict[str, str]:
+    """The caller's, with this tree's modules before all others, and a thread for each process."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
 def stop_server() -> None:
     """End the server process; the next run_ranks starts another."""
     global _server
@@ -113,7 +125,7 @@ class RankServer:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed"],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env=own_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -125,6 +137,11 @@ class RankServer:
         self._stdin.write(json.dumps(job) + "\n")
         self._stdin.flush()
         return self._read(timeout_s)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether another one is needed."""
+        return self._process.poll() is not None
 
     @property
     def _stdin(self) -> TextIO:
@@ -150,8 +167,9 @@ def _serve() -> None:
     die_with_parent()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name in PRELOAD:
-        importlib.import_module(name)
+    if may_fork():
+        for name in PRELOAD:
+            importlib.import_module(name)
     # Whatever a rank prints must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -225,11 +243,12 @@ def _environment(job: dict[str, Any], rank: int, port: int) -> dict[str, str]:
 
 def _start_rank(job: dict[str, Any], rank: int, port: int) -> int:
     """Start a rank as a process of its own."""
+    needed = json.dumps({name: job[name] for name in ("target", "folder", "path")})
     # Not Popen: it would reap its children, which `_run_job` waits for.
     return os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "tests.distributed", json.dumps(job), str(rank)],
-        os.environ | _environment(job, rank, port),
+        [sys.executable, "-m", "tests.distributed", needed, str(rank)],
+        job["environ"] | _environment(job, rank, port),
         # Not the server's own input.
         file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
     )

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 import time
 
 import psutil
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from generation import sglang_cpu
-from tests.distributed import RanksFailed, may_fork, run_ranks
+from tests import distributed
+from tests.distributed import RanksFailed, may_fork, run_ranks, stop_server
 
 IMPORTED_BY = os.getpid()
 
@@ -64,6 +66,36 @@ def test_ranks_that_may_not_fork_import_everything_themselves() -> None:
     calls = run_ranks(importer_and_self, 2, forks=False)
     assert all(importer == rank for importer, rank in calls)
     assert len({rank for _, rank in calls}) == 2
+
+
+def test_ranks_come_after_the_thread_in_which_the_server_was_started() -> None:
+    """As tests of engines call it, from a thread of the event loop."""
+    stop_server()
+    thread = threading.Thread(target=run_ranks, args=(importer_and_self, 1))
+    thread.start()
+    thread.join()
+    ended_by = time.monotonic() + 10
+    while not distributed._server.has_ended and time.monotonic() < ended_by:
+        time.sleep(0.01)
+    assert distributed._server.has_ended
+    assert len(run_ranks(importer_and_self, 2)) == 2
+
+
+def variables() -> tuple[str | None, str, list[str]]:
+    path = os.environ["PYTHONPATH"].split(os.pathsep)
+    return os.environ.get("SET_LATER"), os.environ["OMP_NUM_THREADS"], path
+
+
+def test_ranks_that_are_started_anew_have_the_callers_environment_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may have been started under another one, which hid a GPU."""
+    monkeypatch.setenv("PYTHONPATH", "/of/the/caller")
+    path = [str(distributed.ROOT), "/of/the/caller"]
+    assert run_ranks(variables, 1, forks=False) == [(None, "1", path)]
+    monkeypatch.setenv("SET_LATER", "yes")
+    assert run_ranks(variables, 1, forks=False) == [("yes", "1", path)]
+    assert run_ranks(variables, 1, forks=False, env={"SET_LATER": "no"}) == [("no", "1", path)]
 
 
 def test_ranks_fork_where_there_is_no_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:

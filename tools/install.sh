@@ -7,6 +7,7 @@
 # started over. Parallel runs wait for each other. Environment:
 #   MEGATRON_RL_PYTHON       interpreter to use (default: the first that will do: Python >= 3.11;
 #                            with gpu 3.11 or 3.12)
+#   MEGATRON_RL_WHEELS       folder that holds every package (tools/fetch_wheels.sh): no index is asked
 #   MEGATRON_RL_APT=0        never call apt-get; list what is missing instead
 #   MEGATRON_RL_LOCK_WAIT_S  seconds to wait for another installation (default 1800)
 set -euo pipefail
@@ -49,6 +50,7 @@ fail() {
 }
 
 . "$ROOT/tools/install_steps.sh"
+. "$ROOT/tools/install_wheels.sh"
 
 find_python() {
     local candidate
@@ -125,7 +127,8 @@ check_disk() {
     free_kb=$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')
     used_kb=$(du -sk "$VENV" 2>/dev/null | cut -f1 || true)
     [ $((free_kb + ${used_kb:-0})) -ge "$needed_kb" ] ||
-        fail "$ROOT has $((free_kb / 1024)) MiB free; mode $MODE needs $((needed_kb / 1024))"
+        fail "$ROOT has $((free_kb / 1024)) MiB free; mode $MODE needs $((needed_kb / 1024))" \
+            "make room there, or move the clone to another disk"
 }
 
 # Everything that decides what .venv holds, its place included: a virtual environment cannot move.
@@ -135,7 +138,7 @@ fingerprint() {
         "$1" -c 'import sys; print(sys.version, sys.base_prefix)'
         cd "$ROOT"
         cat "requirements/$MODE"*.txt requirements/dev.txt setup.py \
-            tools/install.sh tools/install_steps.sh tools/versions.py
+            tools/install.sh tools/install_steps.sh tools/install_wheels.sh tools/versions.py
     } | sha256sum | cut -d' ' -f1
 }
 
@@ -303,6 +306,7 @@ main() {
     ! is_current "$want" || finish_unchanged
     check_gpu_host "$python"
     check_disk
+    use_wheels "$python"
     say "mode $MODE, $("$python" -V) at $python, into $VENV"
     make_venv "$python"
     "install_$MODE"

@@ -18,6 +18,9 @@ if [ "$(cat .venv/.mode)" = cpu ]; then
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
     # Megatron-Core's fusions are torch.compile, which costs minutes on CPU.
     export TORCHDYNAMO_DISABLE=1
+else
+    # SGLang and FlashInfer call ninja by name when they compile a kernel.
+    export PATH=$PWD/.venv/bin:$PATH
 fi
 # No test may reach for a hub.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1

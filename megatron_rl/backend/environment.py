@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -21,6 +22,8 @@ from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+_LIBRARIES = {"CUDNN_HOME": "cudnn", "NVRTC_HOME": "cu13", "CURAND_HOME": "cu13"}
+"""Variable of TransformerEngine -> folder of NVIDIA's packages beside torch."""
 _THREADS = "OMP_NUM_THREADS"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -66,9 +69,22 @@ def trainer_environment(
     """The same for trainer ranks. given: what the launcher's own environment says."""
     given = os.environ if given is None else given
     variables = role_environment(device)
+    if device == "cuda":
+        variables |= {name: path for name, path in _homes().items() if name not in given}
     if device == "cuda" and expandable_segments and not _ALLOCATOR & given.keys():
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return variables
+
+
+def _homes() -> dict[str, str]:
+    """Where TransformerEngine 2.12 finds the libraries that torch has loaded.
+
+    By itself it looks into the host's toolkit first, and would load a cuDNN of another release
+    beside torch's (transformer_engine/common/__init__.py: _load_cuda_library_from_system).
+    """
+    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
+    places = {name: packages / folder for name, folder in _LIBRARIES.items()}
+    return {name: str(place) for name, place in places.items() if place.is_dir()}
 
 
 def ranks_environment(

@@ -14,19 +14,39 @@ from megatron_rl.config.tree import ModelConfig
 
 POSITION_MULTIPLE = 16
 """FP8 matrix products need as many positions on each rank, or a multiple."""
+BLOCK = 128
+"""Elements that share a scale in the blockwise recipe."""
 # Gradients reach further than E4M3 goes, unless each block has a scale of its own.
 _FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3"}
 
 
+def position_multiple(model: ModelConfig, *, is_gathered: bool) -> int:
+    """Of how many positions each rank needs a multiple.
+
+    is_gathered: whether tensor ranks divide the positions between their layers.
+    """
+    if model.fp8 == "none":
+        return 1
+    # TransformerEngine 2.12 gathers whole blocks alone (utils.py: assert_dim_for_all_gather).
+    return BLOCK if model.fp8 == "blockwise" and is_gathered else POSITION_MULTIPLE
+
+
 def transformer_fields(
-    model: ModelConfig, *, stage_layers: int, has_experts: bool
+    model: ModelConfig, *, stage_layers: int, has_experts: bool, gathered_width: int = 0
 ) -> dict[str, Any]:
     """TransformerConfig fields for the run's recipe; {} without FP8.
 
-    stage_layers: layers of a pipeline stage. Raises InputError for more edge layers than that.
+    stage_layers: layers of a pipeline stage; gathered_width: of the hidden states that tensor ranks
+    gather, if they do. Raises InputError for more edge layers than that, and for a width without
+    whole blocks.
     """
     if model.fp8 == "none":
         return {}
+    if model.fp8 == "blockwise" and gathered_width % BLOCK:
+        raise InputError(
+            f"model.fp8 = 'blockwise' with parallel.sequence needs hidden sizes that {BLOCK} "
+            f"divides, and {model.path} has {gathered_width}; nearest possible: 'tensorwise'"
+        )
     edge = model.fp8_bf16_edge_layers
     if edge > stage_layers:
         raise InputError(

@@ -1,6 +1,6 @@
-"""Gradients of weights on the CPU: products summed in float32 where they are kept.
+"""Gradients of weights: products summed in float32 where they are kept.
 
-Used by trainer ranks.
+Used by trainer ranks; on the CPU some are MKL's.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """
     if total.dtype is left.dtype:
         total.addmm_(left.t(), right)
-    elif _has_native_bfloat16() and left.is_contiguous() and right.is_contiguous():
+    elif _is_native(left) and _is_native(right):
         _add_native(total, left, right)
     else:
         # In slabs whose product is no larger than `left`.
@@ -42,6 +42,11 @@ def note_added(weight: Tensor) -> Tensor:
     weight.grad_added_to_main_grad = True
     weight.zero_out_wgrad = False
     return torch.empty_like(weight)
+
+
+def _is_native(factor: Tensor) -> bool:
+    """Whether MKL can take it. It reads host memory: a device's would end the process."""
+    return factor.device.type == "cpu" and factor.is_contiguous() and _has_native_bfloat16()
 
 
 def _add_native(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -66,6 +66,11 @@ class ParallelConfig(Section):
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
+    def divides_positions(self) -> bool:
+        """Whether tensor ranks divide the positions among them between their layers."""
+        return self.sequence and self.tensor > 1
+
+    @property
     def interleaved_chunks(self) -> int | None:
         """Chunks of a stage as Megatron counts them: None for its plain schedule."""
         return self.virtual_stages if self.virtual_stages > 1 else None

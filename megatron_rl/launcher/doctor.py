@@ -38,6 +38,7 @@ _PACKAGES = (
     "reasoning-gym",
 )
 _GPU_PACKAGES = ("transformer-engine-torch", "flashinfer-python", "ninja")
+_NO_GPU_PACKAGE = "missing: bash tools/install.sh gpu, whose log is .venv/install.log"
 _DEGRADED = (
     "degraded, as bubblewrap does not work here: what a model wrote sees names of the host's files "
     "and processes. Install it (apt-get install bubblewrap) and allow unprivileged user namespaces "
@@ -130,7 +131,7 @@ def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
     return [
         (True, "GPUs", str(len(gpus))),
         *check_host(os.environ | role_environment(device)),
-        *((bool(found), name, found or "missing: see the install log") for name, found in packages),
+        *((bool(found), name, found or _NO_GPU_PACKAGE) for name, found in packages),
     ]
 
 

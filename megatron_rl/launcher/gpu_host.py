@@ -1,4 +1,4 @@
-"""What a host needs of NVIDIA before anything is installed or run on its GPUs: driver, compiler.
+"""What a host needs before anything is installed or run on its GPUs: driver, compiler, C library.
 
 `megatron-rl doctor` shows it. tools/install.sh runs this file by itself, before there is an
 environment, so it needs the standard library alone; it prints the toolkit's folder, or ends with
@@ -18,6 +18,8 @@ CUDA_MAJOR = 13
 """Of the CUDA runtime that requirements/gpu.txt pins."""
 MIN_DRIVER = 580
 """The oldest branch of NVIDIA's driver that runs CUDA 13."""
+MIN_GLIBC = (2, 34)
+"""What the wheel of the SGLang that requirements/gpu.txt pins asks for."""
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 _TIMEOUT_S = 30.0
 
@@ -32,8 +34,8 @@ class Finding(NamedTuple):
 
 
 def check_host(environment: Mapping[str, str]) -> list[Finding]:
-    """Driver and compiler of a host with GPUs; environment: where programs are looked for."""
-    return [check_driver(environment), check_compiler(environment)]
+    """What a host with GPUs needs; environment: where programs are looked for."""
+    return [check_driver(environment), check_compiler(environment), check_glibc(_glibc())]
 
 
 def check_driver(environment: Mapping[str, str]) -> Finding:
@@ -66,6 +68,27 @@ def check_compiler(environment: Mapping[str, str]) -> Finding:
         named = "no release" if release is None else release.group()
         return Finding(False, what, f"{program} says {named}; {cure}")
     return Finding(True, what, f"{program}, {release.group()}")
+
+
+def check_glibc(said: str) -> Finding:
+    """said: such as "glibc 2.36"; "" where there is another C library."""
+    what, needed = "C library", ".".join(map(str, MIN_GLIBC))
+    cure = (
+        f"SGLang needs glibc {needed} or newer, as Ubuntu 22.04, Debian 12 and RHEL 9 have it: "
+        "take such a system, or an image of one (Dockerfile)"
+    )
+    release = re.fullmatch(r"glibc (\d+)\.(\d+).*", said)
+    if release is None:
+        return Finding(False, what, f"{said or 'not glibc'}; {cure}")
+    is_good = tuple(map(int, release.groups())) >= MIN_GLIBC
+    return Finding(is_good, what, said if is_good else f"{said}; {cure}")
+
+
+def _glibc() -> str:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):
+        return ""
 
 
 def find_cuda_home(environment: Mapping[str, str]) -> Path:

@@ -77,6 +77,21 @@ def test_trainer_ranks_on_cuda_grow_their_segments() -> None:
         assert trainer_environment("cuda", expandable_segments=True, given=given) == plain
 
 
+def test_transformer_engine_loads_the_libraries_of_torch_and_not_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an installation for GPUs: here none of NVIDIA's packages is there."""
+    assert trainer_environment("cuda", expandable_segments=False, given={}).keys() == {"PATH"}
+    for folder in ("cudnn", "cu13"):
+        (tmp_path / "nvidia" / folder / "lib").mkdir(parents=True)
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
+    found = trainer_environment("cuda", expandable_segments=False, given={"NVRTC_HOME": "/mine"})
+    homes = {name: path for name, path in found.items() if name.endswith("_HOME")}
+    packages = tmp_path / "nvidia"
+    assert homes == {"CUDNN_HOME": str(packages / "cudnn"), "CURAND_HOME": str(packages / "cu13")}
+    assert "CUDNN_HOME" not in trainer_environment("cpu", expandable_segments=False, given={})
+
+
 def test_memory_that_engines_open_is_not_of_such_segments() -> None:
     assert load_config(None, []).has_expandable_segments
     assert not load_config(None, ["train.expandable_segments=false"]).has_expandable_segments

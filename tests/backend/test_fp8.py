@@ -36,6 +36,30 @@ def test_more_edge_layers_than_a_stage_has_are_an_input_error() -> None:
         fp8.transformer_fields(model, stage_layers=2, has_experts=False)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "is_gathered", "multiple"),
+    [
+        ("none", True, 1),
+        ("tensorwise", True, 16),
+        ("blockwise", False, 16),
+        ("blockwise", True, 128),
+    ],
+)
+def test_ranks_that_gather_positions_have_whole_blocks_of_them(
+    recipe: str, is_gathered: bool, multiple: int
+) -> None:
+    assert fp8.position_multiple(ModelConfig(fp8=recipe), is_gathered=is_gathered) == multiple
+
+
+def test_a_width_without_whole_blocks_is_an_input_error_where_it_is_gathered() -> None:
+    sizes = {"stage_layers": 2, "has_experts": False}
+    for recipe, width in (("blockwise", 0), ("blockwise", 256), ("tensorwise", 576)):
+        model = ModelConfig(fp8=recipe)
+        assert fp8.transformer_fields(model, **sizes, gathered_width=width)
+    with pytest.raises(InputError, match="128 divides, and .* has 576; nearest .* 'tensorwise'"):
+        fp8.transformer_fields(ModelConfig(fp8="blockwise"), **sizes, gathered_width=576)
+
+
 def test_loaded_values_are_kept_exact_for_the_masters_and_rounded_for_the_products() -> None:
     plain, rounded = torch.zeros(2), torch.zeros(2, dtype=torch.float8_e4m3fn)
     # As TransformerEngine 2 does for parameters that it makes in FP8.

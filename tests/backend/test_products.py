@@ -25,6 +25,23 @@ def test_a_product_is_added_to_what_was_there(
     assert (total - exact).abs().max() <= limit * exact.abs().max()
 
 
+def test_device_memory_is_never_handed_to_the_cpus_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host with GPUs may well have a CPU whose library could multiply bfloat16."""
+    monkeypatch.setattr(products, "_has_native_bfloat16", lambda: True)
+
+    def read(*factors: torch.Tensor) -> None:
+        raise AssertionError("it would read memory that is not the host's")
+
+    monkeypatch.setattr(products, "_add_native", read)
+    # "meta" stands for any device but the CPU.
+    left, right = (torch.empty(8, n, dtype=torch.bfloat16, device="meta") for n in (5, 3))
+    add_product(torch.empty(5, 3, device="meta"), left, right)
+    with pytest.raises(AssertionError):
+        add_product(torch.zeros(5, 3), torch.ones(8, 5).bfloat16(), torch.ones(8, 3).bfloat16())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nan_reaches_its_row_alone(dtype: torch.dtype) -> None:
     left, right = torch.ones(8, 5).to(dtype), torch.ones(8, 3).to(dtype)

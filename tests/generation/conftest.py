@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.generation.precision import load_reference
 from tests.generation.tiny_model import make_model
 
 
@@ -21,9 +22,9 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def old_model(models_dir: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(models_dir / "old", dtype=torch.float32).eval()
+    return load_reference(models_dir / "old")
 
 
 @pytest.fixture(scope="session")
 def new_model(models_dir: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(models_dir / "new", dtype=torch.float32).eval()
+    return load_reference(models_dir / "new")

@@ -11,22 +11,25 @@ import psutil
 
 from generation.engine import Completion, Engine, EngineSetup
 from megatron_rl.protocol.types import Sampling
+from tests.generation.precision import DTYPE_NAME, PATIENCE
 from tests.generation.tiny_model import EOS_ID
 from tests.ports import free_port
+
+LIMIT_S = 60.0 * PATIENCE
 
 
 def make_setup(models_dir: Path, log_path: Path, **changes: Any) -> EngineSetup:
     values: dict[str, Any] = {
         "model": models_dir / "old",
-        "dtype": "float32",
+        "dtype": DTYPE_NAME,
         "stop_ids": (EOS_ID,),
         "tensor_parallel": 1,
         "max_running": 48,
         "kv_tokens": 16_384,
         "context_tokens": 512,
         "nice": 0,
-        "start_timeout_s": 140.0,
-        "request_timeout_s": 60.0,
+        "start_timeout_s": 140.0 * PATIENCE,
+        "request_timeout_s": LIMIT_S,
         "weights_timeout_s": 30.0,
         "host": "127.0.0.1",
         "port": free_port(),
@@ -48,7 +51,7 @@ class Driver:
     """What the engine started."""
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(work, LIMIT_S))
 
     async def collect(
         self, prompt: list[int], sampling: Sampling, indices: list[int]

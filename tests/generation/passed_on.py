@@ -16,11 +16,12 @@ from megatron_rl.weights.exchange.receiver import Receiver, Report
 from megatron_rl.weights.layout.engine_layout import hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.publish.reshard import receiver_slices
+from tests.generation.precision import DTYPE
 from tests.ports import free_port
 from tests.weights.made_up import allocate
 
 TIMEOUT_S = 30.0
-BUCKET_BYTES = 100_000
+BUCKET_ELEMENTS = 25_000
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def plan_passing(
 ) -> PassedOn:
     senders = {rank: receiver_slices(shape, hello, rank) for rank in range(hello.world_size)}
     taker, port, name = hello.world_size, free_port(), f"passed-on-{version}"
-    plan = make_plan(senders, {taker: hf_slices(shape)}, itemsize=4, bucket_bytes=BUCKET_BYTES)
+    taken, itemsize = {taker: hf_slices(shape)}, DTYPE.itemsize
+    plan = make_plan(senders, taken, itemsize=itemsize, bucket_bytes=BUCKET_ELEMENTS * itemsize)
     order = PassOn("127.0.0.1", port, name, version, TIMEOUT_S)
     receive = Receive("127.0.0.1", port, name, "gloo", taker, taker + 1, 1, version, TIMEOUT_S)
     return PassedOn(order, receive, plan, shape, expected)
@@ -52,11 +54,12 @@ def take_passed_on(asked: PassedOn) -> None:
     for rank in range(taker):
         store.set(gives_key(rank), msgspec.json.encode(asked.plan.of_sender(rank)))
     store.set(f"plan/{taker}", msgspec.json.encode(asked.plan.of_receiver(taker)))
-    parameters = allocate(hf_slices(asked.shape))
+    room = allocate(hf_slices(asked.shape))
+    parameters = {name: tensor.to(DTYPE) for name, tensor in room.items()}
     found: list[Report] = []
 
     def take() -> None:
-        receiver = Receiver(lambda: parameters, 0, torch.float32, may_pad_ffn=False)
+        receiver = Receiver(lambda: parameters, 0, DTYPE, may_pad_ffn=False)
         found.append(receiver.take(receive))
         receiver.leave()
 

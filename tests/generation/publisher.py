@@ -21,15 +21,16 @@ from megatron_rl.weights.exchange.group import close_group, join_group, open_sto
 from megatron_rl.weights.exchange.parcels import outgoing, send
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.exchange.receiver import Report
-from megatron_rl.weights.exchange.transport import Buffers, Channel
+from megatron_rl.weights.exchange.transport import IPC, Buffers, Channel
 from megatron_rl.weights.layout.engine_layout import hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.publish.reshard import receiver_slices
 from tests.generation.passed_on import PassedOn, plan_passing, take_passed_on
+from tests.generation.precision import BACKEND, DEVICE, DTYPE, DTYPE_NAME
 from tests.ports import free_port
 
 TIMEOUT_S = 30.0
-BUCKET_BYTES = 100_000
+BUCKET_ELEMENTS = 25_000
 
 
 def join_message(group_name: str) -> JoinGroup:
@@ -38,12 +39,12 @@ def join_message(group_name: str) -> JoinGroup:
 
 def buckets(model: LlamaForCausalLM, version: int) -> list[tuple[Bucket, Tensor]]:
     """All tensors of a model in two buckets: (message, flattened bytes)."""
-    named = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
+    named = list(parameters_of(model).items())
     result = []
     for part in (named[:7], named[7:]):
         message = Bucket(
             [name for name, _ in part],
-            ["float32"] * len(part),
+            [DTYPE_NAME] * len(part),
             [list(tensor.shape) for _, tensor in part],
             version,
         )
@@ -66,10 +67,11 @@ class Exchange:
 
 def plan_exchange(shape: ModelShape, hello: Hello, group_name: str) -> Exchange:
     receivers = {1 + rank: receiver_slices(shape, hello, rank) for rank in range(hello.world_size)}
-    plan = make_plan({0: hf_slices(shape)}, receivers, itemsize=4, bucket_bytes=BUCKET_BYTES)
+    held, itemsize = {0: hf_slices(shape)}, DTYPE.itemsize
+    plan = make_plan(held, receivers, itemsize=itemsize, bucket_bytes=BUCKET_ELEMENTS * itemsize)
     assert len(plan.rounds) > 3
     receive = Receive(
-        "127.0.0.1", free_port(), group_name, "gloo", 1, 1 + hello.world_size, 0, 0, TIMEOUT_S
+        "127.0.0.1", free_port(), group_name, BACKEND, 1, 1 + hello.world_size, 0, 0, TIMEOUT_S
     )
     return Exchange(receive, plan)
 
@@ -98,9 +100,10 @@ class SliceSender:
             assert not refusal, refusal
         self._store.set(f"go/{order.attempt}", "1")
         ends_at = time.monotonic() + TIMEOUT_S
-        transport = self._channel.open(order, torch.device("cpu"), ends_at)
-        ends = outgoing(exchange.plan.of_sender(0), parameters, torch.float32)
-        send(ends, transport, dtype=torch.float32, version=order.version, ends_at=ends_at)
+        transport = self._channel.open(order, DEVICE, ends_at)
+        held = {name: tensor.to(DEVICE) for name, tensor in parameters.items()}
+        ends = outgoing(exchange.plan.of_sender(0), held, DTYPE, stages_all=order.backend == IPC)
+        send(ends, transport, dtype=DTYPE, version=order.version, ends_at=ends_at)
         found = [self._store.get(f"done/{order.attempt}/{rank}") for rank in ranks]
         return [msgspec.json.decode(report, type=Report) for report in found]
 
@@ -115,7 +118,7 @@ def check_reports(reports: list[Report], plan: Plan) -> None:
 
 
 def parameters_of(model: LlamaForCausalLM) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+    return {name: tensor.detach().to(DTYPE) for name, tensor in model.named_parameters()}
 
 
 def serve_trainer(pipe: Connection) -> None:

@@ -1,6 +1,7 @@
 """What every engine must do; the same tests for each, on a real one.
 
-vLLM's are skipped where it is not installed: `bash tools/install.sh cpu --with vllm`.
+vLLM's are skipped where it is not installed: `bash tools/install.sh cpu --with vllm`. On a host
+with CUDA SGLang is the only one, in bfloat16 (`precision.py`).
 """
 
 import asyncio
@@ -19,14 +20,21 @@ from generation.engine import Completion, EngineError, load_engine
 from megatron_rl.protocol.types import Bucket, Sampling, VersionSpan
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, make_setup
+from tests.generation.precision import (
+    IS_EXACT,
+    MOST,
+    PATIENCE,
+    assert_near,
+    load_reference,
+    on_the_cpu,
+)
 from tests.generation.publisher import BroadcastPublisher, SlicePublisher, TrainerProcess
 from tests.generation.test_worker import still_running
 from tests.generation.tiny_model import EOS_ID, logprobs, make_model, mixed_logprobs
 from tests.generation.vllm_installed import NEEDS_VLLM
 
-pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(150 * PATIENCE)]
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +56,22 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def old_model(models_dir: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(models_dir / "old", dtype=torch.float32).eval()
+    return load_reference(models_dir / "old")
 
 
 @pytest.fixture(scope="module")
 def new_model(models_dir: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(models_dir / "new", dtype=torch.float32).eval()
+    return load_reference(models_dir / "new")
 
 
-@pytest.fixture(scope="module", params=["sglang", "hf", pytest.param("vllm", marks=NEEDS_VLLM)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sglang",
+        pytest.param("hf", marks=on_the_cpu),
+        pytest.param("vllm", marks=[on_the_cpu, NEEDS_VLLM]),
+    ],
+)
 def driver(
     request: pytest.FixtureRequest,
     trainer: TrainerProcess,
@@ -100,9 +115,7 @@ def test_logprobs_equal_transformers(driver: Driver, old_model: LlamaForCausalLM
     found = driver.run(driver.collect(PROMPT, Sampling(40, 1.0), list(range(8))))
     for completion in found:
         expected = logprobs(old_model, PROMPT, completion.token_ids)
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
-        )
+        assert_near(completion.logprobs, expected)
 
 
 def test_no_port_is_taken_that_another_role_was_given(driver: Driver) -> None:
@@ -138,9 +151,7 @@ def test_prompts_of_all_lengths_at_once_keep_their_logprobs(
     for prompt, found in zip(prompts, driver.run(all_at_once()), strict=True):
         for completion in found:
             expected = logprobs(old_model, prompt, completion.token_ids)
-            torch.testing.assert_close(
-                torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
-            )
+            assert_near(completion.logprobs, expected)
 
 
 def test_each_index_comes_once_and_spans_cover_the_tokens(driver: Driver) -> None:
@@ -168,7 +179,12 @@ def test_greedy_is_the_argmax_every_time(driver: Driver, old_model: LlamaForCaus
     assert first.token_ids == second.token_ids
     with torch.no_grad():
         logits = old_model(torch.tensor([PROMPT + first.token_ids])).logits[0]
-    assert logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() == first.token_ids
+    rows = logits[len(PROMPT) - 1 : -1]
+    if IS_EXACT:
+        assert rows.argmax(-1).tolist() == first.token_ids
+    chosen = rows.gather(1, torch.tensor(first.token_ids)[:, None])[:, 0]
+    # Two of nearly the same logit change places in bfloat16.
+    assert (rows.amax(-1) - chosen).max() < MOST
 
 
 def test_finished_ones_are_delivered_before_the_slowest(driver: Driver) -> None:
@@ -196,14 +212,17 @@ def test_finished_ones_are_delivered_before_the_slowest(driver: Driver) -> None:
     assert max(late) <= 32 and lengths[-1] - lengths[0] > 64
 
 
+@pytest.mark.parametrize("passes_on", [False, pytest.param(True, marks=on_the_cpu)])
 def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
     driver: Driver,
     old_weights: SlicePublisher,
     old_model: LlamaForCausalLM,
     new_model: LlamaForCausalLM,
+    passes_on: bool,
 ) -> None:
+    """Also where the engine passes them on: whoever takes them compares each parameter."""
     version = driver.engine.version
-    publish = old_weights.publish(new_model, version + 1)
+    publish = old_weights.publish(new_model, version + 1, passes_on=passes_on)
     found = driver.run(driver.collect_amid(publish, PROMPT, Sampling(400, 1.0), 24))
     spanning = [completion for completion in found if len(completion.spans) == 2]
     assert spanning, "no completion was in flight during the publish"
@@ -212,30 +231,8 @@ def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
         expected = mixed_logprobs(
             old_model, new_model, PROMPT, completion.token_ids, cut=completion.spans[0].end
         )
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
-        )
-
-
-def test_an_engine_passes_on_what_it_took_and_goes_on(
-    driver: Driver,
-    old_weights: SlicePublisher,
-    old_model: LlamaForCausalLM,
-    new_model: LlamaForCausalLM,
-) -> None:
-    version = driver.engine.version
-    publish = old_weights.publish(new_model, version + 1, passes_on=True)
-    # The other engine compares each of its parameters.
-    found = driver.run(driver.collect_amid(publish, PROMPT, Sampling(400, 1.0), 24))
-    spanning = [completion for completion in found if len(completion.spans) == 2]
-    assert spanning, "no completion was in flight during the publish"
-    for completion in spanning:
-        expected = mixed_logprobs(
-            old_model, new_model, PROMPT, completion.token_ids, cut=completion.spans[0].end
-        )
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
-        )
+        # Sums in another order, over up to 400 positions: vLLM's have been 1.3e-5 apart.
+        assert_near(completion.logprobs, expected, exact=2e-5)
 
 
 def test_after_a_publish_no_request_reuses_the_older_prefix(
@@ -248,9 +245,7 @@ def test_after_a_publish_no_request_reuses_the_older_prefix(
     for completion in driver.run(driver.collect(long_prompt, Sampling(16, 1.0), [0, 1, 2])):
         assert {span.version for span in completion.spans} == {version}
         expected = logprobs(new_model, long_prompt, completion.token_ids)
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
-        )
+        assert_near(completion.logprobs, expected)
 
 
 def test_requests_racing_with_a_publish_are_exact(
@@ -281,9 +276,7 @@ def test_requests_racing_with_a_publish_are_exact(
         else:
             model = old_model if first.version == version else new_model
             expected = logprobs(model, prompt, completion.token_ids)
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
-        )
+        assert_near(completion.logprobs, expected)
 
 
 def test_closing_the_iterator_stops_the_rest_in_the_engine(driver: Driver) -> None:
@@ -341,9 +334,7 @@ def check_holds(driver: Driver, model: LlamaForCausalLM, version: int) -> None:
     for completion in driver.run(driver.collect(PROMPT, Sampling(16, 1.0), [0, 1, 2])):
         assert {span.version for span in completion.spans} == {version}
         expected = logprobs(model, PROMPT, completion.token_ids)
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
-        )
+        assert_near(completion.logprobs, expected)
 
 
 def test_recomputing_leaves_nothing_of_the_older_weights_but_tokens(
@@ -369,7 +360,7 @@ def test_recomputing_leaves_nothing_of_the_older_weights_but_tokens(
         tokens = completion.token_ids
         older, newer = (logprobs(model, prompt, tokens) for model in (old_model, new_model))
         expected = torch.cat([older[:cut], newer[cut:]])
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        assert_near(completion.logprobs, expected, exact=1e-4)
 
 
 def test_the_hf_engine_refuses_to_recompute(models_dir: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""SGLang returns the experts of every token: those that transformers' routers choose."""
+"""SGLang returns the experts of every token: those that transformers' routers choose, but where
+bfloat16 makes two of them equal (`precision.py`)."""
 
 import asyncio
 from contextlib import aclosing
@@ -11,11 +12,15 @@ import torch
 from generation.engine import Completion, EngineSetup
 from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling
+from tests.generation.engine_driver import LIMIT_S
+from tests.generation.precision import DTYPE_NAME, IS_EXACT, rounded
 from tests.ports import free_port
 from tests.tiny_models import QWEN3_MOE, write_model
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(300)]
 LAYERS, TOPK = 4, 2
+ROUNDING = 0.1
+"""Of a router's score in bfloat16; scores have a standard deviation of about 1."""
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
@@ -31,10 +36,10 @@ async def generate(setup: EngineSetup) -> list[Completion]:
 
 
 def test_the_engines_choices_are_those_of_the_model(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", family="Qwen3Moe", **QWEN3_MOE)
+    model = rounded(write_model(tmp_path / "model", family="Qwen3Moe", **QWEN3_MOE))
     setup = EngineSetup(
-        model=tmp_path / "model", dtype="float32", stop_ids=(), tensor_parallel=1, max_running=8,
-        kv_tokens=1024, context_tokens=64, nice=0, start_timeout_s=200, request_timeout_s=60,
+        model=tmp_path / "model", dtype=DTYPE_NAME, stop_ids=(), tensor_parallel=1, max_running=8,
+        kv_tokens=1024, context_tokens=64, nice=0, start_timeout_s=200, request_timeout_s=LIMIT_S,
         weights_timeout_s=30, host="127.0.0.1", port=free_port(), seed=0, version=0,
         log_path=tmp_path / "sglang.log", returns_expert_choices=True,
     )  # fmt: skip
@@ -44,7 +49,10 @@ def test_the_engines_choices_are_those_of_the_model(tmp_path: Path) -> None:
         ids = torch.tensor([PROMPT + completion.token_ids])
         with torch.no_grad():
             scores = model(ids, output_router_logits=True).router_logits
-        expected = torch.stack([layer.topk(TOPK).indices for layer in scores], dim=1)[:-1]
+        scores = torch.stack(scores, dim=1)[:-1]
         found = np.frombuffer(completion.expert_choices, np.int32).reshape(-1, LAYERS, TOPK)
-        assert found.shape == expected.shape
-        assert (np.sort(found) == expected.sort().values.numpy()).all()
+        assert found.shape == (*scores.shape[:2], TOPK)
+        assert all(len(set(chosen)) == TOPK for chosen in found.reshape(-1, TOPK).tolist())
+        chosen = scores.gather(2, torch.from_numpy(found.astype(np.int64)))
+        missed = scores.topk(TOPK).values[..., -1] - chosen.amin(2)
+        assert missed.max() <= (0.0 if IS_EXACT else ROUNDING)

@@ -15,12 +15,13 @@ from transformers import LlamaForCausalLM
 from generation.engine import Completion, load_engine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
+from tests.generation.engine_driver import Driver, make_setup
+from tests.generation.precision import assert_near, is_near
 from tests.generation.publisher import SlicePublisher, TrainerProcess
-from tests.generation.test_engine_contract import Driver, make_setup
 from tests.generation.tiny_model import logprobs, mixed_logprobs
 
 PROMPT = [3 + i % 50 for i in range(40)]
-TOLERANCE = 1e-4
+EXACT = 1e-4
 pytestmark = pytest.mark.gpu
 
 
@@ -56,10 +57,6 @@ def publish_amid(
     return spanning
 
 
-def is_exact(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, atol=TOLERANCE, rtol=0)
-
-
 def test_keys_and_values_that_are_kept_leave_the_boundary_one_token_early(
     driver: tuple[Driver, TrainerProcess],
     models_dir: Path,
@@ -74,8 +71,8 @@ def test_keys_and_values_that_are_kept_leave_the_boundary_one_token_early(
             mixed_logprobs(old_model, new_model, PROMPT, completion.token_ids, cut=cut)
             for cut in (end, end + 1)
         )
-        assert is_exact(found, at) or is_exact(found, after)
-        late += not is_exact(found, at)
+        assert is_near(found, at, exact=EXACT) or is_near(found, after, exact=EXACT)
+        late += not is_near(found, at, exact=EXACT)
     assert late
     publish_amid(driver, models_dir, old_model, "back")
 
@@ -93,4 +90,4 @@ def test_versions_are_exact_when_a_publish_drops_keys_and_values(
         cut, tokens = completion.spans[0].end, completion.token_ids
         older, newer = (logprobs(model, PROMPT, tokens) for model in (old_model, new_model))
         found = torch.tensor(completion.logprobs)
-        assert is_exact(found, torch.cat([older[:cut], newer[cut:]]))
+        assert_near(found, torch.cat([older[:cut], newer[cut:]]), exact=EXACT)

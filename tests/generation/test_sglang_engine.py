@@ -92,6 +92,8 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     command = server_command(setup, LOADER)
     assert {"--disable-overlap-schedule", "--weight-version=-1", "--tp-size=2"} <= set(command)
     assert "--ep-size=1" in command
+    # Else each event of a stream would hold all ids again: 21 GB of JSON for 32k tokens.
+    assert "--stream-interval=1000000" in command
     overlapping = dataclasses.replace(setup, overlaps_schedule=True)
     assert "--disable-overlap-schedule" not in server_command(overlapping, LOADER)
     dividing = dataclasses.replace(setup, expert_parallel=2)

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import LlamaForCausalLM
 
 from generation import sglang_cpu
@@ -15,7 +14,8 @@ from generation.engine import Completion, EngineError
 from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling, VersionSpan
 from tests.generation.engine_driver import make_setup
-from tests.generation.test_engine_contract import PROMPT, TOLERANCE
+from tests.generation.precision import assert_near
+from tests.generation.test_engine_contract import PROMPT
 from tests.generation.tiny_model import logprobs
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(150)]
@@ -60,9 +60,7 @@ def test_http_returns_what_the_model_says(engines: Engines, old_model: LlamaForC
     assert sorted(completion.index for completion in found) == list(range(12))
     for completion in found:
         expected = logprobs(old_model, PROMPT, completion.token_ids)
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs), expected, atol=TOLERANCE, rtol=0
-        )
+        assert_near(completion.logprobs, expected)
         assert completion.spans == [VersionSpan(0, 0, len(completion.token_ids))]
 
 

@@ -146,7 +146,8 @@ def losses_beside_reference(overrides: list[str]) -> tuple[list[float], list[tor
 def test_a_reference_in_the_policys_place_changes_no_step(model_folder: Path) -> None:
     common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
     found, logprobs = run_ranks(losses_beside_reference, 1, common, timeout_s=300)[0]
-    assert found == pytest.approx(run_ranks(losses, 1, common, timeout_s=300)[0], rel=1e-3)
+    # Attention's backward pass on CUDA sums in no fixed order.
+    assert found == pytest.approx(run_ranks(losses, 1, common, timeout_s=300)[0], rel=5e-3)
     for later in logprobs[1:]:
         torch.testing.assert_close(later, logprobs[0], rtol=0, atol=1e-3)
 
@@ -202,6 +203,17 @@ def test_two_gpus_learn_like_one(model_folder: Path, layout: str) -> None:
     assert together == pytest.approx(alone, rel=1e-2)
 
 
+@needs_two_gpus
+@needs_engine
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_fp8_of_divided_positions_learns_like_bf16(model_folder: Path, recipe: str) -> None:
+    common = [f"model.path={model_folder}", "model.dtype=bfloat16"]
+    divided = ["parallel.tensor=2", "parallel.sequence=true", f"model.fp8={recipe}"]
+    together = run_ranks(losses, 2, [*common, *divided], timeout_s=300)[0]
+    alone = run_ranks(losses, 1, common, timeout_s=300)[0]
+    assert together == pytest.approx(alone, rel=5e-2)
+
+
 def adam_difference() -> float:
     """Largest difference of parameters after 5 steps of the chosen Adam and torch's AdamW."""
     from megatron.core import optimizer as megatron_optimizer
@@ -224,4 +236,5 @@ def adam_difference() -> float:
 
 
 def test_fused_adam_steps_like_torch_adamw() -> None:
-    assert run_ranks(adam_difference, 1)[0] < 1e-6
+    # Some units in the last place of numbers up to 4; a wrong moment or decay gives 1e-3.
+    assert run_ranks(adam_difference, 1)[0] < 1e-5

@@ -5,6 +5,7 @@ Each test is a row of docs/gpu-evidence.md, and takes two GPUs.
 
 import asyncio
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.n
         ).bfloat16()
         model.save_pretrained(tmp_path / name)
         found[name] = model
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv(layout_loader.OLD, str(tmp_path / "old"))
     monkeypatch.setenv(layout_loader.NEW, str(tmp_path / "new"))
     monkeypatch.setenv(layout_loader.REPORTS, str(tmp_path))

@@ -6,6 +6,7 @@ GPUs, or one that both processes share: see `test_exchange_cuda.py`.
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -89,10 +90,13 @@ def stalled_while_forming(port: int) -> tuple[float, bool]:
     return waited_s, is_alive
 
 
-def test_an_engine_that_stalls_while_a_group_forms_costs_the_deadline() -> None:
+def test_an_engine_that_stalls_while_a_group_forms_costs_the_deadline(
+    record_property: Callable[[str, object], None],
+) -> None:
     (waited_s, is_alive), _ = run_ranks(
         stalled_while_forming, 2, free_port(), timeout_s=5 * LIMIT_S, env=ENVIRONMENT
     )
+    record_property("figure", f"given up after {waited_s:.1f} of {DEADLINE_S:.0f} s")
     assert is_alive and DEADLINE_S - 1 < waited_s < 2 * DEADLINE_S
 
 
@@ -125,8 +129,11 @@ def form_another(failed: Channel, order: Receive, device: torch.device) -> None:
     again.open(replace(order, group_name="again"), device, time.monotonic() + LIMIT_S)
 
 
-def test_a_failed_transfer_leaves_the_trainer_alive() -> None:
+def test_a_failed_transfer_leaves_the_trainer_alive(
+    record_property: Callable[[str, object], None],
+) -> None:
     (waited_s, is_alive), _ = run_ranks(
         failed_transfer, 2, free_port(), timeout_s=5 * LIMIT_S, env=ENVIRONMENT
     )
+    record_property("figure", f"given up after {waited_s:.1f} of {DEADLINE_S:.0f} s")
     assert is_alive and waited_s < 3 * DEADLINE_S

@@ -4,6 +4,7 @@ Each test is a row of docs/gpu-evidence.md. One GPU is enough.
 """
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,15 +50,22 @@ def errors_and_peak() -> tuple[dict[str, float], float]:
     return errors, logprob_peak_over_bound(hidden, targets, layer)
 
 
-def test_logprobs_in_bf16_are_near_float32_within_their_memory() -> None:
+def test_logprobs_in_bf16_are_near_float32_within_their_memory(
+    record_property: Callable[[str, object], None],
+) -> None:
     errors, over_bound = run_ranks(errors_and_peak, 1, timeout_s=300)[0]
+    told = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    record_property("figure", f"relative errors {told}; peak over bound {over_bound:.3f}")
     assert all(error < 1e-2 for error in errors.values()), errors
     assert over_bound <= 1.0
 
 
 @pytest.mark.timeout(1800)
-def test_utilisation_in_bf16_and_fp8_is_reported(tmp_path: Path) -> None:
+def test_utilisation_in_bf16_and_fp8_is_reported(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     found = on_gpu(tmp_path)
+    record_property("figure", ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
     assert found["mfu_bf16"] is not None and 0.1 < found["mfu_bf16"] < 1
     assert ("mfu_fp8" in found) == HAS_ENGINE
     if HAS_ENGINE:

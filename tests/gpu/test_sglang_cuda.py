@@ -7,6 +7,7 @@ engine's; over NCCL these must be two.
 import asyncio
 import base64
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -127,7 +128,8 @@ def run(
 ) -> tuple[dict[str, float], list[Completion], Path]:
     cfg, export = make_config(folder, quantization, method), folder / "export"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(torch.cuda.device_count() - 1))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", str(root), prepend=os.pathsep)
     for name in (layout_loader.OLD, layout_loader.NEW):
         monkeypatch.setenv(name, str(export))
     monkeypatch.setenv(layout_loader.REPORTS, str(folder))

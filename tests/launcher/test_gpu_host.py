@@ -1,11 +1,20 @@
 """What is found of a host's driver and toolkit, from programs that say what NVIDIA's say."""
 
+import importlib.metadata
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.launcher import doctor
-from megatron_rl.launcher.gpu_host import check_compiler, check_driver, find_cuda_home
+from megatron_rl.launcher.gpu_host import (
+    MIN_GLIBC,
+    check_compiler,
+    check_driver,
+    check_glibc,
+    check_host,
+    find_cuda_home,
+)
 from tests.tools.stub_project import write_program
 
 
@@ -50,6 +59,31 @@ def test_a_host_without_compiler_is_told_where_it_was_sought(tmp_path: Path) -> 
     assert f"no {tmp_path}/bin/nvcc" in found.found and "cuda-toolkit-13-0" in found.found
 
 
+@pytest.mark.parametrize(
+    ("said", "is_good"),
+    [
+        ("glibc 2.39", True),
+        ("glibc 2.34", True),
+        # Ubuntu 20.04's, RHEL 8's, and another library.
+        ("glibc 2.31", False),
+        ("glibc 2.28", False),
+        ("", False),
+    ],
+)
+def test_a_c_library_without_wheels_is_named_with_the_cure(said: str, is_good: bool) -> None:
+    found = check_glibc(said)
+    assert found.is_good == is_good and (said or "not glibc") in found.found
+    assert is_good or "needs glibc 2.34 or newer, as Ubuntu 22.04" in found.found
+    assert [f.what for f in check_host({"PATH": ""})] == ["NVIDIA driver", "nvcc 13", "C library"]
+
+
+def test_the_c_library_is_what_the_pinned_engine_was_built_for() -> None:
+    """Of the wheel that the CPU installation has, which is the same release."""
+    wheel = importlib.metadata.distribution("sglang").read_text("WHEEL")
+    tags = re.findall(r"manylinux_(\d+)_(\d+)_", wheel)
+    assert tags and min(tuple(map(int, tag)) for tag in tags) == MIN_GLIBC
+
+
 def test_toolkit_is_sought_where_torch_and_flashinfer_seek_it(tmp_path: Path) -> None:
     write_program(tmp_path / "cuda" / "bin" / "nvcc", "")
     path = {"PATH": str(tmp_path / "cuda" / "bin")}
@@ -66,6 +100,9 @@ def test_doctor_checks_the_compiler_where_engines_run_on_gpus(
     monkeypatch.setattr(doctor, "_version", versions.get)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    texts = {what: text for _, what, text in doctor._check_gpu_host()}
+    assert texts["transformer-engine-torch"].startswith("missing: bash tools/install.sh gpu")
+    assert f"no {tmp_path}/bin/nvcc; install the toolkit of CUDA 13.0" in texts["nvcc 13"]
     found = {what: is_good for is_good, what, _ in doctor._check_gpu_host()}
     # This test's toolkit has no compiler, and nothing was compiled with it.
     assert found["nvcc 13"] is False and found["transformer-engine-torch"] is False

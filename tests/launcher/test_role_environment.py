@@ -9,12 +9,14 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.backend import environment
+from megatron_rl.backend.environment import collective_environment
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import host_phases
+from megatron_rl.launcher import host_phases, hosts
 from megatron_rl.launcher.host_link import FirstHost, HostLink
 from megatron_rl.launcher.host_phases import Share
 from megatron_rl.launcher.placement import place
+from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
@@ -74,6 +76,42 @@ def start_on_the_first_of_two(folder: Path) -> None:
 
 def settings(found: dict[str, str]) -> dict[str, str]:
     return {name: found[name] for name in CPU_SETTINGS if name in found}
+
+
+def start_by_the_host_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `megatron-rl host` starts in a phase, without waiting for its end."""
+    config, gpus = resolve_ports(make_config(folder)), [str(gpu) for gpu in range(8)]
+    roles = place(config, hosts=1, gpus_per_host=8)[0]
+    (folder / "logs").mkdir(parents=True)
+
+    def start_all(share: Share, link: HostLink, is_resumed: bool) -> None:
+        host_phases._start_serving(share, RunPhase(1, PhaseKind.TRAINING))
+        host_phases._start_ranks(share, "trainer", is_supervised=False, arguments=())
+        # None of them is a process.
+        share.supervisor.roles.clear()
+
+    monkeypatch.setattr(hosts, "_placed", lambda *_, **__: (config, roles, gpus))
+    monkeypatch.setattr(hosts, "lead", start_all)
+    hosts.run_host(folder, host=0, hosts=1, gpus_per_host=8)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_collectives_are_set_alike_for_all_roles(
+    is_prepared: bool, tmp_path: Path, started: Environments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ranks of trainer and engine could not share a communicator."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr(environment, "version", lambda package: "2.14.1")
+    if is_prepared:
+        start_by_the_host_command(tmp_path, monkeypatch)
+    else:
+        start_on_one_host(tmp_path)
+    config = make_config(tmp_path)
+    expected = collective_environment(config.ports.host, config.weights.deadline_s)
+    assert {"NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "GLOO_SOCKET_IFNAME"} <= expected.keys()
+    assert started.keys() == {"rollout_queue", "verification", "generation", "trainer"}
+    for role, found in started.items():
+        assert expected.items() <= found.items(), role
 
 
 WAYS = pytest.mark.parametrize("start", [start_on_one_host, start_on_the_first_of_two])

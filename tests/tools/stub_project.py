@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("install.sh", "install_steps.sh", "install_wheels.sh", "fetch_wheels.sh", "test.sh")
 GPU_HOST = ROOT / "megatron_rl" / "launcher" / "gpu_host.py"
 STUB_BACKEND = """
 import sys; sys.path.insert(0, "{tests}")
@@ -35,7 +36,7 @@ import pathlib, sys
 
 STUB_PYTEST = """
 import json, os, pathlib, sys
-names = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
+names = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE", "PATH")
 found = {"arguments": sys.argv[1:]} | {name: os.environ.get(name) for name in names}
 (pathlib.Path(sys.prefix) / "tested.json").write_text(json.dumps(found))
 """
@@ -45,7 +46,7 @@ STUB_ENGINE = """
 import json, os, pathlib, sys; sys.path.insert(0, "{tests}")
 from stub_project import write_wheel
 def build_wheel(folder, config_settings=None, metadata_directory=None):
-    names = ("PATH", "CUDA_HOME", "CPLUS_INCLUDE_PATH")
+    names = ("PATH", "CUDA_HOME", "CPLUS_INCLUDE_PATH", "PIP_NO_INDEX", "UV_OFFLINE")
     found = {{name: os.environ.get(name) for name in names}}
     found |= {{name: text for name, text in os.environ.items() if name.startswith("NVTE_")}}
     import torch
@@ -106,7 +107,7 @@ class Project:
         self.wheels.mkdir(parents=True)
         (self.root / "tools").mkdir(parents=True)
         (self.root / "requirements").mkdir()
-        for script in ("install.sh", "install_steps.sh", "test.sh"):
+        for script in SCRIPTS:
             shutil.copy(ROOT / "tools" / script, self.root / "tools")
         self.write("tools/versions.py", STUB_VERSIONS)
         self.write("setup.py", "")

@@ -1,17 +1,24 @@
 """The figures of the training benchmark on samples written by hand; its peers' microbatches."""
 
+import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from megatron_rl.config.tree import OptimizerConfig
+from megatron_rl.launcher.sizing.gpus import find_gpu
 from megatron_rl.launcher.sizing.parameters import model_parameters
+from megatron_rl.launcher.sizing.trainer_memory import fullest_rank, setting_of
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import write_model
-from tools.bench.lengths import Lengths
+from tools.bench import train
+from tools.bench.lengths import Lengths, magistral_like
 from tools.bench.train import GPU, PRECISIONS, make_config
 from tools.bench.train_figures import (
     PEERS,
@@ -81,6 +88,37 @@ def test_utilisation_is_measured_in_bf16_and_in_fp8(tmp_path: Path) -> None:
         ("bf16", "fp8"), "bfloat16"
     )
     assert (models["bf16"].fp8, models["fp8"].fp8) == ("none", "tensorwise")
+
+
+def test_ranks_on_a_gpu_see_it_and_have_the_settings_of_a_runs_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments: list[dict[str, str]] = []
+
+    def run_child(command: list[str], *, log: Path, environment: dict[str, str], **_: Any) -> None:
+        environments.append(environment)
+        measured = Measured(make_samples({"ours": [2.0]}), "NVIDIA H100 80GB HBM3", 989e12)
+        (log.parent / "measured.json").write_bytes(msgspec.json.encode(measured))
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(train, "write_model", lambda folder, sizes: None)
+    monkeypatch.setattr(train, "run_child", run_child)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert train.on_gpu(tmp_path)["mfu_bf16"] == 0.5
+    for found in environments:
+        assert not {"CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE", "MKL_NUM_THREADS"} & found.keys()
+        assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+        assert found["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+        assert found["PYTHONPATH"].startswith(str(train.ROOT))
+
+
+def test_the_model_of_a_gpu_fits_one_of_80_gb(tmp_path: Path) -> None:
+    longest = max(s.total for s in magistral_like(GPU.work.sequences, seed=1, scale=GPU.work.scale))
+    assert longest <= GPU.microbatch_tokens
+    LlamaConfig(**GPU.model, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    cfg = make_config(tmp_path / "run", tmp_path, GPU, model=PRECISIONS["bf16"])
+    memory = fullest_rank(read_shape(tmp_path), setting_of(cfg, longest))
+    assert memory.total < 0.8 * find_gpu("h100-80g").memory_bytes
 
 
 def test_flops_of_a_step_match_a_count_by_hand(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tools.stub_project import Project, write_program
+from tests.tools.stub_project import GPU_PINS, Project, write_program, write_wheel
 
 NVCC = 'echo "Cuda compilation tools, release {release}, V{release}.88"'
 
@@ -78,6 +79,7 @@ def test_the_tests_of_a_gpu_host_run_on_its_own_builds_and_settings(host: GpuHos
     tested = host.found("tested.json")
     assert tested["arguments"][-2:] == ["-m", "gpu"]
     assert tested["HF_HUB_OFFLINE"] == "1"
+    assert tested["PATH"].split(":")[0] == str(host.project.root / ".venv" / "bin")
     assert tested["OMP_NUM_THREADS"] is None and tested["TORCHDYNAMO_DISABLE"] is None
     # The build of torch that was there still is.
     versions = {path.name for path in (host.project.root / ".venv").rglob("torch-*.dist-info")}
@@ -119,6 +121,7 @@ def test_too_little_disk_is_refused_before_anything_is_installed(tmp_path: Path)
     done = host.install("gpu")
     assert done.returncode == 1
     assert "13312 MiB free; mode gpu needs 14336" in done.stderr
+    assert "make room there, or move the clone to another disk" in done.stderr
     assert not (host.project.root / ".venv").exists()
 
 
@@ -145,3 +148,53 @@ def test_a_python_without_wheels_is_refused_with_the_cure(
     assert "uv python install 3.12" in done.stderr
     assert f"bash tools/install.sh {mode}" in done.stderr
     assert not (host.project.root / ".venv").exists()
+
+
+def test_a_host_without_network_installs_from_a_folder_alone(tmp_path: Path) -> None:
+    host = GpuHost(tmp_path)
+    project = host.project
+    (tmp_path / "elsewhere").mkdir()
+    # Where pip is told to look by itself there is nothing.
+    elsewhere = {"PIP_FIND_LINKS": str(tmp_path / "elsewhere")}
+    folder = {"MEGATRON_RL_WHEELS": str(project.wheels)}
+    done = host.install("gpu", **elsewhere, **folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"packages come from {project.wheels} alone" in done.stdout
+    assert host.found("compiled.json")["UV_OFFLINE"] == "1"
+    assert host.found("compiled.json")["PIP_NO_INDEX"] == "1"
+
+
+def test_a_folder_that_lacks_packages_is_refused_before_anything_is_installed(
+    tmp_path: Path,
+) -> None:
+    host = GpuHost(tmp_path)
+    project = host.project
+    for file in [*project.wheels.glob("stub_nvidia*"), *project.wheels.glob("*torch-2.14.1*")]:
+        file.unlink()
+    done = host.install("gpu", MEGATRON_RL_WHEELS=str(project.wheels))
+    assert done.returncode == 1 and not (project.root / ".venv").exists()
+    assert "lacks 2 of the packages of mode gpu" in done.stderr
+    assert "torch==2.14.1 stub_nvidia==1.0" in done.stderr
+    assert "bash tools/fetch_wheels.sh FOLDER gpu" in done.stderr
+    done = host.install("gpu", MEGATRON_RL_WHEELS=str(tmp_path / "nowhere"))
+    assert done.returncode == 1 and "nowhere is no folder" in done.stderr
+
+
+def test_a_folder_is_filled_with_what_the_installation_asks_for(tmp_path: Path) -> None:
+    host = GpuHost(tmp_path)
+    project, folder = host.project, tmp_path / "folder"
+    # What the source package is read with, and the installer's own.
+    names = ("setuptools", "wheel", "pybind11", "packaging")
+    project.write("requirements/gpu.txt", GPU_PINS + "".join(f"{name}==1.0\n" for name in names))
+    for name in (*names, "uv"):
+        write_wheel(project.wheels, name, "1.0")
+    script = (project.root / "tools" / "install.sh").read_text()
+    project.write("tools/install.sh", re.sub("UV_PIN=uv==[^ ]+", "UV_PIN=uv==1.0", script))
+    done = subprocess.run(
+        ["bash", str(project.root / "tools" / "fetch_wheels.sh"), str(folder), "gpu"],
+        env=project.environment() | host.environment(), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    held = {path.name.partition("-")[0] for path in folder.iterdir()}
+    assert {"torch", "stub_nvidia", "transformer_engine_torch", "pytest", "stub_dev", "uv"} <= held
+    assert not (folder / ".read").exists() and not (folder / ".pins.txt").exists()

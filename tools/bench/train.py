@@ -1,4 +1,4 @@
-"""What an optimizer step costs: `python -m tools.bench.train [--quick] [--repeats N]`.
+"""What an optimizer step costs: `python -m tools.bench.train [--quick] [--repeats N] [--gpu-only]`.
 
 Our trainer beside what one would write by hand, on the same random model and the same tokens, in
 one process with one thread. The lengths are Magistral's over 32 (tools/bench/lengths.py; --quick:
@@ -43,6 +43,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.backend.environment import ranks_environment
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import find_free
@@ -63,6 +64,7 @@ from tools.bench.variants import ROOT
 from tools.bench.weights import child_environment, write_model
 
 TIMEOUT_S = 3600.0
+GPU_TIMEOUT_S = 600.0
 PAUSE_S = 2.0
 SCALING = {"one": {}, "tp2": {"tensor": 2}, "dp2": {"data": 2}}
 
@@ -147,7 +149,8 @@ GPU = Scale(
         "num_key_value_heads": 8,
     },
     work=Workload(sequences=32, scale=1 / 4, repeats=5, has_peers=False),
-    microbatch_tokens=16_384,
+    # Twice as many would fill a GPU of 80 GB by megatron-rl plan; the longest sequence has 7,436.
+    microbatch_tokens=8192,
     rounds=0,
 )
 PRECISIONS = {
@@ -166,6 +169,9 @@ def main() -> int:
     scale = QUICK if options.quick else FULL
     if options.repeats:
         scale = replace(scale, work=msgspec.structs.replace(scale.work, repeats=options.repeats))
+    if options.gpu_only:
+        print(json.dumps({name: _rounded(value) for name, value in on_gpu(folder / "gpu").items()}))
+        return 0
     cores = sorted(os.sched_getaffinity(0))
     try:
         write_model(folder / "model", scale.model)
@@ -230,12 +236,25 @@ def on_gpu(folder: Path) -> dict[str, float | None]:
     if not torch.accelerator.is_available():
         return {}
     write_model(folder / "model", GPU.model)
+    environment = gpu_environment()
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     return {
-        f"mfu_{name}": mfu(run(folder / name, folder / "model", GPU, model=model), name)
+        f"mfu_{name}": mfu(
+            run(folder / name, folder / "model", GPU, model=model, environment=environment), name
+        )
         for name, model in PRECISIONS.items()
         if name != "fp8" or has_engine
     }
+
+
+def gpu_environment() -> dict[str, str]:
+    """Of a rank on the GPUs of this host: what a run's trainer ranks have, and this tree's modules.
+
+    That of the other children hides the GPUs and gives each one thread.
+    """
+    given = child_environment()
+    ours = {name: given[name] for name in ("PYTHONPATH", "MEGATRON_RL_LAUNCHED", "HF_HUB_OFFLINE")}
+    return ours | ranks_environment("cuda", 1, expandable_segments=True)
 
 
 def run(
@@ -244,8 +263,13 @@ def run(
     scale: Scale,
     parallel: dict[str, int] | None = None,
     model: dict[str, Any] | None = None,
+    *,
+    environment: dict[str, str] | None = None,
 ) -> Measured:
-    """One child process a rank, under torchrun. Raises ChildFailed."""
+    """One child process a rank, under torchrun. Raises ChildFailed.
+
+    environment: `gpu_environment`; None: on the CPU.
+    """
     cfg = make_config(run_dir, model_folder, scale, parallel, model)
     run_dir.mkdir(parents=True)
     config, work = run_dir / "config.toml", run_dir / "work.json"
@@ -258,8 +282,8 @@ def run(
     run_child(
         command,
         log=run_dir / "ranks.log",
-        timeout_s=TIMEOUT_S,
-        environment=child_environment(),
+        timeout_s=TIMEOUT_S if environment is None else GPU_TIMEOUT_S,
+        environment=child_environment() if environment is None else environment,
         cwd=ROOT,
     )
     return msgspec.json.decode((run_dir / "measured.json").read_bytes(), type=Measured)
@@ -297,6 +321,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer tokens")
     parser.add_argument("--repeats", type=int, help="steps of each loop")
+    parser.add_argument(
+        "--gpu-only", action="store_true", help="mfu_bf16 and mfu_fp8, nothing else"
+    )
     parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
     return parser.parse_args()
 

@@ -56,6 +56,6 @@ def division_of(parallel: ParallelConfig) -> Division:
         context=parallel.context,
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
-        is_sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        is_sequence_parallel=parallel.divides_positions,
         is_optimizer_sharded=parallel.distributed_optimizer,
     )

@@ -165,7 +165,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
             has_experts=shape.experts > 0,
             has_engine=backend.layers == "transformer_engine",
         ),
-        "sequence_parallel": cfg.parallel.sequence and cfg.parallel.tensor > 1,
+        "sequence_parallel": cfg.parallel.divides_positions,
         # Without this the schedule divides losses by tokens and DDP averages over its ranks.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": sum_gradients,
@@ -174,6 +174,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
             cfg.model,
             stage_layers=shape.layers // cfg.parallel.pipeline,
             has_experts=shape.experts > 0,
+            gathered_width=shape.hidden if cfg.parallel.divides_positions else 0,
         ),
         **backend.transformer_overrides(),
         **fusions.transformer_fields(

@@ -12,9 +12,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_rl.backend import fp8
 from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.backend.folding import SOURCE as FOLDING
-from megatron_rl.backend.fp8 import POSITION_MULTIPLE
 from megatron_rl.backend.loops import library
 from megatron_rl.config.tree import Config, ParallelConfig
 from megatron_rl.protocol.process import failures_noted
@@ -34,7 +34,6 @@ class Policy:
     shape: ModelShape
     chunks: list[DistributedDataParallel]
     parallel: ParallelConfig
-    has_fp8: bool
     cfg: Config
     """What it was built from."""
 
@@ -51,10 +50,10 @@ class Policy:
     @property
     def position_multiple(self) -> int:
         """A microbatch's positions must be a multiple of this."""
-        ranks = self.parallel.context
-        if self.has_sequence_parallelism:
-            ranks *= self.parallel.tensor
-        return math.lcm(ranks * (POSITION_MULTIPLE if self.has_fp8 else 1), self.sequence_multiple)
+        is_divided = self.has_sequence_parallelism
+        ranks = self.parallel.context * (self.parallel.tensor if is_divided else 1)
+        each = fp8.position_multiple(self.cfg.model, is_gathered=is_divided)
+        return math.lcm(ranks * each, self.sequence_multiple)
 
     @property
     def sequence_multiple(self) -> int:
@@ -64,7 +63,7 @@ class Policy:
     @property
     def has_sequence_parallelism(self) -> bool:
         """Whether tensor ranks divide the positions among them between their layers."""
-        return self.parallel.sequence and self.parallel.tensor > 1
+        return self.parallel.divides_positions
 
     @property
     def shares_prompts(self) -> bool:
@@ -135,6 +134,6 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
         else:
             load_megatron(chunks, shape, cfg.model.megatron_path)
         with failures_noted():
-            yield Policy(backend, shape, chunks, cfg.parallel, cfg.model.fp8 != "none", cfg)
+            yield Policy(backend, shape, chunks, cfg.parallel, cfg)
     finally:
         backend.shutdown()

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Fills a folder with all that tools/install.sh needs of an index:
+#   bash tools/fetch_wheels.sh FOLDER [cpu|gpu]
+#
+# For hosts that reach none: run it where an index is reached, with the same Python (3.11 or 3.12) and
+# a system that is no newer, copy the folder, and there
+#   MEGATRON_RL_WHEELS=FOLDER bash tools/install.sh gpu
+# Needs no GPU. Mode gpu needs nvcc, as the installation itself, for the source package that is
+# compiled on each host: it is read beside torch, in FOLDER/.read, which is removed again.
+# Environment: MEGATRON_RL_PYTHON, the interpreter (default: python3).
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+MODE=${2:-gpu}
+PYTHON=${MEGATRON_RL_PYTHON:-python3}
+BUILT_HERE=transformer-engine-torch
+
+say() { printf '[wheels] %s\n' "$*"; }
+
+fail() {
+    printf '[wheels] error: %s\n' "$*" >&2
+    exit 1
+}
+
+. "$ROOT/tools/install_wheels.sh"
+
+pip() { "$PYTHON" -m pip --disable-pip-version-check --no-input "$@"; }
+
+# Source packages among them are built: only wheels are left, but for what is built on each host.
+fetch_pins() {
+    local pins=$FOLDER/.pins.txt
+    pin_files "$MODE" | xargs cat | grep -v "^$BUILT_HERE==" >"$pins"
+    sed -n 's/^UV_PIN=\([^ ]*\).*/\1/p' "$ROOT/tools/install.sh" >>"$pins"
+    pip wheel --quiet --no-deps --wheel-dir "$FOLDER" --find-links "$FOLDER" -r "$pins"
+    rm "$pins"
+}
+
+# pip reads its metadata by running it, which takes torch and what it is built with.
+fetch_source() {
+    local pin torch read=$FOLDER/.read
+    pin=$(grep "^$BUILT_HERE==" "$ROOT/requirements/gpu.txt")
+    torch=$(grep '^torch==' "$ROOT/requirements/gpu.txt")
+    [ -z "$(ls "$FOLDER/${BUILT_HERE//-/_}"-*.tar.gz 2>/dev/null)" ] || return 0
+    rm -rf "$read"
+    "$PYTHON" -m venv "$read"
+    "$read/bin/python" -m pip install --quiet --no-index --find-links "$FOLDER" \
+        "$torch" setuptools wheel pybind11 packaging
+    NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE "$read/bin/python" -m pip download --quiet \
+        --no-deps --no-build-isolation --no-binary :all: --dest "$FOLDER" "$pin"
+    rm -rf "$read"
+}
+
+[ $# -ge 1 ] || fail "usage: bash tools/fetch_wheels.sh FOLDER [cpu|gpu]"
+mkdir -p "$1"
+FOLDER=$(cd "$1" && pwd)
+say "$("$PYTHON" -V), mode $MODE, into $FOLDER"
+fetch_pins
+[ "$MODE" != gpu ] || fetch_source
+missing=$(pin_files "$MODE" | missing_wheels "$PYTHON" "$FOLDER")
+[ -z "$missing" ] || fail "not found: $missing"
+say "$(ls "$FOLDER" | wc -l) files, $(du -sm "$FOLDER" | cut -f1) MiB"

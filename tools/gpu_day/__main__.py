@@ -1,0 +1,109 @@
+"""All checks of docs/gpu-evidence.md that are tests, in the order that gives most rows first.
+
+    python -m tools.gpu_day [--minutes M] [--out FOLDER] [--only WORD ...]
+
+A file of tests is a process of its own, under the interpreter that runs this. A test that fails,
+hangs or takes its process with it costs its own rows alone: the file goes on after it. What is
+known is written at once, to FOLDER:
+
+| file | holds |
+|---|---|
+| day.md | host and versions; the rows, to be pasted into the page; what failed |
+| record.jsonl | a line when a test begins, and one when it ends |
+| log.txt | all that the tests printed |
+
+When the minutes are over the table is printed of what there is.
+"""
+
+import argparse
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tools.gpu_day.host import hardware, versions
+from tools.gpu_day.rows import Outcome, Row, read_rows, table
+from tools.gpu_day.runs import Day, run_file
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "gpu-evidence.md"
+ORDER = (
+    "tests/gpu/test_exchange_cuda.py",
+    "tests/gpu/test_settings_cuda.py",
+    "tests/gpu/test_backend_cuda.py",
+    "tests/gpu/test_checkpoint_cuda.py",
+    "tests/gpu/test_convert_cuda.py",
+    "tests/gpu/test_sglang_cuda.py",
+    "tests/gpu/test_scorer_cuda.py",
+    "tests/generation/test_overlap_schedule.py",
+    "tests/generation/test_expert_choices.py",
+    "tests/generation/test_engine_contract.py",
+    # Last what takes minutes: a large model, watchdogs that are waited for, engines of two ranks.
+    "tests/gpu/test_numerics_cuda.py",
+    "tests/gpu/test_groups_cuda.py",
+    "tests/gpu/test_engine_ranks_cuda.py",
+)
+"""Files by rows and seconds. Each row's file is one of them: tests/tools/test_gpu_day.py."""
+
+
+def main() -> int:
+    """Command line. Exit code: 1 if anything failed or hung."""
+    options = _parse()
+    rows = [row for row in read_rows(PAGE.read_text()) if row.path]
+    files = [path for path in ORDER if not options.only or _is_wanted(path, options.only)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    day = Day(
+        record=options.out / "record.jsonl",
+        log=options.out / "log.txt",
+        test_s=options.test_s,
+        ends_at=time.monotonic() + 60 * options.minutes,
+    )
+    host = f"{hardware()}, {versions()}"
+    print(host)
+    outcomes: dict[str, Outcome] = {}
+    for path in files:
+        for test, outcome in run_file(day, path):
+            outcomes[test] = outcome
+            print(
+                f"{outcome.result:<8}{outcome.seconds:6.1f} s  {test}  {outcome.text}", flush=True
+            )
+        (options.out / "day.md").write_text(summary(rows, outcomes, host))
+    print(summary(rows, outcomes, host))
+    return int(any(o.result in ("failed", "hung") for o in outcomes.values()))
+
+
+def _is_wanted(path: str, words: list[str]) -> bool:
+    return any(word in path for word in words)
+
+
+def summary(rows: list[Row], outcomes: dict[str, Outcome], host: str) -> str:
+    """The text of day.md."""
+    date = datetime.now(UTC).date().isoformat()
+    failed = [
+        f"- {test}: {outcome.result}: {outcome.text}"
+        for test, outcome in outcomes.items()
+        if outcome.result in ("failed", "hung")
+    ]
+    left = [f"- {row.claim}" for row in rows if not any(row.takes(test) for test in outcomes)]
+    return "\n".join(
+        [
+            *(f"{host}\n", table(rows, outcomes, hardware(), date)),
+            *("\nFailed or hung:", *(failed or ["- none"])),
+            *("\nNot reached:", *(left or ["- none"]), ""),
+        ]
+    )
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=120.0, help="no longer than that")
+    parser.add_argument("--test-s", type=float, default=300.0, help="deadline of each test")
+    parser.add_argument("--out", type=Path, default=Path("gpu-day"), help="folder of what is found")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="files whose path has one of the words"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

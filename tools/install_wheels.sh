@@ -1,0 +1,54 @@
+# Installing from a folder instead of an index; sourced by tools/install.sh, and not run by itself.
+#
+# Uses its ROOT, MODE, UV_PIN, say and fail.
+
+# The files whose pins a mode installs.
+pin_files() {
+    local files=("$ROOT/requirements/$1"*.txt "$ROOT/requirements/dev.txt")
+    printf '%s\n' "${files[@]}"
+}
+
+# use_wheels PYTHON: with MEGATRON_RL_WHEELS, pip and uv take packages from there alone. Refuses a
+# folder that lacks one, before anything is done.
+use_wheels() {
+    local folder=${MEGATRON_RL_WHEELS:-} missing count
+    [ -n "$folder" ] || return 0
+    [ -d "$folder" ] || fail "MEGATRON_RL_WHEELS=$folder is no folder"
+    folder=$(cd "$folder" && pwd)
+    mapfile -t missing < <(pin_files "$MODE" | missing_wheels "$1" "$folder")
+    count=${#missing[@]}
+    [ "$count" -eq 0 ] || fail "$folder lacks $count of the packages of mode $MODE" \
+        "for example: ${missing[*]:0:5}" \
+        "where there is network: bash tools/fetch_wheels.sh FOLDER $MODE, with this Python and system"
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS=$folder
+    export UV_NO_INDEX=1 UV_OFFLINE=1 UV_FIND_LINKS=$folder
+    say "packages come from $folder alone"
+}
+
+# missing_wheels PYTHON FOLDER: pins of the files that stdin names of which there is no file.
+missing_wheels() {
+    "$1" -I -c 'import pathlib, re, sys
+
+def canonical(text):
+    return re.sub(r"[-_.]+", "-", text.strip()).lower()
+
+def parts(path):
+    if path.suffix == ".whl":
+        name, version = path.name.split("-")[:2]
+    else:
+        name, _, version = path.name.removesuffix(".tar.gz").rpartition("-")
+    # Of a build for one device the version goes on behind a plus, which a pin may leave out.
+    return canonical(name), {version, version.partition("+")[0]}
+
+held = {}
+for path in pathlib.Path(sys.argv[1]).iterdir():
+    name, versions = parts(path)
+    held.setdefault(name, set()).update(versions)
+for file in sys.stdin.read().splitlines():
+    for line in pathlib.Path(file).read_text().splitlines():
+        name, _, version = line.partition("==")
+        if version and not line.startswith("#"):
+            if version.strip() not in held.get(canonical(name), ()):
+                print(line)
+' "$2"
+}
