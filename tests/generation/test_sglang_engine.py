@@ -98,6 +98,12 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     assert "--disable-overlap-schedule" not in server_command(overlapping, LOADER)
     dividing = dataclasses.replace(setup, expert_parallel=2)
     assert "--ep-size=2" in server_command(dividing, LOADER)
+    # One engine, and not one a node.
+    assert "--nccl-port=1235" in command
+    spread = dataclasses.replace(setup, nodes=2, node_rank=1, meets_at="10.0.0.1:99")
+    there = set(server_command(spread, LOADER))
+    assert {"--nnodes=2", "--node-rank=1", "--dist-init-addr=10.0.0.1:99"} <= there
+    assert not any("--nccl-port" in word for word in there)
     assert ("--device" in command) == sglang_cpu.is_needed()
     assert not any("--quantization" in word for word in command)
     assert "--enable-return-routed-experts" not in command

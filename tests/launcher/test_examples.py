@@ -167,3 +167,17 @@ def test_quickstart_given_again_goes_on_with_its_own_folder(tmp_path: Path) -> N
     (tmp_path / "other" / "letter.txt").touch()
     refused = quickstart(tmp_path / "other")
     assert refused.returncode == 2 and "holds other things: name another folder" in refused.stderr
+
+
+@pytest.mark.parametrize("name", [*(e.name for e in (*SINGLE, *SLURM)), "magistral_stages"])
+def test_settings_for_speed_are_on_where_docs_clusters_says(name: str) -> None:
+    config = load_config(EXAMPLES / f"{name}.toml", [])
+    is_replicated = config.parallel.data > 1
+    assert config.parallel.overlap_gradients == is_replicated
+    assert (config.train.packing == "flops") == is_replicated
+    assert config.has_expandable_segments == (name != "one_gpu")
+    assert config.model.recompute == (
+        "full" if name in ("qwen3_30b_a3b", "magistral_medium_like") else "selective"
+    )
+    assert ("swiglu" in config.model.fusions) == (name not in ("one_gpu", "one_node"))
+    assert ("moe_permute" in config.model.fusions) == (name == "qwen3_30b_a3b")

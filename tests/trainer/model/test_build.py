@@ -142,3 +142,26 @@ def test_gradient_is_a_sum_over_microbatches_and_data_ranks(tmp_path: Path) -> N
         rtol=1e-4,
         atol=1e-6,
     )
+
+
+def overlaps(folder: Path, parallel: ParallelConfig) -> tuple[bool, bool, bool]:
+    """Whether gradients and parameters travel behind passes, gradients behind the last alone."""
+    [chunk] = load_on_rank(folder, parallel).model
+    told = chunk.ddp_config
+    return told.overlap_grad_reduce, told.overlap_param_gather, bool(chunk.config.no_sync_func)
+
+
+@pytest.mark.parametrize(("gradients", "parameters"), [(False, False), (True, False), (True, True)])
+def test_collectives_hide_behind_the_passes_where_they_shall(
+    tmp_path: Path, gradients: bool, parameters: bool
+) -> None:
+    """The steps are the same either way, so that results do not show it."""
+    write_model(tmp_path, num_hidden_layers=1)
+    parallel = ParallelConfig(
+        data=2,
+        distributed_optimizer=True,
+        overlap_gradients=gradients,
+        overlap_parameters=parameters,
+    )
+    found = run_ranks(overlaps, 2, tmp_path, parallel)
+    assert found == [(gradients, parameters, gradients)] * 2
