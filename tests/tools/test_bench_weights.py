@@ -74,6 +74,18 @@ def test_figures_compare_the_methods_of_one_repeat() -> None:
     assert found["engine_over_two_buckets"] == 0.9
 
 
+def test_methods_that_were_left_out_have_no_figures() -> None:
+    few = [each for each in SAMPLES if each.method in (RAW, RESHARD)]
+    left_out = {
+        "floor_over_raw", "time_over_floor", "publish_over_floor", "ipc_time_over_raw",
+        "broadcast_over_reshard", "disk_over_reshard",
+    }  # fmt: skip
+    everything = figures(SAMPLES, CFG)
+    assert figures(few, CFG) == {
+        name: value for name, value in everything.items() if name not in left_out
+    }
+
+
 def test_the_worst_layout_counts() -> None:
     good = {"time_over_raw": 1.1, "broadcast_over_reshard": 5.0, "pause_ms_p50": 10.0}
     bad = {"time_over_raw": 1.4, "broadcast_over_reshard": 2.0, "pause_ms_p50": 30.0}

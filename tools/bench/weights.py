@@ -24,6 +24,8 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | growth_bytes_* | by how much a rank's resident memory grew during a publish, at most |
 | *_over_two_buckets | peaks over 2 * bucket_bytes |
 
+`--methods raw floor reshard` leaves the others out, and the figures that compare with them.
+
 `--replicas 1 2 4 8` publishes from two copies of the model in the trainer to so many receivers
 instead, which are processes with the product's weight client and receiver and no engine, or with
 `--servers` SGLang servers. `--link-mb-s N` gives each of them a link of its own of so many MB/s
@@ -57,6 +59,7 @@ from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share
 from tools.bench.variants import ROOT, environment
 from tools.bench.weights_figures import (
+    DISK,
     METHODS,
     OVERLAP,
     RAW,
@@ -131,10 +134,11 @@ def main() -> int:
         for name in options.layouts:
             shares.append(busy_share(cores, PAUSE_S))
             cfg = configure(LAYOUTS[name], model, work_dir / name, options.bucket_mb << 20)
-            samples = run_layout(cfg, repeats)
+            samples = run_layout(cfg, repeats, options.methods)
             found[name] = figures(samples, cfg) | growth(samples, cfg.run.dir)
             show(name, samples, found[name])
-            shutil.rmtree(cfg.run.dir / "weights")
+            if DISK in options.methods:
+                shutil.rmtree(cfg.run.dir / "weights")
     except (ChildFailed, OSError) as error:
         print(f"{error}\nall logs: {work_dir}", file=sys.stderr)
         return 1
@@ -293,6 +297,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="reshard among them"
+    )
+    parser.add_argument(
         "--replicas", type=int, nargs="+", metavar="N", help="instead: publishes to N replicas each"
     )
     parser.add_argument(
@@ -301,6 +308,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--servers", action="store_true", help="of SGLang, not bare receivers")
     parser.add_argument("--work-dir", type=Path, help="new folder for logs and samples")
     options = parser.parse_args()
+    if RESHARD not in options.methods:
+        parser.error("--methods: all figures are those of reshard, or beside it")
     if options.link_mb_s < 0 or (options.link_mb_s and not options.replicas):
         parser.error("--link-mb-s takes a positive number of MB/s, and goes with --replicas")
     return options

@@ -14,7 +14,8 @@ from megatron_rl.config.tree import Config
 
 TITLES = ("publish s", "transfer s", "pause s", "wire MB", "lo MB")
 RAW, FLOOR, RESHARD, OVERLAP = "raw", "floor", "reshard", "overlap"
-METHODS = (RAW, FLOOR, RESHARD, "ipc", "broadcast", "disk")
+IPC, BROADCAST, DISK = "ipc", "broadcast", "disk"
+METHODS = (RAW, FLOOR, RESHARD, IPC, BROADCAST, DISK)
 """Names of exchanges begin with theirs."""
 
 
@@ -41,15 +42,41 @@ class Sample(msgspec.Struct, frozen=True):
     """How long trainer rank 0 waited."""
 
 
+def _transfer(sample: Sample) -> float:
+    """Of all generators, which are served at the same time; 0 where the method does not say."""
+    return max(sample.transfers_s, default=0.0)
+
+
+def _publish(sample: Sample) -> float:
+    """All of it."""
+    return sample.seconds
+
+
+_RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
+    ("time_over_raw", RESHARD, RAW, _transfer),
+    ("floor_over_raw", FLOOR, RAW, _transfer),
+    ("time_over_floor", RESHARD, FLOOR, _transfer),
+    ("publish_over_floor", RESHARD, FLOOR, _publish),
+    ("publish_over_raw", RESHARD, RAW, _publish),
+    ("ipc_time_over_raw", IPC, RAW, _transfer),
+    ("broadcast_over_reshard", BROADCAST, RESHARD, _publish),
+    ("disk_over_reshard", DISK, RESHARD, _publish),
+)
+"""(figure, method, the method it stands over, what of a publish): those that were measured."""
+
+
 def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
     """Figures of one layout."""
     by = {name: [sample for sample in samples if sample.method == name] for name in METHODS}
     reshard = by[RESHARD]
     two_buckets = 2 * cfg.weights.bucket_bytes
 
-    def over(top: Sequence[Sample], bottom: Sequence[Sample], key: Callable) -> float:
-        return statistics.median(key(a) / key(b) for a, b in zip(top, bottom, strict=True))
+    def over(top: str, bottom: str, key: Callable[[Sample], float]) -> float:
+        return statistics.median(key(a) / key(b) for a, b in zip(by[top], by[bottom], strict=True))
 
+    ratios = {
+        name: over(top, bottom, key) for name, top, bottom, key in _RATIOS if by[top] and by[bottom]
+    }
     pauses = [pause for sample in reshard for pause in sample.pauses_s]
     transfers = [transfer for sample in reshard for transfer in sample.transfers_s]
     trainer = max(sample.trainer_peak_bytes for sample in reshard)
@@ -60,14 +87,7 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
         "loopback_bytes_over_minimum": statistics.median(
             sample.loopback_bytes / sample.minimum_bytes for sample in reshard
         ),
-        "time_over_raw": over(reshard, by[RAW], _transfer),
-        "floor_over_raw": over(by[FLOOR], by[RAW], _transfer),
-        "time_over_floor": over(reshard, by[FLOOR], _transfer),
-        "publish_over_floor": over(reshard, by[FLOOR], lambda sample: sample.seconds),
-        "publish_over_raw": over(reshard, by[RAW], lambda sample: sample.seconds),
-        "ipc_time_over_raw": over(by["ipc"], by[RAW], _transfer),
-        "broadcast_over_reshard": over(by["broadcast"], reshard, lambda sample: sample.seconds),
-        "disk_over_reshard": over(by["disk"], reshard, lambda sample: sample.seconds),
+        **ratios,
         "pause_ms_p50": 1e3 * statistics.median(pauses),
         "pause_overhead_ms": 1e3
         * statistics.median(p - t for p, t in zip(pauses, transfers, strict=True)),
@@ -76,11 +96,6 @@ def figures(samples: Sequence[Sample], cfg: Config) -> dict[str, float]:
         "trainer_over_two_buckets": trainer / two_buckets,
         "engine_over_two_buckets": engine / two_buckets,
     }
-
-
-def _transfer(sample: Sample) -> float:
-    """Of all generators, which are served at the same time; 0 where the method does not say."""
-    return max(sample.transfers_s, default=0.0)
 
 
 def growth(samples: Sequence[Sample], run_dir: Path) -> dict[str, float]:
@@ -169,7 +184,8 @@ def against_limit(
 def show(name: str, samples: Sequence[Sample], values: dict[str, float]) -> None:
     """Print a layout's rows."""
     print(f"\n{name:12} " + " ".join(f"{title:>10}" for title in TITLES))
-    for method in METHODS:
+    measured = {sample.method for sample in samples}
+    for method in (method for method in METHODS if method in measured):
         rows = [sample for sample in samples if sample.method == method]
         transfers = [_transfer(row) for row in rows]
         print(
