@@ -1,22 +1,28 @@
 """`python -m tools.bench.queue [--quick] [--only NAME ...]`: the rollout queue at a cluster's size.
 
 The real process of the queue, over real sockets, with scripted peers: 1,000 generators, verifiers
-that answer at once, data-parallel leaders, a publish after each batch. Rollouts have 32,768 tokens
-with logprobs, two version spans and a text. Beside it, in the same run, the *floor*: bare ZeroMQ
-sockets through which the same bytes go, and nothing else (queue_floor.py).
+that answer at once, data-parallel leaders, a publish after each batch. Rollouts have 32,768 tokens,
+or as many as the simulator's on average, with logprobs, two version spans and a text. Beside it, in
+the same run, the *floor*: bare ZeroMQ sockets through which the same bytes go, and nothing else
+(queue_floor.py).
 
-| variant   | what                                                           |
-|-----------|----------------------------------------------------------------|
-| dense     | a 24B model without experts                                    |
-| encrypted | the same with CURVE keys, as between hosts                     |
-| replay    | 30B-A3B with router replay: 48 layers x 8 choices of one byte  |
-|           | a token, 13 MB a rollout, so 100 generators and small batches  |
+| variant     | what                                                           |
+|-------------|----------------------------------------------------------------|
+| dense       | a 24B model without experts                                    |
+| encrypted   | the same with CURVE keys, as between hosts                     |
+| dense_mean  | completions of the simulator's mean length, 9,387 tokens       |
+| replay      | 30B-A3B with router replay: 48 layers x 8 choices of one byte  |
+|             | a token, 13 MB a rollout, so 100 generators and small batches  |
+| replay_mean | completions of the simulator's mean length, 4,185 tokens       |
 
 | figure of a variant        | what                                                           |
 |----------------------------|----------------------------------------------------------------|
-| needed_rollouts_per_s      | what 512 H100s learn from at most (queue_load.py)              |
-| rollouts_per_s             | as many as the queue takes; over_needed: over that, target 4   |
-| bytes_per_s                | arrays and texts of these rollouts, once                       |
+| needed_rollouts_per_s      | what 512 H100s produce by the simulator (queue_load.py): at    |
+|                            | 32,768 tokens its tokens, else its completions                 |
+| learnt_rollouts_per_s      | what they could learn from at most, worked out by hand         |
+| rollouts_per_s             | as many as the queue takes; over_needed: over the first,       |
+|                            | target 4; over_learnt: over the second                         |
+| tokens_per_s, bytes_per_s  | of these rollouts; arrays and texts, once                      |
 | cpu_share                  | user and system time of the queue's process over the wall's    |
 | cpu_ms_per_rollout         | the same of one rollout                                        |
 | loop_ms_per_rollout        | of its main thread alone                                       |
@@ -53,16 +59,19 @@ from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.protocol.keys import load_keys, make_keys
+from megatron_rl.weights.layout.shape import ModelShape
 from tools.bench.contention import busy_share
 from tools.bench.queue_generators import Control, run_generators
 from tools.bench.queue_load import (
-    COMPLETION_TOKENS,
     DENSE,
+    DENSE_PRODUCED,
     EXPERTS,
+    EXPERTS_PRODUCED,
     TARGET,
     Load,
+    Produced,
     Wiring,
-    needed_rollouts_per_s,
+    learnt_rollouts_per_s,
 )  # fmt: skip
 from tools.bench.queue_others import run_others
 from tools.bench.queue_process import ProcessTimes, read_times
@@ -80,6 +89,7 @@ class Variant(NamedTuple):
 
     load: Load
     needed: float
+    learnt: float
     is_encrypted: bool = False
 
 
@@ -143,7 +153,7 @@ class Seconds(NamedTuple):
 def variants(*, is_quick: bool) -> dict[str, Variant]:
     """All of them; is_quick: smaller batches."""
     dense = Load(groups_per_batch=32 if is_quick else 128, max_staleness=7 if is_quick else 3)
-    # 26 MB a rollout: as many as a small machine holds.
+    # 13 MB a rollout: as many as a small machine holds.
     replay = Load(
         generators=100,
         slots=1,
@@ -152,12 +162,23 @@ def variants(*, is_quick: bool) -> dict[str, Variant]:
         max_staleness=7,
         leaders=4,
     )
-    needed = needed_rollouts_per_s(DENSE, COMPLETION_TOKENS)
+    short = dense._replace(tokens=DENSE_PRODUCED.mean_tokens)
+    short_replay = replay._replace(
+        tokens=EXPERTS_PRODUCED.mean_tokens, generators=400, slots=2, groups_per_batch=16
+    )
     return {
-        "dense": Variant(dense, needed),
-        "encrypted": Variant(dense, needed, is_encrypted=True),
-        "replay": Variant(replay, needed_rollouts_per_s(EXPERTS, COMPLETION_TOKENS)),
+        "dense": _variant(dense, DENSE, DENSE_PRODUCED),
+        "encrypted": _variant(dense, DENSE, DENSE_PRODUCED)._replace(is_encrypted=True),
+        "dense_mean": _variant(short, DENSE, DENSE_PRODUCED),
+        "replay": _variant(replay, EXPERTS, EXPERTS_PRODUCED),
+        "replay_mean": _variant(short_replay, EXPERTS, EXPERTS_PRODUCED),
     }
+
+
+def _variant(load: Load, shape: ModelShape, produced: Produced) -> Variant:
+    return Variant(
+        load, produced.tokens_per_s / load.tokens, learnt_rollouts_per_s(shape, load.tokens)
+    )
 
 
 def write_config(folder: Path, variant: Variant) -> Config:
@@ -307,6 +328,9 @@ def figures(variant: Variant, queue: Outcome, floor: Outcome) -> dict[str, float
         "needed_rollouts_per_s": variant.needed,
         "rollouts_per_s": full.rollouts_per_s,
         "over_needed": full.rollouts_per_s / variant.needed,
+        "learnt_rollouts_per_s": variant.learnt,
+        "over_learnt": full.rollouts_per_s / variant.learnt,
+        "tokens_per_s": full.rollouts_per_s * load.tokens,
         "bytes_per_s": full.rollouts_per_s * load.rollout_bytes,
         "cpu_share": full.cpu_share,
         "cpu_ms_per_rollout": full.cpu_ms_per_rollout,

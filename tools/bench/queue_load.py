@@ -20,7 +20,7 @@ TRAINER_SHARE = 0.5
 TRAINER_FLOPS = 400e12
 """Model FLOP/s of an H100 that trains a dense model in bf16: 0.4 of its peak."""
 TARGET = 4.0
-"""Times what the cluster needs."""
+"""Times what the cluster produces."""
 PROMPT_TOKENS = 340
 """The mean of tools/bench/lengths.py."""
 COMPLETION_TOKENS = 32_768
@@ -51,6 +51,33 @@ EXPERTS = _shape(
     experts=128, experts_per_token=8, moe_ffn=768,
 )  # fmt: skip
 """Qwen3-30B-A3B, likewise."""
+
+
+class Produced(NamedTuple):
+    """What the engines of a cluster generate, by the simulator."""
+
+    tokens_per_s: float
+    completions_per_s: float
+    """All of them, also of groups that turn out flat."""
+
+    @property
+    def mean_tokens(self) -> int:
+        """Of a completion."""
+        return round(self.tokens_per_s / self.completions_per_s)
+
+
+DENSE_PRODUCED = Produced(283_500, 30.2)
+EXPERTS_PRODUCED = Produced(553_200, 132.2)
+"""The most of any split of GPUS H100s. `DIR/config.json` is that of the model, N 512 and 1,024:
+
+    megatron-rl simulate examples/magistral_24b.toml model.path=DIR train.groups_per_batch=N \\
+        --gpus 512 --sweep split=96,128,160,192 --lanes all --steps 4 --warm-up 4 --json
+    megatron-rl simulate examples/qwen3_30b_a3b.toml model.path=DIR train.groups_per_batch=N \\
+        --gpus 512 --sweep split=64,72,80,96,128 --lanes all --steps 4 --warm-up 4 --json
+
+A batch has as many times more groups as there are more GPUs than the example's. The best are 128
+and 96. completions_per_s: train.groups_per_batch * train.group_size / (1 - flat_share) / step_s.
+"""
 
 
 class Load(NamedTuple):
@@ -93,11 +120,10 @@ class Load(NamedTuple):
         return self.rollout_bytes + (4 - _CHARS_PER_TOKEN) * self.tokens
 
 
-def needed_rollouts_per_s(shape: ModelShape, tokens: int) -> float:
-    """Completions of so many tokens that the trainer's half of the cluster can learn from.
+def learnt_rollouts_per_s(shape: ModelShape, tokens: int) -> float:
+    """Completions of so many tokens that half of the cluster could learn from, were it never idle.
 
-    An upper bound of what is produced: engines that give less are waited for, and give no more
-    for long, as admission stops them.
+    An upper bound of what is produced, whatever the engines can do: admission stops them.
     """
     flops = step_flops(shape, sequences=1, length=PROMPT_TOKENS + tokens).total
     return GPUS * TRAINER_SHARE * TRAINER_FLOPS / flops
