@@ -11,6 +11,7 @@ from pathlib import Path
 from generation import sglang_cpu
 from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
+from megatron_rl.protocol.engine_passes import PASSES_VARIABLE, passes_path
 
 REPORTS_SPANS_SINCE = (0, 5, 20)
 FP8_TAKES_WEIGHTS_SINCE = (0, 5, 21)
@@ -70,6 +71,7 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
     return shims | {
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
+        PASSES_VARIABLE: str(passes_path(setup.log_path)),
     }
 
 

@@ -144,6 +144,8 @@ def simulate(options: SimulateOptions, console: Console) -> int:
             Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
             for v, model in counted(pairs, len(pairs), report)
         ]
+    if calibration is not None:
+        _warn(variants, [calibration.doubt(outcome) for outcome in outcomes])
     best = best_of(outcomes)
     _show(variants, outcomes, best, console, as_json=options.json)
     if options.plots is not None:
@@ -218,6 +220,13 @@ def _fits(
         text = f"left out: {variant.name}: {'; '.join(problems)}"
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
     return not problems
+
+
+def _warn(variants: Sequence[Variant], doubts: Sequence[str]) -> None:
+    for variant, doubt in zip(variants, doubts, strict=True):
+        if doubt:
+            text = f"warning: {variant.name}: {doubt}"
+            Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _grained(span: Span, config: Config, model: ClusterModel, workload: Workload) -> Span:

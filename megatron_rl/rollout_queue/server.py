@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 """Overdue work is looked for this often."""
-_BURST_S = 0.005
+BURST_S = 0.005
 """Messages are taken from one endpoint for so long before the others get their turn: long rollouts
 take as many times longer than short ones, and slots wait meanwhile."""
 TURNED_AWAY = "queue/messages_turned_away"
@@ -87,7 +87,7 @@ def _count_turned_away(routers: dict[str, Router], metrics: JsonlWriter, told: i
 
 
 def _receive_burst(coordinator: Coordinator, endpoint: str, router: Router) -> None:
-    until = time.monotonic() + _BURST_S
+    until = time.monotonic() + BURST_S
     while time.monotonic() < until:
         received = router.receive(timeout_s=0)
         if received is None:

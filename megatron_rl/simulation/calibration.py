@@ -20,6 +20,7 @@ arrival, and those of an update are the measured ones.
 
 import dataclasses
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -28,8 +29,13 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.simulation.cluster import Cluster, Span
-from megatron_rl.simulation.core_use import CoreUse
-from megatron_rl.simulation.engine_fit import ending_together, fit_engine, fit_hand_over
+from megatron_rl.simulation.core_use import CoreUse, alone_share, update_span
+from megatron_rl.simulation.engine_fit import (
+    FittedEngine,
+    ending_together,
+    fit_engine,
+    fit_hand_over,
+)
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.machines import (
     ClusterModel,
@@ -47,6 +53,10 @@ from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
 _ROUNDS = 8
 _NEAR = 0.003
 _KEPT_TIMES = 500
+_MOST_LOST = 0.6
+"""Of a role's speed to those beside it."""
+_FAR = 1.5
+"""Iterations so many times as large as those of a run are others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +70,22 @@ class Calibration:
     """Of the same configuration."""
     config: Config
     """Of the run."""
+    engine: FittedEngine
+
+    def doubt(self, outcome: Outcome) -> str:
+        """Why an outcome of these models may be far off, with the cure; empty: nothing is known."""
+        low, high, asked = (
+            self.engine.least_running, self.engine.most_running, outcome.running_mean
+        )  # fmt: skip
+        if low / _FAR <= asked <= high * _FAR:
+            return ""
+        return (
+            f"its engines decode {asked:.0f} completions at a time, those of the run of "
+            f"--calibrate {low:.0f} to {high:.0f} in nine of ten iterations: what an iteration "
+            "costs beside its completions cannot be told from that, and step and idle shares may "
+            "be far off. Fit to a run with iterations of this size too: with its "
+            "generator.max_running, or with lengths that differ more"
+        )
 
     def model(self, config: Config, assumed: Assumptions) -> ClusterModel:
         """The model of another configuration of the same machines. Raises InputError."""
@@ -114,33 +140,68 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         shared = SharedCores(cores, config.parallel.world_size, config.generator.tensor_parallel)
     hand_over_s = fit_hand_over(ending_together(run.rollouts))
     use = CoreUse(run, shared, hand_over_s)
+    engine = fit_engine(run, use, hand_over_s)
+    # Counted passes leave nothing of completions open by which the loss of speed could be found.
+    alone = alone_share(run) if shared is not None and run.passes else None
     model = ClusterModel(
-        engine=fit_engine(run, use, hand_over_s),
-        trainer=_trainer(run, measured, use),
+        engine=engine.model,
+        trainer=_trainer(run, measured, alone or use.update_share(run.steps)),
         publish=_publish(run, measured),
         verifier=_verifier(run),
         cores=shared,
+        batch_s=_batch_s(run),
     )
     span = Span(steps=measured.steps)
     simulated = Cluster(config, model, workload, span).run()
-    # Without first_token_s there is nothing to tell a completion's own work by.
-    low, high = 0.0, 2 * model.engine.request_s
+    unknown = _unknown_of(model, is_told=bool(run.passes))
     tried: list[tuple[float, float]] = []
-    for _ in range(_ROUNDS if high else 0):
+    low, high = unknown.low, unknown.high
+    for _ in range(_ROUNDS if high > low else 0):
         # By the token: what is drawn for the simulation has other lengths by chance.
         slower = measured.latency_s_per_token / simulated.latency_s_per_token
         update_s = (measured.compute_s + measured.rest_s) / measured.trained_tokens
         longer = update_s / (simulated.compute_s / simulated.trained_tokens)
-        if max(abs(slower - 1), abs(longer - 1)) < _NEAR:
+        if abs(longer - 1) < _NEAR and (alone is not None or abs(slower - 1) < _NEAR):
             break
-        request_s = model.engine.request_s
-        tried.append((request_s, slower - 1))
-        low, high = (request_s, high) if slower > 1 else (low, request_s)
-        engine = dataclasses.replace(model.engine, request_s=_next_guess(tried, low, high))
-        trainer = _scaled_trainer(model.trainer, longer)
-        model = dataclasses.replace(model, engine=engine, trainer=trainer)
+        value, error = unknown.get(model), (slower if alone is None else longer) - 1
+        tried.append((value, error))
+        low, high = (value, high) if error > 0 else (low, value)
+        trainer = _scaled_trainer(model.trainer, longer if alone is None else 1.0)
+        model = unknown.put(model, _next_guess(tried, low, high))
+        model = dataclasses.replace(model, trainer=trainer)
         simulated = Cluster(config, model, workload, span).run()
-    return Calibration(model, workload, measured, simulated, config)
+    return Calibration(model, workload, measured, simulated, config, engine)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unknown:
+    """A figure that makes completions slower, the larger it is; found from their times."""
+
+    get: Callable[[ClusterModel], float]
+    put: Callable[[ClusterModel, float], ClusterModel]
+    low: float
+    high: float
+    """No higher than low: nothing tells of it."""
+
+
+def _unknown_of(model: ClusterModel, *, is_told: bool) -> _Unknown:
+    """is_told: engines told what their passes cost."""
+    if is_told:
+        cores = model.cores
+        return _Unknown(
+            lambda m: 1 - m.cores.kept_beside if m.cores else 0.0,
+            lambda m, v: dataclasses.replace(
+                m, cores=m.cores and dataclasses.replace(m.cores, kept_beside=1 - v)
+            ),
+            0.0,
+            _MOST_LOST if cores else 0.0,
+        )
+    return _Unknown(
+        lambda m: m.engine.request_s,
+        lambda m, v: dataclasses.replace(m, engine=dataclasses.replace(m.engine, request_s=v)),
+        0.0,
+        2 * model.engine.request_s,
+    )
 
 
 def _next_guess(tried: list[tuple[float, float]], low: float, high: float) -> float:
@@ -182,8 +243,11 @@ def _workload(run: RunRecords) -> Workload:
     )
 
 
-def _trainer(run: RunRecords, measured: Measured, use: CoreUse) -> TrainerModel:
-    """Passes are proportional to the tokens of the slowest rank; nothing else is."""
+def _trainer(run: RunRecords, measured: Measured, share: float) -> TrainerModel:
+    """Passes are proportional to the tokens of the slowest rank; nothing else is.
+
+    share: of an update's time that it would take with the cores to itself.
+    """
     config = run.config
     lengths: defaultdict[int, list[int]] = defaultdict(list)
     for record in run.rollouts:
@@ -201,7 +265,6 @@ def _trainer(run: RunRecords, measured: Measured, use: CoreUse) -> TrainerModel:
         for _, found in sorted(lengths.items())
     ]
     optimizer_s = float(np.mean([row.get("train/optimizer_s", 0.0) for row in run.steps]))
-    share = float(np.mean([use.update_work(row) for row in run.steps])) / measured.compute_s
     passes_s = measured.compute_s - optimizer_s
     tokens = float(np.mean(slowest))
     return TrainerModel(
@@ -217,6 +280,17 @@ def _publish(run: RunRecords, measured: Measured) -> PublishModel:
     alone = measured.publish_s / replicas
     replica_s = min(alone, float(np.mean(pauses))) if pauses else alone
     return PublishModel(replica_s, fixed_s=measured.publish_s - replicas * replica_s)
+
+
+def _batch_s(run: RunRecords) -> float:
+    """From a batch's forming to its update where the trainer waited for it; 0 if it never did."""
+    formed = {round(r.times.trained, 3) for r in run.rollouts if r.times.trained is not None}
+    took = []
+    for row, before in zip(run.every_step[1:], run.every_step, strict=False):
+        began_at = update_span(row)[0]
+        mine = [when for when in formed if before["time"] < when < began_at]
+        took += [began_at - max(mine)] if mine and row in run.steps else []
+    return float(np.median(took)) if took else 0.0
 
 
 def _verifier(run: RunRecords) -> VerifierModel:

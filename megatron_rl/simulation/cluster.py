@@ -8,6 +8,7 @@ of the cluster and the seed.
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import (
@@ -19,6 +20,7 @@ from megatron_rl.protocol.types import (
 )  # fmt: skip
 from megatron_rl.rollout_queue.outgoing import Outgoing
 from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.server import BURST_S
 from megatron_rl.simulation.events import Agenda
 from megatron_rl.simulation.fleet import Fleet
 from megatron_rl.simulation.graders import Graders
@@ -119,6 +121,10 @@ class Cluster:
         began_at = 0.0
         is_measured = False
         answer_at = 0.0
+        grain_s = self._span.grain_s
+        if self._model.engine.hand_over_s:
+            # Completions come within milliseconds: that leases follow in bursts makes a difference.
+            grain_s = max(grain_s, BURST_S)
         while len(records) < self._last:
             agenda.step()
             if not is_measured and len(records) >= self._span.warm_up:
@@ -128,7 +134,7 @@ class Cluster:
             next_at = agenda.next_at
             if next_at is None or next_at > answer_at:
                 self._answer()
-                answer_at = agenda.now + self._span.grain_s
+                answer_at = agenda.now + grain_s
         verifier = self._model.verifier
         return sum_up(
             records[self._span.warm_up : self._last],
@@ -159,7 +165,8 @@ class Cluster:
             case ClassRequest() as request:
                 self._graders.take_classes(request)
             case RankBatch() as batch:
-                self._trainer.take_batch(batch)
+                arrives_at = self._agenda.now + self._model.batch_s
+                self._agenda.at(arrives_at, partial(self._trainer.take_batch, batch))
 
     def _tick(self) -> None:
         self._fleet.beat()

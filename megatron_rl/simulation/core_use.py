@@ -3,10 +3,13 @@
 Used by calibration: seconds of a run, times this speed, are seconds of work.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from megatron_rl.simulation.machines import SharedCores
-from megatron_rl.simulation.records import RunRecords
+from megatron_rl.simulation.records import WARM_UP, RunRecords
 
 _VERIFIERS = "verifiers"
 
@@ -28,7 +31,7 @@ class CoreUse:
                 hosts.setdefault(record.generator, []).append((end, times.done))
             if times.scored is not None:
                 hosts.setdefault(_VERIFIERS, []).append((times.done, times.scored))
-        updates = [_update(row) for row in run.every_step]
+        updates = [update_span(row) for row in run.every_step]
         roles = [*engines.values(), *hosts.values()]
         everything = [*updates, *(span for spans in roles for span in spans)]
         self._times = np.unique(np.array(everything).ravel())
@@ -53,13 +56,48 @@ class CoreUse:
         found = np.interp(ends, self._times, self._work)
         return found - np.interp(starts, self._times, self._work)
 
+    def speed(self, start: float, end: float) -> float:
+        """Share of its full speed that a role had on average between two moments."""
+        if end <= start:
+            return 1.0
+        return float(self.work(np.array([start]), np.array([end]))[0]) / (end - start)
+
     def update_work(self, row: dict) -> float:
         """Seconds at full speed of a step's update."""
-        start, end = _update(row)
+        start, end = update_span(row)
         return float(self.work(np.array([start]), np.array([end]))[0])
 
+    def update_share(self, rows: Sequence[dict[str, Any]]) -> float:
+        """Share of the time of updates that they would take at full speed."""
+        return sum(map(self.update_work, rows)) / sum(row["train/update_s"] for row in rows)
 
-def _update(row: dict) -> tuple[float, float]:
+
+def alone_share(run: RunRecords) -> float | None:
+    """Share of an update's time that it takes when no engine works beside it: by tokens a second.
+
+    Told by the last steps of a run, when engines have nothing left to do. None: no step tells.
+    """
+    begins, ends = (
+        np.sort([getattr(record.times, name) for record in run.rollouts])
+        for name in ("leased", "done")
+    )
+    alone = []
+    for row in run.every_step[WARM_UP:]:
+        start, end = update_span(row)
+        in_flight = np.searchsorted(begins, end) - np.searchsorted(ends, start)
+        if in_flight <= 0 and "train/tokens_per_s" in row:
+            alone.append(row)
+    if not alone:
+        return None
+    return min(1.0, _tokens_per_s(run.steps) / _tokens_per_s(alone))
+
+
+def _tokens_per_s(rows: Sequence[dict[str, Any]]) -> float:
+    seconds = sum(row["train/update_s"] for row in rows)
+    return sum(row["train/tokens_per_s"] * row["train/update_s"] for row in rows) / seconds
+
+
+def update_span(row: dict) -> tuple[float, float]:
     """When the update of a step ran: its row is written after the publish."""
     end = row["time"] - row.get("publish/s", 0.0) - row.get("checkpoint/stall_s", 0.0)
     return end - row["train/update_s"], end

@@ -13,9 +13,11 @@ engine: completions join and leave, weights are replaced, the engine pauses. Rul
 - A completion joins when there is a place (max_running) and room in the cache for its tokens and a
   reserve for each that runs; its prefill takes time in which nobody decodes. A prompt that the
   engine has seen last costs no prefill (the prefix cache).
-- Where `prefill_samples`, a prefill is a pass of its own that costs base_s too and gives the first
-  token, so that T tokens take T - 1 iterations after it. (A completion of one token still takes an
-  iteration.) Without it T tokens take T iterations, which is the same for long completions.
+- Where `prefill_samples`, a prefill is a pass of its own that costs prefill_base_s and gives the
+  first token, so that T tokens take T - 1 iterations after it. (A completion of one token still
+  takes an iteration.) What came during a pass is prefilled in the next one, before anybody decodes;
+  of a prompt that is not known one completion goes ahead, and the others follow when the prompt is
+  in the prefix cache. Without it T tokens take T iterations: the same for long completions.
 - When an iteration would overflow the cache, the completions with the fewest tokens are put back
   ("retracted"); they wait at the head of the line, keep their tokens, and prefill them again.
 
@@ -54,10 +56,14 @@ class EngineModel:
     request_s: float = 0.0
     """Of processor time around each completion, when it joins: the generator's own work."""
     hand_over_s: float = 0.0
-    """Of the generator for each completion that ended, one after the other, until the queue has
+    """Of processor time for each completion that ended, one after the other, until the queue has
     it; the engine goes on meanwhile."""
     prefill_samples: bool = False
-    """Whether a prefill costs base_s and gives a token, as a real one does."""
+    """Whether a prefill is a pass of its own that gives a token, as a real one is."""
+    prefill_base_s: float = 0.0
+    """Of such a pass, whatever it prefills."""
+    lease_s: float = 0.0
+    """Of the generator for each lease, one after the other, until the engine has it."""
 
     def iteration_s(self, running: int, kv: int) -> float:
         """Seconds of one iteration."""
@@ -100,6 +106,14 @@ class Request:
         return found
 
 
+@dataclass
+class IterationCount:
+    """Decoding iterations, and the tokens that came of them."""
+
+    iterations: int = 0
+    tokens: int = 0
+
+
 class Engine:
     """Completions that wait and run, at a clock that the caller advances. Times are seconds."""
 
@@ -114,6 +128,8 @@ class Engine:
         self.retractions = 0
         self.tokens = 0
         """Generated so far."""
+        self.counted = IterationCount()
+        """Since whoever looks has put another one here."""
         self.peak_kv = 0
         self._reserve = reserve_tokens
         self._clock = 0.0
@@ -124,6 +140,8 @@ class Engine:
         self._order = itertools.count()
         self._seen: dict[int, None] = {}
         self._is_pausing = self._is_paused = False
+        self._is_prefilling = False
+        """A pass that gives first tokens ends at the clock."""
         self._new_version: int | None = None
         self._finished: list[tuple[float, Request]] = []
 
@@ -202,11 +220,18 @@ class Engine:
         """When something changes by itself: a completion ends, joins or is put back; or never."""
         if not self.is_working:
             return math.inf
+        if self._is_prefilling and self._until_change() == 1:
+            return self._clock
         return self._clock + self._seconds(self._until_change()) / self.speed
 
     def advance(self, now: float) -> None:
         """Complete all iterations that end by now."""
         while self.is_working:
+            if self._is_prefilling:
+                if now < self._clock - _rounding(self._clock):
+                    return
+                self._settle()
+                continue
             change = self._until_change()
             done = min(change, self._iterations_in((now - self._clock) * self.speed))
             if done <= 0:
@@ -216,6 +241,8 @@ class Engine:
             self.iterations += done
             self.kv += done * count
             self.tokens += done * count
+            self.counted.iterations += done
+            self.counted.tokens += done * count
             self.peak_kv = max(self.peak_kv, self.kv)
             self._leave()
             if done < change:
@@ -237,8 +264,7 @@ class Engine:
 
     def _iterations_in(self, seconds: float) -> int:
         """Whole iterations of the present completions in so many seconds at full speed."""
-        # What a sum of floats may lack of the moment for which an event was set.
-        seconds += 1e-9 * max(1.0, abs(self._clock))
+        seconds += _rounding(self._clock)
         if seconds <= 0:
             return 0
         count, model = len(self._running), self.model
@@ -268,20 +294,36 @@ class Engine:
             self.version, self._new_version = self._new_version, None
             for _, _, request in self._running:
                 request.starts.append((self.version, self._generated(request)))
+        self._is_prefilling = False
         if self._is_pausing:
             self._is_paused = True
             return
         while self.kv + len(self._running) > self.model.kv_tokens and len(self._running) > 1:
             self._retract()
+        self._prefill()
+
+    def _prefill(self) -> None:
+        """Let those join that may, in one pass."""
+        model = self.model
         prefilled = 0
         joined: list[Request] = []
+        followers: list[Request] = []
+        new_prompts: set[int] = set()
         while self._may_join():
-            joined.append(self._waiting.popleft())
-            prefilled += self._join(joined[-1])
-        model = self.model
+            request = self._waiting.popleft()
+            if model.prefill_samples and request.group in new_prompts:
+                followers.append(request)
+                continue
+            if not self._knows(request.group):
+                new_prompts.add(request.group)
+                prefilled += request.prompt_tokens
+            joined.append(request)
+            prefilled += self._join(request)
+        self._waiting.extendleft(reversed(followers))
         seconds = prefilled * model.prefill_s_per_token + len(joined) * model.request_s
         if joined and model.prefill_samples:
-            seconds += model.base_s
+            seconds += model.prefill_base_s
+            self._is_prefilling = True
         self._clock += seconds / self.speed
         for request in joined:
             request.first_token_at = min(request.first_token_at, self._clock)
@@ -296,7 +338,7 @@ class Engine:
         return self.kv + first.prompt_tokens + first.generated + reserve <= self.model.kv_tokens
 
     def _join(self, request: Request) -> int:
-        """Let a completion decode from the next iteration on; tokens that it prefills."""
+        """Let a completion decode from the next iteration on; its own tokens that are prefilled."""
         request.joined_at = self.iterations
         request.starts.append((self.version, request.generated))
         prefilled = request.generated
@@ -307,9 +349,10 @@ class Engine:
         heapq.heappush(self._running, (ends, next(self._order), request))
         self.kv += request.prompt_tokens + request.generated
         self.peak_kv = max(self.peak_kv, self.kv)
-        return prefilled + (0 if self._knows(request.group) else request.prompt_tokens)
+        return prefilled
 
     def _knows(self, group: int) -> bool:
+        """Whether its prompt is in the prefix cache, where it is from now on."""
         is_known = group in self._seen
         self._seen[group] = self._seen.pop(group, None)
         if len(self._seen) > SEEN_PROMPTS:
@@ -333,3 +376,8 @@ class Engine:
 
     def _held(self, request: Request) -> int:
         return request.prompt_tokens + self._generated(request)
+
+
+def _rounding(clock: float) -> float:
+    """Seconds that a sum of floats may lack of the moment for which an event was set."""
+    return 1e-9 * max(1.0, abs(clock))

@@ -5,6 +5,7 @@ Used by the simulation. Says to the queue what real generators say, in the same 
 
 import dataclasses
 import random
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +17,13 @@ from megatron_rl.protocol.types import (
     RolloutFailed,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import PROMPTS, Coordinator
-from megatron_rl.simulation.engine import RESERVE_TOKENS, Engine, EngineModel, Request
+from megatron_rl.simulation.engine import (
+    RESERVE_TOKENS,
+    Engine,
+    EngineModel,
+    IterationCount,
+    Request,
+)
 from megatron_rl.simulation.events import Agenda
 from megatron_rl.simulation.machines import Faults
 from megatron_rl.simulation.queue import make_rollout
@@ -41,9 +48,11 @@ class Generator:
     """Of all completions together, from lease to end."""
     finished: int = 0
     finished_tokens: int = 0
-    handing_over: int = 0
+    arriving: dict[int, list[Request]] = dataclasses.field(default_factory=dict)
+    """By lease: completions that are on their way to the engine."""
+    takes_until: float = 0.0
+    handing_over: deque[Request] = dataclasses.field(default_factory=deque)
     """Completions that ended, and are not with the queue yet."""
-    hands_over_until: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +66,9 @@ class FleetTotals:
     finished: int
     finished_tokens: int
     tokens: int
+    iterations: int
+    decoded: int
+    """Tokens of these iterations: those of prefills are left out."""
     retractions: int
     deaths: int
     timeouts: int
@@ -107,20 +119,45 @@ class Fleet:
         if not generator.is_alive:
             return
         now, workload = self._agenda.now, self._workload
-        self._note(generator)
-        for index in lease.indices:
-            group = lease.sampling.seed
-            tokens = workload.tokens(group, index, lease.sampling.max_new_tokens)
-            request = Request(
-                lease.lease_id, index, group, workload.prompt_tokens, tokens, leased_at=now
+        group, cap = lease.sampling.seed, lease.sampling.max_new_tokens
+        requests = [
+            Request(
+                lease.lease_id,
+                index,
+                group,
+                workload.prompt_tokens,
+                workload.tokens(group, index, cap),
+                leased_at=now,
             )
-            generator.engine.add(request, now)
+            for index in lease.indices
+        ]
+        self._note(generator)
+        if not self._model.lease_s:
+            self._add(generator, requests)
+            return
+        # A measured time, as that of a hand-over.
+        generator.takes_until = max(now, generator.takes_until) + self._model.lease_s
+        generator.arriving[lease.lease_id] = requests
+        arrives = partial(self._reach_engine, generator, lease.lease_id)
+        self._agenda.at(generator.takes_until, arrives)
+
+    def _reach_engine(self, generator: Generator, lease_id: int) -> None:
+        # None: it was cancelled, or its generator died.
+        if (requests := generator.arriving.get(lease_id)) is not None:
+            self._note(generator)
+            del generator.arriving[lease_id]
+            self._add(generator, requests)
+
+    def _add(self, generator: Generator, requests: list[Request]) -> None:
+        for request in requests:
+            generator.engine.add(request, self._agenda.now)
         self._changed(generator)
 
     def take_cancel(self, name: str, cancel: Cancel) -> None:
         """Stop what is left of a lease."""
         generator = self.generators[name]
         self._note(generator)
+        generator.arriving.pop(cancel.lease_id, None)
         generator.engine.cancel(cancel.lease_id, self._agenda.now)
         self._changed(generator)
 
@@ -167,7 +204,7 @@ class Fleet:
     @property
     def handing_over(self) -> int:
         """Generators that bring completions to the queue."""
-        return sum(g.handing_over > 0 for g in self.generators.values())
+        return sum(bool(g.handing_over) for g in self.generators.values())
 
     def set_speed(self, speed: float) -> None:
         """All engines compute with another share of their full speed."""
@@ -185,6 +222,7 @@ class Fleet:
             generator.idle_s = generator.running_s = generator.latency_s = 0.0
             generator.finished = generator.finished_tokens = 0
             generator.engine.tokens = generator.engine.retractions = 0
+            generator.engine.counted = IterationCount()
 
     def totals(self) -> FleetTotals:
         """Since the last reset."""
@@ -201,6 +239,8 @@ class Fleet:
             finished=sum(g.finished for g in everybody),
             finished_tokens=sum(g.finished_tokens for g in everybody),
             tokens=sum(g.engine.tokens for g in everybody),
+            iterations=sum(g.engine.counted.iterations for g in everybody),
+            decoded=sum(g.engine.counted.tokens for g in everybody),
             retractions=sum(g.engine.retractions for g in everybody),
             deaths=self._deaths,
             timeouts=self._timeouts,
@@ -212,7 +252,8 @@ class Fleet:
         """Count the time since the last look, in which nothing joined or ended."""
         passed = self._agenda.now - generator.seen_at
         generator.seen_at = self._agenda.now
-        if not generator.is_alive or not (generator.engine.in_flight or generator.handing_over):
+        has_work = generator.engine.in_flight or generator.arriving or generator.handing_over
+        if not generator.is_alive or not has_work:
             generator.idle_s += passed
         else:
             generator.running_s += passed * generator.engine.running
@@ -241,19 +282,22 @@ class Fleet:
             if not hand_over_s:
                 self._hand_over(generator, request)
                 continue
-            begins = max(self._agenda.now, generator.hands_over_until)
-            # A measured time, as those of the verifiers: what shared cores cost is in it.
-            generator.hands_over_until = begins + hand_over_s
-            generator.handing_over += 1
-            reached = partial(self._reach_queue, generator, generator.session, request)
-            self._agenda.at(generator.hands_over_until, reached)
+            generator.handing_over.append(request)
+            if len(generator.handing_over) == 1:
+                self._begin_hand_over(generator)
 
-    def _reach_queue(self, generator: Generator, session: int, request: Request) -> None:
+    def _begin_hand_over(self, generator: Generator) -> None:
+        # As fast as the cores are when it begins: it takes a fraction of a millisecond.
+        ends_at = self._agenda.now + self._model.hand_over_s / self._speed
+        self._agenda.at(ends_at, partial(self._reach_queue, generator, generator.session))
+
+    def _reach_queue(self, generator: Generator, session: int) -> None:
         # What an engine had not handed over when it died is lost.
         if generator.is_alive and generator.session == session:
             self._note(generator)
-            generator.handing_over -= 1
-            self._hand_over(generator, request)
+            self._hand_over(generator, generator.handing_over.popleft())
+            if generator.handing_over:
+                self._begin_hand_over(generator)
             self._on_change()
 
     def _hand_over(self, generator: Generator, request: Request) -> None:
@@ -294,11 +338,13 @@ class Fleet:
     def _die(self, generator: Generator) -> None:
         self._note(generator)
         generator.is_alive = False
-        generator.handing_over, generator.hands_over_until = 0, 0.0
+        generator.arriving, generator.takes_until = {}, 0.0
+        generator.handing_over.clear()
         self._deaths += 1
-        counted = generator.engine.tokens, generator.engine.retractions
+        dead = generator.engine
         generator.engine = self._new_engine()
-        generator.engine.tokens, generator.engine.retractions = counted
+        generator.engine.tokens, generator.engine.retractions = dead.tokens, dead.retractions
+        generator.engine.counted = dead.counted
         generator.engine.set_speed(self._speed, self._agenda.now)
         self._agenda.at(
             self._agenda.now + self._faults.restart_s, partial(self._come_back, generator)

@@ -128,13 +128,16 @@ class SharedCores:
     """Processor sharing, for roles on the cores of one host.
 
     While the roles that compute want `demand` cores and there are `cores`, each works at
-    min(1, cores / demand) of its full speed. Devices of their own need no such thing.
+    min(1, cores / demand) of its full speed, and less where it is not alone, since memory, caches
+    and the kernel's scheduler are shared too. Devices of their own need no such thing.
     """
 
     cores: float
     trainer_threads: float
     engine_threads: float
     """Of each engine."""
+    kept_beside: float = 1.0
+    """Share of its speed that a role keeps while others have all the other cores."""
 
     def speed(self, *, trains: bool, engines: int, hosts: int = 0) -> float:
         """Of every role, while the trainer and so many engines compute.
@@ -143,7 +146,10 @@ class SharedCores:
         completions, and the verifiers' pool.
         """
         demand = self.trainer_threads * trains + self.engine_threads * engines + hosts
-        return min(1.0, self.cores / demand) if demand else 1.0
+        if demand <= 1:
+            return 1.0
+        filled = (min(demand, self.cores) - 1) / (self.cores - 1) if self.cores > 1 else 0.0
+        return min(1.0, self.cores / demand) * (1.0 - (1.0 - self.kept_beside) * filled)
 
 
 @dataclass(frozen=True)
@@ -157,3 +163,5 @@ class ClusterModel:
     faults: Faults = field(default_factory=Faults)
     cores: SharedCores | None = None
     """None: every role has devices of its own."""
+    batch_s: float = 0.0
+    """From when the queue plans a batch until the trainer has it."""

@@ -22,6 +22,8 @@ class Outcome:
     """Share of the time that engines had nothing in flight, or were dead."""
     slots_used: float
     """Completions that ran, over those that engines could run at once."""
+    running_mean: float
+    """Completions of a decoding iteration, on average."""
     staleness_mean: float
     staleness_max: int
     publish_s: float
@@ -76,6 +78,7 @@ def sum_up(
         trainer_idle=sum(record.wait_s for record in records) / length,
         generator_idle=totals.idle_s / length / engines,
         slots_used=totals.running_s / length / engines / slots,
+        running_mean=totals.decoded / max(1, totals.iterations),
         staleness_mean=sum(record.staleness_sum for record in records) / max(1, rollouts),
         staleness_max=int(max(record.staleness_max for record in records)),
         publish_s=statistics.fmean(record.publish_s for record in records),

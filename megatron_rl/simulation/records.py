@@ -6,6 +6,7 @@ is opened, are left out.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.engine_passes import PassRow, passes_path, read_passes
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 
@@ -59,6 +61,8 @@ class RunRecords:
     began_at: float
     ended_at: float
     """Unix seconds of the steps that are looked at."""
+    passes: Sequence[PassRow] = ()
+    """Of all engines together, of these steps; empty where engines do not tell."""
 
     def within(self) -> list[RolloutRecord]:
         """Rollouts that arrived during these steps."""
@@ -93,7 +97,24 @@ def read_run(run_dir: Path) -> RunRecords:
     if not rollouts:
         raise InputError(f"{run_dir}/rollouts holds no rollouts with times: give a newer run")
     began_at, ended_at = steps[WARM_UP - 1]["time"], looked_at[-1]["time"]
-    return RunRecords(config, looked_at, steps, rollouts, began_at, ended_at)
+    passes = _passes(run_dir, config, began_at, ended_at)
+    return RunRecords(config, looked_at, steps, rollouts, began_at, ended_at, passes)
+
+
+def _passes(run_dir: Path, config: Config, began_at: float, ended_at: float) -> list[PassRow]:
+    if config.generator.tensor_parallel > 1:
+        # The ranks of an engine wait for each other: one's processor time is not the pass's.
+        return []
+    name = config.generator.engine.split(":")[-1]
+    logs = [run_dir / "logs" / f"{name}-{i}.log" for i in range(config.generator.replicas)]
+    return [
+        row
+        for log in logs
+        if passes_path(log).exists()
+        for report in read_passes(passes_path(log))
+        if began_at < report.time <= ended_at
+        for row in report.rows
+    ]
 
 
 def measure(run: RunRecords) -> Measured:

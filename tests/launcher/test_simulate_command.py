@@ -9,7 +9,9 @@ from megatron_rl.launcher import cli
 from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.simulation.hardware import MEMORY_BYTES_PER_S
 from megatron_rl.simulation.variants import parse_sweep
+from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
 from tests.launcher.sizing.test_plan import LLAMA_8B
+from tests.simulation.test_calibration import TRUTH, record, setting
 
 SMALL = (
     "parallel.tensor=4", "parallel.sequence=true", "parallel.distributed_optimizer=true",
@@ -107,3 +109,16 @@ def test_every_known_gpu_has_its_bandwidth() -> None:
 
 def test_a_sweep_is_read() -> None:
     assert parse_sweep("queue.max_staleness=0, 1,2") == ("queue.max_staleness", ["0", "1", "2"])
+
+
+def test_few_places_are_doubted_after_a_run_of_one_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_length = Workload(LogNormalLengths(100, 0.0), 20, PassRates(1e6, 1e6))
+    record(tmp_path, setting(staleness=0), TRUTH, one_length)
+    fitted = ["simulate", str(tmp_path / "config.toml"), "--calibrate", str(tmp_path), "--json"]
+    assert cli.main([*fitted, "--sweep", "generator.max_running=32,8"]) == 0
+    told = capsys.readouterr()
+    assert "warning: max_running=8: its engines decode 8 completions at a time" in told.err
+    assert "warning: max_running=32" not in told.err
+    assert len(json.loads(told.out)["runs"]) == 2

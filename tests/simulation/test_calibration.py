@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ def test_what_is_measured_is_what_was_simulated(tmp_path: Path) -> None:
 
 def test_the_fit_finds_the_costs_that_made_the_run(fitted: Calibration) -> None:
     engine, model = fitted.fitted.engine, TRUTH.engine
-    assert engine.iteration_s(24, 4000) == pytest.approx(model.iteration_s(24, 4000), rel=0.05)
+    for running, kv in ((8, 1400), (24, 4000), (32, 5500)):
+        expected = model.iteration_s(running, kv)
+        assert engine.iteration_s(running, kv) == pytest.approx(expected, rel=0.05)
     assert fitted.fitted.trainer.token_s == pytest.approx(4e-4, rel=0.05)
     assert fitted.fitted.trainer.optimizer_s == pytest.approx(0.4, rel=0.05)
     assert fitted.fitted.publish.replica_s == pytest.approx(0.3)
@@ -147,6 +150,21 @@ def test_roles_that_slowed_each_other_are_told_apart(tmp_path: Path) -> None:
     config = setting(generator={"replicas": 1})
     expected = truth(config, model)
     assert predicted(fitted, config).step_s == pytest.approx(expected.step_s, rel=0.1)
+
+
+def test_a_run_of_one_size_says_that_it_knows_no_other(tmp_path: Path) -> None:
+    config = setting(staleness=0)
+    record(tmp_path, config, TRUTH, Workload(LogNormalLengths(100, 0.0), 20, PassRates(1e6, 1e6)))
+    fitted = calibrate(read_run(tmp_path))
+    assert fitted.doubt(predicted(fitted, config, fitted.workload)) == ""
+    few = predicted(fitted, setting(generator={"max_running": 8}), fitted.workload)
+    assert re.search(r"decode 8 completions at a time.* 32 to 32 in nine.*", fitted.doubt(few))
+    assert "generator.max_running" in fitted.doubt(few)
+
+
+def test_a_run_of_many_sizes_knows_few_places(fitted: Calibration) -> None:
+    few = predicted(fitted, setting(generator={"max_running": 8}))
+    assert fitted.doubt(few) == ""
 
 
 def test_another_layout_than_the_runs_is_refused(fitted: Calibration) -> None:

@@ -1,11 +1,12 @@
 """Work that fitted into moments of a run whose roles shared a core, by hand; hand-overs by hand."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from megatron_rl.protocol.rollout_files import RolloutRecord, RolloutTimes
 from megatron_rl.simulation.core_use import CoreUse
-from megatron_rl.simulation.engine_fit import ending_together, fit_hand_over
+from megatron_rl.simulation.engine_fit import ending_together, fit_hand_over, fit_lease
 from megatron_rl.simulation.machines import SharedCores
 from megatron_rl.simulation.records import RunRecords
 from tests.simulation.clusters import config_of
@@ -62,6 +63,24 @@ def test_the_hand_over_is_the_time_between_two_that_ended_together() -> None:
     alone = [record(2.0, 7.0, None, first_token_s=0.1)]
     groups = ending_together([*reversed(wave), *longer, *alone])
     assert fit_hand_over(groups) == pytest.approx(0.01)
+
+
+def test_a_hand_over_beside_two_others_is_two_thirds_work() -> None:
+    wave = [record(1.0, 8.0 + 0.01 * i, None, first_token_s=0.5) for i in range(32)]
+    beside = record(1.0, 11.0, None)
+    cores = SharedCores(2, trainer_threads=1, engine_threads=1)
+    # From 8.0 to 8.31 the update, an engine, and the hand-over.
+    use = CoreUse(run_of(*wave, beside), cores, 0.01)
+    assert fit_hand_over(ending_together(wave), use) == pytest.approx(0.01 * 2 / 3)
+
+
+def test_a_lease_takes_what_an_idle_engine_waits_for_its_first_token() -> None:
+    # Two leases at once to an idle engine, whose own pass takes 0.3 s; then one to a busy engine.
+    first = [record(1.0, 3.0, None, first_token_s=s) for s in (0.5, 0.9)]
+    first[1] = msgspec.structs.replace(first[1], group=1)
+    busy = [record(2.0, 4.0, None, first_token_s=0.8)]
+    assert fit_lease([*first, *busy], alone_s=0.3) == pytest.approx(0.1)
+    assert fit_lease(first, alone_s=0.6) == 0.0
 
 
 def test_completions_of_different_lengths_say_nothing_of_the_hand_over() -> None:

@@ -43,10 +43,9 @@ def loop(model: EngineModel, requests: list[tuple[int, int]]) -> list[float]:
     clock, ends, running = 0.0, [0.0] * len(requests), {}
     waiting = list(range(len(requests)))
     while waiting or running:
-        joining = waiting[: 1 if not clock else model.max_running - len(running)]
-        waiting = waiting[len(joining) :]
-        if joining:
-            clock += model.base_s + model.request_s * len(joining)
+        while joining := waiting[: 1 if not clock else model.max_running - len(running)]:
+            waiting = waiting[len(joining) :]
+            clock += model.prefill_base_s + model.request_s * len(joining)
             running |= {i: 1 for i in joining}
         kv = sum(requests[i][0] + done for i, done in running.items())
         clock += model.iteration_s(len(running), kv)
@@ -60,19 +59,42 @@ def loop(model: EngineModel, requests: list[tuple[int, int]]) -> list[float]:
 
 def test_a_prefill_is_a_pass_that_gives_the_first_token() -> None:
     model = EngineModel(
-        0.01, 0.0005, 2e-6, 1e-4, max_running=6, kv_tokens=10**5, prefill_samples=True
-    )
+        0.01, 0.0005, 2e-6, 1e-4, max_running=6, kv_tokens=10**5, prefill_samples=True,
+        prefill_base_s=0.03,
+    )  # fmt: skip
     # The pass and 100 tokens' prefill; then 2 iterations over 101 and 102 tokens.
     [end] = ends_of(model, [(100, 3)])
-    assert end == pytest.approx(0.01 + 0.01 + 2 * 0.0105 + 2e-6 * 203)
+    assert end == pytest.approx(0.03 + 0.01 + 2 * 0.0105 + 2e-6 * 203)
+
+
+def test_the_first_of_a_prompt_goes_ahead_and_what_came_meanwhile_is_next() -> None:
+    model = EngineModel(
+        0.01, 0.0, 0.0, 0.0, max_running=6, kv_tokens=10**5, prefill_samples=True,
+        prefill_base_s=0.03,
+    )  # fmt: skip
+    engine = Engine(model)
+    engine.resume(0, 0.0)
+    for number in range(3):
+        engine.add(Request(number, 0, 7, 10, 3), 0.0)
+    engine.add(Request(3, 0, 8, 10, 3), 0.02)
+    # Passes for the first of prompt 7, for its followers and prompt 8's, then two iterations.
+    while engine.in_flight:
+        engine.advance(engine.next_at())
+    finished = engine.take_finished()
+    assert [when for when, _ in finished] == pytest.approx([0.08] * 4)
+    assert {r.lease_id: r.first_token_at for _, r in finished} == pytest.approx(
+        {0: 0.03, 1: 0.06, 2: 0.06, 3: 0.06}
+    )
+    assert (engine.counted.iterations, engine.counted.tokens) == (2, 8)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_with_first_tokens_closed_form_equals_a_loop(seed: int) -> None:
     draw = random.Random(seed)
     model = EngineModel(
-        0.01, 5e-4, 2e-6, 0.0, max_running=8, kv_tokens=10**5, request_s=2e-3, prefill_samples=True
-    )
+        0.01, 5e-4, 2e-6, 0.0, max_running=8, kv_tokens=10**5, request_s=2e-3, prefill_samples=True,
+        prefill_base_s=0.02,
+    )  # fmt: skip
     requests = [(draw.randint(1, 200), draw.randint(2, 60)) for _ in range(40)]
     assert ends_of(model, requests) == pytest.approx(loop(model, requests), rel=1e-9)
 
@@ -92,7 +114,7 @@ SHORT = Workload(LogNormalLengths(10, 0.05, 0.5), 20, PassRates.of(0.5, 0.3, 8),
 TRUTH = ClusterModel(
     EngineModel(
         0.02, 1e-3, 0.0, 0.0, max_running=64, kv_tokens=40_000, request_s=2e-3,
-        hand_over_s=1.5e-3, prefill_samples=True,
+        hand_over_s=1.5e-3, prefill_samples=True, prefill_base_s=0.02,
     ),
     TrainerModel(token_s=2e-4, optimizer_s=0.1),
     PublishModel(0.05),
@@ -112,12 +134,16 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_fit_finds_hand_over_and_iterations_of_short_completions(run: Path) -> None:
     records = read_run(run)
-    assert fit_hand_over(ending_together(records.rollouts)) == pytest.approx(1.5e-3, rel=0.1)
+    # Some of a wave joined an iteration later than others, and count as late hand-overs.
+    assert fit_hand_over(ending_together(records.rollouts)) == pytest.approx(1.5e-3, rel=0.25)
     model = calibrate(records).fitted
-    assert model.engine.iteration_s(64, 0) == pytest.approx(0.084, rel=0.07)
-    assert model.engine.request_s == pytest.approx(2e-3, rel=0.25)
+    assert model.engine.base_s == pytest.approx(0.02, rel=0.05)
+    assert model.engine.per_running_s == pytest.approx(1e-3, rel=0.05)
+    # What is left of a completion's time, chance included: little of it is prefill.
+    assert model.engine.request_s == pytest.approx(2e-3, rel=0.4)
     assert model.verifier.servers == 1
-    assert sum(model.verifier.service_s) / len(model.verifier.service_s) == pytest.approx(1e-3)
+    # A request that the queue kept back for its burst looks longer.
+    assert 1e-3 <= sum(model.verifier.service_s) / len(model.verifier.service_s) < 2e-3
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,17 @@
     python -m tools.bench.simulate --runs FITTED OTHER [OTHER ...] [--again RUN]
 
 The first makes the runs below with the tiny model of a finished `examples/quickstart.sh --tiny` run
-(its hf/cold_start and tasks/prompts.jsonl), each some 40 s on an otherwise idle machine of two
+(its hf/cold_start and tasks/prompts.jsonl), each some 50 s on an otherwise idle machine of two
 cores; the second takes runs that are there. The models are fitted to the first run alone, and
-predict the others' configurations.
+predict the others' configurations, in simulations that are long enough for chance to count little.
 
 | run   | differs from the first in     |
 |-------|-------------------------------|
 | base  | (the one that is fitted)      |
-| again | nothing: the machine's noise  |
-| sync  | queue.max_staleness=0         |
 | small | generator.max_running=64      |
+| sync  | queue.max_staleness=0         |
 | wide  | twice the groups of a batch   |
+| again | nothing: the machine's noise  |
 
 The learning rate is so small that the policy, and with it the share of flat groups, stays what it
 is: what is compared is time, not learning. --quick makes base, again and sync alone.
@@ -32,9 +32,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
 from megatron_rl.simulation.calibration import Calibration, calibrate
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.hardware import Assumptions
@@ -54,13 +54,14 @@ COMMON = (
 AGAIN = "again"
 RUNS: dict[str, tuple[str, ...]] = {
     "base": (),
-    AGAIN: (),
-    "sync": ("queue.max_staleness=0",),
     "small": ("generator.max_running=64",),
+    "sync": ("queue.max_staleness=0",),
     "wide": ("train.groups_per_batch=32",),
+    AGAIN: (),
 }
-QUICK = ("base", AGAIN, "sync")
-STEPS = 40
+QUICK = ("base", "sync", AGAIN)
+STEPS = 90
+SIMULATED_STEPS = 200
 RUN_TIMEOUT_S = 600.0
 TIMES = ("step_s", "compute_s", "publish_s", "latency_s", "staleness_mean")
 SHARES = ("trainer_idle", "generator_idle")
@@ -132,12 +133,13 @@ def compare_runs(
     first, *others = runs
     print(f"fitting to {first}", file=sys.stderr)
     fitted = calibrate(read_run(first), cores or None)
-    found = {first.name: compare(fitted.simulated, fitted.measured)}
-    for folder in others:
+    found = {}
+    for folder in (first, *others):
         run = read_run(folder)
-        measured = measure(run)
-        outcome = _predict(fitted, run.config, measured.steps)
-        found[folder.name] = compare(outcome, measured)
+        outcome = _predict(fitted, run.config)
+        found[folder.name] = compare(outcome, measure(run))
+        if doubt := fitted.doubt(outcome):
+            print(f"warning: {folder.name}: {doubt}", file=sys.stderr)
     if again is not None:
         noise = noise_of(fitted.measured, measure(read_run(again)))
         for figures in found.values():
@@ -146,9 +148,9 @@ def compare_runs(
     return found
 
 
-def _predict(fitted: Calibration, config: Any, steps: int) -> Outcome:
+def _predict(fitted: Calibration, config: Config) -> Outcome:
     model = fitted.model(config, Assumptions())
-    return Cluster(config, model, fitted.workload, Span(steps=steps)).run()
+    return Cluster(config, model, fitted.workload, Span(steps=SIMULATED_STEPS)).run()
 
 
 def compare(predicted: Outcome, measured: Measured) -> dict[str, dict[str, float]]:

@@ -1,0 +1,57 @@
+"""What an engine's passes cost it: the files RUN/logs/ENGINE-INDEX.passes.jsonl.
+
+Written by an engine's process every few seconds, where the engine can tell; read by the calibration
+of the simulator. A pass is one run of the model: it decodes a token of each completion that runs,
+or prefills those that join, which gives each its first token.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from megatron_rl.protocol.line_errors import line_error
+
+PASSES_VARIABLE = "MEGATRON_RL_PASSES"
+"""Variable of an engine's environment: path of its file; none: nothing is written."""
+
+
+class PassRow(msgspec.Struct, frozen=True):
+    """Sums over passes of one kind and about one size."""
+
+    kind: Literal["decode", "prefill"]
+    passes: int
+    seconds: float
+    """Of processor time of the process's main thread: waiting for a core is no part of it."""
+    completions: int
+    """In these passes."""
+    tokens: int
+    """In their cache, or prefilled."""
+    ended: int
+    """Completions that ended in them."""
+
+
+class PassReport(msgspec.Struct, frozen=True):
+    """One line: the passes since the line before."""
+
+    time: float
+    """Unix seconds."""
+    rows: list[PassRow]
+
+
+def passes_path(engine_log: Path) -> Path:
+    """The file of an engine with this log."""
+    return engine_log.with_suffix(".passes.jsonl")
+
+
+def read_passes(path: Path) -> list[PassReport]:
+    """All lines of a file but a last one that was cut short. Raises InputError."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    decoder = msgspec.json.Decoder(PassReport)
+    reports = []
+    for number, line in enumerate(lines, 1):
+        try:
+            reports.append(decoder.decode(line))
+        except msgspec.MsgspecError as error:
+            raise line_error(path, number, error, expected="a report of passes") from error
+    return reports

@@ -1,0 +1,49 @@
+"""Fits an engine's costs to the passes that it counted. Pure.
+
+Used by calibration, where an engine tells what its passes cost (`protocol/engine_passes.py`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.protocol.engine_passes import PassRow
+from megatron_rl.simulation.load_curve import fit_not_negative
+
+
+def fit_decoding(rows: Sequence[PassRow]) -> tuple[float, float, float, float]:
+    """Seconds of a decoding pass, of each completion and token in it, and of each that ends."""
+    decoding = [row for row in rows if row.kind == "decode"]
+    counts = [(row.passes, row.completions, row.tokens, row.ended) for row in decoding]
+    base, running, kv, ended = _fit(decoding, counts)
+    return base, running, kv, ended
+
+
+def fit_prefill(rows: Sequence[PassRow]) -> tuple[float, float]:
+    """Seconds of a prefill pass, and of each completion in it."""
+    prefills = [row for row in rows if row.kind == "prefill"]
+    base, request = _fit(prefills, [(row.passes, row.completions) for row in prefills])
+    return base, request
+
+
+def _fit(rows: Sequence[PassRow], counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Least squares in shares of a pass's time, so that small ones count as much as large ones."""
+    seconds = np.array([row.seconds for row in rows])
+    weights = np.sqrt([row.passes for row in rows]) / seconds
+    columns = np.array(counts, float) * weights[:, None]
+    return tuple(float(x) for x in fit_not_negative(columns, seconds * weights))
+
+
+def sizes_of(rows: Sequence[PassRow]) -> tuple[float, float]:
+    """Between which lie the completions of nine of ten decoding passes."""
+    decoding = [row for row in rows if row.kind == "decode"]
+    sizes = [row.completions / row.passes for row in decoding]
+    return middle_of(np.array(sizes), np.array([row.passes for row in decoding], float))
+
+
+def middle_of(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Quantiles 0.05 and 0.95 of weighted values."""
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order]) / weights.sum()
+    low, high = np.searchsorted(reached, [0.05, 0.95])
+    return float(values[order[low]]), float(values[order[min(high, len(values) - 1)]])
