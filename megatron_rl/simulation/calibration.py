@@ -6,16 +6,21 @@ Used by `megatron-rl simulate --calibrate RUN`.
 |-----------|-------------------------------------------------------------------------------------|
 | lengths   | the run's completions, prompt by prompt; dropped groups too                         |
 | verdicts  | share of right completions, and of groups dropped as flat                           |
-| engine    | seconds a token of each completion, by the completions and tokens that were with it |
+| engine    | what its passes cost, where it tells; else seconds a token of each completion, by   |
+|           | the completions and tokens that were with it (`engine_fit.py`)                      |
 | trainer   | train/update_s by the tokens of the slowest rank; train/optimizer_s                 |
 | publish   | publish/s and publish/pause_s                                                       |
 | verifiers | arrivals and scores, less the waiting for those before (`service_times.py`)          |
 
 Where roles share cores, seconds are turned into seconds of work by the speed that the model of
-sharing gives each moment (`core_use.py`). What an engine does for a completion before its first
-token cannot be told from waiting for others. So the run is simulated, and that time is changed, and
-the trainer's costs with it, until the simulated seconds a token, from a completion's lease to its
-arrival, and those of an update are the measured ones.
+sharing gives each moment (`core_use.py`). One figure is left open, and the run is simulated until
+it fits:
+
+- Where engines tell what their passes cost, and the last updates what the trainer takes alone: the
+  share of its speed that a role keeps beside others, by the seconds of an update. (Where no update
+  was alone: by the seconds from a completion's lease to its arrival.)
+- Where they do not: what an engine does for a completion before its first token, which cannot be
+  told from waiting for others, by the seconds from lease to arrival; the trainer's costs with it.
 """
 
 import dataclasses
@@ -141,7 +146,7 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     hand_over_s = fit_hand_over(ending_together(run.rollouts))
     use = CoreUse(run, shared, hand_over_s)
     engine = fit_engine(run, use, hand_over_s)
-    # Counted passes leave nothing of completions open by which the loss of speed could be found.
+    # With the costs of both roles known, what an update lost to others tells how much that is.
     alone = alone_share(run) if shared is not None and run.passes else None
     model = ClusterModel(
         engine=engine.model,
@@ -151,8 +156,20 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         cores=shared,
         batch_s=_batch_s(run),
     )
+    model, simulated = _settle(run, model, workload, knows_trainer=alone is not None)
+    return Calibration(model, workload, measured, simulated, config, engine)
+
+
+def _settle(
+    run: RunRecords, model: ClusterModel, workload: Workload, *, knows_trainer: bool
+) -> tuple[ClusterModel, Outcome]:
+    """The model whose simulation has the times of the run, and that simulation.
+
+    knows_trainer: its costs are known; else they are changed until an update is as long as it was.
+    """
+    measured = measure(run)
     span = Span(steps=measured.steps)
-    simulated = Cluster(config, model, workload, span).run()
+    simulated = Cluster(run.config, model, workload, span).run()
     unknown = _unknown_of(model, is_told=bool(run.passes))
     tried: list[tuple[float, float]] = []
     low, high = unknown.low, unknown.high
@@ -161,16 +178,16 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         slower = measured.latency_s_per_token / simulated.latency_s_per_token
         update_s = (measured.compute_s + measured.rest_s) / measured.trained_tokens
         longer = update_s / (simulated.compute_s / simulated.trained_tokens)
-        if abs(longer - 1) < _NEAR and (alone is not None or abs(slower - 1) < _NEAR):
+        if abs(longer - 1) < _NEAR and (knows_trainer or abs(slower - 1) < _NEAR):
             break
-        value, error = unknown.get(model), (slower if alone is None else longer) - 1
+        value, error = unknown.get(model), (longer if knows_trainer else slower) - 1
         tried.append((value, error))
         low, high = (value, high) if error > 0 else (low, value)
-        trainer = _scaled_trainer(model.trainer, longer if alone is None else 1.0)
+        trainer = _scaled_trainer(model.trainer, 1.0 if knows_trainer else longer)
         model = unknown.put(model, _next_guess(tried, low, high))
         model = dataclasses.replace(model, trainer=trainer)
-        simulated = Cluster(config, model, workload, span).run()
-    return Calibration(model, workload, measured, simulated, config, engine)
+        simulated = Cluster(run.config, model, workload, span).run()
+    return model, simulated
 
 
 @dataclasses.dataclass(frozen=True)

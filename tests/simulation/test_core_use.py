@@ -1,14 +1,16 @@
 """Work that fitted into moments of a run whose roles shared a core, by hand; hand-overs by hand."""
 
+import dataclasses
+
 import msgspec
 import numpy as np
 import pytest
 
 from megatron_rl.protocol.rollout_files import RolloutRecord, RolloutTimes
-from megatron_rl.simulation.core_use import CoreUse
+from megatron_rl.simulation.core_use import CoreUse, alone_share
 from megatron_rl.simulation.engine_fit import ending_together, fit_hand_over, fit_lease
 from megatron_rl.simulation.machines import SharedCores
-from megatron_rl.simulation.records import RunRecords
+from megatron_rl.simulation.records import WARM_UP, RunRecords
 from tests.simulation.clusters import config_of
 
 ROW = {"time": 12.0, "train/update_s": 4.0, "publish/s": 0.0}
@@ -81,6 +83,17 @@ def test_a_lease_takes_what_an_idle_engine_waits_for_its_first_token() -> None:
     busy = [record(2.0, 4.0, None, first_token_s=0.8)]
     assert fit_lease([*first, *busy], alone_s=0.3) == pytest.approx(0.1)
     assert fit_lease(first, alone_s=0.6) == 0.0
+
+
+def test_the_last_updates_tell_how_fast_a_trainer_is_alone() -> None:
+    beside = [{"time": 2.0 + 2 * i, "train/update_s": 1.0, "train/tokens_per_s": 80.0} for i in
+              range(WARM_UP + 2)]  # fmt: skip
+    ends = beside[-1]["time"]
+    alone = {"time": ends + 2.0, "train/update_s": 1.0, "train/tokens_per_s": 100.0}
+    rollouts = [record(0.0, ends, None)]
+    run = RunRecords(config_of(), beside, [*beside, alone], rollouts, 0.0, ends)
+    assert alone_share(run) == pytest.approx(0.8)
+    assert alone_share(dataclasses.replace(run, every_step=beside)) is None
 
 
 def test_completions_of_different_lengths_say_nothing_of_the_hand_over() -> None:
