@@ -55,6 +55,7 @@ class Sender:
         self._dtype, self._device = dtype, device
         self._buffers = buffers
         self._channel: Channel | None = None
+        self._given: list[list[Parcel]] | None = None
         self._calls = 0
         self._is_busy = False
         self._is_left = False
@@ -88,10 +89,12 @@ class Sender:
 
         Raises RuntimeError (torch's own) when the store is gone.
         """
-        channel = self._channel or self._open()
-        return msgspec.json.decode(
-            channel.store.get(gives_key(self._rank)), type=list[list[Parcel]]
-        )
+        if self._given is None:
+            channel = self._channel or self._open()
+            found = channel.store.get(gives_key(self._rank))
+            # The plan of a group never changes.
+            self._given = msgspec.json.decode(found, type=list[list[Parcel]])
+        return self._given
 
     def _open(self) -> Channel:
         store = open_store(self._address, self._port, is_master=False, timeout_s=self._deadline_s)
