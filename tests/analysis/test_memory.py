@@ -22,11 +22,12 @@ import sys
 from pathlib import Path
 from megatron_rl.analysis.checkpoints import find_checkpoints, open_checkpoints
 from megatron_rl.analysis.gram import gram_matrix
-chunk_bytes, *folders = sys.argv[1:]
+chunk_bytes, times, *folders = sys.argv[1:]
 with open_checkpoints(find_checkpoints([Path(folder) for folder in folders])) as opened:
     print("ready", flush=True)
     sys.stdin.readline()
-    gram_matrix(opened, "mean", chunk_bytes=int(chunk_bytes))
+    for _ in range(int(times)):
+        gram_matrix(opened, "mean", chunk_bytes=int(chunk_bytes))
     print(opened.parameters, flush=True)
     sys.stdin.readline()
 """
@@ -39,10 +40,14 @@ def own_bytes(pid: int) -> int:
     return 1024 * int(found[0][1])
 
 
-def growth_of(folders: list[Path]) -> tuple[int, int]:
-    """(parameters, bytes by which a process that analyses grows, at most)."""
+def growth_of(folders: list[Path], times: int = 1) -> tuple[int, int]:
+    """(parameters, bytes by which a process that analyses grows, at most).
+
+    Memory is looked at every millisecond: who is done sooner is analysed more `times`, so that its
+    peak is as surely seen.
+    """
     child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(CHUNK_BYTES), *map(str, folders)],
+        [sys.executable, "-c", PROGRAM, str(CHUNK_BYTES), str(times), *map(str, folders)],
         cwd=ROOT,
         # Freed blocks of this size go back to the system at once.
         env={
@@ -91,7 +96,7 @@ def largest_bytes(folder: Path) -> int:
 
 def test_memory_is_flat_in_the_number_of_parameters(tmp_path: Path) -> None:
     # More layers, then wider ones too: tensors that grow are read by rows.
-    small, peak = growth_of(sized(tmp_path / "small", 128, 2))
+    small, peak = growth_of(sized(tmp_path / "small", 128, 2), times=20)
     for name, hidden, layers, factor in (("deep", 128, 20, 8), ("wide", 384, 3, 10)):
         large, found = growth_of(sized(tmp_path / name, hidden, layers))
         print(f"{small} parameters: {peak} bytes; {large}: {found}")
