@@ -12,6 +12,7 @@ talked to. So there the server imports none of them, and a rank has more time.
 """
 
 import atexit
+import faulthandler
 import functools
 import importlib
 import json
@@ -46,6 +47,8 @@ PRELOAD = (
 START_TIMEOUT_S = 60.0
 FORKED_S, ANEW_S = 60.0, 300.0
 """What ranks have at most, if the caller does not say: forked ones, and those started anew."""
+STACK_S = 0.2
+"""For a rank that is late to say where it is."""
 _server: "RankServer | None" = None
 
 
@@ -195,8 +198,10 @@ def _run_job(job: dict[str, Any]) -> list[str]:
             if status:
                 failures.append(_failure(Path(job["folder"]), rank, status))
         elif time.monotonic() > deadline:
-            late = sorted(pids.values())
-            failures.append(f"ranks {late} missed the {job['timeout_s']} s deadline")
+            failures.append(
+                f"ranks {sorted(pids.values())} missed the {job['timeout_s']} s deadline"
+            )
+            failures += [_stack(Path(job["folder"]), pid, rank) for pid, rank in pids.items()]
             break
         else:
             time.sleep(0.005)
@@ -206,6 +211,14 @@ def _run_job(job: dict[str, Any]) -> list[str]:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return failures
+
+
+def _stack(folder: Path, pid: int, rank: int) -> str:
+    """Where a rank is, as it says within a moment."""
+    os.kill(pid, signal.SIGUSR1)
+    time.sleep(STACK_S)
+    report = folder / f"{rank}.stack"
+    return f"rank {rank}: {report.read_text() if report.exists() else 'has not begun'}"
 
 
 def _others_failing(pids: dict[int, int], deadline: float) -> bool:
@@ -266,6 +279,8 @@ def _be_rank(job: dict[str, Any], rank: int) -> NoReturn:
     die_with_parent()
     folder = Path(job["folder"])
     exit_code = 1
+    stack = (folder / f"{rank}.stack").open("w")
+    faulthandler.register(signal.SIGUSR1, stack)
     try:
         # What a forked rank has inherited takes no time again.
         _import_target(job)

@@ -114,8 +114,11 @@ def test_failing_rank_ends_the_others(forks: bool) -> None:
 
 
 def test_ranks_that_hang_miss_the_deadline() -> None:
-    with pytest.raises(RanksFailed, match=r"ranks \[0, 1\] missed the 1 s deadline"):
+    with pytest.raises(RanksFailed, match=r"ranks \[0, 1\] missed the 1 s deadline") as caught:
         run_ranks(sleep, 2, timeout_s=1)
+    # Each says where it was.
+    assert str(caught.value).count('test_distributed.py", line') == 2
+    assert str(caught.value).count(" in sleep") == 2
 
 
 def test_children_of_ranks_end_with_them() -> None:

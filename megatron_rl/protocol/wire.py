@@ -47,6 +47,26 @@ class TurnedAway(WireError):
     """The peer at the other end belongs to another phase, or to another start of the run."""
 
 
+class _Context(zmq.Context[zmq.Socket[bytes]]):
+    """A context of one socket, which it closes itself where both are collected as garbage.
+
+    Then pyzmq's weak references to sockets are gone already, so that its `destroy` would wait for
+    ever for a socket that nobody closes.
+    """
+
+    _own: zmq.Socket[bytes] | None = None
+
+    def open(self, kind: int) -> zmq.Socket[bytes]:
+        """The socket."""
+        self._own = self.socket(kind)
+        return self._own
+
+    def destroy(self, linger: int | None = None) -> None:
+        if self._own is not None:
+            self._own.close(linger)
+        super().destroy(linger)
+
+
 def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
     """Frames of the message that is there, as views of where they arrived."""
     return [frame.buffer for frame in socket.recv_multipart(copy=False)]
@@ -87,8 +107,8 @@ class Router(Closing):
         self._label = label
         self.turned_away: Counter[str] = Counter()
         """Messages that were not heard, by the identity of their sender."""
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
+        self._context = _Context()
+        self.socket = self._context.open(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 2_000)
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
         self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
@@ -178,8 +198,8 @@ class Dealer(Closing):
         """label: that of the ROUTER's peers; one of another label makes `receive` raise."""
         self.address = address
         self.label = label
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
+        self._context = _Context()
+        self.socket = self._context.open(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, labelled(identity, label))
         self.socket.setsockopt(zmq.LINGER, 2_000)
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import time
 from typing import Any, get_args
 
@@ -179,6 +181,23 @@ def test_port_in_use_is_a_clear_error() -> None:
     message = f"cannot listen on 127.0.0.1:{port}"
     with Router("127.0.0.1", port), pytest.raises(WireError, match=message):
         Router("127.0.0.1", port)
+
+
+FORGOTTEN = """
+import gc, sys
+from megatron_rl.protocol.wire import Dealer, Router
+router = Router("127.0.0.1", int(sys.argv[1]))
+dealer = Dealer(f"127.0.0.1:{sys.argv[1]}", "a")
+router.self, dealer.self = router, dealer
+del router, dealer
+gc.collect()
+"""
+
+
+def test_sockets_that_nobody_closed_are_collected_without_waiting() -> None:
+    """In rings, as those of an exception and its frames."""
+    arguments = [sys.executable, "-c", FORGOTTEN, str(free_port())]
+    assert subprocess.run(arguments, timeout=20, check=False).returncode == 0
 
 
 def test_binding_to_other_hosts_without_keys_is_refused() -> None:

@@ -1,6 +1,5 @@
 """One leader per model-parallel group fetches the batch; every rank of the group gets it."""
 
-import socket
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer import batch_client
 from megatron_rl.trainer.batch_client import BatchClient
 from tests.distributed import run_ranks
+from tests.ports import free_port
 
 
 def make_batch(step: int, dp_rank: int) -> RankBatch:
@@ -94,10 +94,7 @@ def serve(port: int) -> list:
 
 
 def test_every_rank_gets_the_leaders_batch_and_the_stop() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    heard, *fetched = run_ranks(serve_or_fetch, 3, port)
+    heard, *fetched = run_ranks(serve_or_fetch, 3, free_port())
     # Only data-parallel rank 0 announces versions, so rank 3's leader sent requests alone.
     assert heard == [("trainer-3", NextBatch(0, 3, 4)), ("trainer-3", NextBatch(1, 3, 4))]
     expected = [0, 3, [0, 1, 2, 3, 4], 0.5, {"x": (1.0, 2.0, "mean")}, None]

@@ -1,6 +1,5 @@
 """Rank 0's conversation with generators, over real sockets."""
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ import pytest
 from megatron_rl.protocol.types import Ack, AnyMessage, Failed, Hello, Pause, Resume
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
 from megatron_rl.weights.publish.link import GeneratorLink, GeneratorLost
+from tests.ports import free_port
 
 WAIT_S = 5.0
 
@@ -19,9 +19,7 @@ class Peers:
     """A link and generators by name."""
 
     def __init__(self, stack: ExitStack) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         self._stack = stack
         self.link = GeneratorLink(stack.enter_context(Router("127.0.0.1", self._port)))
 

@@ -3,7 +3,6 @@
 What a whole publish does to generators is in test_exchange.py.
 """
 
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Member, Outcome, WeightPublisher
 from tests.distributed import run_ranks
+from tests.ports import free_port
 
 WAIT_S = 5.0
 
@@ -45,9 +45,7 @@ class Scene:
     """A publisher of one rank, and generators that say hello."""
 
     def __init__(self, *, replicas: int, join_timeout_s: float = WAIT_S) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         dist.init_process_group("gloo")
         self.address = f"127.0.0.1:{port}"
         self.failing: set[str] = set()
