@@ -1,7 +1,5 @@
 """SGLang as an engine: one server child on this host, spoken to over HTTP; on the CPU, requests go
-to its scheduler directly (`sglang_direct.py`).
-
-Used by the generator process; the only file that knows SGLang. SGLang is not imported here.
+to its scheduler directly (`sglang_direct.py`). Used by the generator; SGLang is not imported here.
 
 Concurrency, all on the caller's event loop:
 
@@ -102,6 +100,8 @@ class SGLangEngine:
                     f"({self.section}.start_timeout_s); {self._child.log_tail()}"
                 )
             await asyncio.sleep(POLL_READY_S)
+        # It asks itself before it listens, in vain. A full collection would stop all requests.
+        await self._post("/freeze_gc", {})
 
     async def _answers(self) -> bool:
         try:

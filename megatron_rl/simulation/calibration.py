@@ -23,9 +23,11 @@ it fits:
   told from waiting for others, by the seconds from lease to arrival; the trainer's costs with it.
 """
 
+import bisect
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +62,8 @@ _NEAR = 0.003
 _KEPT_TIMES = 500
 _MOST_LOST = 0.6
 """Of a role's speed to those beside it."""
+_READY_S = 0.01
+"""A batch that was formed so long before the trainer is free has come."""
 _FAR = 1.5
 """Iterations so many times as large as those of a run are others."""
 
@@ -155,6 +159,7 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         verifier=_verifier(run),
         cores=shared,
         batch_s=_batch_s(run),
+        read_s=_read_s(run),
     )
     model, simulated = _settle(run, model, workload, knows_trainer=alone is not None)
     return Calibration(model, workload, measured, simulated, config, engine)
@@ -301,13 +306,29 @@ def _publish(run: RunRecords, measured: Measured) -> PublishModel:
 
 def _batch_s(run: RunRecords) -> float:
     """From a batch's forming to its update where the trainer waited for it; 0 if it never did."""
-    formed = {round(r.times.trained, 3) for r in run.rollouts if r.times.trained is not None}
-    took = []
-    for row, before in zip(run.every_step[1:], run.every_step, strict=False):
-        began_at = update_span(row)[0]
-        mine = [when for when in formed if before["time"] < when < began_at]
-        took += [began_at - max(mine)] if mine and row in run.steps else []
+    took = [
+        update_span(row)[0] - formed for row, asked_at, formed in _batches(run) if formed > asked_at
+    ]
     return float(np.median(took)) if took else 0.0
+
+
+def _read_s(run: RunRecords) -> float:
+    """Of the trainer where the batch was there before it asked; 0 if none was."""
+    took = [
+        row["wait/batch_s"]
+        for row, asked_at, formed in _batches(run)
+        if formed < asked_at - _READY_S
+    ]
+    return float(np.median(took)) if took else 0.0
+
+
+def _batches(run: RunRecords) -> Iterator[tuple[dict[str, Any], float, float]]:
+    """(row of the step, when the trainer was free for it, when its batch was formed)."""
+    formed = sorted({round(r.times.trained, 3) for r in run.rollouts if r.times.trained})
+    for row, before in zip(run.every_step[1:], run.every_step, strict=False):
+        place = bisect.bisect(formed, update_span(row)[0])
+        if place and row in run.steps:
+            yield row, before["time"], formed[place - 1]
 
 
 def _verifier(run: RunRecords) -> VerifierModel:

@@ -93,6 +93,7 @@ class Cluster:
             publish=model.publish,
             dp_size=config.parallel.data,
             steps=self._config.train.steps,
+            read_s=model.read_s,
             on_change=self._share_cores,
         )
         self._speed = 1.0

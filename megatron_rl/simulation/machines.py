@@ -164,4 +164,6 @@ class ClusterModel:
     cores: SharedCores | None = None
     """None: every role has devices of its own."""
     batch_s: float = 0.0
-    """From when the queue plans a batch until the trainer has it."""
+    """From when the queue plans a batch until the trainer has read it, if it waits."""
+    read_s: float = 0.0
+    """Of the trainer, for a batch that was there before it asked."""

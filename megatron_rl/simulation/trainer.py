@@ -67,11 +67,13 @@ class Trainer:
         publish: PublishModel,
         dp_size: int,
         steps: int,
+        read_s: float,
         on_change: Callable[[], None],
     ) -> None:
+        """read_s: for a batch that is there already."""
         self._agenda, self._queue, self._fleet, self._planned = agenda, queue, fleet, planned
         self._model, self._publish_model = model, publish
-        self._dp_size, self._steps = dp_size, steps
+        self._dp_size, self._steps, self._read_s = dp_size, steps, read_s
         self._on_change = on_change
         self.records: list[StepRecord] = []
         self.is_computing = False
@@ -111,7 +113,7 @@ class Trainer:
             return
         self._free_at, self._is_waiting = self._agenda.now, True
         if self._batch is not None:
-            self._begin_passes()
+            self._agenda.at(self._agenda.now + self._read_s, self._begin_if_waiting)
         elif not self._asked:
             self._ask()
 

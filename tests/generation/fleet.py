@@ -230,7 +230,10 @@ class Fleet:
         shape, unused = read_shape(export), set(exported)
         multiple = sglang_cpu.FFN_MULTIPLE if sglang_cpu.is_needed() else 1
         for rank in range(self.tensor_parallel):
-            held = torch.load(self.config.run.dir / "logs" / f"held-{rank}.pt")
+            logs = self.config.run.dir / "logs"
+            held = torch.load(logs / f"held-{rank}.pt")
+            # What importing SGLang and torch makes: a look through all of it takes 0.3 s.
+            assert int((logs / f"frozen-{rank}").read_text()) > 100_000
             share = Share(rank, self.tensor_parallel)
             slices = engine_slices(shape, share, ffn_multiple=multiple)
             check_slices(slices, held, may_pad_ffn=multiple > 1)

@@ -1,8 +1,10 @@
 """The product's loader inside each rank of an SGLang server; at each resume it saves all it holds.
 
-What a test reads is `held-RANK.pt` beside the engine's order.
+What a test reads is `held-RANK.pt` beside the engine's order, and `frozen-RANK`: how many objects
+of the rank's process are never looked through for garbage.
 """
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -21,4 +23,6 @@ def load(model: torch.nn.Module, named_tensors: list[Any]) -> None:
 
         held = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
         folder = Path(os.environ[ORDERS_VARIABLE]).parent
-        torch.save(held, folder / f"held-{get_parallel().tp_rank}.pt")
+        rank = get_parallel().tp_rank
+        torch.save(held, folder / f"held-{rank}.pt")
+        (folder / f"frozen-{rank}").write_text(str(gc.get_freeze_count()))
