@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.protocol.engine_passes import PASSES_VARIABLE, PassReport, PassRow
+from megatron_rl.protocol.engine_passes import PASSES_VARIABLE, PassKind, PassReport, PassRow
 
 REPORT_S = 2.0
 """Between two lines; what an engine that is killed had not written is lost."""
@@ -31,7 +31,8 @@ class PassCosts:
     ) -> None:
         self._path = path
         self._work_clock, self._clock = work_clock, clock
-        self._rows: dict[tuple[bool, int, int], PassRow] = {}
+        self._rows: dict[tuple[str, int, int], PassRow] = {}
+        self._has_rested = True
         self._began_at: float | None = None
         """By the work clock; None: the engine is idle."""
         self._written_at = clock()
@@ -43,17 +44,21 @@ class PassCosts:
 
     def rest(self) -> None:
         """There was none."""
-        self._began_at = None
+        self._began_at, self._has_rested = None, True
 
     def note(self, *, is_prefill: bool, completions: int, tokens: int, ended: int) -> None:
         """A pass over so many completions is done."""
         now = self._work_clock()
         if self._began_at is None or not completions:
             return
-        key = is_prefill, completions.bit_length(), tokens.bit_length()
-        old = self._rows.get(key) or PassRow("prefill" if is_prefill else "decode", 0, 0.0, 0, 0, 0)
+        kind: PassKind = "decode"
+        if is_prefill:
+            kind = "wake" if self._has_rested else "prefill"
+        self._has_rested = False
+        key = kind, completions.bit_length(), tokens.bit_length()
+        old = self._rows.get(key) or PassRow(kind, 0, 0.0, 0, 0, 0)
         self._rows[key] = PassRow(
-            old.kind,
+            kind,
             old.passes + 1,
             old.seconds + now - self._began_at,
             old.completions + completions,

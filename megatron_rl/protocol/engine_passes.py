@@ -15,11 +15,14 @@ from megatron_rl.protocol.line_errors import line_error
 PASSES_VARIABLE = "MEGATRON_RL_PASSES"
 """Variable of an engine's environment: path of its file; none: nothing is written."""
 
+PassKind = Literal["decode", "prefill", "wake"]
+
 
 class PassRow(msgspec.Struct, frozen=True):
     """Sums over passes of one kind and about one size."""
 
-    kind: Literal["decode", "prefill"]
+    kind: PassKind
+    """wake: a prefill after a rest, when the processor's caches hold what others left there."""
     passes: int
     seconds: float
     """Of processor time of the process's main thread: waiting for a core is no part of it."""

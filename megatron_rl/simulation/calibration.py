@@ -54,7 +54,7 @@ from megatron_rl.simulation.machines import (
 )
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import Measured, RunRecords, measure
-from megatron_rl.simulation.service_times import servers_seen, service_times
+from megatron_rl.simulation.service_times import fit_rounds, servers_seen, service_times
 from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
 
 _ROUNDS = 8
@@ -156,7 +156,7 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
         engine=engine.model,
         trainer=_trainer(run, measured, alone or use.update_share(run.steps)),
         publish=_publish(run, measured),
-        verifier=_verifier(run),
+        verifier=_verifier(run, use),
         cores=shared,
         batch_s=_batch_s(run),
         read_s=_read_s(run),
@@ -183,13 +183,15 @@ def _settle(
         slower = measured.latency_s_per_token / simulated.latency_s_per_token
         update_s = (measured.compute_s + measured.rest_s) / measured.trained_tokens
         longer = update_s / (simulated.compute_s / simulated.trained_tokens)
-        if abs(longer - 1) < _NEAR and (knows_trainer or abs(slower - 1) < _NEAR):
+        if abs(longer - 1) < _NEAR and abs(slower - 1) < _NEAR:
             break
         value, error = unknown.get(model), (longer if knows_trainer else slower) - 1
         tried.append((value, error))
         low, high = (value, high) if error > 0 else (low, value)
         trainer = _scaled_trainer(model.trainer, 1.0 if knows_trainer else longer)
         model = unknown.put(model, _next_guess(tried, low, high))
+        if knows_trainer:
+            model = _with_engines(model, slower)
         model = dataclasses.replace(model, trainer=trainer)
         simulated = Cluster(run.config, model, workload, span).run()
     return model, simulated
@@ -224,6 +226,14 @@ def _unknown_of(model: ClusterModel, *, is_told: bool) -> _Unknown:
         0.0,
         2 * model.engine.request_s,
     )
+
+
+def _with_engines(model: ClusterModel, slower: float) -> ClusterModel:
+    """Engines lose so much more to those beside them, within reason."""
+    assert model.cores is not None
+    most = 1 / model.cores.kept_beside
+    keep = min(most, max(1 - _MOST_LOST, model.cores.engines_keep / slower))
+    return dataclasses.replace(model, cores=dataclasses.replace(model.cores, engines_keep=keep))
 
 
 def _next_guess(tried: list[tuple[float, float]], low: float, high: float) -> float:
@@ -331,9 +341,11 @@ def _batches(run: RunRecords) -> Iterator[tuple[dict[str, Any], float, float]]:
             yield row, before["time"], formed[place - 1]
 
 
-def _verifier(run: RunRecords) -> VerifierModel:
+def _verifier(run: RunRecords, use: CoreUse) -> VerifierModel:
     graded = [record.times for record in run.within() if record.times.scored is not None]
     arrivals, departures = [t.done for t in graded], [t.scored for t in graded]
     servers = max(run.config.verifier.answers.workers, servers_seen(arrivals, departures))
     seconds = sorted(service_times(arrivals, departures, servers))
-    return VerifierModel(servers, tuple(seconds[:: max(1, len(seconds) // _KEPT_TIMES)]) or (0.0,))
+    kept = tuple(seconds[:: max(1, len(seconds) // _KEPT_TIMES)]) or (0.0,)
+    rounds = fit_rounds(arrivals, departures, use.speed) if servers == 1 else None
+    return VerifierModel(servers, kept, rounds)

@@ -96,7 +96,7 @@ class Cluster:
             read_s=model.read_s,
             on_change=self._share_cores,
         )
-        self._speed = 1.0
+        self._speed = 1.0, 1.0
 
     @property
     def records(self) -> list[StepRecord]:
@@ -186,5 +186,7 @@ class Cluster:
         )
         if speed != self._speed:
             self._speed = speed
-            self._trainer.set_speed(speed)
-            self._fleet.set_speed(speed)
+            trainer, generators = speed
+            self._trainer.set_speed(trainer)
+            self._fleet.set_speed(generators)
+            self._graders.set_speed(trainer)

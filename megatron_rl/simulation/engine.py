@@ -62,6 +62,8 @@ class EngineModel:
     """Whether a prefill is a pass of its own that gives a token, as a real one is."""
     prefill_base_s: float = 0.0
     """Of such a pass, whatever it prefills."""
+    wake_s: float = 0.0
+    """Of such a pass beside these, where the engine had nothing to do before."""
     lease_s: float = 0.0
     """Of the generator for each lease, one after the other, until the engine has it."""
 
@@ -140,6 +142,8 @@ class Engine:
         self._order = itertools.count()
         self._seen: dict[int, None] = {}
         self._is_pausing = self._is_paused = False
+        self._has_rested = False
+        """Nothing ran before what joins next."""
         self._is_prefilling = False
         """A pass that gives first tokens ends at the clock."""
         self._new_version: int | None = None
@@ -279,6 +283,7 @@ class Engine:
 
     def _begin(self, now: float) -> None:
         """Nothing ran until now."""
+        self._has_rested = True
         self._clock = max(self._clock, now)
         self._settle()
 
@@ -322,8 +327,9 @@ class Engine:
         self._waiting.extendleft(reversed(followers))
         seconds = prefilled * model.prefill_s_per_token + len(joined) * model.request_s
         if joined and model.prefill_samples:
-            seconds += model.prefill_base_s
+            seconds += model.prefill_base_s + model.wake_s * self._has_rested
             self._is_prefilling = True
+            self._has_rested = False
         self._clock += seconds / self.speed
         for request in joined:
             request.first_token_at = min(request.first_token_at, self._clock)

@@ -54,7 +54,7 @@ def fit_engine(run: RunRecords, use: CoreUse, hand_over_s: float) -> FittedEngin
 
 def _from_passes(run: RunRecords) -> FittedEngine:
     base, running, kv, ended = fit_decoding(run.passes)
-    prefill_base, request = fit_prefill(run.passes)
+    prefill_base, request, wake = fit_prefill(run.passes)
     model = EngineModel(
         base_s=max(base, 1e-6),
         per_running_s=running,
@@ -65,7 +65,8 @@ def _from_passes(run: RunRecords) -> FittedEngine:
         request_s=request + ended,
         prefill_samples=True,
         prefill_base_s=prefill_base,
-        lease_s=fit_lease(run.rollouts, alone_s=prefill_base + request),
+        wake_s=wake,
+        lease_s=fit_lease(run.rollouts, alone_s=prefill_base + request + wake),
     )
     return FittedEngine(model, *sizes_of(run.passes))
 

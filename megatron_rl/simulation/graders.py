@@ -23,8 +23,9 @@ from megatron_rl.simulation.machines import VerifierModel
 from megatron_rl.simulation.workload import Workload
 
 NAME = "verifier"
-PENDING_PER_SERVER = 64
-"""Requests that the queue may have given to the pool beyond those that are graded."""
+PENDING, PENDING_PER_SERVER = 1024, 64
+"""Requests that the queue may have given to the pool: as many as to a real one
+(verifier.answers.max_pending), and more to one of many servers."""
 
 
 class Graders:
@@ -52,15 +53,20 @@ class Graders:
         self.graded = 0
         """Requests that a server took."""
         self._arrived: dict[int, float] = {}
+        self._speed = 1.0
 
     @property
     def is_working(self) -> bool:
         """Whether anything is graded."""
         return self._busy > 0
 
+    def set_speed(self, speed: float) -> None:
+        """Rounds that begin are served with another share of the full speed from now on."""
+        self._speed = speed
+
     def announce(self) -> None:
         """The state of the pool, as heartbeat too."""
-        room = self._model.servers * PENDING_PER_SERVER
+        room = max(PENDING, self._model.servers * PENDING_PER_SERVER)
         ready = VerifierReady(dict.fromkeys(LANES, room), 1)
         self._queue.handle(VERIFY, NAME, ready, self._agenda.now)
 
@@ -83,18 +89,32 @@ class Graders:
 
     def _serve(self) -> None:
         while self._waiting and self._busy < self._model.servers:
-            request = self._waiting.popleft()
+            taken, seconds = self._take_round()
             self._busy += 1
-            self.graded += 1
-            times = self._model.service_s
-            seconds = times[int(self._draw.random() * len(times))]
+            self.graded += len(taken)
             self.busy_s += seconds
-            self.waited_s += self._agenda.now - self._arrived.pop(request.request_id)
-            self._agenda.at(self._agenda.now + seconds, partial(self._finish, request))
+            for request in taken:
+                self.waited_s += self._agenda.now - self._arrived.pop(request.request_id)
+            self._agenda.at(self._agenda.now + seconds, partial(self._finish, taken))
         self._on_change()
 
-    def _finish(self, request: ScoreRequest) -> None:
+    def _take_round(self) -> tuple[list[ScoreRequest], float]:
+        """What a server grades now, and for how long."""
+        if self._model.round_s is None:
+            times = self._model.service_s
+            return [self._waiting.popleft()], times[int(self._draw.random() * len(times))]
+        taken = list(self._waiting)
+        self._waiting.clear()
+        base_s, each_s = self._model.round_s
+        return taken, (base_s + each_s * len(taken)) / self._speed
+
+    def _finish(self, graded: list[ScoreRequest]) -> None:
         self._busy -= 1
+        for request in graded:
+            self._tell(request)
+        self._serve()
+
+    def _tell(self, request: ScoreRequest) -> None:
         is_correct = self._workload.is_correct(request.seed, int(request.text))
         score = Score(
             1.0 if is_correct else 0.1,
@@ -102,4 +122,3 @@ class Graders:
             "correct" if is_correct else "wrong_answer",
         )
         self._queue.handle(VERIFY, NAME, ScoreDone(request.request_id, score), self._agenda.now)
-        self._serve()

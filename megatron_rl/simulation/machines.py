@@ -105,11 +105,14 @@ class PublishModel:
 
 @dataclass(frozen=True)
 class VerifierModel:
-    """Servers that each grade one completion at a time, first come first served."""
+    """Servers that grade, first come first served."""
 
     servers: int
     service_s: tuple[float, ...] = (0.0,)
     """Seconds of grading, one of them for each completion: measured ones, or a single figure."""
+    round_s: tuple[float, float] | None = None
+    """Of processor time of a round, and of each completion in it, where a server takes all that
+    waits at once: what takes microseconds is sent to and fro in bulk. None: one at a time."""
 
 
 @dataclass(frozen=True)
@@ -138,18 +141,22 @@ class SharedCores:
     """Of each engine."""
     kept_beside: float = 1.0
     """Share of its speed that a role keeps while others have all the other cores."""
+    engines_keep: float = 1.0
+    """Of that, the share of generators and their engines: what reads all weights for few tokens
+    loses more to others than the trainer does, or less."""
 
-    def speed(self, *, trains: bool, engines: int, hosts: int = 0) -> float:
-        """Of every role, while the trainer and so many engines compute.
+    def speed(self, *, trains: bool, engines: int, hosts: int = 0) -> tuple[float, float]:
+        """Of the trainer and verifiers, and of generators, while so many of them compute.
 
-        hosts: processes beside them that work, of one thread each: generators that hand over
-        completions, and the verifiers' pool.
+        hosts: processes beside trainer and engines that work, of one thread each: generators that
+        hand over completions, and the verifiers' pool.
         """
         demand = self.trainer_threads * trains + self.engine_threads * engines + hosts
         if demand <= 1:
-            return 1.0
+            return 1.0, 1.0
         filled = (min(demand, self.cores) - 1) / (self.cores - 1) if self.cores > 1 else 0.0
-        return min(1.0, self.cores / demand) * (1.0 - (1.0 - self.kept_beside) * filled)
+        kept, share = 1.0 - (1.0 - self.kept_beside) * filled, min(1.0, self.cores / demand)
+        return share * kept, share * kept * (1.0 - (1.0 - self.engines_keep) * filled)
 
 
 @dataclass(frozen=True)

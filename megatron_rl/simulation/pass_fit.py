@@ -10,6 +10,9 @@ import numpy as np
 from megatron_rl.protocol.engine_passes import PassRow
 from megatron_rl.simulation.load_curve import fit_not_negative
 
+_LEAST_OTHERS = 0.05
+"""Share of the prefills that has to be after another pass."""
+
 
 def fit_decoding(rows: Sequence[PassRow]) -> tuple[float, float, float, float]:
     """Seconds of a decoding pass, of each completion and token in it, and of each that ends."""
@@ -19,11 +22,18 @@ def fit_decoding(rows: Sequence[PassRow]) -> tuple[float, float, float, float]:
     return base, running, kv, ended
 
 
-def fit_prefill(rows: Sequence[PassRow]) -> tuple[float, float]:
-    """Seconds of a prefill pass, and of each completion in it."""
-    prefills = [row for row in rows if row.kind == "prefill"]
-    base, request = _fit(prefills, [(row.passes, row.completions) for row in prefills])
-    return base, request
+def fit_prefill(rows: Sequence[PassRow]) -> tuple[float, float, float]:
+    """Seconds of a prefill pass, of each completion in it, and of one after a rest beside these."""
+    prefills = [row for row in rows if row.kind in ("prefill", "wake")]
+    after_rest = sum(row.passes for row in prefills if row.kind == "wake")
+    # Where nearly all are after a rest, nothing tells what that costs.
+    tells = 1 - after_rest / sum(row.passes for row in prefills) > _LEAST_OTHERS
+    counts = [
+        (row.passes, row.completions, row.passes * (tells and row.kind == "wake"))
+        for row in prefills
+    ]
+    base, request, wake = _fit(prefills, counts)
+    return base, request, wake
 
 
 def _fit(rows: Sequence[PassRow], counts: Sequence[Sequence[int]]) -> tuple[float, ...]:

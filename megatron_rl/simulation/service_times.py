@@ -9,10 +9,19 @@ moment at which a server became free (Lindley's recursion, solved for the servic
 import bisect
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from megatron_rl.simulation.load_curve import fit_not_negative
+
+Speed = Callable[[float, float], float]
 _CERTAIN = 0.99
 """Share of the requests that speaks for the number of servers: others may have been tried twice."""
+_SAME_ROUND_S = 0.0015
+"""Departures this near to each other are of one round: moments are recorded in milliseconds."""
+_LEAST_ROUND = 4.0
+"""Requests of a round, on average, from which on a server is taken to serve in rounds."""
 
 
 def servers_seen(arrivals: Sequence[float], departures: Sequence[float]) -> int:
@@ -42,3 +51,31 @@ def service_times(
         found.append(max(0.0, departure - begins))
         heapq.heappush(free, max(begins, departure))
     return found
+
+
+def fit_rounds(
+    arrivals: Sequence[float], departures: Sequence[float], speed: Speed = lambda start, end: 1.0
+) -> tuple[float, float] | None:
+    """Seconds of work of a round and of each request in it, of a server that takes all that waits.
+
+    A round begins with the first arrival of those that leave with it, or when the one before is
+    over. None: requests leave one by one. speed: of the server between two moments.
+    """
+    sizes: list[int] = []
+    spans: list[tuple[float, float, float]] = []
+    """Of each round: its begin, its end, and the end of the one before."""
+    left_at = -math.inf
+    for departure, arrival in sorted(zip(departures, arrivals, strict=True)):
+        if not spans or departure > left_at + _SAME_ROUND_S:
+            over, left_at = (spans[-1][1] if spans else -math.inf), departure
+            spans.append((max(arrival, over), departure, over))
+            sizes.append(0)
+        start, _, over = spans[-1]
+        spans[-1] = (max(over, min(start, arrival)), departure, over)
+        sizes[-1] += 1
+    if not sizes or len(departures) / len(sizes) < _LEAST_ROUND:
+        return None
+    columns = np.stack([np.ones(len(sizes)), np.array(sizes, float)], axis=1)
+    work = [(end - start) * speed(start, end) for start, end, _ in spans]
+    base, each = fit_not_negative(columns, np.array(work))
+    return float(base), float(each)

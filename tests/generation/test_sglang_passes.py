@@ -32,14 +32,20 @@ def test_a_pass_lasts_from_the_end_of_the_one_before(tmp_path: Path) -> None:
     costs.rest()
     work.now = 7.0
     costs.begin()
-    clock.now = REPORT_S
     work.now = 7.5
-    costs.note(is_prefill=False, completions=2, tokens=40, ended=2)
+    costs.note(is_prefill=True, completions=2, tokens=40, ended=0)
+    work.now = 7.75
+    costs.note(is_prefill=True, completions=2, tokens=40, ended=0)
+    clock.now = REPORT_S
+    work.now = 8.0
+    costs.note(is_prefill=False, completions=2, tokens=42, ended=2)
     [report] = read_passes(tmp_path / "passes")
     assert report.time == REPORT_S
     assert report.rows == [
-        PassRow("prefill", 1, 0.25, 3, 30, 0),
-        PassRow("decode", 2, 1.25, 5, 73, 3),
+        PassRow("wake", 1, 0.25, 3, 30, 0),
+        PassRow("decode", 2, 1.0, 5, 75, 3),
+        PassRow("wake", 1, 0.5, 2, 40, 0),
+        PassRow("prefill", 1, 0.25, 2, 40, 0),
     ]
 
 

@@ -172,6 +172,34 @@ def told_passes(folder: Path, engine: EngineModel) -> None:
         path.write_bytes(msgspec.json.encode(report) + b"\n")
 
 
+def add_lone_step(folder: Path, token_s: float) -> None:
+    """A last step for which engines have nothing left to do."""
+    path = folder / "metrics.jsonl"
+    row = json.loads(path.read_text().splitlines()[-1])
+    row |= {"time": row["time"] + 1000.0, "step": row["step"] + 1}
+    row |= {"train/tokens_per_s": 1 / token_s}
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize(("kept", "engines_keep"), [(0.8, 1.0), (0.8, 0.8), (0.9, 1.05)])
+def test_what_each_role_loses_beside_others_is_found(
+    kept: float, engines_keep: float, tmp_path: Path
+) -> None:
+    cores = SharedCores(
+        2, trainer_threads=1, engine_threads=1, kept_beside=kept, engines_keep=engines_keep
+    )
+    engine = dataclasses.replace(TRUTH.engine, prefill_samples=True, prefill_base_s=0.05)
+    trainer = TrainerModel(token_s=4e-4)
+    model = dataclasses.replace(TRUTH, engine=engine, cores=cores, trainer=trainer)
+    record(tmp_path, setting(), model)
+    told_passes(tmp_path, engine)
+    add_lone_step(tmp_path, trainer.token_s)
+    found = calibrate(read_run(tmp_path), cores=2).fitted.cores
+    assert found.kept_beside == pytest.approx(kept, abs=0.04)
+    assert found.engines_keep == pytest.approx(engines_keep, abs=0.06)
+
+
 def test_costs_that_engines_tell_are_taken_and_the_loss_beside_others_is_found(
     tmp_path: Path,
 ) -> None:

@@ -165,6 +165,24 @@ def test_slow_verifiers_bound_the_step() -> None:
     assert found.verifier_busy == pytest.approx(1.0, abs=0.02)
 
 
+def test_what_waits_is_graded_in_one_round() -> None:
+    # All 128 end together: the first one is taken at once, the others when it is graded.
+    rounds = VerifierModel(1, round_s=(1.0, 0.05))
+    found = simulated(config_of(staleness=0), model_of(token_s=token_s_for(2.0), verifier=rounds))
+    graded_s = 2 * 1.0 + ROLLOUTS * 0.05
+    assert found.step_s == pytest.approx(GENERATION_S + graded_s + 2.0, rel=0.01)
+    assert found.verifier_busy == pytest.approx(graded_s / found.step_s, rel=0.02)
+
+
+def test_a_batch_that_is_there_is_read_first() -> None:
+    publish = PublishModel(1.5)  # four engines, one after the other: 6 s
+    model = model_of(token_s=token_s_for(12.0), publish=publish, read_s=0.6, batch_s=5.0)
+    found = simulated(config_of(staleness=2), model)
+    # It comes while the weights travel.
+    assert found.step_s == pytest.approx(12.0 + 6.0 + 0.6, rel=0.01)
+    assert found.trainer_idle == pytest.approx(0.6 / 18.6, rel=0.02)
+
+
 def test_one_core_for_all_takes_the_sum() -> None:
     # One engine and the trainer, each with a thread, on one core: work is conserved.
     config = config_of(generator={"replicas": 1, "max_running": 128})

@@ -55,7 +55,8 @@ def test_each_process_of_the_hosts_wants_a_core(
     trains: bool, engines: int, hosts: int, speed: float
 ) -> None:
     cores = SharedCores(2, trainer_threads=1, engine_threads=1)
-    assert cores.speed(trains=trains, engines=engines, hosts=hosts) == pytest.approx(speed)
+    found = cores.speed(trains=trains, engines=engines, hosts=hosts)
+    assert found == pytest.approx((speed, speed))
 
 
 def test_the_hand_over_is_the_time_between_two_that_ended_together() -> None:

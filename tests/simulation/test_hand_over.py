@@ -88,6 +88,24 @@ def test_the_first_of_a_prompt_goes_ahead_and_what_came_meanwhile_is_next() -> N
     assert (engine.counted.iterations, engine.counted.tokens) == (2, 8)
 
 
+def test_a_pass_after_a_rest_takes_longer() -> None:
+    model = EngineModel(
+        0.01, 0.0, 0.0, 0.0, max_running=6, kv_tokens=10**5, prefill_samples=True,
+        prefill_base_s=0.03, wake_s=0.005,
+    )  # fmt: skip
+    engine = Engine(model)
+    engine.resume(0, 0.0)
+    # The second comes while the first one decodes, the third into an idle engine.
+    for number, arrives_at in enumerate((0.0, 0.04, 0.5)):
+        while engine.next_at() < arrives_at:
+            engine.advance(engine.next_at())
+        engine.add(Request(number, 0, number, 10, 3), arrives_at)
+    while engine.in_flight:
+        engine.advance(engine.next_at())
+    firsts = {r.lease_id: r.first_token_at for _, r in engine.take_finished()}
+    assert firsts == pytest.approx({0: 0.035, 1: 0.045 + 0.03, 2: 0.5 + 0.035})
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_with_first_tokens_closed_form_equals_a_loop(seed: int) -> None:
     draw = random.Random(seed)

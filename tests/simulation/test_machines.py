@@ -88,7 +88,7 @@ def test_all_engines_dead_is_refused(model_config: Path) -> None:
 )
 def test_cores_are_divided_by_what_wants_them(trains: bool, engines: int, speed: float) -> None:
     cores = SharedCores(cores=2, trainer_threads=2, engine_threads=1)
-    assert cores.speed(trains=trains, engines=engines) == pytest.approx(speed)
+    assert cores.speed(trains=trains, engines=engines) == pytest.approx((speed, speed))
 
 
 @pytest.mark.parametrize(
@@ -97,5 +97,7 @@ def test_cores_are_divided_by_what_wants_them(trains: bool, engines: int, speed:
 def test_a_role_beside_others_keeps_a_part_of_its_speed(
     trains: bool, hosts: int, speed: float
 ) -> None:
-    cores = SharedCores(2, trainer_threads=1, engine_threads=1, kept_beside=0.9)
-    assert cores.speed(trains=trains, engines=0, hosts=hosts) == pytest.approx(speed)
+    cores = SharedCores(2, trainer_threads=1, engine_threads=1, kept_beside=0.9, engines_keep=0.8)
+    of_engines = speed if not hosts else 0.8 * speed
+    found = cores.speed(trains=trains, engines=0, hosts=hosts)
+    assert found == pytest.approx((speed, of_engines))

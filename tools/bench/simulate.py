@@ -24,7 +24,9 @@ was predicted, what was measured, and their ratio (of shares also the difference
 small shares says nothing), and beside each the noise of the machine: the same figure measured in a
 second run like the first, over the first's (of shares the difference). A prediction cannot be
 nearer than that. `busy_share` is what other processes took of the cores before each run: where it
-is not near 0, the figures say little.
+is not near 0, the figures say little. `autogroup`: whether Linux divided the cores among sessions
+first; the simulation divides them among roles, so set kernel.sched_autogroup_enabled to 0 before
+(docs/troubleshooting.md says what it costs a run).
 """
 
 import argparse
@@ -41,7 +43,7 @@ from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.records import Measured, measure, read_run
 from tools.bench.children import ChildFailed, run_child
-from tools.bench.contention import busy_share
+from tools.bench.contention import busy_share, shares_by_session
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMON = (
@@ -81,7 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (InputError, ChildFailed) as error:
         print(f"tools.bench.simulate: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    print(json.dumps({"cores": options.cores, "busy_share": busy, "runs": found}))
+    shares = {"busy_share": busy, "autogroup": shares_by_session()}
+    print(json.dumps({"cores": options.cores, **shares, "runs": found}))
     return 0
 
 
