@@ -11,7 +11,7 @@ from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.full_tensors import Broadcast, _Paused
-from megatron_rl.weights.publish.publisher import Member, Outcome
+from megatron_rl.weights.publish.members import Member, Outcome
 from megatron_rl.weights.publish.reshard import Reshard
 from megatron_rl.weights.publish.settings import ExchangeSettings
 from tests.distributed import run_ranks
