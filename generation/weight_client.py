@@ -28,6 +28,7 @@ from megatron_rl.protocol.types import (
     JoinGroup,
     LeaveGroup,
     Load,
+    MayStart,
     PassOn,
     Pause,
     Ping,
@@ -95,12 +96,13 @@ class WeightClient:
             self._stand_apart()
             self._dealer.send(Failed(name, str(error)))
             return
-        if not isinstance(message, LeaveGroup | Fence | Ping):
+        if not isinstance(message, LeaveGroup | Fence | Ping | MayStart):
             self._dealer.send(Ack(name))
 
     async def _obey(self, message: AnyMessage) -> None:
         match message:
-            case Ping():
+            case Ping() | MayStart():
+                # The latter answers one of several requests, of which another one was answered.
                 pass
             case Pause():
                 self._is_known = True

@@ -4,19 +4,28 @@
 scripted engine refuses weights as long as it has no memory for them.
 """
 
+import asyncio
 import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from megatron_rl.protocol.types import MayStart, StartRequest
+from generation.async_dealer import AsyncDealer
+from generation.weight_client import WeightClient
+from megatron_rl.protocol.types import MayStart, Pause, StartRequest
+from megatron_rl.protocol.wire import Router
+from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.publish.link import GeneratorLink
+from megatron_rl.weights.publish.turns import MemoryTurns
 from tests.distributed import run_ranks
+from tests.ports import free_port
 from tests.weights.plays import SLACK_S, publish, versions
-from tests.weights.publish.test_link import Peers, peers  # noqa: F401 - a fixture
+from tests.weights.publish.test_link import Peers, peers, soon  # noqa: F401 - a fixture
 from tests.weights.publish.test_publisher import Scene
-from tests.weights.scripted_generators import Generator
+from tests.weights.scripted_generators import Generator, PipedEngine
 
 TURNS = "publish 0, release 0, publish 1, release 0, publish 2"
 METHODS = ["disk", "ipc"]
@@ -40,7 +49,7 @@ def test_each_publish_follows_the_memory_and_no_version_is_lost(
         turn = ["releases", "reclaims", "version"]
         assert found == ["version", *turn, *turn]
         assert versions(notes[name]) == [0, 1, 2]
-    # At version 0, too, every rank had given back what it freed before an engine took memory.
+    # Each publish begins with what the ranks freed.
     trainers = size.get("tensor", 1)
     reclaims = [line for line in notes["a"] if line["event"] == "reclaims"]
     assert [line["freed"] for line in reclaims] == [2 * trainers, 3 * trainers]
@@ -98,6 +107,8 @@ def test_an_engine_starts_only_while_the_trainer_needs_no_memory(tmp_path: Path)
     steps, notes = publish(
         tmp_path, [Generator("a", 1), again, late], script, method="ipc", takes_turns=True
     )
+    # Its new life tells of the death.
+    assert list(steps[1].dropped) == ["again"] and steps[1].seconds < 1.5
     for name, earlier in (("again", 1), ("late", 0)):
         starts = [line["step"] for line in notes[name] if line["event"] == "starts"]
         # Once more than three steps are done only the publish of version 1 lets it start.
@@ -118,11 +129,39 @@ def test_a_turn_of_the_trainer_begins_when_engines_that_start_are_ready(tmp_path
     assert steps[-1].held == {"a": 1, "late": 1}
 
 
-def test_a_turn_does_not_wait_for_an_engine_that_died_at_its_start(tmp_path: Path) -> None:
-    late = Generator("late", 1, ({-1: "die start"}, {}), starts_after=0, start_s=0.1)
-    script = "publish 0, await 1, release 0, publish 1, admit 2"
+@pytest.mark.parametrize("lives", [1, 2])
+def test_a_turn_does_not_wait_for_an_engine_that_died_at_its_start(
+    tmp_path: Path, lives: int
+) -> None:
+    """Neither where it is gone nor where its next life waits for its turn."""
+    faults = ({-1: "die start"}, {})[:lives]
+    late = Generator("late", 1, faults, starts_after=0, start_s=0.1)
+    script = f"publish 0, await 0.6, release 0, publish 1, admit {lives}"
     steps, _ = publish(tmp_path, [Generator("a", 1), late], script, method="ipc", takes_turns=True)
-    assert steps[2].seconds < SLACK_S and steps[-1].held == {"a": 1, "late": 1}
+    assert steps[2].seconds < SLACK_S < 10
+    assert steps[-1].held == ({"a": 1} if lives == 1 else {"a": 1, "late": 1})
+
+
+def make_room() -> float:
+    """Seconds until a rank has gone on to the engines' turn."""
+    dist.init_process_group("gloo")
+    control = Control(dist.new_group(backend="gloo"))
+    turns = MemoryTurns(
+        control,
+        None,
+        deadline_s=5,
+        start_timeout_s=5,
+        free_cache=lambda: time.sleep(0.6 * control.rank),
+    )
+    control.all(True)
+    started = time.monotonic()
+    turns.begin_engines_turn()
+    return time.monotonic() - started
+
+
+def test_the_engines_turn_begins_when_every_rank_has_given_back_what_it_freed() -> None:
+    first, _ = run_ranks(make_room, 2)
+    assert first >= 0.55
 
 
 def late_comers() -> list[str]:
@@ -143,16 +182,47 @@ def test_nobody_is_admitted_between_a_release_and_the_next_publish() -> None:
     assert run_ranks(late_comers, 1) == [["done", "done", "refused"]]
 
 
-def test_an_engine_that_is_not_ready_in_time_holds_nobody_up(peers: Peers) -> None:  # noqa: F811
-    dealer = peers.join("a")
-    dealer.send(StartRequest(session=1))
-    while not peers.link._starting:
-        peers.link.listen(0.1)
+def test_who_is_starting_is_waited_for_as_long_as_it_lives_and_no_longer_than_its_time(
+    peers: Peers,  # noqa: F811
+) -> None:
+    dealer, link = peers.join("a"), peers.link
+
+    def ask(session: int) -> None:
+        dealer.send(StartRequest(session))
+        link.listen(5)
+
+    ask(1)
     assert isinstance(dealer.receive(5), MayStart)
     started = time.monotonic()
-    peers.link.await_starts(started + 0.5)
+    link.await_starts(started + 0.5)
     assert 0.5 <= time.monotonic() - started < 2
-    peers.link.may_start = False
-    dealer.send(StartRequest(session=2))
-    peers.link.listen(0.3)
-    assert not peers.link._starting
+    ask(2)
+    link.may_start = False
+    started = time.monotonic()
+    # Of its next life, which must wait.
+    dealer.send(StartRequest(session=3))
+    link.await_starts(started + 5)
+    assert time.monotonic() - started < 2
+
+
+def test_a_second_answer_to_one_that_asked_for_room_is_no_order(tmp_path: Path) -> None:
+    """It asks again and again, and may have begun to serve when an answer comes late."""
+    port, told = free_port(), list[int]()
+    with Router("127.0.0.1", port) as router:
+        link = GeneratorLink(router)
+
+        def talk() -> None:
+            link.await_peers(1, 5)
+            link.tell("a", MayStart())
+            link.ask("a", Pause(), soon())
+
+        async def serve_and_talk() -> None:
+            with AsyncDealer(f"127.0.0.1:{port}", "a") as dealer:
+                engine = PipedEngine(Generator("a"), [], {}, tmp_path / "notes")
+                client = WeightClient(dealer, engine, lambda: told.append(1))  # type: ignore[arg-type]
+                serving = asyncio.create_task(client.run())
+                await asyncio.to_thread(talk)
+                serving.cancel()
+
+        asyncio.run(serve_and_talk())
+    assert not told, "it stands apart"
