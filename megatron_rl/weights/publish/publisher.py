@@ -107,7 +107,12 @@ class WeightPublisher(Closing):
         return list(self._link.peers.values()) if self._link is not None else []
 
     def await_generators(self) -> None:
-        """Wait until all generators have said hello. Raises DeadlineExceeded."""
+        """Wait until all generators have said hello. Raises DeadlineExceeded. Every rank calls it.
+
+        With `turns` they start their engines only now.
+        """
+        if self._turns is not None:
+            self._turns.begin_engines_turn()
         if self._link is not None:
             self._link.await_peers(self._replicas, self._join_timeout_s)
 

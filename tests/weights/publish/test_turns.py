@@ -49,10 +49,10 @@ def test_each_publish_follows_the_memory_and_no_version_is_lost(
         turn = ["releases", "reclaims", "version"]
         assert found == ["version", *turn, *turn]
         assert versions(notes[name]) == [0, 1, 2]
-    # Each publish begins with what the ranks freed.
+    # Each publish begins with what the ranks freed, and the wait for generators before it.
     trainers = size.get("tensor", 1)
     reclaims = [line for line in notes["a"] if line["event"] == "reclaims"]
-    assert [line["freed"] for line in reclaims] == [2 * trainers, 3 * trainers]
+    assert [line["freed"] for line in reclaims] == [3 * trainers, 4 * trainers]
     # Weights that were given back are nobody's version.
     assert [step.held for step in steps] == [
         {"a": 0, "b": 0}, {}, {"a": 1, "b": 1}, {}, {"a": 2, "b": 2},
