@@ -4,14 +4,17 @@ On the CPU the memory stays where it is; who waits for whom, and when, is as on 
 """
 
 import json
+import re
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end import commands
+from tests.end_to_end.test_cold_start import inputs  # noqa: F401 - a fixture
 from tests.end_to_end.test_lost_generator import (
     GROUP_SIZE,
     GROUPS,
@@ -67,3 +70,34 @@ def test_a_run_in_turns_loses_nothing_though_its_generator_dies(
     done = subprocess.run(audit, cwd=commands.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS
+
+
+def times(log: Path, pattern: str) -> list[float]:
+    """When lines were written in which the pattern is found; less its group's seconds, if any."""
+    found = []
+    for line in log.read_text().splitlines():
+        if match := re.search(pattern, line):
+            at = datetime.strptime(line.split(",")[0], "%Y-%m-%d %H:%M:%S").timestamp()
+            found.append(at - float(match[1]) if match.groups() else at)
+    return found
+
+
+def test_supervised_phases_have_the_gpu_for_themselves(
+    inputs: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Engines start after the cold start, and the control begins when they have ended."""
+    run_dir = tmp_path / "run"
+    given = [*TURNS, "train.steps=2", "sampling.max_new_tokens=8", "sft.control=true"]
+    config = ["--config", inputs / "config.toml", "--run-dir", run_dir]
+    with commands.launched("run", *config, *given) as run:
+        output, _ = run.communicate(timeout=250)
+    assert run.returncode == 0, output
+    cold_start = (run_dir / "hf" / "cold_start").stat().st_ctime
+    started, *_ = times(run_dir / "logs" / "generator-0.log", r"is ready after (\d+) s")
+    # Its log rounds both to seconds.
+    assert started > cold_start - 2
+    assert times(run_dir / "logs" / "generator-0.log", "holds version 0")[0] > cold_start
+    phases = list(json.loads((run_dir / "summary.json").read_text())["wall_s"])
+    assert phases.index("last_evaluation") < phases.index("control")
+    assert (run_dir / "hf" / "control").is_dir()
