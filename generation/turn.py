@@ -43,6 +43,7 @@ async def await_room(dealer: AsyncDealer, limit_s: float, *, after: Path | None 
 
     after: a folder that comes first, and takes as long as it needs: the model of a cold start.
     """
+    log.info("the engine starts when the trainer leaves room for it")
     session, ends_at = time.time_ns(), None
     while ends_at is None or time.monotonic() < ends_at:
         if ends_at is None and (after is None or after.exists()):

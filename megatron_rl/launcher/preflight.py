@@ -17,7 +17,12 @@ from generation.sglang_command import FP8_TAKES_WEIGHTS_SINCE, parse_release
 from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.backend.environment import DeviceKind, device_of_host, uses_gpus
+from megatron_rl.backend.environment import (
+    ALLOCATOR,
+    DeviceKind,
+    device_of_host,
+    uses_gpus,
+)
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap, refuse_relay
@@ -177,14 +182,14 @@ def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> No
             f"generator.release_memory=true needs the package {_MEMORY_SAVER}, with which SGLang "
             "gives memory back: run `bash tools/install.sh gpu`"
         ) from error
-    given = environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:True" in given:
-        # torch_memory_saver 0.0.10, entrypoint.py: _sanity_checks. The trainer's own are its alone.
-        raise InputError(
-            f"generator.release_memory=true with PYTORCH_CUDA_ALLOC_CONF={given} in the "
-            "environment, which engines get too: their memory saver knows no expandable segments. "
-            "Leave it out; train.expandable_segments sets it for trainer ranks alone"
-        )
+    for name in sorted(ALLOCATOR):
+        if "expandable_segments:True" in (given := environment.get(name, "")):
+            # torch_memory_saver 0.0.10, entrypoint.py: _sanity_checks.
+            raise InputError(
+                f"generator.release_memory=true with {name}={given} in the environment, which "
+                "engines get too: their memory saver knows no expandable segments. Leave it out; "
+                "train.expandable_segments sets it for trainer ranks alone"
+            )
 
 
 def check_names(config: Config) -> None:

@@ -24,7 +24,7 @@ from tests.generation.tiny_model import logprobs
 
 pytestmark = [pytest.mark.slow(20), pytest.mark.timeout(150 * PATIENCE)]
 PROMPTS = [[3 + (7 * row + i) % 60 for i in range(20 + row)] for row in range(6)]
-GREEDY = Sampling(100, 0.0)
+GREEDY, SHORT = Sampling(300, 0.0), Sampling(12, 0.0)
 HELD_S = 0.7
 """That the memory stays released: in it an engine that runs would end each completion."""
 
@@ -75,7 +75,9 @@ async def take_turns(
     """Completions, all of which a turn of the trainer met: release, hold, publish the model."""
     engine, arrived = releasing(driver), list[int]()
     asked = asyncio.create_task(all_prompts(driver, arrived))
-    await asyncio.sleep(0.06)
+    await asyncio.sleep(0)
+    # The last to be asked for: when it ends, the others have begun.
+    await driver.collect(PROMPTS[0], SHORT, [0])
     await engine.release()
     before = len(arrived)
     await asyncio.sleep(HELD_S)
@@ -96,7 +98,7 @@ def test_completions_go_on_as_if_the_memory_had_been_kept(
     spanning = [completion for completion in found if len(completion.spans) == 2]
     assert spanning, "no completion was in flight"
     for prompt, before, after in zip(PROMPTS, undisturbed, found, strict=True):
-        assert [span.version for span in after.spans] in ([version], [version, version + 1])
+        assert {span.version for span in after.spans} <= {version, version + 1}
         if IS_EXACT:
             assert after.token_ids == before.token_ids
         assert_near(after.logprobs, logprobs(old_model, prompt, after.token_ids), exact=1e-4)
@@ -152,7 +154,7 @@ def test_requests_that_are_given_up_meanwhile_harm_neither_the_engine_nor_others
         await asyncio.sleep(0)  # its deadline is that of its start
         monkeypatch.setattr(driver.engine, "_setup", replace(setup, request_timeout_s=0.4))
         begun = asyncio.create_task(driver.collect(PROMPTS[2], Sampling(400, 1.0), [0, 1]))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         await engine.release()
         waiting = asyncio.create_task(driver.collect(PROMPTS[3], GREEDY, [0]))
         failed = await asyncio.gather(begun, waiting, return_exceptions=True)

@@ -130,10 +130,9 @@ def test_the_memory_saver_of_engines_on_gpus_is_looked_for_before_a_model_is_rea
         preflight.check_memory_saver("cuda", {})
     monkeypatch.setattr(preflight, "_MEMORY_SAVER", "numpy")
     preflight.check_memory_saver("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
-    with pytest.raises(InputError, match="train.expandable_segments sets it for trainer ranks"):
-        preflight.check_memory_saver(
-            "cuda", {"PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments:True"}
-        )
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        with pytest.raises(InputError, match=f"{name}=a:1.*sets it for trainer ranks alone"):
+            preflight.check_memory_saver("cuda", {name: "a:1,expandable_segments:True"})
     monkeypatch.setattr(preflight, "_MEMORY_SAVER", "no-such-package")
     monkeypatch.setattr(preflight, "device_of_host", lambda gpus: "cuda")
     # The folder of the model is not there: this comes first.

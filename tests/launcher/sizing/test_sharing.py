@@ -1,5 +1,6 @@
 """A GPU that trainer and engine share, worked by hand; a model that fits only in turns."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_rl.launcher.sizing.states import StateBytes
 from megatron_rl.launcher.sizing.trainer_memory import RankMemory
 from tests.launcher.sizing.test_plan import config_path  # noqa: F401 - a fixture
 
+ROOT = Path(__file__).resolve().parents[3]
 SHARED = ["generator.shares_gpus=true", "weights.method=disk", "generator.replicas=1"]
 TURNS = [*SHARED, "generator.release_memory=true", "weights.kv_cache=recompute"]
 
@@ -69,6 +71,41 @@ def test_each_turn_must_fit(config_path: Path, given: str, words: str) -> None: 
     assert plan.shared is not None
     size = f"{plan.shared.peak / GIB:.1f} GiB of 79.6"
     assert any(words in text and size in text for text in plan.problems)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((1536, 8960, 28, 12), "whose 1.5B model needs {beside} GiB at once"),
+        (
+            (2048, 11008, 36, 16),
+            "it says {beside} GiB at once, and in turns {trainers} GiB while the trainer computes "
+            "and {engines} GiB while the engine generates",
+        ),
+    ],
+)
+def test_the_page_on_turns_says_what_the_plan_finds(
+    tmp_path: Path, sizes: tuple[int, ...], words: str
+) -> None:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    # Qwen2.5's.
+    shape = dict(zip(names, sizes, strict=True)) | {
+        "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "vocab_size": 151936,
+        "max_position_embeddings": 32768, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    example = [f"model.path={tmp_path}", "prompts.0.path=prompts.jsonl"]
+    beside, turns = (
+        make_plan(load_config(ROOT / "examples/one_gpu.toml", [*example, *more]), Hardware()).shared
+        for more in ([], ["generator.release_memory=true", "weights.kv_cache=recompute"])
+    )
+    assert beside is not None and turns is not None
+    figures = {
+        "beside": beside.peak, "trainers": turns.trainers_turn, "engines": turns.engines_turn
+    }  # fmt: skip
+    text = words.format(**{name: f"{value / GIB:.1f}" for name, value in figures.items()})
+    assert text in " ".join((ROOT / "docs/clusters.md").read_text().split())
 
 
 def test_requests_that_would_time_out_in_the_trainers_turn_are_noted(
