@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-from generation.engine import Completion, EngineError, ReleasingEngine, load_engine
+from generation.engine import Completion, EngineError, ReleasingEngine
 from generation.hf_engine import HFEngine
+from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.engine_driver import Driver, make_setup
-from tests.generation.precision import IS_EXACT, PATIENCE, assert_near
+from tests.generation.precision import IS_EXACT, PATIENCE, assert_near, on_the_cpu
 from tests.generation.publisher import SlicePublisher, TrainerProcess
+from tests.generation.test_sglang_http import HttpEngine
 from tests.generation.tiny_model import logprobs
 
 pytestmark = [pytest.mark.slow(20), pytest.mark.timeout(150 * PATIENCE)]
@@ -29,12 +31,18 @@ HELD_S = 0.7
 """That the memory stays released: in it an engine that runs would end each completion."""
 
 
-@pytest.fixture(scope="module")
-def driver(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+@pytest.fixture(
+    scope="module",
+    params=[SGLangEngine, pytest.param(HttpEngine, marks=[pytest.mark.exhaustive, on_the_cpu])],
+)
+def driver(
+    request: pytest.FixtureRequest, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Driver]:
+    """Asked as on this host, and as with CUDA."""
     loop = asyncio.new_event_loop()
     log_path = tmp_path_factory.mktemp("logs") / "sglang.log"
     changes = {"recomputes_kv_cache": True, "releases_memory": True}
-    engine = load_engine("sglang")(make_setup(models_dir, log_path, **changes))
+    engine = request.param(make_setup(models_dir, log_path, **changes))
     try:
         loop.run_until_complete(engine.start())
         yield Driver(engine, loop)
