@@ -13,6 +13,7 @@ import torch
 
 from generation.engine import Completion, load_engine
 from generation.sglang_engine import SGLangEngine
+from megatron_rl.backend.device import Backend
 from megatron_rl.protocol.types import Sampling
 from tests.generation.engine_driver import Driver, make_setup
 from tests.generation.precision import assert_near, load_reference
@@ -102,3 +103,12 @@ def test_an_engines_memory_falls_and_comes_back(
         given_back = figures["released"] - figures["before"]
         assert given_back > SHARE * (weights + KV_BYTES)
         assert figures["released"] - figures["reclaimed"] > SHARE * (weights + KV_BYTES)
+
+
+def test_a_trainer_rank_gives_back_what_it_has_freed() -> None:
+    backend = Backend(torch.device("cuda", 0), "nccl", "local")
+    freed = torch.zeros(KV_BYTES // 4, dtype=torch.uint8, device="cuda")
+    del freed
+    before = free_bytes()
+    backend.free_cache()
+    assert free_bytes() - before >= KV_BYTES // 4
