@@ -51,6 +51,12 @@ def check_release(
             f"{given} and eval.replicas={evaluation.replicas} exclude each other: no engine keeps "
             "the weights that it evaluates while the trainer computes; leave the latter out"
         )
+    if weights.join_timeout_s < generator.start_timeout_s:
+        raise ValueError(
+            f"{given} with weights.join_timeout_s={weights.join_timeout_s:g} below "
+            f"generator.start_timeout_s={generator.start_timeout_s:g}: engines start while the "
+            "trainer waits for them to join; raise the former"
+        )
     if generator.quantization:
         raise ValueError(
             f"{given} with generator.quantization={generator.quantization!r}: of a model's layers "
