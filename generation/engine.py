@@ -8,7 +8,7 @@ import importlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling, VersionSpan
@@ -69,6 +69,8 @@ class EngineSetup:
     """How the engine keeps its weights; "" as they come."""
     returns_expert_choices: bool = False
     """Whether completions carry the experts of each token."""
+    releases_memory: bool = False
+    """Whether it is asked to give the memory of weights and KV cache back for a while."""
     may_exceed_model: bool = False
     """Whether context_tokens may be more than config.json says that the model was made for."""
 
@@ -157,6 +159,20 @@ class Engine(Protocol):
         """End the engine and everything it started."""
 
 
+@runtime_checkable
+class ReleasingEngine(Protocol):
+    """An engine that can give memory back; these methods come beside those of `Engine`."""
+
+    async def release(self) -> None:
+        """Stop as `pause` does, and give the memory of weights and KV cache back. Again: nothing.
+
+        Requests wait. Weights are lost: nothing is served before a whole publish.
+        """
+
+    async def reclaim(self) -> None:
+        """Take that memory again, if it was given back; still stopped."""
+
+
 def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> EngineSetup:
     """Setup of generator `index` of a run. An engine has two ports: its own and the next."""
     generator = config.generator
@@ -181,6 +197,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         log_path=config.run.dir / "logs" / f"{generator.engine.split(':')[-1]}-{index}.log",
         recomputes_kv_cache=config.weights.kv_cache == "recompute",
         overlaps_schedule=generator.overlap_schedule,
+        releases_memory=generator.release_memory,
         quantization=generator.quantization,
         returns_expert_choices=config.train.router_replay,
     )

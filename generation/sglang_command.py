@@ -17,6 +17,10 @@ REPORTS_SPANS_SINCE = (0, 5, 20)
 FP8_TAKES_WEIGHTS_SINCE = (0, 5, 21)
 NEVER_STREAM_TOKENS = 1_000_000
 SERVER_KEEP_ALIVE_S = 3600
+RELEASED = ["kv_cache", "weights"]
+"""Tags of memory that an engine gives back. Not SGLang's third, "cuda_graph": 0.5.23 copies what
+graphs use to the host for it, and says that graphs with NCCL in them may hang afterwards
+(`runner_backend/full_cuda_graph_backend.py`, `arg_groups/parallel_hook.py`)."""
 
 
 def server_command(setup: EngineSetup, loader: str) -> list[str]:
@@ -57,6 +61,9 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         *([f"--quantization={setup.quantization}"] if setup.quantization else []),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
+    if setup.releases_memory and not sglang_cpu.is_needed():
+        # Without CUDA there is no such saver, and SGLang takes the calls for it without one.
+        command.append("--enable-memory-saver")
     return command + (sglang_cpu.server_flags() if sglang_cpu.is_needed() else [])
 
 

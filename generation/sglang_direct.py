@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from generation.engine import EngineError
+from generation.engine import EngineError, EngineSetup
 from generation.sglang_messages import (
     Abort,
     Ended,
@@ -28,6 +28,23 @@ from generation.sglang_messages import (
     pack,
     unpack,
 )
+from megatron_rl.protocol.types import Sampling
+
+
+def direct_request(
+    setup: EngineSetup, prompt_ids: list[int], sampling: Sampling, *, prefix_key: str
+) -> Generate:
+    """What asks for completions of a prompt, still without their names."""
+    return Generate(
+        names=[],
+        prompt_ids=prompt_ids,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        stop_ids=list(setup.stop_ids),
+        extra_key=prefix_key,
+        returns_expert_choices=setup.returns_expert_choices,
+    )
 
 
 class _Waiting:

@@ -25,11 +25,11 @@ import aiohttp
 from generation import sglang_cpu
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
-from generation.sglang_answers import Arrival, check_answer, read_complete_mark, read_ended
-from generation.sglang_command import parse_release, server_command, server_environment
-from generation.sglang_direct import DirectRequests
-from generation.sglang_http import request_body, stream_events
-from generation.sglang_messages import SOCKET_VARIABLE, Generate
+from generation.sglang_answers import Arrival, read_complete_mark, read_ended
+from generation.sglang_command import RELEASED, parse_release, server_command, server_environment
+from generation.sglang_direct import DirectRequests, direct_request
+from generation.sglang_http import post, request_body, stream_events
+from generation.sglang_messages import SOCKET_VARIABLE
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
 
@@ -74,6 +74,7 @@ class SGLangEngine:
         self._needs_begin = parse_release(self.engine_version) >= NEEDS_BEGIN_SINCE
         self._is_paused = False
         self._is_updating = False
+        self._has_released = False
         self._is_loaded_by_slices = False
 
     async def start(self) -> None:
@@ -180,7 +181,7 @@ class SGLangEngine:
         deadline: float,
     ) -> AsyncIterator[tuple[int, Completion | None]]:
         version = self.version
-        request = self._direct_request(prompt_ids, sampling)
+        request = direct_request(self._setup, prompt_ids, sampling, prefix_key=self._prefix_key)
         try:
             async with aclosing(direct.generate(request, indices, deadline)) as answers:
                 async for index, ended in answers:
@@ -189,18 +190,6 @@ class SGLangEngine:
                     yield index, None if is_stale else completion
         except TimeoutError as error:
             raise self._too_late() from error
-
-    def _direct_request(self, prompt_ids: list[int], sampling: Sampling) -> Generate:
-        return Generate(
-            names=[],
-            prompt_ids=prompt_ids,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop_ids=list(self._setup.stop_ids),
-            extra_key=self._prefix_key,
-            returns_expert_choices=self._setup.returns_expert_choices,
-        )
 
     async def _generate_by_http(
         self, prompt_ids: list[int], sampling: Sampling, indices: list[int], deadline: float
@@ -268,6 +257,10 @@ class SGLangEngine:
 
     async def pause(self) -> None:
         """Stop between two tokens; requests stay, and so does their KV cache unless recomputed."""
+        await self._stop()
+        await self._begin_update()
+
+    async def _stop(self) -> None:
         if not self._is_paused:  # by a publisher that died before it could resume
             self._is_serving.clear()
             recomputes = self._setup.recomputes_kv_cache
@@ -279,7 +272,21 @@ class SGLangEngine:
             self._is_paused = True
             # The prefix cache of what comes is its own, also when a version comes again.
             self._epoch += 1
-        await self._begin_update()
+
+    async def release(self) -> None:
+        """Put all requests back, and give the memory of weights and KV cache back."""
+        assert self._setup.recomputes_kv_cache, "its scheduler would end, as requests still run"
+        await self._stop()
+        if not self._has_released:
+            # Before the answer: one that is late for us is obeyed all the same, and in order.
+            self._has_released = True
+            await self._post("/release_memory_occupation", {"tags": RELEASED})
+
+    async def reclaim(self) -> None:
+        """Take it again."""
+        if self._has_released:
+            self._has_released = False
+            await self._post("/resume_memory_occupation", {"tags": RELEASED})
 
     async def _begin_update(self) -> None:
         """Open SGLang's session of an update, unless a publish that failed left it open."""
@@ -374,16 +381,7 @@ class SGLangEngine:
             self._group_name = ""
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
-        """POST; EngineError for no answer in time, a bad status, or success=false."""
-        timeout_s = timeout_s or self._setup.weights_timeout_s
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._session.post(path, json=body, timeout=timeout) as response:
-                check_answer(path, response.status, await response.text())
-        except TimeoutError as error:
-            raise EngineError(f"{path}: no answer in {timeout_s:.0f} s") from error
-        except aiohttp.ClientError as error:
-            raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
+        await post(self._session, path, body, timeout_s or self._setup.weights_timeout_s)
 
     async def failed(self) -> str:
         """Return the reason when the server has ended."""

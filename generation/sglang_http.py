@@ -1,6 +1,6 @@
-"""Completions of SGLang's HTTP server: the request, and the events of its answer.
+"""What is said to SGLang's HTTP server: completions, the events of their answers, and other calls.
 
-Used by `sglang_engine.py` where requests do not go to the scheduler directly.
+Used by `sglang_engine.py`; for completions where requests do not go to the scheduler directly.
 """
 
 import time
@@ -11,7 +11,7 @@ import aiohttp
 
 from generation.engine import EngineError, EngineSetup
 from generation.event_stream import EventStream
-from generation.sglang_answers import read_event
+from generation.sglang_answers import check_answer, read_event
 from megatron_rl.protocol.types import Sampling
 
 
@@ -61,3 +61,17 @@ async def stream_events(
         if isinstance(error, TimeoutError):
             raise
         raise EngineError(f"/generate: {type(error).__name__}: {error}") from error
+
+
+async def post(
+    session: aiohttp.ClientSession, path: str, body: dict[str, Any], timeout_s: float
+) -> None:
+    """POST; EngineError for no answer in time, a bad status, or success=false."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with session.post(path, json=body, timeout=timeout) as response:
+            check_answer(path, response.status, await response.text())
+    except TimeoutError as error:
+        raise EngineError(f"{path}: no answer in {timeout_s:.0f} s") from error
+    except aiohttp.ClientError as error:
+        raise EngineError(f"{path}: {type(error).__name__}: {error}") from error

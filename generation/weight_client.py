@@ -1,10 +1,10 @@
 """Obeys the trainer's publisher by calling the engine.
 
 A task of the generator process; DEALER to the weights endpoint. It says Hello until a publisher
-answers, then obeys Pause, Receive, PassOn, JoinGroup, Bucket, Load, Resume, Fence, LeaveGroup and
-Ping one at a time; all but the last three are answered by Ack or Failed. After LeaveGroup, Fence
-or a failure it serves nothing new and says Hello again: the publisher gives it a whole publish, or
-that of another training phase comes, whose versions start anew.
+answers, then obeys Pause, Receive, PassOn, JoinGroup, Bucket, Load, Resume, Release, Reclaim,
+Fence, LeaveGroup and Ping one at a time; all but the last three are answered by Ack or Failed.
+After LeaveGroup, Fence or a failure it serves nothing new and says Hello again: the publisher gives
+it a whole publish, or that of another training phase comes, whose versions start anew.
 
 The publisher starts its side of a transfer beside the message and reads the answer afterwards, so
 the engine's deadlines bound the wait on both sides.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generation.async_dealer import AsyncDealer
-from generation.engine import Engine, EngineError
+from generation.engine import Engine, EngineError, ReleasingEngine
 from megatron_rl.protocol.nccl_settings import own_settings
 from megatron_rl.protocol.types import (
     Ack,
@@ -28,10 +28,13 @@ from megatron_rl.protocol.types import (
     JoinGroup,
     LeaveGroup,
     Load,
+    MayStart,
     PassOn,
     Pause,
     Ping,
     Receive,
+    Reclaim,
+    Release,
     Resume,
 )
 
@@ -93,12 +96,13 @@ class WeightClient:
             self._stand_apart()
             self._dealer.send(Failed(name, str(error)))
             return
-        if not isinstance(message, LeaveGroup | Fence | Ping):
+        if not isinstance(message, LeaveGroup | Fence | Ping | MayStart):
             self._dealer.send(Ack(name))
 
     async def _obey(self, message: AnyMessage) -> None:
         match message:
-            case Ping():
+            case Ping() | MayStart():
+                # The latter answers one of several requests, of which another one was answered.
                 pass
             case Pause():
                 self._is_known = True
@@ -121,6 +125,12 @@ class WeightClient:
                 await self._engine.resume(message.version)
                 self._on_version()
                 log.info("holds version %d", message.version)
+            case Release():
+                self._is_known = True
+                await self._releasing().release()
+                log.info("gave its memory back")
+            case Reclaim():
+                await self._releasing().reclaim()
             case Fence():
                 log.warning("fenced until a publish succeeds: %s", message.reason)
                 self._stand_apart()
@@ -130,6 +140,11 @@ class WeightClient:
                 await self._engine.leave_group()
             case _:
                 raise EngineError(f"a generator does not obey {type(message).__name__}")
+
+    def _releasing(self) -> ReleasingEngine:
+        if not isinstance(self._engine, ReleasingEngine):
+            raise EngineError(f"the engine {self._engine.name} cannot give memory back")
+        return self._engine
 
     def _stand_apart(self) -> None:
         """Serve nothing new: what the engine holds is no version."""

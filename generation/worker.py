@@ -42,6 +42,7 @@ from generation.engine import Completion, Engine, EngineError, engine_setup, loa
 from generation.gold_answers import find_gold
 from generation.meeting import call_path
 from generation.sglang_hosts import SpreadSGLangEngine
+from generation.turn import start_engine
 from generation.weight_client import WeightClient
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
@@ -53,7 +54,6 @@ from megatron_rl.protocol.metrics import JsonlWriter, MetricSet
 from megatron_rl.protocol.process import (
     EXIT_FAILED,
     Interrupted,
-    note_ready,
     run_main,
     set_up_logging,
 )
@@ -308,27 +308,26 @@ async def generate_for(
     engine = open_engine(config, index, renderer.stop_ids, spread)
     identity = f"generator-{index}"
     host, ports = config.ports.host, config.ports
-    keys = load_keys(ports.keys_dir)
+    connect = partial(
+        AsyncDealer, identity=identity, keys=load_keys(ports.keys_dir), label=ports.label
+    )
     try:
-        started = time.monotonic()
-        await engine.start()
-        elapsed_s = time.monotonic() - started
-        log.info("%s %s is ready after %.0f s", engine.name, engine.engine_version, elapsed_s)
-        note_ready()
-        metrics = JsonlWriter(config.run.dir / "metrics.jsonl", identity)
-        with (
-            contextlib.closing(metrics),
-            AsyncDealer(f"{host}:{ports.prompts}", identity, keys, label=ports.label) as queue,
-            AsyncDealer(f"{host}:{ports.weights}", identity, keys, label=ports.label) as weights,
-        ):
-            worker = GeneratorWorker(
-                engine,
-                renderer,
-                queue,
-                config.generator.max_running,
-                gold=config.algorithm.used_gold,
-            )
-            await worker.run(weights, metrics)
+        # Early, as an engine that shares the trainer's memory asks there before it starts.
+        with connect(f"{host}:{ports.weights}") as weights:
+            await start_engine(config, engine, weights)
+            metrics = JsonlWriter(config.run.dir / "metrics.jsonl", identity)
+            with (
+                contextlib.closing(metrics),
+                connect(f"{host}:{ports.prompts}") as queue,
+            ):
+                worker = GeneratorWorker(
+                    engine,
+                    renderer,
+                    queue,
+                    config.generator.max_running,
+                    gold=config.algorithm.used_gold,
+                )
+                await worker.run(weights, metrics)
         if isinstance(engine, SpreadSGLangEngine):
             engine.dismiss()
     finally:

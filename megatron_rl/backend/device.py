@@ -96,6 +96,11 @@ class Backend:
         )
         return group
 
+    def free_cache(self) -> None:
+        """Give what torch keeps of freed memory back to the device, for other processes on it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def random_states(self) -> dict[str, Any]:
         """All random states of this rank, as tensors by name."""
         return {

@@ -21,7 +21,8 @@ from megatron_rl.protocol import nccl_settings
 from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
-_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+"""Names of the variable by which torch's allocator of device memory is set."""
 _LIBRARIES = {"CUDNN_HOME": "cudnn", "NVRTC_HOME": "cu13", "CURAND_HOME": "cu13"}
 """Variable of TransformerEngine -> folder of NVIDIA's packages beside torch."""
 _THREADS = "OMP_NUM_THREADS"
@@ -71,7 +72,7 @@ def trainer_environment(
     variables = role_environment(device)
     if device == "cuda":
         variables |= {name: path for name, path in _homes().items() if name not in given}
-    if device == "cuda" and expandable_segments and not _ALLOCATOR & given.keys():
+    if device == "cuda" and expandable_segments and not ALLOCATOR & given.keys():
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return variables
 

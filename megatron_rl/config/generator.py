@@ -55,6 +55,10 @@ class GeneratorConfig(Section):
     shares_gpus: bool = False
     """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk",
     or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
+    release_memory: bool = False
+    """Engines on the trainer's GPUs give the memory of their weights and KV cache back while the
+    trainer computes: generation and training take turns, and a model fits that does not fit beside
+    its engine. SGLang; needs shares_gpus and weights.kv_cache = "recompute"."""
     quantization: str = ""
     """How SGLang keeps its weights, such as "fp8" (its option of that name); "" as they come.
     Weights then travel by weights.method broadcast or disk: it quantises what it loads."""

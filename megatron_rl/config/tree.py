@@ -21,6 +21,7 @@ from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
 from megatron_rl.config.scorer import ScorerConfig
 from megatron_rl.config.section import Section
+from megatron_rl.config.sharing import check_release, check_sharing
 from megatron_rl.config.stages import StageConfig
 from megatron_rl.config.trainer import (
     CheckpointConfig,
@@ -212,14 +213,8 @@ class Config(Section):
         self._check_replay()
         self._check_verifier()
         self._check_engine()
-        possible = ("disk", "ipc") if self.parallel.world_size == 1 else ("disk",)
-        if self.generator.shares_gpus and self.weights.method not in possible:
-            # An engine sees its own GPUs alone, and memory of others cannot be opened there.
-            raise ValueError(
-                f"generator.shares_gpus with {self.parallel.world_size} trainer ranks needs "
-                f"weights.method {' or '.join(possible)}, not {self.weights.method!r}: two ranks "
-                "of NCCL do not share a GPU"
-            )
+        check_sharing(self.generator, self.weights, ranks=self.parallel.world_size)
+        check_release(self.generator, self.weights, self.eval)
         if self.train.router_replay and "moe_router" in self.model.fusions:
             # megatron-core 0.16.1, moe_utils.py:652: the fused one never asks for a recorded one.
             raise ValueError(
@@ -314,7 +309,7 @@ class Config(Section):
     def evaluators(self) -> int:
         """Generators of an evaluation beside training; 0: all evaluate, and training waits."""
         replicas = self.generator.replicas
-        if replicas == 1:
+        if replicas == 1 or self.generator.release_memory:
             return 0
         return max(1, replicas // 4) if self.eval.replicas == "auto" else self.eval.replicas
 

@@ -37,7 +37,7 @@ _PACKAGES = (
     "math-verify",
     "reasoning-gym",
 )
-_GPU_PACKAGES = ("transformer-engine-torch", "flashinfer-python", "ninja")
+_GPU_PACKAGES = ("transformer-engine-torch", "flashinfer-python", "ninja", "torch-memory-saver")
 _NO_GPU_PACKAGE = "missing: bash tools/install.sh gpu, whose log is .venv/install.log"
 _DEGRADED = (
     "degraded, as bubblewrap does not work here: what a model wrote sees names of the host's files "

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,12 @@ from generation.sglang_command import FP8_TAKES_WEIGHTS_SINCE, parse_release
 from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.backend.environment import device_of_host, uses_gpus
+from megatron_rl.backend.environment import (
+    ALLOCATOR,
+    DeviceKind,
+    device_of_host,
+    uses_gpus,
+)
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap, refuse_relay
@@ -50,6 +55,7 @@ from megatron_rl.weights.layout.shape import (
 )
 from verification import settings
 
+_MEMORY_SAVER = "torch-memory-saver"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -77,6 +83,8 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     check_quantization(config.generator)
     if config.weights.overlap:
         check_overlap(config, listed_gpus())
+    if config.train.steps and config.generator.release_memory:
+        check_memory_saver(device_of_host(listed_gpus()), os.environ)
     if config.train.steps and config.weights.relay:
         refuse_relay(config.generator.quantization)
     check_model_folder(config.model.path)
@@ -161,6 +169,27 @@ def check_overlap(config: Config, gpus: Sequence[str]) -> None:
     weights, quantization = config.weights, config.generator.quantization
     if config.train.steps and weights.overlap:
         refuse_overlap(uses_gpus(device_of_host(gpus)), quantization)
+
+
+def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> None:
+    """SGLang's memory saver can work where engines give memory back. Raises InputError."""
+    if not uses_gpus(device):
+        return
+    try:
+        importlib.metadata.version(_MEMORY_SAVER)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise InputError(
+            f"generator.release_memory=true needs the package {_MEMORY_SAVER}, with which SGLang "
+            "gives memory back: run `bash tools/install.sh gpu`"
+        ) from error
+    for name in sorted(ALLOCATOR):
+        if "expandable_segments:True" in (given := environment.get(name, "")):
+            # torch_memory_saver 0.0.10, entrypoint.py: _sanity_checks.
+            raise InputError(
+                f"generator.release_memory=true with {name}={given} in the environment, which "
+                "engines get too: their memory saver knows no expandable segments. Leave it out; "
+                "train.expandable_segments sets it for trainer ranks alone"
+            )
 
 
 def check_names(config: Config) -> None:

@@ -154,11 +154,15 @@ def _train(session: Session) -> None:
         if config.algorithm.needs_scorer:
             _start_scorer(session, arguments)
         session.wait_for(TRAINER)
-    if config.sft.control:
+    # Beside the last evaluation, unless its engines need the memory.
+    comes_last = config.generator.release_memory
+    if config.sft.control and not comes_last:
         _continue_cold_start(session, model)
     with session.phase("last_evaluation", "evaluation after the last step"):
         session.wait_for("queue", "the last evaluation", eval_limit_s(config))
     session.end_serving()
+    if config.sft.control and comes_last:
+        _continue_cold_start(session, model)
 
 
 def _start_scorer(session: Session, arguments: Sequence[str]) -> None:

@@ -147,6 +147,11 @@ PUBLISH = (
           "compare with publish/transfer_s; docs/weights.md"),
     Known("publish/pause_s", "longest pause of a generator, in seconds",
           "near publish/transfer_s", "the engine answers slowly: its log"),
+    Known("publish/release_s", "seconds until engines had given their memory back "
+          "(generator.release_memory)", "far below train/update_s",
+          "an engine answers slowly: its log; docs/clusters.md"),
+    Known("publish/reclaim_s", "seconds until they had taken it again, before a publish",
+          "far below train/update_s", "an engine answers slowly: its log"),
     Known("publish/transfer_s", "longest transfer, in seconds"),
     Known("publish/wire_mb", "payload in megabytes"),
     Known("publish/peak_extra_mb", "buffers of an engine rank in megabytes"),

@@ -30,11 +30,15 @@ from megatron_rl.protocol.weight_messages import (
     JoinGroup,
     LeaveGroup,
     Load,
+    MayStart,
     PassOn,
     Pause,
     Ping,
     Receive,
+    Reclaim,
+    Release,
     Resume,
+    StartRequest,
 )
 
 
@@ -341,7 +345,11 @@ AnyMessage = (
     | Fence
     | Ping
     | JoinGroup
+    | StartRequest
+    | MayStart
     | Pause
+    | Release
+    | Reclaim
     | Bucket
     | Resume
     | LeaveGroup

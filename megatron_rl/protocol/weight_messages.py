@@ -26,6 +26,17 @@ class Hello(msgspec.Struct, frozen=True, tag="Hello"):
     """Its values of the variables that ranks of one communicator must agree on."""
 
 
+class StartRequest(msgspec.Struct, frozen=True, tag="StartRequest"):
+    """A generator asks whether there is room on the trainer's GPU for its engine."""
+
+    session: int
+    """That of its Hello, later."""
+
+
+class MayStart(msgspec.Struct, frozen=True, tag="MayStart"):
+    """There is, until the engine is told to give its memory back."""
+
+
 class Receive(msgspec.Struct, frozen=True, tag="Receive"):
     """Take parcels from the trainer ranks 0..rank_offset-1; see `weights/receiver.py`."""
 
@@ -95,6 +106,14 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="JoinGroup"):
 
 class Pause(msgspec.Struct, frozen=True, tag="Pause"):
     """Stop between two tokens; keep requests and KV cache."""
+
+
+class Release(msgspec.Struct, frozen=True, tag="Release"):
+    """Stop, put requests back, and give the memory of weights and KV cache back until Reclaim."""
+
+
+class Reclaim(msgspec.Struct, frozen=True, tag="Reclaim"):
+    """Take that memory again, if it was given back; weights come by the publish that follows."""
 
 
 class Bucket(msgspec.Struct, frozen=True, tag="Bucket"):

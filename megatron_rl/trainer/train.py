@@ -48,6 +48,7 @@ from megatron_rl.weights.publish.link import GeneratorLink
 from megatron_rl.weights.publish.publisher import Method, WeightPublisher
 from megatron_rl.weights.publish.reshard import Reshard
 from megatron_rl.weights.publish.settings import ExchangeSettings
+from megatron_rl.weights.publish.turns import MemoryTurns
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def train(
     batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
+        weights.release()
         prepared = trainer.prepare(batch.minibatches)
         metrics.add(trainer.reference_metrics)
         for minibatch in batch.minibatches:
@@ -134,6 +136,8 @@ def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
             link = GeneratorLink(stack.enter_context(router))
         # A rank may wait for two transfers of another rank that pass their deadline.
         patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
+        if cfg.generator.release_memory:
+            patience_s += cfg.generator.start_timeout_s
         control = Control(policy.backend.host_group(patience_s))
         method = open_method(cfg, policy, control=control, link=link)
         publisher = WeightPublisher(
@@ -143,6 +147,7 @@ def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
             replicas=cfg.generator.replicas,
             join_timeout_s=cfg.weights.join_timeout_s,
             overlapping=method if cfg.weights.overlap and isinstance(method, Reshard) else None,
+            turns=open_turns(cfg, policy, control=control, link=link),
         )
         publisher.await_generators()
         yield stack.enter_context(publisher)
@@ -180,6 +185,21 @@ def open_method(
     copies = model_copies(policy.shape, all_places())
     parameters = named_parameters(policy.chunks)
     return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
+
+
+def open_turns(
+    cfg: Config, policy: Policy, *, control: Control, link: GeneratorLink | None
+) -> MemoryTurns | None:
+    """How engines and trainer take turns on their GPUs' memory, if they do."""
+    if not cfg.generator.release_memory:
+        return None
+    return MemoryTurns(
+        control,
+        link,
+        deadline_s=cfg.weights.deadline_s,
+        start_timeout_s=cfg.generator.start_timeout_s,
+        free_cache=policy.backend.free_cache,
+    )
 
 
 def chosen_method(method: str, quantization: str) -> str:

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from generation import sglang_cpu
 from generation.engine import Completion, EngineError
+from generation.sglang_direct import direct_request
 from generation.sglang_engine import SGLangEngine
 from megatron_rl.protocol.types import Sampling, VersionSpan
 from tests.generation.engine_driver import make_setup
@@ -109,7 +110,7 @@ def test_completions_of_a_prompt_share_its_keys_and_values(engines: Engines) -> 
     prompt = [70 - i for i in range(40)]
 
     async def cached_tokens() -> list[int]:
-        request = direct._direct_request(prompt, Sampling(8, 1.0))
+        request = direct_request(direct._setup, prompt, Sampling(8, 1.0), prefix_key="0")
         answers = direct._direct.generate(request, list(range(6)), loop.time() + 60)
         return [ended.cached_tokens async for _, ended in answers]
 

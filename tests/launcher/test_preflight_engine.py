@@ -88,14 +88,81 @@ def test_the_overlap_scheduler_needs_a_pause_that_takes_what_is_in_flight() -> N
     assert "num_output_tokens=len(req.output_ids)" in versions
 
 
+RELEASING = [
+    "generator.release_memory=true", "generator.shares_gpus=true", "weights.method=ipc",
+    "weights.kv_cache=recompute",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("generator.engine=hf", "engine='hf': SGLang alone gives memory back; set .*'sglang'"),
+        ("generator.shares_gpus=false", "without generator.shares_gpus: .* set shares_gpus=true"),
+        ("weights.kv_cache=keep", "weights.kv_cache='keep': .* set weights.kv_cache='recompute'"),
+        ("weights.overlap=true", "and weights.overlap=true exclude each other"),
+        ("eval.replicas=1", "and eval.replicas=1 exclude each other: no engine keeps the weights"),
+        ("generator.quantization=fp8", "quantization='fp8': .* leave one of them out"),
+        ("generator.start_timeout_s=400", "join_timeout_s=300 below .*start_timeout_s=400"),
+        ("weights.relay=true", "relay=true with weights.method=ipc"),
+    ],
+)
+def test_what_makes_no_sense_with_engines_that_give_memory_back_is_refused_at_load(
+    given: str, words: str
+) -> None:
+    config = load_config(None, RELEASING)
+    # Several engines evaluate all together: none keeps an older version while others train.
+    assert (
+        config.model_copy(
+            update={"generator": config.generator.model_copy(update={"replicas": 8})}
+        ).evaluators
+        == 0
+    )
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        load_config(None, [*RELEASING, given])
+
+
+def test_the_memory_saver_of_engines_on_gpus_is_looked_for_before_a_model_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preflight.check_memory_saver("cpu", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    monkeypatch.setattr(preflight, "_MEMORY_SAVER", "no-such-package")
+    with pytest.raises(InputError, match="needs the package no-such-package.*install.sh gpu"):
+        preflight.check_memory_saver("cuda", {})
+    monkeypatch.setattr(preflight, "_MEMORY_SAVER", "numpy")
+    preflight.check_memory_saver("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        with pytest.raises(InputError, match=f"{name}=a:1.*sets it for trainer ranks alone"):
+            preflight.check_memory_saver("cuda", {name: "a:1,expandable_segments:True"})
+    monkeypatch.setattr(preflight, "_MEMORY_SAVER", "no-such-package")
+    monkeypatch.setattr(preflight, "device_of_host", lambda gpus: "cuda")
+    # The folder of the model is not there: this comes first.
+    with pytest.raises(InputError, match="no-such-package"):
+        preflight.check(load_config(None, RELEASING))
+
+
+def test_the_gpu_lock_file_holds_the_memory_saver() -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    assert "\ntorch-memory-saver==" in (root / "requirements/gpu.txt").read_text()
+
+
 def test_sglang_releases_its_memory_only_when_no_request_runs() -> None:
-    """Why it is not used (docs/clusters.md); look again when this fails."""
+    """What the order of an engine's calls rests on; look again when this fails."""
     srt = Path(importlib.util.find_spec("sglang").submodule_search_locations[0]) / "srt"
     updater = (srt / "managers/scheduler_components/weight_updater.py").read_text()
-    release = updater[updater.index("def release_memory_occupation(") :]
+    release, resume = updater[updater.index("def release_memory_occupation(") :].split(
+        "def resume_memory_occupation("
+    )
     assert release.index("assert self.is_fully_idle(") < release.index("memory_saver_adapter.pause")
+    # Requests that a pause has put back may wait.
+    assert "ignore_waiting=scheduler is not None and scheduler._engine_paused" in release
     kept = release.index("if GPU_MEMORY_TYPE_KV_CACHE in tags:")
     assert kept < release.index("self.flush_cache()") < release.index("if GPU_MEMORY_TYPE_WEIGHTS")
+    # Buffers come back, parameters do not; a second call for one release would raise.
+    assert "_export_static_state" in release and "_import_static_state" in resume
+    assert "self.offload_tags.remove(tag)" in resume
+    backend = (srt / "model_executor/runner_backend/full_cuda_graph_backend.py").read_text()
+    assert "tag=GPU_MEMORY_TYPE_CUDA_GRAPH" in backend and "enable_cpu_backup=True" in backend
 
 
 def test_publishes_beside_training_on_gpus_are_refused_before_a_model_is_read(

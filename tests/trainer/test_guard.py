@@ -175,6 +175,9 @@ class PublishLog:
     def join(self) -> None:
         """Nothing is under way."""
 
+    def release(self) -> None:
+        """Engines keep their memory."""
+
 
 def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
     """The queue's desk on the trainer's socket: one batch of one minibatch a step."""
@@ -191,6 +194,30 @@ def serve_batches(router: Router, advantages: list[float], heard: list) -> None:
                 desk.put([RankBatch(due[0], 0, [share], {})])
             for to, answer in desk.answers():
                 router.send(to, answer)
+
+
+class TurnsLog(PublishLog):
+    """Engines that give their memory back: notes whose turn it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.parameters: Callable[[], list[Tensor]] = list
+        self._before: list[Tensor] = []
+
+    def publish(self, version: int) -> None:
+        super().publish(version)
+        pairs = zip(self._before, self.parameters(), strict=bool(self._before))
+        changed = self._before and not all(torch.equal(old, new) for old, new in pairs)
+        self.events += ["trained"] if changed else []
+        self.events.append("publish")
+
+    def admit(self) -> None:
+        self.events += ["admit"] if self.events[-1] != "admit" else []
+
+    def release(self) -> None:
+        self._before = [each.clone() for each in self.parameters()]
+        self.events.append("release")
 
 
 class OverlapLog(PublishLog):
@@ -236,7 +263,7 @@ def run_loop(
     log = log or PublishLog()
     port = free_port()
     with Router("127.0.0.1", port) as router, open_policy(cfg) as policy:
-        if isinstance(log, OverlapLog):
+        if isinstance(log, OverlapLog | TurnsLog):
             log.parameters = lambda: [p for chunk in policy.chunks for p in chunk.parameters()]
         queue = threading.Thread(target=serve_batches, args=(router, advantages, heard))
         queue.start()
@@ -294,3 +321,24 @@ def test_parameters_stay_those_of_the_version_until_its_publish_is_joined(
     ]  # fmt: skip
     announced = [message for message in heard if isinstance(message, Published)]
     assert announced == [Published(v, is_final=v == 4) for v in range(5)]
+
+
+def run_in_turns(cfg: Config, advantages: list[float]) -> list[str]:
+    log = TurnsLog()
+    run_loop(cfg, advantages, log)
+    return log.events
+
+
+def test_engines_are_without_memory_from_the_batch_to_the_publish_and_nobody_is_admitted(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    cfg = load(model_folder, tmp_path)
+    events = run_ranks(run_in_turns, 1, cfg, [1.0, 1.0, -1.0])[0]
+    turns = " ".join(event for event in events if event != "admit")
+    assert turns == "publish" + 3 * " release trained publish"
+    # Also where the trainer looked for late generators as it waited for a batch.
+    assert all(
+        before == "publish"
+        for before, now in zip(events, events[1:], strict=False)
+        if now == "admit"
+    )

@@ -26,15 +26,19 @@ from megatron_rl.weights.layout.trainer_layout import Place, hf_shapes, place_of
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.full_tensors import Broadcast, Disk
 from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.publisher import Method, Outcome, WeightPublisher
+from megatron_rl.weights.publish.members import Outcome
+from megatron_rl.weights.publish.publisher import Method, WeightPublisher
 from megatron_rl.weights.publish.reshard import Reshard
 from megatron_rl.weights.publish.settings import ExchangeSettings
+from megatron_rl.weights.publish.turns import MemoryTurns
 from tests.weights.made_up import SHAPE, allocate, fill, own_device, values
 from tests.weights.scripted_generators import Generator, host
 from tools.bench.links import limited_links
 
 PATIENCE_S = 20.0
 POLL_S = 0.02
+SLOW_RANK_S = 0.2
+"""By which each further rank gives what it has freed back later."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Setup:
     script: tuple[str, ...]
     """What the trainer does: "publish V"; "start V" and "join 0", the same in two parts; "admit N",
     until N generators hold the version; "meet N", until N have said hello; "rest S" for so many
-    seconds; "spoil V": the parameters become those of V, as by an optimizer step."""
+    seconds; "spoil V": the parameters become those of V, as by an optimizer step; "release 0": the
+    engines give their memory back; "await S": a batch for so many seconds."""
     method: str = "reshard"
     """Of the section `weights`, or "nccl": reshard on a GPU that all share."""
     tensor: int = 1
@@ -58,6 +63,9 @@ class Setup:
     join_timeout_s: float = 15.0
     bucket_bytes: int = 2048
     is_concurrent: bool = True
+    takes_turns: bool = False
+    """Engines give their memory back while the trainer computes."""
+    start_timeout_s: float = 10.0
     relays: bool = False
     link_bytes_per_s: int = 0
     """What a rank sends to an engine rank at most; 0: no limit."""
@@ -80,6 +88,8 @@ class Step:
     """Generator -> copy of the trainer."""
     sources: dict[str, str] = field(default_factory=dict)
     """Generator -> who serves it."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Generators that were dropped, also where no method failed them, with the reason."""
     announced: tuple[int, ...] = ()
     """Versions that rank 0 would have told the queue of by the end of the step."""
 
@@ -114,16 +124,19 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
     outcomes: list[Outcome] = []
     record_outcomes(method, outcomes)
     replicas = sum(generator.starts_after < 0 for generator in setup.generators)
-    overlapping = method if isinstance(method, Reshard) else None
+    overlapping = method if isinstance(method, Reshard) and not setup.takes_turns else None
     publisher = WeightPublisher(
         method, control, link, replicas=replicas, join_timeout_s=setup.join_timeout_s,
-        overlapping=overlapping,
+        overlapping=overlapping, turns=open_turns(setup, control, link, folder),
     )  # fmt: skip
     announced: list[int] = []
+    dropped: dict[str, str] = {}
+    record_drops(publisher, dropped)
     publisher.await_generators()
     steps = []
     for number, action in enumerate(setup.script):
         outcomes.clear()
+        dropped.clear()
         started = time.monotonic()
         error = act(action, publisher, link, version, update, announced)
         metrics = {metric.name: metric.value for metric in publisher.metrics}
@@ -132,7 +145,9 @@ def train(setup: Setup, folder: Path, rank: int) -> list[Step]:
         held = dict(publisher._held)
         sources = dict(method._opened) if isinstance(method, Reshard) else {}
         told = tuple(announced)
-        steps.append(Step(seconds, metrics, held, list(outcomes), error, bound, sources, told))
+        steps.append(
+            Step(seconds, metrics, held, list(outcomes), error, bound, sources, dict(dropped), told)
+        )
         if rank == 0:
             (folder / f"step-{number}").touch()
         if error:
@@ -174,6 +189,14 @@ def act(
             update()
         case "meet" if link is not None:
             link.await_peers(int(number), PATIENCE_S)
+        case "release":
+            publisher.release()
+        case "await":
+            ends_at = time.monotonic() + float(number)
+            # As many times on every rank.
+            while publisher._control.share(time.monotonic() < ends_at, bool):
+                publisher.admit()
+                time.sleep(POLL_S)
         case "rest":
             time.sleep(float(number))
         case "admit":
@@ -187,6 +210,25 @@ def admit(publisher: WeightPublisher, number: int) -> None:
         assert time.monotonic() < ends_at, f"only {publisher._held} came back"
         publisher.admit()
         time.sleep(POLL_S)
+
+
+def open_turns(
+    setup: Setup, control: Control, link: GeneratorLink | None, folder: Path
+) -> MemoryTurns | None:
+    if not setup.takes_turns:
+        return None
+
+    def free_cache() -> None:
+        time.sleep(SLOW_RANK_S * control.rank)
+        (folder / f"freed-{control.rank}-{time.time_ns()}").touch()
+
+    return MemoryTurns(
+        control,
+        link,
+        deadline_s=setup.deadline_s,
+        start_timeout_s=setup.start_timeout_s,
+        free_cache=free_cache,
+    )
 
 
 def open_method(
@@ -232,6 +274,16 @@ def open_method(
                 parameters, copies, setup.shape, control=control, link=link, settings=settings
             )
     return method, lambda: fill(parameters, mine, setup.shape, version[0])
+
+
+def record_drops(publisher: WeightPublisher, dropped: dict[str, str]) -> None:
+    real = publisher._drop
+
+    def recorded(name: str, reason: str) -> None:
+        dropped[name] = reason
+        real(name, reason)
+
+    publisher._drop = recorded  # type: ignore[method-assign]
 
 
 def record_outcomes(method: Method, outcomes: list[Outcome]) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from generation.async_dealer import AsyncDealer
 from generation.engine import EngineError
+from generation.turn import await_room
 from generation.weight_client import WeightClient
 from megatron_rl.protocol.process import die_with_parent
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive
@@ -38,6 +39,8 @@ from tests.weights.made_up import SHAPE, allocate, fill, own_device
 FILE_PATIENCE_S = 60.0
 POLL_S = 0.02
 DAWDLE_S = 1.5
+HANG_S = 3.0
+"""Longer than the deadlines of plays in which an engine hangs."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Generator:
     shape: ModelShape = SHAPE
     starts_after: int = -1
     """Step of the trainer that it waits for; -1: none."""
+    start_s: float = -1.0
+    """How long its engine starts, after it has asked for room; -1: it does not ask."""
     expert: int = 1
     """Ranks among which whole experts are divided."""
     device: str = "cpu"
@@ -91,13 +96,19 @@ def live(port: int, generator: Generator, faults: dict[int, str], folder: Path) 
         die_with_parent()
         pipes = [start_rank(generator, rank) for rank in range(max(1, generator.ranks))]
         engine = PipedEngine(generator, pipes, faults, folder / f"{generator.name}.jsonl")
-        asyncio.run(serve(f"127.0.0.1:{port}", generator.name, engine))
+        asyncio.run(serve(f"127.0.0.1:{port}", generator, engine))
     finally:
         os._exit(1)
 
 
-async def serve(address: str, name: str, engine: "PipedEngine") -> None:
-    with AsyncDealer(address, name) as dealer:
+async def serve(address: str, generator: Generator, engine: "PipedEngine") -> None:
+    with AsyncDealer(address, generator.name) as dealer:
+        if generator.start_s >= 0:
+            await await_room(dealer, FILE_PATIENCE_S)
+            engine.note("starts")
+            engine.suffer("start")
+            await asyncio.sleep(generator.start_s)
+            engine.note("is ready")
         client = WeightClient(dealer, engine, lambda: engine.note("version"))  # type: ignore[arg-type]
         await client.run()
 
@@ -117,10 +128,16 @@ class PipedEngine:
         self.version = -1
         self._pipes, self._faults, self._notes = pipes, faults, notes
         self._pauses = -1
+        self._has_memory = True
 
     def note(self, event: str) -> None:
-        is_right = self.version < 0 or all(self._ask("is_right", self.version))
+        # What serves nobody need not be right.
+        is_right = (
+            self.version < 0 or not self._has_memory or all(self._ask("is_right", self.version))
+        )
         line = {"event": event, "version": self.version, "is_right": is_right}
+        for what in ("step", "freed"):
+            line[what] = len(list(self._notes.parent.glob(f"{what}-*")))
         with self._notes.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -134,42 +151,61 @@ class PipedEngine:
         return answers
 
     async def _work(self, command: str, argument: Any) -> None:
+        assert self._has_memory or command in ("lose", "leave"), f"{command} without memory"
         await asyncio.get_running_loop().run_in_executor(None, self._ask, command, argument)
 
-    def _suffer(self, occasion: str) -> None:
-        match self._faults.get(self._pauses, "").split():
+    def suffer(self, occasion: str) -> None:
+        fault = self._faults.get(self._pauses, "")
+        if fault.endswith(("release", "reclaim")) and fault.endswith(occasion):
+            # Also what fails before another pause fails once.
+            del self._faults[self._pauses]
+        match fault.split():
             case ["fail", when] if when == occasion:
                 raise EngineError(f"scripted failure of {occasion}")
             case ["dawdle", when] if when == occasion:
                 time.sleep(DAWDLE_S)
+            case ["hang", when] if when == occasion:
+                time.sleep(HANG_S)
             case ["die", when] if when == occasion:
                 os.killpg(0, signal.SIGKILL)
 
     async def pause(self) -> None:
         self._pauses += 1
-        self._suffer("pause")
+        self.suffer("pause")
+
+    async def release(self) -> None:
+        self.suffer("release")
+        self.note("releases")
+        self._has_memory = False
+        await self._work("lose", None)
+
+    async def reclaim(self) -> None:
+        self.suffer("reclaim")
+        if not self._has_memory:
+            self.note("reclaims")
+        self._has_memory = True
 
     async def receive(self, order: Receive) -> None:
-        self._suffer("receive")
+        self.suffer("receive")
         await self._work("take", order)
 
     async def pass_on(self, order: PassOn) -> None:
-        self._suffer("passing")
+        self.suffer("passing")
         await self._work("pass_on", order)
 
     async def join_group(self, message: JoinGroup) -> None:
         await self._work("join", message)
 
     async def receive_bucket(self, bucket: Bucket) -> None:
-        self._suffer("bucket")
+        self.suffer("bucket")
         await self._work("bucket", bucket)
 
     async def load(self, folder: Path, version: int) -> None:
-        self._suffer("load")
+        self.suffer("load")
         await self._work("load", folder)
 
     async def resume(self, version: int) -> None:
-        self._suffer("resume")
+        self.suffer("resume")
         self.version = version
         if self._faults.get(self._pauses) == "die idle":
             asyncio.get_running_loop().call_later(0.2, os.killpg, 0, signal.SIGKILL)
@@ -238,6 +274,11 @@ class ScriptedRank:
         expected = allocate(self._slices)
         fill(expected, self._slices, self._shape, version)
         return all(torch.equal(self._parameters[name].cpu(), expected[name]) for name in expected)
+
+    def lose(self, argument: None, fault: str) -> bool:
+        for tensor in self._parameters.values():
+            tensor.fill_(float("nan"))
+        return True
 
     def join(self, message: JoinGroup, fault: str) -> bool:
         self._group = open_group(message, message.rank_offset)

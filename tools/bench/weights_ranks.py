@@ -28,7 +28,8 @@ from megatron_rl.weights.exchange import parcels, sender
 from megatron_rl.weights.exchange.packets import Packet
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.publisher import Member, Method, Outcome
+from megatron_rl.weights.publish.members import Member, Outcome
+from megatron_rl.weights.publish.publisher import Method
 from megatron_rl.weights.publish.reshard import Reshard, receiver_slices
 from tools.bench.links import limited_links
 from tools.bench.weights_exchanges import send_floor, send_raw

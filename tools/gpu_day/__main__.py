@@ -36,6 +36,8 @@ ORDER = (
     "tests/gpu/test_relays_cuda.py",
     "tests/gpu/test_sglang_cuda.py",
     "tests/gpu/test_scorer_cuda.py",
+    "tests/gpu/test_release_cuda.py",
+    "tests/generation/test_release_memory.py",
     "tests/generation/test_overlap_schedule.py",
     "tests/generation/test_expert_choices.py",
     "tests/generation/test_engine_contract.py",

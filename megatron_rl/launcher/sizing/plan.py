@@ -20,6 +20,12 @@ from megatron_rl.launcher.sizing.flops import (
 from megatron_rl.launcher.sizing.generator import EngineMemory, Publish, engine_memory, publish_cost
 from megatron_rl.launcher.sizing.gpus import GIB, Gpu, find_gpu
 from megatron_rl.launcher.sizing.parameters import active_parameters, model_parameters
+from megatron_rl.launcher.sizing.sharing import (
+    SharedMemory,
+    shared_memory,
+    sharing_problems,
+    turn_advice,
+)
 from megatron_rl.launcher.sizing.trainer_memory import (
     ITEM_BYTES,
     RankMemory,
@@ -84,6 +90,8 @@ class SizingPlan:
     trainer: RankMemory
     """Of the fullest rank."""
     engine: EngineMemory
+    shared: SharedMemory | None
+    """Where both are on one GPU."""
     context_tokens: int
     kv_tokens: int
     step: Step
@@ -145,6 +153,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         is_relayed=config.weights.relay,
     )
     step = _step(shape, config, hardware, mean)
+    shared = shared_memory(config, trainer, engine)
     stages = _stages(config, hardware, mean_tokens) if config.stages else ()
     return SizingPlan(
         parameters=model_parameters(shape),
@@ -157,6 +166,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         mfu=hardware.mfu,
         trainer=trainer,
         engine=engine,
+        shared=shared,
         context_tokens=config.generator.context_tokens,
         kv_tokens=config.generator.kv_tokens,
         step=step,
@@ -164,7 +174,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         problems=(
             *_trainer_problems(shape, config, trainer, gpu, mean),
             *_engine_problems(shape, config, engine, gpu),
-            *_sharing_problems(config, trainer, engine, gpu),
+            *sharing_problems(config, shared, gpu),
             *_scorer_problems(config, gpu),
             *_count_problems(config, hardware.gpus),
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
@@ -275,22 +285,6 @@ def _engine_problems(
     return [f"an engine rank {room}, generator.kv_tokens={generator.kv_tokens}; {remedy}"]
 
 
-def _sharing_problems(
-    config: Config, trainer: RankMemory, engine: EngineMemory, gpu: Gpu
-) -> list[str]:
-    """Both on one GPU: their sum must fit too."""
-    if not config.generator.shares_gpus:
-        return []
-    cache = config.generator.kv_tokens * engine.kv_per_token
-    total = trainer.total + engine.weights + engine.reserve + cache
-    if total <= gpu.memory_bytes:
-        return []
-    return [
-        f"a trainer rank and an engine on one GPU need {total / GIB:.1f} GiB of "
-        f"{gpu.memory_bytes / GIB:.1f}: lower generator.kv_tokens or train.microbatch_tokens"
-    ]
-
-
 def _scorer_problems(config: Config, gpu: Gpu) -> list[str]:
     """The reference's own engine must hold its weights and scorer.kv_tokens."""
     if not _scorer_gpus(config):
@@ -376,6 +370,7 @@ def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> l
             f"a transfer takes {publish.seconds / publish.turns:.0f} s, longer than "
             f"weights.deadline_s={config.weights.deadline_s:.0f}"
         )
+    found += turn_advice(config, step.seconds)
     if config.weights.method == "reshard" and not generator.quantization:
         found += publish.relay_advice()
     return found

@@ -127,6 +127,9 @@ def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
     room = f"{engine.kv_tokens:,} tokens, {plan.kv_completions} completions"
     yield "  room for KV cache", f"{_gib(engine.kv_room)}: {room} of {plan.context_tokens}"
     yield "  generator.kv_tokens", f"{plan.kv_tokens:,}"
+    if plan.shared is not None:
+        yield "both on one GPU: the trainer computes", _gib(plan.shared.trainers_turn)
+        yield "  the engine generates", _gib(plan.shared.engines_turn)
     waited = f"{publish.whole_seconds:.2f} s (paper: under {PAPER_PUBLISH_S:g} s)"
     yield "publish", f"{publish.total_bytes / 1e9:.2f} GB, {waited}"
     relayed = " (engines pass weights on)" if publish.is_relayed else ""

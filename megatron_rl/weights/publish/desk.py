@@ -29,7 +29,7 @@ from megatron_rl.weights.exchange.plan import Plan
 from megatron_rl.weights.exchange.receiver import Report
 from megatron_rl.weights.publish.course import Course
 from megatron_rl.weights.publish.link import POLL_S, GeneratorLink, GeneratorLost
-from megatron_rl.weights.publish.publisher import Member, Outcome
+from megatron_rl.weights.publish.members import Member, Outcome
 from megatron_rl.weights.publish.settings import ATTEMPTS, ExchangeSettings
 
 log = logging.getLogger(__name__)

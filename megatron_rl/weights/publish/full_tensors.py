@@ -18,20 +18,18 @@ from torch import Tensor
 
 from megatron_rl.protocol.nccl_settings import check_settings, own_settings
 from megatron_rl.protocol.types import (
-    AnyMessage,
     Bucket,
-    Fence,
     JoinGroup,
     LeaveGroup,
     Load,
     Pause,
-    Resume,
 )
 from megatron_rl.weights.exchange.device_group import is_of_devices
 from megatron_rl.weights.exchange.group import close_group, join_group, open_store
 from megatron_rl.weights.publish.control import Control
+from megatron_rl.weights.publish.conversation import Conversation
 from megatron_rl.weights.publish.link import POLL_S, GeneratorLink, GeneratorLost
-from megatron_rl.weights.publish.publisher import Member, Outcome
+from megatron_rl.weights.publish.members import Member, Outcome
 from megatron_rl.weights.publish.settings import ExchangeSettings
 
 log = logging.getLogger(__name__)
@@ -40,48 +38,6 @@ Buckets = Iterator[list[tuple[str, Tensor]]]
 """Full tensors under HF names, in buckets; empty on ranks other than 0."""
 KEPT_FOLDERS = 2
 """Versions on the disk: a generator that was dropped may still read the last but one."""
-
-
-class _Paused:
-    """The generators of a publish, as rank 0 sees them: paused together, lost one by one."""
-
-    def __init__(
-        self, link: GeneratorLink, members: list[Member], outcome: Outcome, deadline_s: float
-    ) -> None:
-        self._link, self._outcome = link, outcome
-        self._deadline_s = deadline_s
-        self._started = time.monotonic()
-        self.names = [member.name for member in members]
-        for member in members:
-            link.begin(member.name, member.hello.session)
-
-    def ask(self, message: AnyMessage) -> None:
-        """Have all that are left obey, at the same time and within one deadline."""
-        ends_at = time.monotonic() + self._deadline_s
-        # First all are told, then all are waited for: they work at the same time.
-        self._each(lambda name: self._link.tell(name, message))
-        self._each(lambda name: self._link.await_ack(name, message, ends_at))
-
-    def _each(self, act: Callable[[str], None]) -> None:
-        for name in list(self.names):
-            try:
-                act(name)
-            except GeneratorLost as error:
-                self.lose(name, str(error))
-
-    def lose(self, name: str, reason: str) -> None:
-        """Go on without one."""
-        self.names.remove(name)
-        self._outcome.failed[name] = reason
-        try:
-            self._link.tell(name, Fence(reason))
-        except GeneratorLost as error:
-            log.info("%s", error)
-
-    def resume(self, version: int) -> None:
-        """Let those that are left go on."""
-        self.ask(Resume(version))
-        self._outcome.pauses_s += [time.monotonic() - self._started] * len(self.names)
 
 
 class Broadcast:
@@ -111,7 +67,7 @@ class Broadcast:
             for _ in self._buckets():
                 pass
         else:
-            paused = _Paused(self._link, members, outcome, self._settings.deadline_s)
+            paused = Conversation(self._link, members, outcome, self._settings.deadline_s)
             for member in members:
                 self._join(member, paused)
             paused.ask(Pause())
@@ -124,7 +80,7 @@ class Broadcast:
         outcome.failed = self._control.share(outcome.failed, dict[str, str])
         return outcome
 
-    def _join(self, member: Member, paused: _Paused) -> None:
+    def _join(self, member: Member, paused: Conversation) -> None:
         if member.name in self._groups or self._link is None:
             return
         settings = self._settings
@@ -147,7 +103,7 @@ class Broadcast:
         except (GeneratorLost, dist.DistError) as error:
             paused.lose(member.name, f"{member.name} did not join: {error}")
 
-    def _send(self, bucket: list[tuple[str, Tensor]], version: int, paused: _Paused) -> None:
+    def _send(self, bucket: list[tuple[str, Tensor]], version: int, paused: Conversation) -> None:
         message = Bucket(
             names=[name for name, _ in bucket],
             dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -213,7 +169,7 @@ class Disk:
             self._save(target)
             self._saved = version
         if self._link is not None:
-            paused = _Paused(self._link, members, outcome, self._deadline_s)
+            paused = Conversation(self._link, members, outcome, self._deadline_s)
             paused.ask(Pause())
             paused.ask(Load(str(target), version))
             paused.resume(version)

@@ -1,15 +1,24 @@
 """Trainer rank 0's conversation with all generators about weights.
 
-ROUTER of the weights endpoint: Hello, Pause, Receive, JoinGroup, Bucket, Load, Resume, Fence, Ping,
-LeaveGroup and their Acks. Every wait has a deadline. What one generator does or fails to do is
-raised as `GeneratorLost` and concerns that generator alone.
+ROUTER of the weights endpoint: StartRequest, MayStart, Hello, Release, Reclaim, Pause, Receive,
+JoinGroup, Bucket, Load, Resume, Fence, Ping, LeaveGroup and their Acks. Every wait has a deadline.
+What one generator does or fails to do is raised as `GeneratorLost` and concerns that generator
+alone.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator
 
-from megatron_rl.protocol.types import Ack, AnyMessage, Failed, Hello, Ping
+from megatron_rl.protocol.types import (
+    Ack,
+    AnyMessage,
+    Failed,
+    Hello,
+    MayStart,
+    Ping,
+    StartRequest,
+)
 from megatron_rl.protocol.wire import DeadlineExceeded, Router, WireError
 
 log = logging.getLogger(__name__)
@@ -36,6 +45,10 @@ class GeneratorLink:
         """Which life of each generator is being served, since `begin`."""
         self._acks: dict[str, set[str]] = {}
         self._failures: dict[str, str] = {}
+        self.may_start = True
+        """Whether there is room for engines that ask before they start."""
+        self._starting: dict[str, int] = {}
+        """Generators that were told so and have not said Hello yet, with their session."""
 
     def listen(self, wait_s: float = 0.0) -> None:
         """Take in what has arrived; waits for a first message up to wait_s."""
@@ -43,6 +56,8 @@ class GeneratorLink:
             wait_s = 0.0
             peer, message = received
             match message:
+                case StartRequest(session):
+                    self._let_start(peer, session)
                 case Hello():
                     self._greet(peer, message)
                 case Ack():
@@ -65,6 +80,31 @@ class GeneratorLink:
         if known is not None and known.session != hello.session:
             self._failures[peer] = "it restarted"
         self.peers[peer] = hello
+        self._starting.pop(peer, None)
+
+    def _let_start(self, peer: str, session: int) -> None:
+        if self._starting.get(peer, session) != session:
+            # The life that was told so is over.
+            del self._starting[peer]
+        if self.peers.pop(peer, None) is not None:
+            self._failures[peer] = "it restarted"
+        # It asks again and again, so that one that must wait needs no answer.
+        if self.may_start and self._router.send(peer, MayStart()):
+            self._starting[peer] = session
+
+    def await_starts(self, ends_at: float) -> None:
+        """Wait until no engine is starting any more: ready, gone, or given up at `ends_at`."""
+        ping_at = time.monotonic()
+        while self._starting and time.monotonic() < ends_at:
+            if time.monotonic() >= ping_at:
+                for peer in list(self._starting):
+                    if not self._router.send(peer, Ping()):
+                        del self._starting[peer]
+                ping_at = time.monotonic() + PING_S
+            self.listen(POLL_S)
+        for peer in self._starting:
+            log.warning("%s: its engine is not ready, and keeps the memory that it has", peer)
+        self._starting.clear()
 
     def await_peers(self, number: int, limit_s: float) -> None:
         """Wait until so many generators have said Hello. Raises DeadlineExceeded."""

@@ -4,16 +4,14 @@ Runs on every trainer rank. A publish is waited for (`publish`), or its weights 
 next batch is trained on, up to the optimizer step (`start`, `join`). Rank 0 knows the generators
 (`link.py`) and says who takes part; a `Method` moves the weights. A generator that fails or passes
 the deadline is dropped and the others go on; it gets a whole publish once it says Hello again, at
-the next version or while the trainer waits for a batch.
+the next version or while the trainer waits for a batch. Engines on the trainer's GPUs may give
+their memory back in between (`turns.py`).
 """
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
-
-import msgspec
 
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.metrics import Metric
@@ -21,40 +19,13 @@ from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
+from megatron_rl.weights.publish.members import Member, Outcome
+from megatron_rl.weights.publish.turns import MemoryTurns
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Pause before another publish, when no generator took one."""
-
-
-class Member(msgspec.Struct, frozen=True):
-    """A generator that takes part in a publish."""
-
-    name: str
-    hello: Hello
-
-
-@dataclass
-class Outcome:
-    """How one publish went, as rank 0 knows; elsewhere `failed` and `passed_over` alone."""
-
-    failed: dict[str, str] = field(default_factory=dict)
-    """Generators that were dropped, with the reason."""
-    pauses_s: list[float] = field(default_factory=list)
-    """How long each generator was paused."""
-    wire_bytes: int = 0
-    peak_bytes: int = 0
-    """Most memory of buffers on an engine rank."""
-    damaged: int = 0
-    """Parcels whose digest was not that of their content."""
-    transfers_s: list[float] = field(default_factory=list)
-    """How long the slowest rank of each generator took parcels, if the method says so."""
-    passed_over: dict[str, str] = field(default_factory=dict)
-    """Generators to which another one did not pass the version on, with the reason: the method
-    serves them otherwise when it is asked again. On every rank."""
-    relayed: int = 0
-    """Generators to which another one did."""
 
 
 class Method(Protocol):
@@ -101,11 +72,17 @@ class WeightPublisher(Closing):
         replicas: int,
         join_timeout_s: float,
         overlapping: OverlappingMethod | None = None,
+        turns: MemoryTurns | None = None,
     ) -> None:
         """link: on rank 0 only. replicas: generators that are waited for at the beginning.
 
-        overlapping: the method, if publishes may overlap with training.
+        overlapping: the method, if publishes may overlap with training. turns: if engines give
+        their memory back meanwhile, which excludes the former.
         """
+        assert turns is None or overlapping is None
+        self._turns = turns
+        self._has_released = False
+        """Whether engines are without their weights: from `release` to the next publish."""
         self._overlapping = overlapping
         self._flight: list[Member] | None = None
         """Members of the publish that was started and not joined yet."""
@@ -130,7 +107,12 @@ class WeightPublisher(Closing):
         return list(self._link.peers.values()) if self._link is not None else []
 
     def await_generators(self) -> None:
-        """Wait until all generators have said hello. Raises DeadlineExceeded."""
+        """Wait until all generators have said hello. Raises DeadlineExceeded. Every rank calls it.
+
+        With `turns` they start their engines only now.
+        """
+        if self._turns is not None:
+            self._turns.begin_engines_turn()
         if self._link is not None:
             self._link.await_peers(self._replicas, self._join_timeout_s)
 
@@ -143,10 +125,28 @@ class WeightPublisher(Closing):
         started = time.monotonic()
         self._version = version
         self._held.clear()
+        if self._turns is not None:
+            self._turns.begin_engines_turn()
+            self._has_released = False
         self._publish_to(self._members(late_only=False))
         self._await_one()
         self._waited_s += time.monotonic() - started
         self._note()
+
+    def release(self) -> None:
+        """Have all generators give their memory back, up to the next publish. Every rank calls it.
+
+        Without `turns` they keep it.
+        """
+        if self._turns is None:
+            return
+        self._turns.end_engines_turn()
+        members = self._members(late_only=False)
+        for name, reason in self._turns.release(members).items():
+            self._drop(name, reason)
+        # Their weights are gone.
+        self._held.clear()
+        self._has_released = True
 
     @property
     def overlaps(self) -> bool:
@@ -213,6 +213,8 @@ class WeightPublisher(Closing):
 
     def admit(self) -> None:
         """Bring generators that came back to the current version. Every rank calls it."""
+        # They would take the memory in which the trainer computes.
+        assert not self._has_released
         if self._flight is not None and self._overlapping is not None:
             # Rank 0's conversation still uses the link, until it is over.
             if not self._control.share(self._overlapping.is_over(), bool):
@@ -250,8 +252,17 @@ class WeightPublisher(Closing):
         return is_same and self._held.get(member.name) == self._version
 
     def _publish_to(self, members: list[Member]) -> None:
+        if self._turns is not None and members:
+            members = self._reclaim(self._turns, members)
         while members:
             members = self._take(members, self._method.publish(members, self._version))
+
+    def _reclaim(self, turns: MemoryTurns, members: list[Member]) -> list[Member]:
+        """Have the members take their memory again; those that did."""
+        failed = turns.reclaim(members)
+        for name, reason in failed.items():
+            self._drop(name, reason)
+        return [member for member in members if member.name not in failed]
 
     def _take(self, members: list[Member], found: Outcome) -> list[Member]:
         """Take in how a publish to these members went; those that are to be served once more."""
@@ -265,15 +276,8 @@ class WeightPublisher(Closing):
             if reason is None:
                 self._held[member.name] = self._version
                 continue
-            # Nothing of it is kept: it comes back with a new Hello, as if it were another one.
-            self._dropped += 1
-            log.warning("dropped from publishing: %s", reason)
-            self._held.pop(member.name, None)
-            self._method.forget(member.name)
-            if self._link is not None:
-                self._link.drop(member.name)
+            self._drop(member.name, reason)
         # Late publishes have no row of metrics of their own: they count in the next publish's.
-        outcome.failed |= found.failed
         outcome.pauses_s += found.pauses_s
         outcome.transfers_s += found.transfers_s
         outcome.wire_bytes += found.wire_bytes
@@ -282,6 +286,17 @@ class WeightPublisher(Closing):
         outcome.relayed += found.relayed
         outcome.passed_over |= found.passed_over
         return again
+
+    def _drop(self, name: str, reason: str) -> None:
+        """Go on without a generator."""
+        # Nothing of it is kept: it comes back with a new Hello, as if it were another one.
+        self._dropped += 1
+        log.warning("dropped from publishing: %s", reason)
+        self._outcome.failed[name] = reason
+        self._held.pop(name, None)
+        self._method.forget(name)
+        if self._link is not None:
+            self._link.drop(name)
 
     def _note(self) -> None:
         """Metrics of what there was since the last ones."""
@@ -299,6 +314,10 @@ class WeightPublisher(Closing):
             Metric("publish/wire_mb", outcome.wire_bytes / 1e6, "sum"),
             Metric("publish/peak_extra_mb", outcome.peak_bytes / 1e6, "max"),
         ]
+        if self._turns is not None:
+            release_s, reclaim_s = self._turns.pop_seconds()
+            self.metrics.append(Metric("publish/release_s", release_s, "max"))
+            self.metrics.append(Metric("publish/reclaim_s", reclaim_s, "max"))
         if outcome.pauses_s:
             self.metrics.append(Metric("publish/pause_s", max(outcome.pauses_s), "max"))
         if outcome.transfers_s:

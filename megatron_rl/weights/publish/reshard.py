@@ -56,7 +56,7 @@ from megatron_rl.weights.publish.bindings import Bindings
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.desk import Desk, lead
 from megatron_rl.weights.publish.link import GeneratorLink, GeneratorLost
-from megatron_rl.weights.publish.publisher import Member, Outcome
+from megatron_rl.weights.publish.members import Member, Outcome
 from megatron_rl.weights.publish.relays import COPY, Relays
 from megatron_rl.weights.publish.settings import ExchangeSettings
 

@@ -10,8 +10,9 @@ from megatron_rl.protocol.types import Hello
 from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.publish.control import Control
-from megatron_rl.weights.publish.full_tensors import Broadcast, _Paused
-from megatron_rl.weights.publish.publisher import Member, Outcome
+from megatron_rl.weights.publish.conversation import Conversation
+from megatron_rl.weights.publish.full_tensors import Broadcast
+from megatron_rl.weights.publish.members import Member, Outcome
 from megatron_rl.weights.publish.reshard import Reshard
 from megatron_rl.weights.publish.settings import ExchangeSettings
 from tests.distributed import run_ranks
@@ -37,7 +38,7 @@ def refusals(backend: str) -> list[str]:
     parameters = {"a": torch.zeros(1)}
     reshard = Reshard(parameters, everything, SHAPE, control=control, link=None, settings=settings)
     broadcast = Broadcast(lambda: iter(()), control=control, link=Deaf(), settings=settings)
-    paused = _Paused(Deaf(), [], Outcome(), 5.0)
+    paused = Conversation(Deaf(), [], Outcome(), 5.0)
     found = []
     for ask in (
         lambda: reshard.plan(hello),

@@ -14,7 +14,9 @@ from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.publisher import Member, Outcome, WeightPublisher
+from megatron_rl.weights.publish.members import Member, Outcome
+from megatron_rl.weights.publish.publisher import WeightPublisher
+from megatron_rl.weights.publish.turns import MemoryTurns
 from tests.distributed import run_ranks
 from tests.ports import free_port
 
@@ -44,7 +46,9 @@ class Scripted:
 class Scene:
     """A publisher of one rank, and generators that say hello."""
 
-    def __init__(self, *, replicas: int, join_timeout_s: float = WAIT_S) -> None:
+    def __init__(
+        self, *, replicas: int, join_timeout_s: float = WAIT_S, takes_turns: bool = False
+    ) -> None:
         port = free_port()
         dist.init_process_group("gloo")
         self.address = f"127.0.0.1:{port}"
@@ -52,9 +56,13 @@ class Scene:
         self.method = Scripted(lambda name: name in self.failing)
         self.link = GeneratorLink(Router("127.0.0.1", port))
         control = Control(dist.new_group(backend="gloo"))
-        self.publisher = WeightPublisher(
-            self.method, control, self.link, replicas=replicas, join_timeout_s=join_timeout_s
+        turns = MemoryTurns(
+            control, self.link, deadline_s=WAIT_S, start_timeout_s=WAIT_S, free_cache=lambda: None
         )
+        self.publisher = WeightPublisher(
+            self.method, control, self.link, replicas=replicas, join_timeout_s=join_timeout_s,
+            turns=turns if takes_turns else None,
+        )  # fmt: skip
         self._dealers: dict[str, Dealer] = {}
 
     def hello(self, name: str, session: int = 1, *, is_held: bool = False) -> None:

@@ -1,0 +1,103 @@
+"""The whole system on a tiny random model; its engine has no memory while the trainer computes.
+
+On the CPU the memory stays where it is; who waits for whom, and when, is as on a GPU.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.protocol.metrics import read_jsonl
+from tests.end_to_end import commands
+from tests.end_to_end.test_cold_start import inputs  # noqa: F401 - a fixture
+from tests.end_to_end.test_lost_generator import (
+    GROUP_SIZE,
+    GROUPS,
+    folder,  # noqa: F401 - a fixture
+    kill_generator,
+    restarts,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.slow(80), pytest.mark.exhaustive, pytest.mark.timeout(300)]
+STEPS = 8
+TURNS = [
+    "generator.engine=sglang", "generator.shares_gpus=true", "generator.release_memory=true",
+    "weights.method=ipc", "weights.kv_cache=recompute", f"train.steps={STEPS}",
+    "sampling.max_new_tokens=48", "train.max_mismatch=0.01",
+]  # fmt: skip
+
+
+def rows_of(run_dir: Path, name: str) -> list[dict]:
+    return [row for row in read_jsonl(run_dir / "metrics.jsonl") if name in row]
+
+
+def records(run_dir: Path, pattern: str) -> list[dict]:
+    paths = sorted((run_dir / "rollouts").glob(pattern))
+    return [record for path in paths for record in read_jsonl(path)]
+
+
+def test_a_run_in_turns_loses_nothing_though_its_generator_dies(
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Evaluations lie between, and the engine is killed once."""
+    run_dir, evaluated = tmp_path / "run", ["eval.prompts=40", "eval.every_steps=3"]
+    config = folder / "config.toml"
+    command = ["run", "--config", config, "--run-dir", run_dir, *TURNS, *evaluated]
+    with commands.launched(*command) as run:
+        wait_until(lambda: bool(rows_of(run_dir, "train/loss")[1:]), run)
+        kill_generator(run)
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert len(restarts(run_dir)) == 1
+    published = rows_of(run_dir, "publish/release_s")
+    assert [row["publish/release_s"] > 0 for row in published] == [False] + STEPS * [True]
+    assert all(row["publish/reclaim_s"] > 0 for row in published)
+    trained = records(run_dir, "step_*.jsonl")
+    assert len(trained) == STEPS * GROUPS * GROUP_SIZE
+    assert len({(each["group"], each["index"]) for each in trained}) == len(trained)
+    # Some went on after a turn of the trainer, and every token is of the version that is told.
+    assert any(len(each["spans"]) > 1 for each in trained)
+    evaluations = {row["step"] for row in rows_of(run_dir, "eval/n")}
+    assert evaluations == {0, 3, 6, STEPS}
+    audit = [sys.executable, "-m", "megatron_rl.launcher.cli", "audit", str(run_dir)]
+    done = subprocess.run(audit, cwd=commands.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS
+
+
+def times(log: Path, pattern: str) -> list[float]:
+    """When lines were written in which the pattern is found; less its group's seconds, if any."""
+    found = []
+    for line in log.read_text().splitlines():
+        if match := re.search(pattern, line):
+            at = datetime.strptime(line.split(",")[0], "%Y-%m-%d %H:%M:%S").timestamp()
+            found.append(at - float(match[1]) if match.groups() else at)
+    return found
+
+
+def test_supervised_phases_have_the_gpu_for_themselves(
+    inputs: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Engines start after the cold start, and the control begins when they have ended."""
+    run_dir = tmp_path / "run"
+    given = [*TURNS, "train.steps=2", "sampling.max_new_tokens=8", "sft.control=true"]
+    config = ["--config", inputs / "config.toml", "--run-dir", run_dir]
+    with commands.launched("run", *config, *given) as run:
+        output, _ = run.communicate(timeout=250)
+    assert run.returncode == 0, output
+    cold_start = (run_dir / "hf" / "cold_start").stat().st_ctime
+    started, *_ = times(run_dir / "logs" / "generator-0.log", r"is ready after (\d+) s")
+    # Its log rounds both to seconds.
+    assert started > cold_start - 2
+    assert times(run_dir / "logs" / "generator-0.log", "holds version 0")[0] > cold_start
+    phases = list(json.loads((run_dir / "summary.json").read_text())["wall_s"])
+    assert phases.index("last_evaluation") < phases.index("control")
+    assert (run_dir / "hf" / "control").is_dir()

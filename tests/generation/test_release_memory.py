@@ -1,0 +1,205 @@
+"""A real SGLang server gives its memory back in the middle of completions, and goes on with them.
+
+On the CPU there is no memory saver: weights and cache stay where they are. The rest is real:
+SGLang's demand that nothing runs, requests that are put back, the order of calls.
+`tests/gpu/test_release_cuda.py` measures the memory.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from generation.engine import Completion, EngineError, ReleasingEngine
+from generation.hf_engine import HFEngine
+from generation.sglang_engine import SGLangEngine
+from megatron_rl.protocol.types import Sampling
+from megatron_rl.weights.layout.shape import read_shape
+from tests.generation.engine_driver import Driver, make_setup
+from tests.generation.precision import IS_EXACT, PATIENCE, assert_near, on_the_cpu
+from tests.generation.publisher import SlicePublisher, TrainerProcess
+from tests.generation.test_sglang_http import HttpEngine
+from tests.generation.tiny_model import logprobs
+
+pytestmark = [pytest.mark.slow(20), pytest.mark.timeout(150 * PATIENCE)]
+PROMPTS = [[3 + (7 * row + i) % 60 for i in range(20 + row)] for row in range(6)]
+GREEDY, SHORT = Sampling(300, 0.0), Sampling(12, 0.0)
+HELD_S = 0.7
+"""That the memory stays released: in it an engine that runs would end each completion."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[SGLangEngine, pytest.param(HttpEngine, marks=[pytest.mark.exhaustive, on_the_cpu])],
+)
+def driver(
+    request: pytest.FixtureRequest, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Driver]:
+    """Asked as on this host, and as with CUDA."""
+    loop = asyncio.new_event_loop()
+    log_path = tmp_path_factory.mktemp("logs") / "sglang.log"
+    changes = {"recomputes_kv_cache": True, "releases_memory": True}
+    engine = request.param(make_setup(models_dir, log_path, **changes))
+    try:
+        loop.run_until_complete(engine.start())
+        yield Driver(engine, loop)
+    finally:
+        loop.run_until_complete(engine.close())
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def publisher(driver: Driver, models_dir: Path) -> Iterator[SlicePublisher]:
+    trainer = TrainerProcess()
+    found = SlicePublisher(driver.engine, trainer, read_shape(models_dir / "old"), "released")
+    driver.run(found.open())
+    yield found
+    driver.run(found.close())
+    trainer.close()
+
+
+def releasing(driver: Driver) -> ReleasingEngine:
+    assert isinstance(driver.engine, ReleasingEngine)
+    return driver.engine
+
+
+async def all_prompts(driver: Driver, arrived: list[int]) -> list[Completion]:
+    """The completion of each prompt; `arrived` grows with each that ends."""
+
+    async def one(prompt: list[int]) -> Completion:
+        [completion] = await driver.collect(prompt, GREEDY, [0])
+        arrived.append(len(completion.token_ids))
+        return completion
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in PROMPTS)))
+
+
+async def take_turns(
+    driver: Driver, publisher: SlicePublisher, model: LlamaForCausalLM
+) -> list[Completion]:
+    """Completions, all of which a turn of the trainer met: release, hold, publish the model."""
+    engine, arrived = releasing(driver), list[int]()
+    asked = asyncio.create_task(all_prompts(driver, arrived))
+    await asyncio.sleep(0)
+    # The last to be asked for: when it ends, the others have begun.
+    await driver.collect(PROMPTS[0], SHORT, [0])
+    await engine.release()
+    before = len(arrived)
+    await asyncio.sleep(HELD_S)
+    assert len(arrived) == before < len(PROMPTS), "completions ended while there was no memory"
+    await engine.reclaim()
+    await asyncio.sleep(0.1)
+    assert len(arrived) == before, "completions went on before their weights were there"
+    await publisher.publish(model, driver.engine.version + 1)
+    return await asked
+
+
+def test_completions_go_on_as_if_the_memory_had_been_kept(
+    driver: Driver, publisher: SlicePublisher, old_model: LlamaForCausalLM
+) -> None:
+    undisturbed = driver.run(all_prompts(driver, []))
+    version = driver.engine.version
+    found = driver.run(take_turns(driver, publisher, old_model))
+    spanning = [completion for completion in found if len(completion.spans) == 2]
+    assert spanning, "no completion was in flight"
+    for prompt, before, after in zip(PROMPTS, undisturbed, found, strict=True):
+        assert {span.version for span in after.spans} <= {version, version + 1}
+        if IS_EXACT:
+            assert after.token_ids == before.token_ids
+        assert_near(after.logprobs, logprobs(old_model, prompt, after.token_ids), exact=1e-4)
+
+
+def test_tokens_after_the_turn_are_those_of_the_new_weights_alone(
+    driver: Driver,
+    publisher: SlicePublisher,
+    old_model: LlamaForCausalLM,
+    new_model: LlamaForCausalLM,
+) -> None:
+    version = driver.engine.version
+    found = driver.run(take_turns(driver, publisher, new_model))
+    assert any(len(completion.spans) == 2 for completion in found)
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        first, tokens = completion.spans[0], completion.token_ids
+        cut = first.end if first.version == version else 0
+        old, new = (logprobs(model, prompt, tokens) for model in (old_model, new_model))
+        assert_near(completion.logprobs[:cut], old[:cut], exact=1e-4)
+        assert_near(completion.logprobs[cut:], new[cut:], exact=1e-4)
+    driver.run(publisher.publish(old_model, driver.engine.version + 1))
+
+
+def test_a_request_that_comes_meanwhile_waits_and_is_of_the_new_version(
+    driver: Driver, publisher: SlicePublisher, old_model: LlamaForCausalLM
+) -> None:
+    engine, version = releasing(driver), driver.engine.version + 1
+
+    async def ask_meanwhile() -> list[Completion]:
+        await engine.release()
+        asked = asyncio.create_task(driver.collect(PROMPTS[0], GREEDY, [0, 1]))
+        await asyncio.sleep(HELD_S)
+        assert not asked.done()
+        await engine.reclaim()
+        await publisher.publish(old_model, version)
+        return await asked
+
+    for completion in driver.run(ask_meanwhile()):
+        assert {span.version for span in completion.spans} == {version}
+
+
+def test_requests_that_are_given_up_meanwhile_harm_neither_the_engine_nor_others(
+    driver: Driver,
+    publisher: SlicePublisher,
+    old_model: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their time runs on while the trainer computes."""
+    engine, setup = releasing(driver), driver.engine._setup
+
+    async def give_up() -> tuple[list[BaseException | list[Completion]], list[Completion]]:
+        kept = asyncio.create_task(driver.collect(PROMPTS[1], GREEDY, [0]))
+        await asyncio.sleep(0)  # its deadline is that of its start
+        monkeypatch.setattr(driver.engine, "_setup", replace(setup, request_timeout_s=0.4))
+        begun = asyncio.create_task(driver.collect(PROMPTS[2], Sampling(400, 1.0), [0, 1]))
+        await asyncio.sleep(0)
+        await engine.release()
+        waiting = asyncio.create_task(driver.collect(PROMPTS[3], GREEDY, [0]))
+        failed = await asyncio.gather(begun, waiting, return_exceptions=True)
+        await engine.reclaim()
+        await publisher.publish(old_model, driver.engine.version + 1)
+        return failed, await kept
+
+    (begun, waiting), [kept] = driver.run(give_up())
+    monkeypatch.undo()
+    for error in (begun, waiting):
+        assert isinstance(error, EngineError) and "generator.request_timeout_s" in str(error)
+    assert len(kept.token_ids) == len(kept.logprobs) > 0
+    [again] = driver.run(driver.collect(PROMPTS[1], GREEDY, [0]))
+    assert not IS_EXACT or kept.token_ids == again.token_ids
+
+
+def test_a_publisher_that_knows_nothing_of_the_release_can_publish(
+    driver: Driver, publisher: SlicePublisher, old_model: LlamaForCausalLM
+) -> None:
+    """As of a trainer that was started again; orders that come twice do nothing."""
+    engine, version = releasing(driver), driver.engine.version + 1
+
+    async def twice() -> Completion:
+        for _ in range(2):
+            await engine.release()
+        for _ in range(2):
+            await engine.reclaim()
+        await publisher.publish(old_model, version)
+        await engine.reclaim()
+        [completion] = await driver.collect(PROMPTS[0], GREEDY, [0])
+        return completion
+
+    completion = driver.run(twice())
+    assert [span.version for span in completion.spans] == [version]
+    assert_near(completion.logprobs, logprobs(old_model, PROMPTS[0], completion.token_ids))
+
+
+def test_only_sglangs_engine_gives_memory_back(driver: Driver) -> None:
+    assert isinstance(driver.engine, ReleasingEngine)
+    assert not issubclass(HFEngine, ReleasingEngine)
