@@ -91,7 +91,7 @@ def test_the_engine_tells_what_its_passes_cost(finished: tuple[Path, dict[str, A
     ratio = sum(row.completions for row in rows) / sum(record.tokens for record in records)
     assert 0.7 < ratio < 1.1
     assert 0 < sum(row.seconds for row in rows) < reports[-1].time - reports[0].time + REPORT_S
-    assert {row.kind for row in rows} == {"decode", "prefill"}
+    assert {row.kind for row in rows} == {"decode", "prefill", "wake"}
 
 
 def test_exported_model_loads_in_transformers(finished: tuple[Path, dict[str, Any]]) -> None:
