@@ -52,6 +52,10 @@ class Parcel(NamedTuple):
         return sum(move.size for move in self.moves)
 
 
+Rounds = list[list[Parcel]]
+"""Parcels of one rank, round by round."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """All rounds of an exchange with one engine."""
@@ -70,11 +74,11 @@ class Plan:
         """Payload by receiver."""
         return self._bytes("receiver")
 
-    def of_sender(self, rank: int) -> list[list[Parcel]]:
+    def of_sender(self, rank: int) -> Rounds:
         """What a trainer rank sends, round by round."""
         return [[parcel for parcel in each if parcel.sender == rank] for each in self.rounds]
 
-    def of_receiver(self, rank: int) -> list[list[Parcel]]:
+    def of_receiver(self, rank: int) -> Rounds:
         """What an engine rank receives, round by round."""
         return [[parcel for parcel in each if parcel.receiver == rank] for each in self.rounds]
 

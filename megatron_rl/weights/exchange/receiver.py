@@ -25,14 +25,12 @@ from torch import Tensor
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.parcels import incoming, receive
-from megatron_rl.weights.exchange.plan import Parcel
+from megatron_rl.weights.exchange.plan import Rounds
 from megatron_rl.weights.exchange.transport import IPC, Buffers, Channel
 from megatron_rl.weights.layout.engine_layout import check_slices
 from megatron_rl.weights.layout.slices import Slice
 
 log = logging.getLogger(__name__)
-
-Rounds = list[list[Parcel]]
 
 
 class Report(msgspec.Struct, frozen=True):

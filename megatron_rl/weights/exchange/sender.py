@@ -25,7 +25,7 @@ from megatron_rl.weights.exchange.calls import (
 )
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.parcels import Ends, send
-from megatron_rl.weights.exchange.plan import Parcel
+from megatron_rl.weights.exchange.plan import Rounds
 from megatron_rl.weights.exchange.transport import Buffers, Channel
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Sender:
         self._dtype, self._device = dtype, device
         self._buffers = buffers
         self._channel: Channel | None = None
-        self._given: list[list[Parcel]] | None = None
+        self._given: Rounds | None = None
         self._calls = 0
         self._is_busy = False
         self._is_left = False
@@ -84,7 +84,7 @@ class Sender:
             if self._is_left:
                 self.close()
 
-    def given(self) -> list[list[Parcel]]:
+    def given(self) -> Rounds:
         """What the plan has this rank send, where rank 0 says so: to an engine's rank.
 
         Raises RuntimeError (torch's own) when the store is gone.
@@ -93,7 +93,7 @@ class Sender:
             channel = self._channel or self._open()
             found = channel.store.get(gives_key(self._rank))
             # The plan of a group never changes.
-            self._given = msgspec.json.decode(found, type=list[list[Parcel]])
+            self._given = msgspec.json.decode(found, type=Rounds)
         return self._given
 
     def _open(self) -> Channel:
