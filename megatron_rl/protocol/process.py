@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.errors import ConfigError, InputError
@@ -24,6 +25,8 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 READY_FILE_VARIABLE = "MEGATRON_RL_READY_FILE"
 """Environment variable: the file by which a restartable role tells the launcher it was ready."""
+ORPHAN_END_S = 12.0
+"""What a process has to end itself once its launcher has died. The next launcher waits longer."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,7 +70,10 @@ def set_up_logging(role: str, log_dir: Path | None = None) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt(launcher: int | None, number: int, frame: object) -> None:
+    if launcher is not None and os.getppid() != launcher:
+        # Nobody is left who would kill it: at the end of its time it writes where it is, and exits.
+        faulthandler.dump_traceback_later(ORPHAN_END_S, exit=True)
     raise Interrupted(128 + number)
 
 
@@ -97,12 +103,14 @@ def run_main(role: str, main: Callable[[], None]) -> int:
     """Run `main` and return the exit code: 0, 1 (our failure), 2 (bad input), 128 + signal.
 
     SIGTERM and SIGINT raise Interrupted inside `main`, so that context managers close what they
-    opened; a second signal is not awaited.
+    opened; a second signal is not awaited. Once its launcher has died it has ORPHAN_END_S for that.
     """
+    launcher = None
     if os.environ.get("MEGATRON_RL_LAUNCHED"):
+        launcher = os.getppid()
         die_with_parent()
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, partial(_interrupt, launcher))
     log = logging.getLogger(role)
     try:
         with failures_noted():

@@ -14,6 +14,10 @@ Used by the rollout queue's server. Two threads:
 A job is not changed once it is put: records are made by the loop, and arrays of rollouts are never
 written to. An error of the disk stays with the thread until the loop meets it: at its next job or
 check, or at `close`. From then on nothing more is written.
+
+The threads meet at SimpleQueues alone: a signal's exception may hit the loop anywhere, and within
+Python's own locks (queue.Queue, threading.Event, Thread.is_alive) it can leave one taken, lose a
+wake-up, or have a thread pass for one that has ended.
 """
 
 import queue
@@ -35,28 +39,34 @@ class RecordThread(Closing):
     def __init__(self, files: RecordFiles, *, jobs: int, limit_s: float) -> None:
         """jobs: that may wait. limit_s: for room in the line, and for all to be written."""
         self._files = files
-        self._limit_s = limit_s
-        self._line: queue.Queue[Job | threading.Event | None] = queue.Queue(jobs)
-        """An event is set once all before it is written; None ends the thread."""
+        self._jobs, self._limit_s = jobs, limit_s
+        self._line: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        """None ends the thread."""
+        self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One for each job that is written."""
+        self._unwritten = 0
+        """Jobs that were put, and of which the loop does not know yet that they are written."""
         self._error: OSError | None = None
-        self._is_closed = False
+        self._has_ended = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while (asked := self._line.get()) is not None:
-            if isinstance(asked, threading.Event):
-                asked.set()
-                continue
-            try:
-                self._files.write(asked)
-            except OSError as error:
-                self._error = error
-                return
+        try:
+            while (job := self._line.get()) is not None:
+                self._files.write(job)
+                self._written.put(None)
+        except OSError as error:
+            self._error = error
+        finally:
+            self._has_ended = True
 
     def write(self, job: Job) -> None:
         """Let a job be written after those before. Raises InputError, DeadlineExceeded."""
-        self._put(job)
+        # One is being written, the others wait.
+        self._await(self._jobs)
+        self._unwritten += 1
+        self._line.put(job)
 
     def check(self) -> None:
         """Raise InputError when something could not be written."""
@@ -65,25 +75,24 @@ class RecordThread(Closing):
                 f"rollouts could not be recorded in {self._files.folder}: {self._error}. Make room "
                 "or mend the disk, then start the run again: it resumes from its newest checkpoint"
             ) from self._error
-        if not self._thread.is_alive():
+        if self._has_ended:
             raise RuntimeError("the thread that records rollouts has ended; see its traceback")
 
     def flush(self) -> None:
         """Wait until all is written. Raises InputError, DeadlineExceeded."""
-        written = threading.Event()
-        self._put(written)
-        deadline = time.monotonic() + self._limit_s
-        while not written.wait(_TURN_S):
-            self._check_wait(deadline)
+        self._await(0)
 
-    def _put(self, asked: Job | threading.Event | None) -> None:
+    def _await(self, most: int) -> None:
+        """Wait until so many jobs at most are not written. Raises InputError, DeadlineExceeded."""
         deadline = time.monotonic() + self._limit_s
+        self.check()
         while True:
-            self.check()
             try:
-                self._line.put(asked, timeout=_TURN_S)
-                return
-            except queue.Full:
+                self._written.get(block=self._unwritten > most, timeout=_TURN_S)
+                self._unwritten -= 1
+            except queue.Empty:
+                if self._unwritten <= most:
+                    return
                 self._check_wait(deadline)
 
     def _check_wait(self, deadline: float) -> None:
@@ -99,7 +108,8 @@ class RecordThread(Closing):
         if self._is_closed:
             return
         self._is_closed = True
-        self._put(None)
+        self.check()
+        self._line.put(None)
         self._thread.join(self._limit_s)
-        if self._error is not None or self._thread.is_alive():
+        if self._error is not None or not self._has_ended:
             self._check_wait(deadline=0.0)

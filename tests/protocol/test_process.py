@@ -69,3 +69,33 @@ def test_a_process_tells_its_stacks_when_asked_and_goes_on(tmp_path: Path) -> No
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output) == (0, "closed\n")
     assert "most recent call first" in errors and "in main" in errors
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
+subprocess.Popen(child, env={**os.environ, "MEGATRON_RL_LAUNCHED": "1"})
+time.sleep(60)
+"""
+HANGS_AT_ITS_END = """
+        from megatron_rl.protocol import process
+        process.ORPHAN_END_S = 1.0
+        try:
+            print("open", flush=True)
+            time.sleep(30)
+        finally:
+            time.sleep(50)
+"""
+
+
+def test_a_process_that_hangs_without_its_launcher_says_where_and_ends(tmp_path: Path) -> None:
+    script = SCRIPT.replace("        {body}", HANGS_AT_ITS_END)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", PARENT, script, str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert launcher.stdout.readline() == "open\n"
+    launcher.kill()
+    # Both pipes are the child's too, and end with it.
+    _, errors = launcher.communicate(timeout=20)
+    assert "Timeout (0:00:01)!" in errors and "in main" in errors

@@ -1,6 +1,8 @@
 """Records are written beside the loop: all of them, in order, and no error is lost."""
 
 import os
+import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -105,6 +107,36 @@ def test_loop_waits_for_a_slow_disk_once_the_line_is_full_and_not_for_ever(tmp_p
     assert [rollout.group for rollout in read_rollouts(tmp_path)] == [1, 2]
 
 
+class Alarm(Exception):
+    """Raised by a signal, wherever the loop is."""
+
+
+def raise_alarm(number: int, frame: object) -> None:
+    raise Alarm
+
+
+def test_a_signal_amid_a_write_does_not_keep_the_thread(tmp_path: Path) -> None:
+    """It may come within a lock or a wake-up of Python's own."""
+    before = signal.signal(signal.SIGALRM, raise_alarm)
+    draw = random.Random(1)
+    try:
+        for number in range(600):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            files = NoFiles(folder, keeps_tokens=False)
+            with RecordThread(files, jobs=2, limit_s=5) as thread:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 1e-3))
+                    while True:
+                        thread.write(Job("step", [], is_first=False))
+                except Alarm:
+                    pass
+            assert not thread._thread.is_alive()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("meets_it", ["write", "check", "flush", "close"])
 def test_a_full_disk_is_told_with_its_cause_wherever_the_loop_meets_it(
     tmp_path: Path, meets_it: str
@@ -127,6 +159,13 @@ def test_a_full_disk_is_told_with_its_cause_wherever_the_loop_meets_it(
     }[meets_it]
     with pytest.raises(InputError, match=r"could not be recorded in .*No space left.* resumes"):
         act()
+
+
+class NoFiles(RecordFiles):
+    """Writes nothing, at once."""
+
+    def write(self, job: Job) -> None:
+        pass
 
 
 class FullDisk(RecordFiles):
