@@ -22,7 +22,7 @@ from pathlib import Path
 from generation.child import ServerChild
 from generation.engine import Completion, EngineError, EngineSetup
 from generation.sglang_answers import read_ended
-from generation.sglang_messages import Generate
+from generation.sglang_direct import direct_request
 from generation.vllm_channel import VLLMChannel
 from generation.vllm_command import (
     installed_release,
@@ -92,16 +92,7 @@ class VLLMEngine:
     ) -> AsyncIterator[Completion]:
         """Yield completions as they finish. `sampling.seed` has no effect, as with SGLang."""
         setup = self._setup
-        request = Generate(
-            names=[],
-            prompt_ids=prompt_ids,
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop_ids=list(setup.stop_ids),
-            extra_key="",
-            returns_expert_choices=False,
-        )
+        request = direct_request(setup, prompt_ids, sampling, prefix_key="")
         deadline = asyncio.get_running_loop().time() + setup.request_timeout_s
         try:
             async with aclosing(self._channel.generate(request, indices, deadline)) as answers:

@@ -197,6 +197,19 @@ class Config(Section):
                 f"generator.context_tokens={self.generator.context_tokens} leaves no room for a "
                 f"prompt beside the max_new_tokens={longest} of eval or of eval.sets: raise it"
             )
+        self._check_serving()
+        self._check_algorithm()
+        self._check_replay()
+        self._check_verifier()
+        self._check_engine()
+        check_sharing(self.generator, self.weights, ranks=self.parallel.world_size)
+        check_release(self.generator, self.weights, self.eval)
+        self._check_training()
+        if self.sft.steps and self.sft.export_every_steps:
+            self._check_choice()
+        return self
+
+    def _check_serving(self) -> None:
         if self.generator.request_timeout_s >= self.queue.lease_timeout_s:
             raise ValueError(
                 f"generator.request_timeout_s={self.generator.request_timeout_s:g} is not below "
@@ -209,12 +222,8 @@ class Config(Section):
                 f"eval.replicas={self.eval.replicas} leaves none of generator.replicas="
                 f"{self.generator.replicas} to training: lower the former"
             )
-        self._check_algorithm()
-        self._check_replay()
-        self._check_verifier()
-        self._check_engine()
-        check_sharing(self.generator, self.weights, ranks=self.parallel.world_size)
-        check_release(self.generator, self.weights, self.eval)
+
+    def _check_training(self) -> None:
         if self.train.router_replay and "moe_router" in self.model.fusions:
             # megatron-core 0.16.1, moe_utils.py:652: the fused one never asks for a recorded one.
             raise ValueError(
@@ -228,9 +237,6 @@ class Config(Section):
         for section, optimizer in (("", self.optimizer), ("sft.", self.sft.optimizer)):
             if optimizer.offload:
                 self._check_offload(f"{section}optimizer.offload")
-        if self.sft.steps and self.sft.export_every_steps:
-            self._check_choice()
-        return self
 
     def _check_choice(self) -> None:
         given = f"sft.export_every_steps={self.sft.export_every_steps}"

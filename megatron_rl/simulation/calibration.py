@@ -13,12 +13,13 @@ Used by `megatron-rl simulate --calibrate RUN`.
 | verifiers | arrivals and scores, less the waiting for those before (`service_times.py`)          |
 
 Where roles share cores, seconds are turned into seconds of work by the speed that the model of
-sharing gives each moment (`core_use.py`). One figure is left open, and the run is simulated until
-it fits:
+sharing gives each moment (`core_use.py`). What is left open is changed, and the run is simulated,
+until it fits:
 
 - Where engines tell what their passes cost, and the last updates what the trainer takes alone: the
-  share of its speed that a role keeps beside others, by the seconds of an update. (Where no update
-  was alone: by the seconds from a completion's lease to its arrival.)
+  share of its speed that a role keeps beside others, by the seconds of an update, and what engines
+  keep of that, by the seconds from a completion's lease to its arrival. (Where no update was alone,
+  the first by the latter; the trainer's costs with it.)
 - Where they do not: what an engine does for a completion before its first token, which cannot be
   told from waiting for others, by the seconds from lease to arrival; the trainer's costs with it.
 """

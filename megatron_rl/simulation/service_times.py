@@ -61,21 +61,20 @@ def fit_rounds(
     A round begins with the first arrival of those that leave with it, or when the one before is
     over. None: requests leave one by one. speed: of the server between two moments.
     """
-    sizes: list[int] = []
-    spans: list[tuple[float, float, float]] = []
-    """Of each round: its begin, its end, and the end of the one before."""
-    left_at = -math.inf
-    for departure, arrival in sorted(zip(departures, arrivals, strict=True)):
-        if not spans or departure > left_at + _SAME_ROUND_S:
-            over, left_at = (spans[-1][1] if spans else -math.inf), departure
-            spans.append((max(arrival, over), departure, over))
-            sizes.append(0)
-        start, _, over = spans[-1]
-        spans[-1] = (max(over, min(start, arrival)), departure, over)
-        sizes[-1] += 1
-    if not sizes or len(departures) / len(sizes) < _LEAST_ROUND:
+    rounds: list[list[tuple[float, float]]] = []
+    """(departure, arrival) of those that left together."""
+    for left in sorted(zip(departures, arrivals, strict=True)):
+        if not rounds or left[0] > rounds[-1][0][0] + _SAME_ROUND_S:
+            rounds.append([])
+        rounds[-1].append(left)
+    if not rounds or len(departures) / len(rounds) < _LEAST_ROUND:
         return None
-    columns = np.stack([np.ones(len(sizes)), np.array(sizes, float)], axis=1)
-    work = [(end - start) * speed(start, end) for start, end, _ in spans]
+    work = []
+    over = -math.inf
+    for served in rounds:
+        began_at = max(over, min(arrival for _, arrival in served))
+        over = served[-1][0]
+        work.append((over - began_at) * speed(began_at, over))
+    columns = np.array([(1.0, len(served)) for served in rounds])
     base, each = fit_not_negative(columns, np.array(work))
     return float(base), float(each)

@@ -25,10 +25,7 @@ class EngineRank:
         *,
         may_pad_ffn: bool,
     ) -> None:
-        """parameters: asked for at each transfer, because an engine may rebind them in between.
-
-        rank: among the engine's ranks. dtype: of elements on the wire.
-        """
+        """The arguments are those of `Receiver`."""
         buffers = Buffers()
         self._receiver = Receiver(parameters, rank, dtype, may_pad_ffn=may_pad_ffn, buffers=buffers)
         self._relay = Relay(parameters, rank, dtype, buffers)
