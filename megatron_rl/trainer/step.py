@@ -112,17 +112,25 @@ class Trainer:
         """Of the wait for a scorer, in the last `prepare`."""
         return self.reference.metrics if isinstance(self.reference, ScoredReference) else []
 
-    def prepare(self, minibatches: Sequence[MinibatchShare]) -> list[list[Known]]:
+    def prepare(
+        self,
+        minibatches: Sequence[MinibatchShare],
+        *,
+        before_swap: Callable[[], None] | None = None,
+    ) -> list[list[Known]]:
         """What the objective needs to know of a batch before its first update.
 
         Of each minibatch, of each microbatch; one forward pass for the policy's own logprobs, one
         for the reference's, where they are needed. On stages that compute no loss nothing is known.
+        before_swap: called before a reference's weights take the place of the policy's.
         """
         own: list[list[Tensor]] = [[] for _ in minibatches]
         if self._objective.needs_proximal:
             own = [self.logprobs(minibatch) for minibatch in minibatches]
         reference: list[list[Known]] = [[] for _ in minibatches]
         if self.reference is not None:
+            if before_swap is not None and isinstance(self.reference, Reference):
+                before_swap()
             reference = self.reference.find(self._passes, minibatches)
         return [
             [replace(k or NOTHING, proximal_logprobs=mine) for mine, k in zip_longest(*parts)]

@@ -71,7 +71,7 @@ def train(
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
         weights.release()
-        prepared = trainer.prepare(batch.minibatches)
+        prepared = trainer.prepare(batch.minibatches, before_swap=weights.join)
         metrics.add(trainer.reference_metrics)
         for minibatch in batch.minibatches:
             # Taken out: what is known of a minibatch may be large, and is of no more use.

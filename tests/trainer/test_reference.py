@@ -10,6 +10,8 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.types import MinibatchShare
+from megatron_rl.trainer.loss_tokens import Known
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.reference import Reference, open_reference
 from megatron_rl.trainer.step import Trainer
@@ -44,7 +46,7 @@ def reference_after_two_updates(cfg: Config) -> dict[str, object]:
         found: dict[str, object] = {"start": trainer.logprobs(share), "after": []}
         weights = []
         for _ in range(2):
-            known = trainer.prepare([share])[0]
+            known = prepare_watched(trainer, share, found)
             found["reference"] = [k.reference_logprobs for k in known]
             trainer.update(share, version=0, known=known)
             trainer.gather()
@@ -57,6 +59,22 @@ def reference_after_two_updates(cfg: Config) -> dict[str, object]:
         assert trainer.reference is not None
         found["weights"] = (weights, trainer.reference._weights)
         return found
+
+
+def prepare_watched(
+    trainer: Trainer, share: MinibatchShare, found: dict[str, object]
+) -> list[Known]:
+    """Notes how often the parameters were written before `before_swap`, and by the end."""
+    parameters = list(trainer.policy.chunks[0].parameters())
+
+    def writes() -> int:
+        return sum(parameter._version for parameter in parameters)
+
+    started, at_swap = writes(), []
+    known = trainer.prepare([share], before_swap=lambda: at_swap.append(writes()))[0]
+    found["writes before swaps"] = [each - started for each in at_swap]
+    found["writes"] = (writes() - started) / len(parameters)
+    return known
 
 
 def transformers_logprobs(folder: Path) -> list[torch.Tensor]:
@@ -92,6 +110,8 @@ def test_the_start_and_a_folder_have_the_logprobs_of_transformers(
         for logprobs in (found["reference"], found["last"]):
             assert sorted_by_length(torch.cat(logprobs)) == pytest.approx(expected, abs=2e-5)
         assert found["is_kept"]
+        # Weights that still travel are whole up to the swap: it writes each parameter twice.
+        assert found["writes before swaps"] == [0] and found["writes"] == 2
         distance = (torch.cat(found["moved"]) - torch.cat(found["start"])).abs().max()
         assert distance > 1e-3
 
