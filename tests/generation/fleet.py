@@ -47,8 +47,8 @@ MID_TRANSFER = 40
 START_S = 150.0
 ANSWER_S = 60.0
 TOLERANCE = 1e-4
-"""Of logprobs. float32 costs up to 1.4e-5 with LARGE, in SGLang and in transformers alike; one tensor
-that is still of the version before, a factor of 1.02, costs 2.6e-3."""
+"""Of logprobs. float32 costs up to 1.4e-5 with LARGE, in SGLang and in transformers alike; one
+tensor that is still of the version before, a factor of 1.02, costs 2.6e-3."""
 LARGE = {
     # 55 MB, so that a transfer in small buckets takes a while. No number of ranks divides 4099.
     "vocab_size": 4099,
