@@ -20,16 +20,16 @@ def refuse_relay(quantization: str) -> None:
         )
 
 
-def refuse_overlap(has_gpus: bool, quantization: str) -> None:
+def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
     """Raise InputError where `weights.overlap` is not known to be safe.
 
-    has_gpus: whether the trainer computes on them.
+    has_gpus: whether the trainer computes on them. method: `weights.method`.
     """
-    if has_gpus:
+    if has_gpus and method == "reshard":
         raise InputError(
-            "weights.overlap=true needs a trainer without GPUs: on one, the kernels of the "
-            "exchange and those of the trainer's own groups could wait for each other for ever; "
-            "leave it at false"
+            "weights.overlap=true with weights.method=reshard needs a trainer without GPUs: on "
+            "one, the exchange's kernels and those of the trainer's own groups could wait for each "
+            "other for ever; give weights.method=host, or leave overlap at false"
         )
     if quantization:
         raise InputError(
@@ -53,8 +53,8 @@ class GeneratorConfig(Section):
     or its part of them where this is below tensor_parallel, which it must divide. SGLang, on GPUs.
     """
     shares_gpus: bool = False
-    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "disk",
-    or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
+    """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "host" or
+    "disk", or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
     release_memory: bool = False
     """Engines on the trainer's GPUs give the memory of their weights and KV cache back while the
     trainer computes: generation and training take turns, and a model fits that does not fit beside
@@ -103,11 +103,13 @@ class GeneratorConfig(Section):
 class WeightsConfig(Section):
     """Publishing weights to the generators."""
 
-    method: Literal["reshard", "ipc", "broadcast", "disk"] = "reshard"
-    """reshard: slices from shard to shard. ipc: the same through memory that ranks of one host
-    share, for a GPU that trainer and engine share. broadcast: full tensors by way of rank 0, for
-    engines without our loader; quantised ones get it instead of reshard. disk: a folder that every
-    engine reads; quantised ones get it instead of ipc."""
+    method: Literal["reshard", "host", "ipc", "broadcast", "disk"] = "reshard"
+    """reshard: slices from shard to shard. host: the same by way of host memory and TCP: slower,
+    but without NCCL between trainer and engine, and on GPUs too it may overlap with training. ipc:
+    the same through memory that ranks of one host share, for a GPU that trainer and engine share.
+    broadcast: full tensors by way of rank 0, for engines without our loader; quantised ones get it
+    instead of reshard. disk: a folder that every engine reads; quantised ones get it instead of
+    host and ipc."""
     kv_cache: Literal["keep", "recompute"] = "keep"
     """What running requests keep across a publish. keep: keys and values of older weights, as in
     the paper; recompute: tokens alone."""
@@ -121,7 +123,7 @@ class WeightsConfig(Section):
     after another generator did; over NCCL it has the whole deadline."""
     overlap: bool = False
     """Send while the next batch is awaited, and during its forward and backward pass, up to the
-    optimizer step. Needs reshard or ipc, and a trainer without GPUs."""
+    optimizer step. Needs host or ipc, or reshard with a trainer without GPUs."""
     relay: bool = False
     """Generators pass a version on: those that hold it double with every transfer, where a copy of
     the trainer's model serves its generators one after the other (over NCCL) or shares its links
@@ -132,10 +134,10 @@ class WeightsConfig(Section):
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:
-        if self.overlap and self.method not in ("reshard", "ipc"):
+        if self.overlap and self.method not in ("reshard", "host", "ipc"):
             raise ValueError(
                 f"weights.overlap=true with weights.method={self.method}: full tensors are "
-                "gathered by all ranks, which train meanwhile; give reshard or ipc"
+                "gathered by all ranks, which train meanwhile; give host, ipc or reshard"
             )
         return self
 

@@ -9,7 +9,7 @@ def check_sharing(generator: GeneratorConfig, weights: WeightsConfig, *, ranks: 
 
     ranks: of the trainer.
     """
-    possible = ("disk", "ipc") if ranks == 1 else ("disk",)
+    possible = ("disk", "host", "ipc") if ranks == 1 else ("disk", "host")
     if generator.shares_gpus and weights.method not in possible:
         # An engine sees its own GPUs alone, and memory of others cannot be opened there.
         raise ValueError(

@@ -108,7 +108,7 @@ def _check_widths(config: Config, ranks: int, gpus_per_host: int) -> None:
     if width > gpus_per_host and config.weights.method == "ipc":
         raise InputError(
             f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
-            "and weights.method='ipc' shares memory of one host: use 'reshard'"
+            "and weights.method='ipc' shares memory of one host: use 'reshard' or 'host'"
         )
 
 

@@ -38,9 +38,10 @@ class PlanOptions:
     mean_tokens: Annotated[
         int | None, typer.Option(help="of a sequence; default: half of generator.context_tokens")
     ] = None
-    gb_per_s: Annotated[float, typer.Option(help="that a rank sends or receives in a publish")] = (
-        Hardware.bytes_per_s / 1e9
-    )
+    gb_per_s: Annotated[
+        float | None,
+        typer.Option(help="that a rank sends or receives in a publish; default: 25, by host 2"),
+    ] = None
     json: Json = False
 
 
@@ -51,7 +52,8 @@ def plan(options: PlanOptions, console: Console) -> int:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
-    hardware = Hardware(options.gpu, options.gpus, options.mfu, options.gb_per_s * 1e9)
+    rate = None if options.gb_per_s is None else options.gb_per_s * 1e9
+    hardware = Hardware(options.gpu, options.gpus, options.mfu, rate)
     config = load_config(config_path(options.config), options.overrides)
     made = make_plan(config, hardware, options.mean_tokens)
     print_plan(made, console, as_json=options.json)

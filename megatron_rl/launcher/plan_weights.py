@@ -13,8 +13,13 @@ from rich.table import Table
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.sizing.generator import PAPER_PUBLISH_S, Publish, publish_cost
 from megatron_rl.launcher.sizing.plan import Hardware
+from megatron_rl.launcher.sizing.publish import (
+    PAPER_PUBLISH_S,
+    Publish,
+    publish_cost,
+    publish_rate,
+)
 from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.layout.copies import model_copies, places_of
@@ -76,8 +81,9 @@ def plan_weights(config: Config, console: Console) -> None:
     table.add_row(
         "a publish takes", f"{cost.whole_seconds:.2f} s; the paper: under {PAPER_PUBLISH_S:g} s"
     )
-    rate = f"{Hardware.bytes_per_s / 1e9:g} GB/s a rank"
-    table.add_row("its transfers", f"{cost.seconds:.2f} s over NCCL at {rate}")
+    rate = f"{publish_rate(config.weights) / 1e9:g} GB/s a rank"
+    way = "by way of host memory" if config.weights.method == "host" else "over NCCL"
+    table.add_row("its transfers", f"{cost.seconds:.2f} s {way} at {rate}")
     table.add_row("by the senders' bandwidth alone", f"{cost.least_seconds:.2f} s")
     console.print(table, markup=False)
     if len(found.sent) <= SHOWN_RANKS:
@@ -124,9 +130,10 @@ def forecast(config: Config) -> Forecast:
             config.generator,
             copies=copies.ranks,
             item_bytes=itemsize,
-            bytes_per_s=Hardware.bytes_per_s,
+            bytes_per_s=publish_rate(config.weights),
             turn_s=Hardware.turn_s,
             is_relayed=config.weights.relay,
+            is_concurrent=config.weights.method == "host",
         ),
     )
 

@@ -168,7 +168,7 @@ def check_overlap(config: Config, gpus: Sequence[str]) -> None:
     """
     weights, quantization = config.weights, config.generator.quantization
     if config.train.steps and weights.overlap:
-        refuse_overlap(uses_gpus(device_of_host(gpus)), quantization)
+        refuse_overlap(uses_gpus(device_of_host(gpus)), weights.method, quantization)
 
 
 def check_memory_saver(device: DeviceKind, environment: Mapping[str, str]) -> None:

@@ -87,9 +87,10 @@ class SimulateOptions:
     )
     gpu: Annotated[str, _assumed(f"one of {', '.join(GPUS)}")] = _ASSUMED.gpu
     mfu: Annotated[float | None, _assumed("of the trainer; default 0.35, with experts 0.2")] = None
-    gb_per_s: Annotated[float, _assumed("that a rank sends or receives in a publish")] = (
-        _ASSUMED.bytes_per_s / 1e9
-    )
+    gb_per_s: Annotated[
+        float | None,
+        _assumed("that a rank sends or receives in a publish; default: 25, by host 2"),
+    ] = None
     lanes: Annotated[
         str,
         _assumed(
@@ -97,7 +98,7 @@ class SimulateOptions:
             "the trainer's model"
         ),
     ] = "copies"
-    overlap: Annotated[bool, _assumed("publish beside the next step")] = False
+    overlap: Annotated[bool, _assumed("publish beside the next step, as weights.overlap")] = False
     verify_s: Annotated[float, _assumed("of grading one completion")] = _ASSUMED.verify_s
     verifier_servers: Annotated[int | None, _assumed("default: the config's, 8 GPUs a node")] = None
     deaths_per_engine_hour: Annotated[float, _assumed()] = 0.0
@@ -176,7 +177,7 @@ def _assumptions(options: SimulateOptions) -> Assumptions:
     return Assumptions(
         gpu=options.gpu,
         mfu=options.mfu,
-        bytes_per_s=options.gb_per_s * 1e9,
+        bytes_per_s=None if options.gb_per_s is None else options.gb_per_s * 1e9,
         lanes=read_lanes(options.lanes),
         is_overlapped=options.overlap,
         verify_s=options.verify_s,

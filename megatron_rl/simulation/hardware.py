@@ -23,6 +23,7 @@ from megatron_rl.launcher.sizing.generator import (
 )
 from megatron_rl.launcher.sizing.gpus import find_gpu
 from megatron_rl.launcher.sizing.parameters import model_parameters
+from megatron_rl.launcher.sizing.publish import publish_rate
 from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.machines import (
@@ -66,16 +67,18 @@ class Assumptions:
     """For each completion of an iteration: sampling, scheduling."""
     prefill_share: float = 0.5
     """Of the peak in bfloat16, that prefills reach."""
-    bytes_per_s: float = 25e9
-    """That one rank sends or receives in a publish."""
+    bytes_per_s: float | None = None
+    """That one rank sends or receives in a publish; None: `publish_rate`."""
     reduce_bytes_per_s: float = 25e9
     """At which gradients are reduced and parameters gathered, for each trainer rank."""
     pause_s: float = 0.1
     """Of an engine, beside the transfer: pause, digests, going on."""
     lanes: Lanes = "copies"
     """Engines that a publish serves at once. copies: each copy of the trainer's model serves one,
-    with its own ranks; a number, or all: all ranks serve so many."""
+    with its own ranks, or by way of host memory all of its own; a number, or all: all ranks serve
+    so many."""
     is_overlapped: bool = False
+    """Beside the next step, also where the configuration does not say so (weights.overlap)."""
     verify_s: float = 0.1
     """Of grading one completion."""
     verifier_servers: int | None = None
@@ -189,15 +192,17 @@ def lanes_of(lanes: Lanes, *, copies: int, replicas: int) -> int:
 def _publish(shape: ModelShape, config: Config, assumed: Assumptions) -> PublishModel:
     ranks = engine_rank_bytes(shape, config.generator, ITEM_BYTES[config.model.dtype])
     copies = len(copies_of(places_of(config.parallel)))
+    rate, world = publish_rate(config.weights, assumed.bytes_per_s), config.parallel.world_size
+    has_turns = assumed.lanes == "copies" and config.weights.method != "host"
     # Ranks that send to one engine.
-    senders = config.parallel.world_size // (copies if assumed.lanes == "copies" else 1)
-    senders_s = sum(ranks) / (senders * assumed.bytes_per_s)
-    replica_s = max(max(ranks) / assumed.bytes_per_s, senders_s) + assumed.pause_s
+    senders = world // (copies if assumed.lanes == "copies" else 1)
+    replica_s = max(max(ranks), sum(ranks) / senders) / rate + assumed.pause_s
+    lanes: Lanes = assumed.lanes if has_turns or assumed.lanes != "copies" else "all"
     return PublishModel(
         replica_s=replica_s,
-        lanes=lanes_of(assumed.lanes, copies=copies, replicas=config.generator.replicas),
-        # Copies do not share what they can send.
-        sender_share=0.0 if assumed.lanes == "copies" else senders_s / replica_s,
-        is_overlapped=assumed.is_overlapped,
-        is_relayed=config.weights.relay and assumed.lanes == "copies",
+        lanes=lanes_of(lanes, copies=copies, replicas=config.generator.replicas),
+        # Copies that serve one engine each do not share what they can send.
+        sender_share=0.0 if has_turns else sum(ranks) / (world * rate) / replica_s,
+        is_overlapped=assumed.is_overlapped or config.weights.overlap,
+        is_relayed=config.weights.relay and has_turns,
     )

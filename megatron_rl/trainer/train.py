@@ -36,7 +36,8 @@ from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.scored_reference import open_scored_reference
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.token_record import TokenRecord
-from megatron_rl.weights.exchange.transport import IPC
+from megatron_rl.weights.exchange.device_group import is_of_devices
+from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.folders.export import export_tensors, save_hf
 from megatron_rl.weights.folders.hf_folder import bucketed
 from megatron_rl.weights.layout.copies import model_copies
@@ -101,7 +102,9 @@ def main(cfg: Config) -> None:
     with open_policy(cfg) as policy, open_scored_reference(cfg, policy) as reference:
         if cfg.weights.overlap:
             # The launcher has asked already; ranks may be started without it.
-            refuse_overlap(policy.device.type != "cpu", cfg.generator.quantization)
+            refuse_overlap(
+                policy.device.type != "cpu", cfg.weights.method, cfg.generator.quantization
+            )
         trainer = Trainer(
             policy,
             objective,
@@ -157,14 +160,15 @@ def open_method(
     cfg: Config, policy: Policy, *, control: Control, link: GeneratorLink | None
 ) -> Method:
     """How this run moves weights."""
+    backend = {"ipc": IPC, "host": HOST}.get(cfg.weights.method, policy.backend.collectives)
     settings = ExchangeSettings(
         host=cfg.ports.host,
-        backend=IPC if cfg.weights.method == "ipc" else policy.backend.collectives,
+        backend=backend,
         dtype=DTYPES[cfg.model.dtype],
         bucket_bytes=cfg.weights.bucket_bytes,
         deadline_s=cfg.weights.deadline_s,
         grace_s=cfg.weights.grace_s,
-        is_concurrent=cfg.weights.method == "ipc" or policy.device.type == "cpu",
+        is_concurrent=not is_of_devices(backend),
         relays=cfg.weights.relay,
         name=control.share(f"weights-{time.time_ns()}", str),
     )
@@ -204,7 +208,7 @@ def open_turns(
 
 def chosen_method(method: str, quantization: str) -> str:
     """How weights move: a quantised engine's parameters are not the model's, so no slice fits."""
-    full = {"reshard": "broadcast", "ipc": "disk"}
+    full = {"reshard": "broadcast", "host": "disk", "ipc": "disk"}
     if method not in full or not quantization:
         return method
     chosen = full[method]

@@ -101,7 +101,7 @@ def test_servers_pass_a_version_on_to_each_other(tmp_path: Path) -> None:
             one.check_logprobs(index, exports[-1], version=1)
 
 
-@pytest.mark.parametrize("method", ["broadcast", "disk", "ipc"])
+@pytest.mark.parametrize("method", ["broadcast", "disk", "host", "ipc"])
 def test_other_methods_reach_engines_of_different_layouts(
     fleet: Callable[[str, int], Fleet], method: str, tmp_path: Path
 ) -> None:
@@ -112,7 +112,7 @@ def test_other_methods_reach_engines_of_different_layouts(
         salt = 0.05 * turn + len(method) / 100
         found = publish(one, TENSOR, Script(folders, salt=salt), method=method)
         assert all(each.metrics["publish/generators"] == 2 for each in found)
-        if method == "ipc":
+        if method in ("host", "ipc"):
             one.check_parameters(folders[-1])
         for index in range(2):
             one.check_logprobs(index, folders[-1], version=versions - 1)

@@ -17,7 +17,7 @@ from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.memory.digests import word_sums
 from megatron_rl.weights.exchange.parcels import Received, incoming, outgoing, receive, send
 from megatron_rl.weights.exchange.plan import make_plan
-from megatron_rl.weights.exchange.transport import IPC, Buffers, Channel
+from megatron_rl.weights.exchange.transport import HOST, IPC, Buffers, Channel, stages_all
 from megatron_rl.weights.layout.slices import Slice
 from tests.distributed import run_ranks
 from tests.ports import free_port
@@ -35,7 +35,7 @@ def matrix(rows: int, columns: int) -> Tensor:
 
 def device_of(rank: int, backend: str) -> torch.device:
     """A GPU for each rank, or one for both."""
-    count = 1 if backend == IPC else torch.cuda.device_count()
+    count = torch.cuda.device_count() if backend == "nccl" else 1
     if count == 1:
         os.environ["NCCL_HOSTID"] = f"host-{rank}"
     device = torch.device("cuda", rank % count)
@@ -71,7 +71,7 @@ def exchange(
     options = {"dtype": torch.bfloat16, "ends_at": ends_at}
     if rank == 0:
         held = {"m": whole.to(device), "v": vector.to(device)}
-        ends = outgoing(plan.of_sender(0), held, torch.bfloat16, stages_all=backend == IPC)
+        ends = outgoing(plan.of_sender(0), held, torch.bfloat16, stages_all=stages_all(backend))
         peak = send(ends, transport, version=1, **options)
         # The store is here.
         store.wait(["over"], timedelta(seconds=LIMIT_S))
@@ -81,7 +81,7 @@ def exchange(
         "right": torch.zeros(ROWS, COLUMNS - CUT, dtype=torch.bfloat16, device=device),
         "v": torch.zeros(77, dtype=torch.bfloat16, device=device),
     }
-    ends = incoming(plan.of_receiver(1), held, torch.bfloat16, stages_all=backend == IPC)
+    ends = incoming(plan.of_receiver(1), held, torch.bfloat16, stages_all=stages_all(backend))
     result = receive(ends, transport, version=expected_version, **options)
     store.set("over", "")
     found = torch.cat([held["left"], held["right"]], 1).cpu()
@@ -105,6 +105,15 @@ def test_slices_pass_through_memory_that_two_processes_share_on_one_gpu() -> Non
     assert is_right and received is not None
     assert (received.damaged, received.payload_bytes) == (0, 2 * (ROWS * COLUMNS + 77))
     assert 0 < sent_peak <= 2 << 20 and peak == 0
+
+
+def test_slices_of_one_gpu_pass_through_host_memory_to_another_process() -> None:
+    (_, _, sent_peak), (is_right, received, peak) = run_ranks(
+        exchange, 2, free_port(), 1, HOST, timeout_s=2 * LIMIT_S
+    )
+    assert is_right and received is not None
+    assert (received.damaged, received.payload_bytes) == (0, 2 * (ROWS * COLUMNS + 77))
+    assert 0 < sent_peak <= 2 << 20 and 0 < peak <= 2 << 20
 
 
 def test_another_version_is_noticed_on_the_device() -> None:

@@ -11,7 +11,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher import cli
 from megatron_rl.launcher.plan_weights import Forecast, forecast
-from megatron_rl.launcher.sizing.generator import Publish
+from megatron_rl.launcher.sizing.publish import Publish
 from megatron_rl.protocol.process import EXIT_BAD_INPUT
 
 SIZES = {

@@ -175,7 +175,7 @@ def test_publishes_beside_training_on_gpus_are_refused_before_a_model_is_read(
     preflight.check_overlap(Config(weights={"overlap": True}, train={"steps": 0}), ["0"])
     monkeypatch.setattr(preflight, "listed_gpus", lambda: ["0"])
     # The folder of the model is not there: this comes first.
-    with pytest.raises(InputError, match="weights.overlap=true needs a trainer without GPUs"):
+    with pytest.raises(InputError, match="method=reshard needs a trainer without GPUs"):
         preflight.check(beside)
 
 

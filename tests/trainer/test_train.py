@@ -22,6 +22,8 @@ from tests.tiny_models import write_model
         ("reshard", "", "reshard"),
         ("ipc", "", "ipc"),
         ("ipc", "fp8", "disk"),
+        ("host", "", "host"),
+        ("host", "fp8", "disk"),
         ("reshard", "fp8", "broadcast"),
         ("broadcast", "fp8", "broadcast"),
         ("disk", "fp8", "disk"),
@@ -75,15 +77,21 @@ def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> 
 
 
 def test_overlap_and_relays_are_refused_where_they_are_not_known_to_be_safe() -> None:
-    refuse_overlap(has_gpus=False, quantization="")
-    with pytest.raises(InputError, match="weights.overlap=true needs a trainer without GPUs"):
-        refuse_overlap(has_gpus=True, quantization="")
-    with pytest.raises(InputError, match="with generator.quantization=fp8"):
-        refuse_overlap(has_gpus=False, quantization="fp8")
+    for method in ("reshard", "host", "ipc"):
+        refuse_overlap(has_gpus=False, method=method, quantization="")
+        with pytest.raises(InputError, match="with generator.quantization=fp8"):
+            refuse_overlap(has_gpus=False, method=method, quantization="fp8")
+    with pytest.raises(
+        InputError, match="=reshard needs .* without GPUs.*give weights.method=host"
+    ):
+        refuse_overlap(has_gpus=True, method="reshard", quantization="")
+    # None of their kernels waits for another process.
+    for method in ("host", "ipc"):
+        refuse_overlap(has_gpus=True, method=method, quantization="")
     refuse_relay("")
     with pytest.raises(InputError, match="relay=true with generator.quantization=fp8: .* pass on"):
         refuse_relay("fp8")
-    for method in ("ipc", "broadcast", "disk"):
+    for method in ("host", "ipc", "broadcast", "disk"):
         with pytest.raises(ValueError, match=f"relay=true with weights.method={method}"):
             WeightsConfig(method=method, relay=True)
     for method in ("broadcast", "disk"):

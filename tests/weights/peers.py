@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.protocol.wire import DeadlineExceeded, Router
-from megatron_rl.weights.exchange.transport import IPC
+from megatron_rl.weights.exchange.transport import HOST, IPC
 from megatron_rl.weights.layout.copies import model_copies
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
@@ -50,10 +50,13 @@ class Setup:
     script: tuple[str, ...]
     """What the trainer does: "publish V"; "start V" and "join 0", the same in two parts; "admit N",
     until N generators hold the version; "meet N", until N have said hello; "rest S" for so many
-    seconds; "spoil V": the parameters become those of V, as by an optimizer step; "release 0": the
-    engines give their memory back; "await S": a batch for so many seconds."""
+    seconds; "compute S": the GPU does; "spoil V": the parameters become those of V, as by an
+    optimizer step; "release 0": the engines give their memory back; "await S": a batch for so many
+    seconds."""
     method: str = "reshard"
     """Of the section `weights`, or "nccl": reshard on a GPU that all share."""
+    device: str = "cpu"
+    """Of the trainer's parameters, where the method is not "nccl"."""
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
@@ -199,9 +202,19 @@ def act(
                 time.sleep(POLL_S)
         case "rest":
             time.sleep(float(number))
+        case "compute":
+            fill_stream(float(number))
         case "admit":
             admit(publisher, int(number))
     return ""
+
+
+def fill_stream(seconds: float) -> None:
+    """Queue products on the GPU for so long, faster than it computes them."""
+    factor = torch.ones(4096, 4096, device="cuda")
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        torch.mm(factor, factor)
 
 
 def admit(publisher: WeightPublisher, number: int) -> None:
@@ -236,8 +249,8 @@ def open_method(
 ) -> tuple[Method, Callable[[], None]]:
     """The method, and what makes the parameters those of `version[0]`."""
     name = control.share(f"test-{time.time_ns()}", str)
-    backend = {"ipc": IPC, "nccl": "nccl"}.get(setup.method, "gloo")
-    device = own_device("cuda" if backend == "nccl" else "cpu", f"trainer-{control.rank}")
+    backend = {"ipc": IPC, "host": HOST, "nccl": "nccl"}.get(setup.method, "gloo")
+    device = own_device("cuda" if backend == "nccl" else setup.device, f"trainer-{control.rank}")
     settings = ExchangeSettings(
         "127.0.0.1", backend, torch.float32, setup.bucket_bytes, setup.deadline_s, name,
         setup.grace_s, setup.is_concurrent, setup.relays,

@@ -7,7 +7,7 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 |---|---|
 | raw | reshard's rounds as plain bytes, one packet a parcel, that the receivers throw away |
 | floor | reshard's very packets, each digested once at either end and copied where it must be |
-| reshard, ipc, broadcast, disk | the product's, see docs/weights.md |
+| reshard, host, ipc, broadcast, disk | the product's, see docs/weights.md |
 
 | figure | what; medians of all publishes, the worst layout where there are several |
 |---|---|
@@ -17,6 +17,7 @@ float32 parameters. In each layout all methods publish in turn, in an order that
 | publish_over_raw | the same of whole publishes: digests at the senders, pause, all packets |
 | floor_over_raw | what packets, digests and copies cost by themselves |
 | time_over_floor, publish_over_floor | as over raw: what is left to the product's own work |
+| host_time_over_raw | the same of host: all packets by way of buffers at both ends |
 | ipc_time_over_raw | the same of ipc: memory that both ends share instead of sockets |
 | broadcast_over_reshard, disk_over_reshard | whole publishes |
 | pause_ms_p50, pause_overhead_ms | how long a generator stood still; without the transfer |

@@ -14,8 +14,8 @@ from megatron_rl.config.tree import Config
 
 TITLES = ("publish s", "transfer s", "pause s", "wire MB", "lo MB")
 RAW, FLOOR, RESHARD, OVERLAP = "raw", "floor", "reshard", "overlap"
-IPC, BROADCAST, DISK = "ipc", "broadcast", "disk"
-METHODS = (RAW, FLOOR, RESHARD, IPC, BROADCAST, DISK)
+HOST, IPC, BROADCAST, DISK = "host", "ipc", "broadcast", "disk"
+METHODS = (RAW, FLOOR, RESHARD, HOST, IPC, BROADCAST, DISK)
 """Names of exchanges begin with theirs."""
 
 
@@ -58,6 +58,7 @@ _RATIOS: tuple[tuple[str, str, str, Callable[[Sample], float]], ...] = (
     ("time_over_floor", RESHARD, FLOOR, _transfer),
     ("publish_over_floor", RESHARD, FLOOR, _publish),
     ("publish_over_raw", RESHARD, RAW, _publish),
+    ("host_time_over_raw", HOST, RAW, _transfer),
     ("ipc_time_over_raw", IPC, RAW, _transfer),
     ("broadcast_over_reshard", BROADCAST, RESHARD, _publish),
     ("disk_over_reshard", DISK, RESHARD, _publish),

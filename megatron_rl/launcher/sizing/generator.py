@@ -1,16 +1,14 @@
-"""Memory of an engine, its KV cache, and what a publish moves. Pure.
+"""Memory of an engine and its KV cache. Pure.
 
 Weights are those of `megatron-rl plan-weights`: the slices that each engine rank takes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import GeneratorConfig
 from megatron_rl.launcher.sizing.gpus import GIB, MIB
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
-from megatron_rl.weights.layout.relay_tree import turns_before
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share
 
@@ -93,83 +91,4 @@ def engine_memory(
         kv_per_token=kv_bytes_per_token(shape, ranks, item_bytes),
         reserve=reserve,
         kv_room=gpu_bytes - reserve - weights,
-    )
-
-
-PAPER_PUBLISH_S = 5.0
-"""In less weights reach the generators, even of large models. Source: Magistral (2506.10910)."""
-
-
-@dataclass(frozen=True)
-class Publish:
-    """What one publish to all generators moves, over NCCL."""
-
-    total_bytes: int
-    rank_bytes: int
-    """Most that a rank of an engine takes."""
-    copies: int
-    """Of the model in the trainer; they serve generators at the same time."""
-    group_ranks: int
-    """Of a copy and an engine."""
-    turns: int
-    """Transfers, one after the other, until all generators are served: by the busiest copy, or with
-    `is_relayed` also by those that hold the version."""
-    is_relayed: bool
-    """Generators pass weights on (weights.relay)."""
-    seconds: float
-    """Of the transfers of all turns; digests and pauses are not counted."""
-    turn_s: float
-    """Assumed for a turn beside its transfer."""
-    least_seconds: float
-    """Of the transfers, if the trainer's ranks alone sent, all of the time: their bandwidth."""
-
-    @property
-    def whole_seconds(self) -> float:
-        """That the trainer waits."""
-        return self.seconds + self.turns * self.turn_s
-
-    def relay_advice(self) -> list[str]:
-        """What weights.relay would save, where a publish takes longer than the paper says."""
-        turns = turns_before(self.turns)
-        if self.is_relayed or self.whole_seconds <= PAPER_PUBLISH_S or turns == self.turns:
-            return []
-        return [
-            f"a publish takes {self.whole_seconds:.1f} s: with weights.relay=true engines pass "
-            f"weights on, in {turns} turns instead of {self.turns}, "
-            f"{turns * self.whole_seconds / self.turns:.1f} s"
-        ]
-
-
-def publish_cost(
-    shape: ModelShape,
-    generator: GeneratorConfig,
-    *,
-    copies: Sequence[Sequence[int]],
-    item_bytes: int,
-    bytes_per_s: float,
-    turn_s: float = 0.0,
-    is_relayed: bool = False,
-) -> Publish:
-    """Bytes and seconds, where each rank sends or receives `bytes_per_s`. Raises InputError.
-
-    copies: the trainer's ranks of each. Those of a copy share its work evenly (`make_plan`), so
-    that the slower end of a transfer is the fullest receiver, or the senders where they are fewer.
-    """
-    ranks = engine_rank_bytes(shape, generator, item_bytes)
-    senders = len(copies[0])
-    served = -(-generator.replicas // len(copies))
-    turns = turns_before(served) if is_relayed else served
-    total = generator.replicas * sum(ranks)
-    # Over NCCL a copy serves its generators in turn: see weights/publish/settings.py.
-    slowest = max(max(ranks), sum(ranks) / senders)
-    return Publish(
-        total_bytes=total,
-        rank_bytes=max(ranks),
-        copies=len(copies),
-        group_ranks=senders + len(ranks),
-        turns=turns,
-        is_relayed=is_relayed,
-        seconds=turns * slowest / bytes_per_s,
-        turn_s=turn_s,
-        least_seconds=max(max(ranks), served * sum(ranks) / senders) / bytes_per_s,
     )

@@ -17,9 +17,10 @@ from megatron_rl.launcher.sizing.flops import (
     step_flops,
     step_seconds,
 )
-from megatron_rl.launcher.sizing.generator import EngineMemory, Publish, engine_memory, publish_cost
+from megatron_rl.launcher.sizing.generator import EngineMemory, engine_memory
 from megatron_rl.launcher.sizing.gpus import GIB, Gpu, find_gpu
 from megatron_rl.launcher.sizing.parameters import active_parameters, model_parameters
+from megatron_rl.launcher.sizing.publish import Publish, publish_cost, publish_rate
 from megatron_rl.launcher.sizing.sharing import (
     SharedMemory,
     shared_memory,
@@ -49,8 +50,8 @@ class Hardware:
     """Of the whole run; None: as many as the configuration uses."""
     mfu: float = 0.35
     """Share of the GPUs' peak that the model's FLOPs use."""
-    bytes_per_s: float = 25e9
-    """That one rank sends or receives in a publish."""
+    bytes_per_s: float | None = None
+    """That one rank sends or receives in a publish; None: `publish_rate`."""
     turn_s: float = 0.4
     """Of a publish, for each generator that a copy serves, beside its bytes: pause, readiness,
     digests. An estimate."""
@@ -148,9 +149,10 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         config.generator,
         copies=copies_of(places_of(config.parallel)),
         item_bytes=item_bytes,
-        bytes_per_s=hardware.bytes_per_s,
+        bytes_per_s=publish_rate(config.weights, hardware.bytes_per_s),
         turn_s=hardware.turn_s,
         is_relayed=config.weights.relay,
+        is_concurrent=config.weights.method == "host",
     )
     step = _step(shape, config, hardware, mean)
     shared = shared_memory(config, trainer, engine)

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Column, Table
 
-from megatron_rl.launcher.sizing.generator import PAPER_PUBLISH_S
 from megatron_rl.launcher.sizing.gpus import GIB
 from megatron_rl.launcher.sizing.plan import PlannedStage, SizingPlan
+from megatron_rl.launcher.sizing.publish import PAPER_PUBLISH_S
 
 _STAGE_FIELDS = ("name", "begins", "max_new_tokens", "minibatches", "max_staleness")
 

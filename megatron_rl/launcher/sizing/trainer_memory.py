@@ -65,7 +65,7 @@ class RankMemory:
 
 def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
     """The setting of a configuration whose sequences have mean_tokens on average."""
-    train = config.train
+    train, weights = config.train, config.weights
     tokens = train.groups_per_batch * train.group_size * mean_tokens
     # A sequence over the budget is a microbatch of its own (protocol/packing.py).
     budget = max(train.microbatch_tokens, config.generator.context_tokens)
@@ -76,8 +76,8 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         item_bytes=ITEM_BYTES[config.model.dtype],
         recompute=config.model.recompute,
         recompute_modules=config.model.recompute_modules,
-        # Two rounds of a publish are in flight (docs/weights.md).
-        publish_buffer_bytes=2 * config.weights.bucket_bytes,
+        # Two rounds of a publish are in flight (docs/weights.md), under host in host memory.
+        publish_buffer_bytes=2 * weights.bucket_bytes if weights.method != "host" else 0,
         dequantises=config.model.fp8_parameters,
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compares_vocabularies=config.algorithm.kl.is_exact,

@@ -11,7 +11,7 @@ A parcel's digest is computed from its packets' digests. So a sender can digest 
 in a parameter before the transfer, and a receiver each packet when it arrives.
 
 Both ends know the packets from the plan; whether a large move needs a buffer, each end sees for
-itself. In shared memory every move needs one, at the sender.
+itself. In shared memory every move needs one, at the sender; by way of host memory, at both ends.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.weights.exchange.memory.digests import WORDS, digest, fold
+from megatron_rl.weights.exchange.memory.streams import synchronize
 from megatron_rl.weights.exchange.plan import Move, Parcel
 from megatron_rl.weights.layout.slices import as_matrix
 
@@ -151,7 +152,10 @@ def _known_digest(packet: Packet) -> Tensor:
     # Two threads may both compute it: they find the same. What has twins packs anew for a second
     # attempt, and then computes it anew.
     if owner is packet or owner.packed_digest is None:
-        owner.packed_digest = digest(packet.payload)
+        found = digest(packet.payload)
+        # Threads that pack the twins may use another stream.
+        synchronize(found.device)
+        owner.packed_digest = found
     return owner.packed_digest
 
 

@@ -26,7 +26,7 @@ from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.group import open_store
 from megatron_rl.weights.exchange.parcels import incoming, receive
 from megatron_rl.weights.exchange.plan import Rounds
-from megatron_rl.weights.exchange.transport import IPC, Buffers, Channel
+from megatron_rl.weights.exchange.transport import Buffers, Channel, stages_all
 from megatron_rl.weights.layout.engine_layout import check_slices
 from megatron_rl.weights.layout.slices import Slice
 
@@ -136,7 +136,7 @@ class Receiver:
         parameters = self._parameters()
         # All that can be refused comes before `ready`: from `go` on parameters are overwritten.
         self._check(order, link, parameters)
-        ends = incoming(link.rounds, parameters, self._dtype, stages_all=order.backend == IPC)
+        ends = incoming(link.rounds, parameters, self._dtype, stages_all=stages_all(order.backend))
         store = link.channel.store
         self._tell(f"ready/{order.attempt}/{link.channel.rank}", b"")
         # The store's timeout was set for the group's first transfer: here it is what is left now.

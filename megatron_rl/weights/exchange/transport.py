@@ -3,7 +3,8 @@
 Shared by trainer ranks and engines; needs torch and messages alone. `Channel` is what one rank
 keeps between the transfers to one generator, a `Transport` serves one transfer.
 
-Over a group two rounds are in flight, whose buffers lie in two spaces that are used in turn. In
+Over a group two rounds are in flight, whose buffers lie in two spaces that are used in turn, on the
+ranks' devices or, with HOST, in host memory wherever the parameters lie. In
 shared memory there are the sender's two spaces alone: receivers copy from them into their
 parameters. Both sides speak about them by keys of the exchange's store; K counts the parcels of one
 sender to one receiver:
@@ -28,16 +29,14 @@ from torch import Tensor
 from megatron_rl.protocol.types import Receive
 from megatron_rl.weights.exchange.device_group import is_of_devices, start_batch
 from megatron_rl.weights.exchange.group import Work, close_group, connect_group, join_group
-from megatron_rl.weights.exchange.memory.sharing import (
-    Handle,
-    SharedMemory,
-    open_shared,
-    synchronize,
-)
+from megatron_rl.weights.exchange.memory.sharing import Handle, SharedMemory, open_shared
+from megatron_rl.weights.exchange.memory.streams import synchronize
 from megatron_rl.weights.exchange.packets import Packet
 
 IPC = "ipc"
 """In the place of a collective backend: shared memory."""
+HOST = "host"
+"""In its place: gloo, by way of host memory. No kernel waits for another rank."""
 _GLANCE_S = 0.5
 """How often a sender that waits for a receiver looks whether that one has given up."""
 Parcels = Sequence[list[Packet]]
@@ -70,6 +69,11 @@ class Transport(Protocol):
         """On a sender: wait until its buffers are needed no more."""
 
 
+def stages_all(backend: str) -> bool:
+    """Whether packets never lie in the parameters themselves; the same at both ends."""
+    return backend in (IPC, HOST)
+
+
 class Buffers:
     """Two spaces for the rounds of a rank's transfers, used in turn.
 
@@ -86,15 +90,20 @@ class Buffers:
         """Of both."""
         return sum(half.nbytes for half in self._halves if half is not None)
 
-    def next(self, size: int, device: torch.device) -> Tensor:
-        """The space of the last but one call, or a larger one: [at least size] uint8."""
+    def next(self, size: int, device: torch.device, *, is_pinned: bool = False) -> Tensor:
+        """The space of the last but one call, or a larger one: [at least size] uint8.
+
+        is_pinned: a device reaches it without a copy by the driver.
+        """
         half = self._turn
         self._turn = 1 - half
         held = self._halves[half]
         if held is None or held.nbytes < size or held.device != device:
             # Let the old memory go first: both at once would be three spaces.
             held = self._halves[half] = None
-            held = self._halves[half] = torch.empty(size, dtype=torch.uint8, device=device)
+            held = self._halves[half] = torch.empty(
+                size, dtype=torch.uint8, device=device, pin_memory=is_pinned
+            )
         return held
 
     def drop(self) -> None:
@@ -105,8 +114,18 @@ class Buffers:
 class GroupTransport:
     """Point to point in a process group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, buffers: Buffers) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        buffers: Buffers,
+        *,
+        is_pinned: bool = False,
+    ) -> None:
+        """device: of the buffers; is_pinned: they lie in host memory, and what they are filled from
+        or copied to does not."""
         self._group, self._device, self._buffers = group, device, buffers
+        self._is_pinned = is_pinned
         self._has_devices = is_of_devices(dist.get_backend(group))
 
     @property
@@ -118,7 +137,7 @@ class GroupTransport:
         """In the space of the last but one round, whose packets have arrived by now."""
         packets = _staged(parcels)
         size = sum(packet.nbytes for packet in packets)
-        _deal(packets, self._buffers.next(size, self._device))
+        _deal(packets, self._buffers.next(size, self._device, is_pinned=self._is_pinned))
 
     def send(self, peers: Sequence[int], parcels: Parcels) -> list[list[Work]]:
         """Start a work for each packet of each parcel."""
@@ -307,29 +326,33 @@ class Channel:
     def open(self, order: Receive, device: torch.device, ends_at: float) -> Transport:
         """The transport of a transfer; the first one forms the group.
 
-        Raises RuntimeError (torch's own) when that fails. ends_at: monotonic time.
+        Raises RuntimeError (torch's own) when that fails. device: of the parameters. ends_at:
+        monotonic time.
         """
         if order.backend == IPC:
             return SharedTransport(self.store, self.rank, order.attempt, device)
+        is_by_host = order.backend == HOST
+        own = torch.device("cpu") if is_by_host else device
         if self._group is None:
             group = join_group(
                 self.store,
                 self.rank,
                 order.world_size,
                 name=order.group_name,
-                backend=order.backend,
+                backend=dist.Backend.GLOO if is_by_host else order.backend,
                 timeout_s=max(0.001, ends_at - time.monotonic()),
             )
             # Backends connect the ranks in a group's first operation, where all must take part; a
             # round may leave some of them out.
             try:
-                connect_group(group, device, ends_at)
+                connect_group(group, own, ends_at)
             except RuntimeError:
                 # What it has begun must not go on beside the training.
                 close_group(group)
                 raise
             self._group = group
-        return GroupTransport(self._group, device, self._buffers)
+        is_pinned = own != device
+        return GroupTransport(self._group, own, self._buffers, is_pinned=is_pinned)
 
     def close(self) -> None:
         """Leave the group. Peers that wait for this rank there fail then."""

@@ -41,12 +41,12 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.nccl_settings import check_settings, own_settings
 from megatron_rl.protocol.types import Hello, LeaveGroup
 from megatron_rl.weights.exchange.device_group import is_of_devices
-from megatron_rl.weights.exchange.memory.sharing import use_device
+from megatron_rl.weights.exchange.memory.streams import SideStreams, synchronize
 from megatron_rl.weights.exchange.parcels import Ends, for_another, outgoing
 from megatron_rl.weights.exchange.plain import PlainParameters
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.exchange.sender import Sender
-from megatron_rl.weights.exchange.transport import IPC, Buffers
+from megatron_rl.weights.exchange.transport import Buffers, stages_all
 from megatron_rl.weights.layout.copies import Copies
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
@@ -153,8 +153,7 @@ class Reshard:
         pool = ThreadPoolExecutor(
             1 + len(kinds) + len(mine),
             thread_name_prefix="publish",
-            initializer=use_device,
-            initargs=(self._device,),
+            initializer=SideStreams(self._device).enter,
         )
         running = self._running = _Running()
         if self._link is not None:
@@ -176,8 +175,10 @@ class Reshard:
                 self._plans[kind, None].of_sender(self._place),
                 plain,
                 self._settings.dtype,
-                stages_all=self._settings.backend == IPC,
+                stages_all=stages_all(self._settings.backend),
             )
+            # Senders read what is dequantised and digested here, each in a stream of its own.
+            synchronize(self._device)
         except RuntimeError as error:
             # torch's, of a device without room for what is dequantised.
             return _Prepared([], f"a trainer rank could not prepare its slices: {error}")

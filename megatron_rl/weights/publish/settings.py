@@ -15,7 +15,8 @@ class ExchangeSettings:
     host: str
     """Where the stores of the groups listen."""
     backend: str
-    """Collectives of the groups, or IPC: no groups, but memory that ranks on one host share."""
+    """Collectives of the groups; or IPC: no groups, but memory that ranks on one host share; or
+    HOST: gloo, by way of host memory."""
     dtype: torch.dtype
     """Of elements on the wire."""
     bucket_bytes: int

@@ -14,10 +14,10 @@ from megatron_rl.launcher.sizing.generator import (
     engine_memory,
     engine_rank_bytes,
     kv_bytes_per_token,
-    publish_cost,
     sglang_reserve_bytes,
 )
 from megatron_rl.launcher.sizing.gpus import GIB
+from megatron_rl.launcher.sizing.publish import publish_cost
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import QWEN3_MOE, write_model
 
@@ -69,25 +69,6 @@ def test_weights_of_an_engine_are_what_a_publish_brings(
     assert cost.total_bytes == sum(planned.sent)
     # A single sender is the slower end, unless there is a single receiver.
     assert cost.seconds == pytest.approx(sum(planned.sent) / 1e6)
-
-
-def test_each_copy_serves_its_share_of_the_replicas_in_turn(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    shape = read_shape(tmp_path)
-    copies = [tuple(range(first, first + 4)) for first in (0, 4)]
-    one, two, five = (
-        publish_cost(shape, GeneratorConfig(tensor_parallel=2, replicas=replicas), copies=copies,
-                     item_bytes=2, bytes_per_s=1e6, turn_s=0.5)
-        for replicas in (1, 2, 5)
-    )  # fmt: skip
-    assert (one.copies, one.group_ranks) == (2, 4 + 2)
-    assert one.seconds == one.least_seconds == one.rank_bytes / 1e6
-    assert (two.total_bytes, two.turns, two.seconds) == (2 * one.total_bytes, 1, one.seconds)
-    assert (five.total_bytes, five.turns) == (5 * one.total_bytes, 3)
-    assert five.seconds == pytest.approx(3 * one.seconds)
-    assert five.whole_seconds == pytest.approx(3 * one.seconds + 1.5)
-    # Four senders have half of what two receivers take: two engines fill their bandwidth.
-    assert five.least_seconds == pytest.approx(3 * one.total_bytes / 4 / 1e6)
 
 
 def test_what_weights_and_reserve_leave_is_room_for_the_cache(tmp_path: Path) -> None:

@@ -64,23 +64,11 @@ def open_shared(handle: Handle) -> Tensor:
     if number is None:
         raise RuntimeError(
             f"device {handle.device} of a trainer rank is not visible to this engine: with "
-            "weights.method='ipc' both need the same CUDA_VISIBLE_DEVICES, or use 'reshard'"
+            "weights.method='ipc' both need the same CUDA_VISIBLE_DEVICES, or use 'host'"
         )
     parts = (b64decode(part) if isinstance(part, str) else part for part in handle.parts)
     storage = torch.UntypedStorage._new_shared_cuda(number, *parts)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: handle.size]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until what was started on the device is done."""
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
-
-
-def use_device(device: torch.device) -> None:
-    """Make it the calling thread's own: each thread begins with the first one."""
-    if device.type != "cpu":
-        torch.cuda.set_device(device)
 
 
 def _mapped(path: str, size: int) -> Tensor:
