@@ -256,7 +256,7 @@ def test_what_lies_elsewhere_than_on_eight_bytes_or_in_another_dtype_is_staged()
 def open_transport(kind: str = "group", timeout_s: float = 30.0) -> Transport:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     assert dist.group.WORLD is not None
-    if kind == "group":
+    if kind != "shared":
         return GroupTransport(dist.group.WORLD, CPU, Buffers())
     return SharedTransport(distributed_c10d._get_default_store(), dist.get_rank(), 0, CPU)
 
@@ -269,9 +269,9 @@ def count_buffers(monkeypatch_target: Any) -> list[int]:
     def gone(size: int) -> None:
         count[0] -= size
 
-    def counted(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def counted(size: int, *, dtype: torch.dtype, **others: Any) -> Tensor:
         if dtype != torch.uint8:
-            return real(size, dtype=dtype, device=device)
+            return real(size, dtype=dtype, **others)
         memory = np.empty(size, dtype=np.uint8)
         weakref.finalize(memory, gone, size)
         count[0] += size
@@ -288,7 +288,7 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
     Returns (peak as reported, peak as counted, what was received, whether it is right).
     """
     transport, rank = open_transport(kind), dist.get_rank()
-    stages_all = kind == "shared"
+    stages_all = kind != "group"
     rows, columns, bucket_bytes = 64, 10, 512
     halves = [(0, 7), (7, 3)]
     senders = {
@@ -324,14 +324,14 @@ def exchange_between_four(kind: str) -> tuple[int, int, Received | None, bool]:
     return peak, count[1], result, is_right
 
 
-@pytest.mark.parametrize("kind", ["group", "shared"])
+@pytest.mark.parametrize("kind", ["group", "host", "shared"])
 def test_several_rounds_arrive_within_two_buckets_of_memory(kind: str) -> None:
     ends = run_ranks(exchange_between_four, 4, kind)
     for rank, (peak, counted, result, is_right) in enumerate(ends):
         assert is_right
         # Shared memory is the senders' and is none of torch's.
-        assert counted == (peak if kind == "group" else 0)
-        assert (peak > 0) == (kind == "group" or rank < 2)
+        assert counted == (0 if kind == "shared" else peak)
+        assert (peak > 0) == (kind != "shared" or rank < 2)
         if result is not None:
             assert (result.damaged, result.payload_bytes) == (0, 32 * 10 * 4)
             assert 0 < result.seconds < 20
