@@ -100,6 +100,11 @@ class Calibration:
     def model(self, config: Config, assumed: Assumptions) -> ClusterModel:
         """The model of another configuration of the same machines. Raises InputError."""
         mine, fitted = self.config, self.fitted
+        if config.generator.shares_gpus:
+            raise InputError(
+                "generator.shares_gpus with --calibrate: what turns on a GPU cost is not found in "
+                "a run; simulate them without it"
+            )
         for name in ("tensor", "pipeline", "context", "expert"):
             _check_same(
                 f"parallel.{name}", getattr(mine.parallel, name), getattr(config.parallel, name)
@@ -110,12 +115,13 @@ class Calibration:
             fitted.engine,
             max_running=config.generator.max_running,
             kv_tokens=config.generator.kv_tokens,
+            forgets=config.weights.kv_cache == "recompute",
         )
         publish = dataclasses.replace(
             fitted.publish,
             # Over gloo each copy serves all its engines at once.
             lanes=assumed.lanes if isinstance(assumed.lanes, int) else config.generator.replicas,
-            is_overlapped=assumed.is_overlapped,
+            is_overlapped=assumed.is_overlapped or config.weights.overlap,
         )
         verifier = fitted.verifier
         if assumed.verifier_servers is not None:

@@ -91,6 +91,7 @@ class Cluster:
             planned,
             model=model.trainer,
             publish=model.publish,
+            turns=model.turns,
             dp_size=config.parallel.data,
             steps=self._config.train.steps,
             read_s=model.read_s,

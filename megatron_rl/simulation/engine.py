@@ -29,9 +29,9 @@ import heapq
 import itertools
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from megatron_rl.protocol.types import VersionSpan
+from megatron_rl.simulation.request import Request
 
 RESERVE_TOKENS = 512
 """Kept free in the cache for each running completion when another joins, at most what it may
@@ -66,46 +66,12 @@ class EngineModel:
     """Of such a pass beside these, where the engine had nothing to do before."""
     lease_s: float = 0.0
     """Of the generator for each lease, one after the other, until the engine has it."""
+    forgets: bool = False
+    """Whether a pause empties the cache: all that run are put back (weights.kv_cache)."""
 
     def iteration_s(self, running: int, kv: int) -> float:
         """Seconds of one iteration."""
         return self.base_s + self.per_running_s * running + self.per_kv_token_s * kv
-
-
-@dataclass
-class Request:
-    """A completion that an engine is asked for."""
-
-    lease_id: int
-    index: int
-    group: int
-    """Completions with the same number have the same prompt."""
-    prompt_tokens: int
-    tokens: int
-    """How long it will be."""
-    generated: int = 0
-    """Until it joined last."""
-    joined_at: int = 0
-    """Iteration after which it decodes."""
-    leased_at: float = 0.0
-    first_token_at: float = math.inf
-    """End of its first prefill."""
-    starts: list[tuple[int, int]] = field(default_factory=list)
-    """(policy version, completion token from which on it sampled)."""
-
-    def spans(self) -> list[VersionSpan]:
-        """Which version sampled which tokens, once it is finished."""
-        last: dict[int, int] = {}
-        for version, start in self.starts:
-            last[start] = version
-        edges = [start for start in sorted(last) if start < self.tokens]
-        found: list[VersionSpan] = []
-        for start, end in itertools.pairwise([*edges, self.tokens]):
-            if found and found[-1].version == last[start]:
-                found[-1] = VersionSpan(last[start], found[-1].start, end)
-            else:
-                found.append(VersionSpan(last[start], start, end))
-        return found
 
 
 @dataclass
@@ -194,7 +160,8 @@ class Engine:
         """Stop at the end of this iteration."""
         self.advance(now)
         self._is_pausing = True
-        self._is_paused = not self._running
+        if not self._running:
+            self._stop()
 
     def resume(self, version: int, now: float) -> None:
         """Go on with the weights of a version."""
@@ -301,7 +268,7 @@ class Engine:
                 request.starts.append((self.version, self._generated(request)))
         self._is_prefilling = False
         if self._is_pausing:
-            self._is_paused = True
+            self._stop()
             return
         while self.kv + len(self._running) > self.model.kv_tokens and len(self._running) > 1:
             self._retract()
@@ -372,10 +339,22 @@ class Engine:
         )
         request = self._running.pop(place)[2]
         heapq.heapify(self._running)
+        self._put_back(request)
+        self.retractions += 1
+
+    def _put_back(self, request: Request) -> None:
         self.kv -= self._held(request)
         request.generated = self._generated(request)
         self._waiting.appendleft(request)
-        self.retractions += 1
+
+    def _stop(self) -> None:
+        self._is_paused = True
+        if self.model.forgets:
+            self._seen.clear()
+            # Who joined first is the first again.
+            for _, _, request in sorted(self._running, key=lambda entry: -entry[1]):
+                self._put_back(request)
+            self._running.clear()
 
     def _generated(self, request: Request) -> int:
         return request.generated + self.iterations - request.joined_at

@@ -17,16 +17,11 @@ from megatron_rl.protocol.types import (
     RolloutFailed,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import PROMPTS, Coordinator
-from megatron_rl.simulation.engine import (
-    RESERVE_TOKENS,
-    Engine,
-    EngineModel,
-    IterationCount,
-    Request,
-)
+from megatron_rl.simulation.engine import RESERVE_TOKENS, Engine, EngineModel, IterationCount
 from megatron_rl.simulation.events import Agenda
 from megatron_rl.simulation.machines import Faults
 from megatron_rl.simulation.queue import make_rollout
+from megatron_rl.simulation.request import Request
 from megatron_rl.simulation.workload import Workload
 
 

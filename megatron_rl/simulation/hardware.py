@@ -31,6 +31,7 @@ from megatron_rl.simulation.machines import (
     Faults,
     PublishModel,
     TrainerModel,
+    Turns,
     VerifierModel,
 )
 from megatron_rl.weights.layout.copies import copies_of, places_of
@@ -71,6 +72,8 @@ class Assumptions:
     """That one rank sends or receives in a publish; None: `publish_rate`."""
     reduce_bytes_per_s: float = 25e9
     """At which gradients are reduced and parameters gathered, for each trainer rank."""
+    turn_s: float = 1.0
+    """Of engines on the trainer's GPUs, to give their memory back, and again to take it."""
     pause_s: float = 0.1
     """Of an engine, beside the transfer: pause, digests, going on."""
     lanes: Lanes = "copies"
@@ -90,10 +93,10 @@ class Assumptions:
 
 def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
     """What a configuration costs on these GPUs. Raises InputError for impossible sizes."""
-    if config.generator.shares_gpus:
+    if config.generator.shares_gpus and not config.generator.release_memory:
         raise InputError(
-            "generator.shares_gpus: that trainer and engines take turns on a GPU is not simulated; "
-            "give a configuration in which each has GPUs of its own"
+            "generator.shares_gpus: trainer and engines that compute on a GPU at the same time are "
+            "not simulated; give each GPUs of its own, or generator.release_memory=true: turns"
         )
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
@@ -111,6 +114,7 @@ def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
         publish=_publish(shape, config, assumed),
         verifier=VerifierModel(servers, (assumed.verify_s,)),
         faults=Faults(assumed.deaths_per_engine_hour, assumed.restart_s, assumed.dead),
+        turns=Turns(assumed.turn_s, assumed.turn_s) if config.generator.release_memory else None,
     )
 
 
@@ -148,6 +152,7 @@ def _engine(shape: ModelShape, config: Config, assumed: Assumptions) -> EngineMo
         prefill_s_per_token=token_flops / (ranks * peak * assumed.prefill_share),
         max_running=generator.max_running,
         kv_tokens=generator.kv_tokens,
+        forgets=config.weights.kv_cache == "recompute",
     )
 
 

@@ -104,6 +104,16 @@ class PublishModel:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Engines on the trainer's GPUs that give their memory back while it computes."""
+
+    release_s: float
+    """From when the trainer has its batch until it has the memory."""
+    reclaim_s: float
+    """Of a publish, until the engines have theirs again."""
+
+
+@dataclass(frozen=True)
 class VerifierModel:
     """Servers that grade, first come first served."""
 
@@ -174,3 +184,5 @@ class ClusterModel:
     """From when the queue plans a batch until the trainer has read it, if it waits."""
     read_s: float = 0.0
     """Of the trainer, for a batch that was there before it asked."""
+    turns: Turns | None = None
+    """None: engines have GPUs of their own."""

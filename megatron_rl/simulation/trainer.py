@@ -2,7 +2,8 @@
 
 Used by the simulation. A step: wait for the batch, passes, optimizer, ask for the next batch,
 publish, say so. With an overlapped publish (`PublishModel.is_overlapped`) the next batch is taken
-at once, and the publish is waited for before the next optimizer step.
+at once, and the publish is waited for before the next optimizer step. With `Turns` engines rest
+from the batch until the publish has reached them.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from megatron_rl.protocol.types import NextBatch, Published, RankBatch
 from megatron_rl.rollout_queue.coordinator import BATCHES, Coordinator
 from megatron_rl.simulation.events import Agenda
 from megatron_rl.simulation.fleet import Fleet, Generator
-from megatron_rl.simulation.machines import PublishModel, TrainerModel
+from megatron_rl.simulation.machines import PublishModel, TrainerModel, Turns
 from megatron_rl.simulation.queue import PlannedBatches
 
 
@@ -65,6 +66,7 @@ class Trainer:
         *,
         model: TrainerModel,
         publish: PublishModel,
+        turns: Turns | None,
         dp_size: int,
         steps: int,
         read_s: float,
@@ -72,7 +74,7 @@ class Trainer:
     ) -> None:
         """read_s: for a batch that is there already."""
         self._agenda, self._queue, self._fleet, self._planned = agenda, queue, fleet, planned
-        self._model, self._publish_model = model, publish
+        self._model, self._publish_model, self._turns = model, publish, turns
         self._dp_size, self._steps, self._read_s = dp_size, steps, read_s
         self._on_change = on_change
         self.records: list[StepRecord] = []
@@ -140,7 +142,15 @@ class Trainer:
             tokens=sum(sum(plan.lengths) for plan in plans),
             microbatches=sum(len(plan.ranks[0]) for plan in plans),
         )
-        self._compute(self._model.compute_s(plans), self._end_passes)
+        compute_s = self._model.compute_s(plans)
+        if self._turns is None:
+            self._compute(compute_s, self._end_passes)
+            return
+        for member in self._fleet.live:
+            self._fleet.pause(member, member.session)
+        self._agenda.at(
+            now + self._turns.release_s, partial(self._compute, compute_s, self._end_passes)
+        )
 
     def _begin_if_waiting(self) -> None:
         if self._is_waiting and self._batch is not None:
@@ -209,7 +219,10 @@ class Trainer:
             return
         now = self._agenda.now
         times, total = self._publish_model.times(len(members))
-        self._publish_ends, self._publish_s = None, total
+        # Before version 0 they have given nothing back.
+        reclaim_s = self._turns.reclaim_s if self._turns is not None and version else 0.0
+        now += reclaim_s
+        self._publish_ends, self._publish_s = None, reclaim_s + total
         for member, (pause, resume) in zip(members, times, strict=True):
             session = member.session
             self._agenda.at(now + pause, partial(self._fleet.pause, member, session))

@@ -51,7 +51,9 @@ class Variant:
 
     @property
     def engine_gpus(self) -> int:
-        """Ranks of all engines."""
+        """Ranks of all engines; 0 if they are on the trainer's."""
+        if self.config.generator.shares_gpus:
+            return 0
         return self.config.generator.replicas * self.config.generator.tensor_parallel
 
 
@@ -72,6 +74,8 @@ def make_variants(
 ) -> list[Variant]:
     """Every combination. Raises InputError."""
     base = load([])
+    if base.generator.shares_gpus and any(key == "split" for key, _ in sweeps):
+        raise InputError("--sweep split: with generator.shares_gpus engines have no GPUs of theirs")
     total = gpus or base.parallel.world_size + (
         base.generator.replicas * base.generator.tensor_parallel
     )

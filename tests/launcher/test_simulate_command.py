@@ -89,6 +89,27 @@ def test_text_names_who_waits(config_path: Path, capsys: pytest.CaptureFixture[s
     assert "the trainer computes" in text
 
 
+SHARED = (
+    "generator.shares_gpus=true", "weights.method=host", "generator.release_memory=true",
+    "weights.kv_cache=recompute",
+)  # fmt: skip
+
+
+def test_turns_on_the_trainers_gpus_take_the_sum(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert called(config_path, "--json", *SHARED) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["trainer_gpus"], found["engine_gpus"]) == (8, 0)
+    # A second to give memory back and one to take it, around the rest.
+    parts = found["compute_s"] + found["wait_s"] + found["stall_s"]
+    assert found["step_s"] == pytest.approx(parts, rel=1e-6)
+    assert found["publish_s"] == pytest.approx(1.0 + 16.06e9 / 2e9 + 0.1, rel=0.02)
+    assert called(config_path, "--json", "weights.method=host") == 0
+    apart = json.loads(capsys.readouterr().out)
+    assert found["compute_s"] == pytest.approx(apart["compute_s"] + 1.0, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -98,7 +119,8 @@ def test_text_names_who_waits(config_path: Path, capsys: pytest.CaptureFixture[s
         (("--sweep", "tp=3"), "does not divide"),
         (("--sweep", "dead=few"), "dead='few'"),
         (("--sweep", "mfu=0"), "mfu='0'"),
-        (("generator.shares_gpus=true", "weights.method=disk"), "not simulated"),
+        (("generator.shares_gpus=true", "weights.method=disk"), "release_memory=true: turns"),
+        ((*SHARED, "--sweep", "split=4"), "engines have no GPUs of theirs"),
         (("--steps", "0"), "--steps 0"),
         (("--flat-share", "1"), "flat-share"),
         (("--calibrate", "/nowhere"), "holds no run"),

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_rl.simulation.machines import Faults, PublishModel, SharedCores, VerifierModel
+from megatron_rl.simulation.machines import Faults, PublishModel, SharedCores, Turns, VerifierModel
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
 from tests.simulation.clusters import PROMPT, TOKENS, config_of, constant, model_of, simulated
@@ -181,6 +181,16 @@ def test_a_batch_that_is_there_is_read_first() -> None:
     # It comes while the weights travel.
     assert found.step_s == pytest.approx(12.0 + 6.0 + 0.6, rel=0.01)
     assert found.trainer_idle == pytest.approx(0.6 / 18.6, rel=0.02)
+
+
+def test_engines_on_the_trainers_gpus_generate_between_its_turns() -> None:
+    # All engines get their weights at once, after those have their memory back.
+    publish, turns = PublishModel(1.5, lanes=4), Turns(release_s=3.0, reclaim_s=2.0)
+    model = model_of(token_s=token_s_for(8.0), publish=publish, turns=turns)
+    found = simulated(config_of(staleness=2), model)
+    assert found.step_s == pytest.approx(GENERATION_S + 3.0 + 8.0 + 2.0 + 1.5, rel=0.01)
+    assert found.publish_s == pytest.approx(3.5)
+    assert found.trainer_idle == pytest.approx(GENERATION_S / found.step_s, rel=0.01)
 
 
 def test_one_core_for_all_takes_the_sum() -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_rl.protocol.types import VersionSpan
-from megatron_rl.simulation.engine import Engine, EngineModel, Request
+from megatron_rl.simulation.engine import Engine, EngineModel
+from megatron_rl.simulation.request import Request
 
 MODEL = EngineModel(
     base_s=0.01,
@@ -133,6 +134,30 @@ def test_a_pause_begins_after_the_iteration_and_the_spans_say_who_sampled() -> N
     [(at, request)] = engine.take_finished()
     assert at == pytest.approx(6.4)
     assert request.spans() == [VersionSpan(0, 0, 6), VersionSpan(1, 6, 20)]
+
+
+def test_a_pause_that_empties_the_cache_has_all_prefilled_again() -> None:
+    model = EngineModel(0.1, 0.0, 0.0, 0.01, max_running=3, kv_tokens=9999, forgets=True)
+    engine = Engine(model)
+    engine.resume(0, 0.0)
+    for index in range(2):
+        # Of one prompt, which is prefilled once: 0.1 s. The second joins after an iteration.
+        engine.add(Request(index, 0, 7, 10, 20), 0.0)
+    engine.pause(0.65)  # in the sixth iteration, which ends at 0.7
+    engine.advance(5.0)
+    assert (engine.tokens, engine.kv, engine.running, engine.in_flight) == (6 + 5, 0, 0, 2)
+    # What comes meanwhile waits behind them.
+    engine.add(Request(2, 0, 8, 10, 1), 5.0)
+    engine.resume(1, 5.0)
+    # A prompt, six and five tokens, and the other prompt; the third one ends first.
+    assert engine.next_at() == pytest.approx(5.0 + 0.01 * (10 + 6 + 5 + 10) + 0.1)
+    engine.advance(9.0)
+    found = {request.lease_id: (at, request.spans()) for at, request in engine.take_finished()}
+    for index, done in enumerate((6, 5)):
+        spans = [VersionSpan(0, 0, done), VersionSpan(1, done, 20)]
+        assert found[index] == (pytest.approx(5.31 + 0.1 * (20 - done)), spans)
+    assert found[2] == (pytest.approx(5.41), [VersionSpan(1, 0, 1)])
+    assert engine.retractions == 0
 
 
 def test_versions_without_a_token_leave_no_span() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.simulation.calibration import calibrate
-from megatron_rl.simulation.engine import Engine, EngineModel, Request
+from megatron_rl.simulation.engine import Engine, EngineModel
 from megatron_rl.simulation.engine_fit import ending_together, fit_hand_over
 from megatron_rl.simulation.machines import (
     ClusterModel,
@@ -16,6 +16,7 @@ from megatron_rl.simulation.machines import (
     VerifierModel,
 )
 from megatron_rl.simulation.records import read_run
+from megatron_rl.simulation.request import Request
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
 from tests.simulation.clusters import config_of, model_of, simulated
 from tests.simulation.test_calibration import predicted, record, truth
