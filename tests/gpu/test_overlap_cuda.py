@@ -41,6 +41,7 @@ def test_a_side_stream_waits_for_what_was_queued_and_not_for_what_comes_later() 
         result = result @ factor
     value.fill_(7.0)
     streams = SideStreams(device)
+    streams.begin()
     for _ in range(2000):
         result = result @ factor
     main = torch.accelerator.current_stream(device)

@@ -111,6 +111,7 @@ class Reshard:
         self._place = copies.ranks[self._copy].index(control.rank)
         """Among the ranks of its copy."""
         self._device = next(iter(parameters.values())).device
+        self._streams = SideStreams(self._device)
         self._relays = Relays()
         self._plans: dict[tuple[Kind, Kind | None], Plan] = {}
         """By kind of the receivers, and of the senders where these are engine ranks."""
@@ -153,8 +154,9 @@ class Reshard:
         pool = ThreadPoolExecutor(
             1 + len(kinds) + len(mine),
             thread_name_prefix="publish",
-            initializer=SideStreams(self._device).enter,
+            initializer=self._streams.enter,
         )
+        self._streams.begin()
         running = self._running = _Running()
         if self._link is not None:
             desks = [self._desks[member.name] for member in members]
