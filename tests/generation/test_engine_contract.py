@@ -35,6 +35,9 @@ from tests.generation.vllm_installed import NEEDS_VLLM
 
 pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(150 * PATIENCE)]
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
+LONG = 2e-5
+"""How near logprobs are behind many positions, whose sums are in another order: SGLang's have been
+8.6e-6 apart behind 200, vLLM's 1.3e-5 behind 400."""
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +154,7 @@ def test_prompts_of_all_lengths_at_once_keep_their_logprobs(
     for prompt, found in zip(prompts, driver.run(all_at_once()), strict=True):
         for completion in found:
             expected = logprobs(old_model, prompt, completion.token_ids)
-            assert_near(completion.logprobs, expected)
+            assert_near(completion.logprobs, expected, exact=LONG)
 
 
 def test_each_index_comes_once_and_spans_cover_the_tokens(driver: Driver) -> None:
@@ -231,8 +234,7 @@ def test_publish_in_flight_switches_weights_at_the_recorded_boundary(
         expected = mixed_logprobs(
             old_model, new_model, PROMPT, completion.token_ids, cut=completion.spans[0].end
         )
-        # Sums in another order, over up to 400 positions: vLLM's have been 1.3e-5 apart.
-        assert_near(completion.logprobs, expected, exact=2e-5)
+        assert_near(completion.logprobs, expected, exact=LONG)
 
 
 def test_after_a_publish_no_request_reuses_the_older_prefix(
@@ -276,7 +278,7 @@ def test_requests_racing_with_a_publish_are_exact(
         else:
             model = old_model if first.version == version else new_model
             expected = logprobs(model, prompt, completion.token_ids)
-        assert_near(completion.logprobs, expected)
+        assert_near(completion.logprobs, expected, exact=LONG)
 
 
 def test_closing_the_iterator_stops_the_rest_in_the_engine(driver: Driver) -> None:

@@ -112,8 +112,8 @@ def test_deadline_is_kept_when_processes_are_warm(pool: Pool) -> None:
     _submit(pool, _hostile("hang", 4))
     start = time.monotonic()
     _collect(pool, 30)
-    # Two deadlines, and a fraction of a second to load the plugged-in function.
-    assert 2 * TIMEOUT_S * 0.9 < time.monotonic() - start < 2 * TIMEOUT_S + 3
+    # Two deadlines, a fraction of a second to load the plugged-in function, and for a busy host.
+    assert 2 * TIMEOUT_S * 0.9 < time.monotonic() - start < 2 * TIMEOUT_S + 6
 
 
 def test_process_that_exits_is_our_own_failure_and_never_a_reward(pool: Pool) -> None:
