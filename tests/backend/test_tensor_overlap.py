@@ -1,0 +1,110 @@
+"""What Megatron and the launcher are told of overlapped tensor ranks, and what is refused.
+
+The buffers themselves: tests/gpu/test_tensor_overlap_cuda.py.
+"""
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+from megatron.core.model_parallel_config import ModelParallelConfig
+
+from megatron_rl.backend.tensor_overlap import (
+    MAX_ELEMENTS,
+    buffers,
+    quantization_modes,
+    transformer_fields,
+)
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.trainer import ModelConfig
+from megatron_rl.config.tree import Config
+
+OVERLAPPED = ParallelConfig(tensor=2, sequence=True, overlap_tensor=True)
+
+
+def config_of(*overrides: str) -> Config:
+    keys = ("tensor=2", "sequence=true", "overlap_tensor=true")
+    return load_config(
+        None,
+        [*(f"parallel.{key}" for key in keys), "train.pad_microbatches=true", *overrides],
+    )
+
+
+def extensions() -> str:
+    """Source of Megatron's layers of TransformerEngine, which cannot be imported without CUDA."""
+    spec = importlib.util.find_spec("megatron.core.extensions.transformer_engine")
+    return Path(spec.origin).read_text()
+
+
+def test_megatron_is_told_by_one_field() -> None:
+    found = transformer_fields(OVERLAPPED, hidden=128, has_engine=True)
+    assert found == {"tp_comm_overlap": True}
+    fields = ModelParallelConfig.__dataclass_fields__
+    assert fields["tp_comm_overlap"].default is False
+    # What else there is to overlap is on by Megatron's own defaults.
+    for name in ("bulk_wgrad", "bulk_dgrad", "overlap_ag", "overlap_rs"):
+        assert fields[f"tp_comm_{name}"].default is True
+    assert transformer_fields(ParallelConfig(tensor=2), hidden=100, has_engine=False) == {}
+
+
+def test_megatron_opens_no_buffers_itself() -> None:
+    folder = Path(inspect.getfile(ModelParallelConfig)).parent
+    assert not [path for path in folder.rglob("*.py") if "initialize_ub" in path.read_text()]
+
+
+def test_megatron_hands_the_field_to_the_layers_that_exchange_positions() -> None:
+    source = extensions()
+    for line in (
+        'extra_kwargs["ub_bulk_wgrad"] = self.config.tp_comm_bulk_wgrad',
+        'extra_kwargs["ub_bulk_dgrad"] = self.config.tp_comm_bulk_dgrad',
+        'extra_kwargs["ub_overlap_ag"] = (',
+        'extra_kwargs["ub_overlap_rs"] = (',
+        'extra_kwargs["ub_name"] = tp_comm_buffer_name',
+        # Experts exchange tokens by the dispatcher, whose counts differ.
+        "# Disable ub overlap for experts.",
+        # Of another name Megatron would turn it off for all layers built later.
+        'tp_comm_buffer_name not in ["qkv", "proj", "fc1", "fc2"]',
+    ):
+        assert line in source, line
+
+
+@pytest.mark.parametrize(
+    ("hidden", "has_engine", "words"),
+    [
+        (128, False, "needs TransformerEngine's layers .* nearest possible: false"),
+        (96, True, "hidden size that 64 divides, and the model has 96"),
+    ],
+)
+def test_what_cannot_be_is_refused(hidden: int, has_engine: bool, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        transformer_fields(OVERLAPPED, hidden=hidden, has_engine=has_engine)
+
+
+@pytest.mark.parametrize(
+    ("model", "modes"),
+    [
+        (ModelConfig(), ["none"]),
+        (ModelConfig(fp8="delayed"), ["fp8"]),
+        # Layers at the edges ask for buffers in bfloat16.
+        (ModelConfig(fp8="tensorwise", fp8_bf16_edge_layers=1), ["fp8", "none"]),
+    ],
+)
+def test_buffers_are_of_the_kinds_that_layers_ask_for(model: ModelConfig, modes: list[str]) -> None:
+    assert quantization_modes(model) == modes
+
+
+def test_buffers_are_a_no_op_without_the_setting() -> None:
+    with buffers(Config(), 128, 0):
+        pass
+
+
+def test_buffers_that_are_too_large_are_refused_before_they_are_opened() -> None:
+    positions = MAX_ELEMENTS // 128
+    with (
+        pytest.raises(InputError, match=f"lower train.microbatch_tokens below {positions}"),
+        buffers(config_of(), 128, positions),
+    ):
+        raise AssertionError("they were opened")
