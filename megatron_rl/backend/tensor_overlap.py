@@ -79,10 +79,9 @@ def buffers(cfg: Config, hidden: int, positions: int) -> Iterator[None]:
         quantization_modes=[modes(name) for name in quantization_modes(cfg.model)],
         bootstrap_backend=BOOTSTRAP,
     )
-    try:
-        yield
-    finally:
-        base.destroy_ub()
+    yield
+    # Not after an error: other ranks may wait in a kernel, and giving memory back waits for it.
+    base.destroy_ub()
 
 
 def quantization_modes(model: ModelConfig) -> list[str]:

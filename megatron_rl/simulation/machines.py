@@ -18,8 +18,8 @@ class TrainerModel:
     """Seconds of a step, from the lengths of the sequences of each microbatch.
 
     A microbatch takes `microbatch_s + token_s * tokens + pair_s * pairs`, where pairs are those of
-    a query and a key of its sequences; a minibatch as long as its slowest data-parallel rank, and
-    the optimizer.
+    a query and a key of its sequences, and the positions that fill it up; a minibatch as long as
+    its slowest data-parallel rank, and the optimizer.
     """
 
     token_s: float
@@ -34,6 +34,10 @@ class TrainerModel:
     stages: int = 1
     """Of the pipeline."""
     virtual_stages: int = 1
+    positions: int = 0
+    """That every microbatch has (`train.pad_microbatches`); 0: those of its sequences."""
+    filling_s: float = 0.0
+    """Of a position that fills a microbatch up."""
     ranks_meet: bool = False
     """Data-parallel ranks wait for each other in every microbatch: experts lie across them."""
 
@@ -57,7 +61,8 @@ class TrainerModel:
         pairs = 0
         if self.pair_s:
             pairs = sum(causal_pairs(lengths[i], self.window) for i in microbatch)
-        return self.microbatch_s + self.token_s * tokens + self.pair_s * pairs
+        filling_s = self.filling_s * max(0, self.positions - tokens)
+        return self.microbatch_s + self.token_s * tokens + self.pair_s * pairs + filling_s
 
 
 @dataclass(frozen=True)

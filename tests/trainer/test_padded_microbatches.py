@@ -151,7 +151,7 @@ def frozen(cfg: Config) -> bool:
 
 
 def test_a_teacher_uses_none_of_the_policys_buffers(folders: dict[str, Path]) -> None:
-    """They have the policy's hidden size. Without TransformerEngine the policy itself is refused."""
+    """They have the policy's hidden size. Here, without CUDA, the policy itself is refused."""
     cfg = config_of(folders["dense"], SEQUENCE, is_padded=True)
     parallel = cfg.parallel.model_copy(update={"overlap_tensor": True})
     cfg = cfg.model_copy(update={"parallel": parallel})

@@ -143,7 +143,7 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
         else:
             load_megatron(chunks, shape, cfg.model.megatron_path)
         policy = Policy(backend, shape, chunks, cfg.parallel, cfg)
-        with failures_noted(), tensor_overlap.buffers(cfg, shape.hidden, policy.fixed_positions):
+        with tensor_overlap.buffers(cfg, shape.hidden, policy.fixed_positions), failures_noted():
             yield policy
     finally:
         backend.shutdown()
