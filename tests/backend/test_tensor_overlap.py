@@ -8,8 +8,11 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 
+from megatron_rl.backend.device import select_backend
 from megatron_rl.backend.tensor_overlap import (
     MAX_ELEMENTS,
     buffers,
@@ -21,6 +24,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
+from tests.distributed import run_ranks
 
 OVERLAPPED = ParallelConfig(tensor=2, sequence=True, overlap_tensor=True)
 
@@ -69,6 +73,18 @@ def test_megatron_hands_the_field_to_the_layers_that_exchange_positions() -> Non
         'tp_comm_buffer_name not in ["qkv", "proj", "fc1", "fc2"]',
     ):
         assert line in source, line
+
+
+def tensor_ranks(parallel: ParallelConfig) -> list[int]:
+    select_backend(ModelConfig()).init_distributed(parallel, seed=0, timeout_s=30)
+    return dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+
+
+@pytest.mark.parametrize("other", ["pipeline", "data"])
+def test_tensor_ranks_are_the_neighbours_that_transformer_engine_takes_them_for(other: str) -> None:
+    """It is given their count alone (base.py: ranks_per_domain_list)."""
+    parallel = ParallelConfig(tensor=2, sequence=True, **{other: 2})
+    assert run_ranks(tensor_ranks, 4, parallel) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 @pytest.mark.parametrize(

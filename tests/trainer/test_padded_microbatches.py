@@ -14,6 +14,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.build import build_frozen
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
+from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.weights.folders.load import unwrap
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks
@@ -45,12 +46,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def config_of(folder: Path, layout: str, *, is_padded: bool) -> Config:
+def config_of(folder: Path, layout: str, *more: str, is_padded: bool) -> Config:
     padding = [f"train.microbatch_tokens={POSITIONS}", "generator.context_tokens=512",
                "sampling.max_new_tokens=500", "train.pad_microbatches=true"]  # fmt: skip
     keys = [f"parallel.{key}" for key in layout.split()]
     return load_config(
-        None, [*SETTINGS, f"model.path={folder}", *keys, *(padding if is_padded else [])]
+        None, [*SETTINGS, f"model.path={folder}", *keys, *more, *(padding if is_padded else [])]
     )
 
 
@@ -140,6 +141,33 @@ def test_a_microbatch_that_is_too_long_is_refused_before_any_pass(folders: dict[
     small = cfg.model_copy(update={"train": cfg.train.model_copy(update={"microbatch_tokens": 40})})
     [message] = run_ranks(fill_too_much, 1, small)
     assert "do not fit into the 40 positions of a microbatch; raise" in message
+
+
+def teachers_logprobs(cfg: Config) -> tuple[list[Tensor | None], set[int]]:
+    """Of a teacher of another size, and how many positions its microbatches have."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1, train=cfg.train)
+        assert isinstance(trainer.reference, Teacher)
+        share = my_share(BUDGET)
+        (known,) = trainer.prepare([share])
+        inputs = trainer.reference._passes.inputs(share)
+        sizes = {batch.tokens.shape[1] for batch, _ in inputs}
+        return [k.reference_logprobs for k in known], sizes
+
+
+def test_a_teachers_microbatches_are_not_padded(folders: dict[str, Path], tmp_path: Path) -> None:
+    write_model(tmp_path, vocab_size=VOCAB, num_hidden_layers=2, hidden_size=32)
+    teacher = [f"algorithm.reference.policy={tmp_path}"]
+    plain, padded = (
+        run_ranks(
+            teachers_logprobs,
+            2,
+            config_of(folders["dense"], SEQUENCE, *teacher, is_padded=is_padded),
+        )[0]
+        for is_padded in (False, True)
+    )
+    assert_near(padded[0], plain[0])
+    assert padded[1] == plain[1] and POSITIONS not in padded[1]
 
 
 def frozen(cfg: Config) -> bool:
