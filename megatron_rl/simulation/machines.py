@@ -52,6 +52,9 @@ class TrainerModel:
             slowest = sum(max(passes) for passes in zip(*ranks, strict=True))
         else:
             slowest = max(sum(passes) for passes in ranks)
+        if self.virtual_stages > 1:
+            # Placeholders are as long as other microbatches where all have one size.
+            slowest += -len(ranks[0]) % self.stages * self.positions * self.filling_s
         # The share is over the ideal time: (p - 1) / (v m + p - 1) of the whole.
         bubble = bubble_share(self.stages, self.virtual_stages, len(ranks[0]))
         return slowest / (1.0 - bubble)

@@ -46,6 +46,9 @@ def test_positions_that_fill_a_microbatch_take_time() -> None:
     model = TrainerModel(1.0, microbatch_s=1.0, positions=120, filling_s=0.5)
     # The ranks have 110 tokens each, and 240 positions.
     assert model.compute_s([plan]) == 2 * 1.0 + 110 + 0.5 * 130
+    # Two placeholders make four microbatches of two; the bubble is 3 of 2 x 2 + 3.
+    interleaved = TrainerModel(1.0, positions=120, filling_s=0.5, stages=4, virtual_stages=2)
+    assert interleaved.compute_s([plan]) == pytest.approx((110 + 0.5 * 130 + 120.0) * 7 / 4)
 
 
 def test_a_pipeline_adds_its_bubble() -> None:

@@ -52,6 +52,9 @@ def find_padding(
     train, parallel = config.train, config.parallel
     share = 0.0
     if train.pad_microbatches:
+        if parallel.virtual_stages > 1:
+            # The interleaved schedule takes a multiple of the stages, of which empty ones are full.
+            microbatches += -microbatches % parallel.pipeline
         places = microbatches * train.minibatches * parallel.data * train.microbatch_tokens
         share = max(0.0, 1.0 - tokens / places)
     positions = round(tokens * share / (1.0 - share))

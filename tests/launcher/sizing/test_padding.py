@@ -77,6 +77,12 @@ def test_buffers_hold_every_position(
     assert overlapped.trainer.total - plain.trainer.total == bytes_each * BUDGET * HIDDEN
 
 
+def test_placeholders_of_the_interleaved_schedule_are_padding(folder: Path) -> None:
+    stages = ("parallel.pipeline=8", "parallel.virtual_stages=2", "parallel.data=1")
+    # 156.25 microbatches of one replica, 160 with placeholders.
+    assert planned(folder, *stages, *PADDED).step.padding.share == pytest.approx(1 - 156.25 / 160)
+
+
 def test_tensor_ranks_exchange_ten_times_the_hidden_states_of_a_layer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     shape = read_shape(tmp_path)
