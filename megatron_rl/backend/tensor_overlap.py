@@ -1,6 +1,6 @@
 """Overlap of what tensor ranks exchange with their matrix products (`parallel.overlap_tensor`).
 
-Runs in trainer ranks; the launcher asks for `check_hidden` alone. TransformerEngine does it through
+Runs in trainer ranks; the launcher asks for `check_shape` alone. TransformerEngine does it through
 buffers that the tensor ranks of a host open for each other. They have one count of positions, so it
 takes `train.pad_microbatches`. Megatron-Core tells the layers of it, but opens no buffers: its
 training script does (megatron/training/initialize.py). What is said of TransformerEngine is that of
@@ -27,50 +27,58 @@ BOOTSTRAP = "gloo"
 """By which the ranks find each other: NCCL would keep communicators of its own on the device."""
 
 
-def transformer_fields(
-    parallel: ParallelConfig, *, hidden: int, has_engine: bool
-) -> dict[str, Any]:
-    """Fields of TransformerConfig that `parallel.overlap_tensor` sets; {} without.
-
-    Megatron's defaults of the other fields overlap all that can be. Raises InputError for what the
-    model or this host does not have.
-    """
-    if not parallel.overlap_tensor:
-        return {}
-    if not has_engine:
-        raise InputError(
-            "parallel.overlap_tensor=true needs TransformerEngine's layers (a CUDA device, the "
-            "package transformer-engine, model.layers not 'local'); nearest possible: false"
-        )
-    check_hidden(hidden)
-    return {"tp_comm_overlap": True}
-
-
-def check_hidden(hidden: int) -> None:
-    """Raise InputError for a model whose hidden states the buffers do not take."""
+def check_shape(hidden: int, positions: int) -> None:
+    """Raise InputError for a model and microbatches that the buffers do not take."""
     if hidden % HIDDEN_MULTIPLE:
         raise InputError(
             f"parallel.overlap_tensor=true needs a hidden size that {HIDDEN_MULTIPLE} divides, and "
             f"the model has {hidden}; nearest possible: false"
         )
-
-
-@contextmanager
-def buffers(cfg: Config, hidden: int, positions: int) -> Iterator[None]:
-    """Buffers for microbatches of so many positions are open inside. Collective over all ranks.
-
-    A no-op without `parallel.overlap_tensor`. Raises InputError for a host that cannot have them.
-    """
-    if not cfg.parallel.overlap_tensor:
-        yield
-        return
     if positions * hidden >= MAX_ELEMENTS:
         raise InputError(
             f"parallel.overlap_tensor=true: {positions} positions of {hidden} elements are more "
             f"than its buffers can count; lower train.microbatch_tokens below "
             f"{MAX_ELEMENTS // hidden}"
         )
-    _check_multicast()
+
+
+def check_host(*, has_engine: bool) -> None:
+    """Raise InputError where trainer ranks cannot open buffers.
+
+    has_engine: whether TransformerEngine computes the layers. Its own refusal of a host without
+    multicast is an AssertionError.
+    """
+    if not has_engine:
+        raise InputError(
+            "parallel.overlap_tensor=true needs TransformerEngine's layers (a CUDA device, the "
+            "package transformer-engine, model.layers not 'local'); nearest possible: false"
+        )
+    engine = importlib.import_module("transformer_engine_torch")
+    if not engine.device_supports_multicast() and not int(os.environ.get("UB_SKIPMC", "0")):
+        raise InputError(
+            "parallel.overlap_tensor=true: the GPUs of this host know no CUDA multicast (NVSwitch "
+            "and its fabric manager give it); set UB_SKIPMC=1 in the environment, to use CUDA IPC "
+            "instead, or parallel.overlap_tensor=false"
+        )
+
+
+def transformer_fields(parallel: ParallelConfig) -> dict[str, Any]:
+    """Fields of TransformerConfig that `parallel.overlap_tensor` sets.
+
+    Megatron's defaults of its other fields overlap all that can be.
+    """
+    return {"tp_comm_overlap": parallel.overlap_tensor}
+
+
+@contextmanager
+def buffers(cfg: Config, hidden: int, positions: int) -> Iterator[None]:
+    """Buffers for microbatches of so many positions are open inside. Collective over all ranks.
+
+    A no-op without `parallel.overlap_tensor`.
+    """
+    if not cfg.parallel.overlap_tensor:
+        yield
+        return
     base = importlib.import_module("transformer_engine.pytorch.module.base")
     modes = base.UserBufferQuantizationMode
     base.initialize_ub(
@@ -89,14 +97,3 @@ def quantization_modes(model: ModelConfig) -> list[str]:
     if model.fp8 == "none":
         return ["none"]
     return ["fp8", "none"] if model.fp8_bf16_edge_layers else ["fp8"]
-
-
-def _check_multicast() -> None:
-    """TransformerEngine's own refusal is an AssertionError."""
-    engine = importlib.import_module("transformer_engine_torch")
-    if not engine.device_supports_multicast() and not int(os.environ.get("UB_SKIPMC", "0")):
-        raise InputError(
-            "parallel.overlap_tensor=true: the GPUs of this host know no CUDA multicast (NVSwitch "
-            "and its fabric manager give it); set UB_SKIPMC=1 in the environment, to use CUDA IPC "
-            "instead, or parallel.overlap_tensor=false"
-        )

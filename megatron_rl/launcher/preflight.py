@@ -23,7 +23,7 @@ from megatron_rl.backend.environment import (
     device_of_host,
     uses_gpus,
 )
-from megatron_rl.backend.tensor_overlap import check_hidden
+from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap, refuse_relay
@@ -150,7 +150,7 @@ def check_model(config: Config) -> None:
     check_expert_parallel(config.generator, shape)
     check_router_replay(config.train, shape, config.model.path)
     if config.parallel.overlap_tensor:
-        check_hidden(shape.hidden)
+        check_shape(shape.hidden, config.train.microbatch_tokens)
 
 
 def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None:

@@ -14,27 +14,19 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megatron_rl.backend.device import select_backend
 from megatron_rl.backend.tensor_overlap import (
-    MAX_ELEMENTS,
     buffers,
+    check_host,
+    check_shape,
     quantization_modes,
     transformer_fields,
 )
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import load_config
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
 from tests.distributed import run_ranks
 
 OVERLAPPED = ParallelConfig(tensor=2, sequence=True, overlap_tensor=True)
-
-
-def config_of(*overrides: str) -> Config:
-    keys = ("tensor=2", "sequence=true", "overlap_tensor=true")
-    return load_config(
-        None,
-        [*(f"parallel.{key}" for key in keys), "train.pad_microbatches=true", *overrides],
-    )
 
 
 def extensions() -> str:
@@ -44,14 +36,13 @@ def extensions() -> str:
 
 
 def test_megatron_is_told_by_one_field() -> None:
-    found = transformer_fields(OVERLAPPED, hidden=128, has_engine=True)
-    assert found == {"tp_comm_overlap": True}
+    assert transformer_fields(OVERLAPPED) == {"tp_comm_overlap": True}
+    assert transformer_fields(ParallelConfig(tensor=2)) == {"tp_comm_overlap": False}
     fields = ModelParallelConfig.__dataclass_fields__
     assert fields["tp_comm_overlap"].default is False
     # What else there is to overlap is on by Megatron's own defaults.
     for name in ("bulk_wgrad", "bulk_dgrad", "overlap_ag", "overlap_rs"):
         assert fields[f"tp_comm_{name}"].default is True
-    assert transformer_fields(ParallelConfig(tensor=2), hidden=100, has_engine=False) == {}
 
 
 def test_megatron_opens_no_buffers_itself() -> None:
@@ -88,15 +79,23 @@ def test_tensor_ranks_are_the_neighbours_that_transformer_engine_takes_them_for(
 
 
 @pytest.mark.parametrize(
-    ("hidden", "has_engine", "words"),
+    ("hidden", "positions", "words"),
     [
-        (128, False, "needs TransformerEngine's layers .* nearest possible: false"),
-        (96, True, "hidden size that 64 divides, and the model has 96"),
+        (96, 8192, "hidden size that 64 divides, and the model has 96"),
+        (16384, 131072, "lower train.microbatch_tokens below 131072"),
     ],
 )
-def test_what_cannot_be_is_refused(hidden: int, has_engine: bool, words: str) -> None:
+def test_shapes_that_buffers_do_not_take_are_refused(
+    hidden: int, positions: int, words: str
+) -> None:
     with pytest.raises(InputError, match=words):
-        transformer_fields(OVERLAPPED, hidden=hidden, has_engine=has_engine)
+        check_shape(hidden, positions)
+    check_shape(16384, 131071)
+
+
+def test_layers_of_another_kind_are_refused() -> None:
+    with pytest.raises(InputError, match="needs TransformerEngine's layers .* possible: false"):
+        check_host(has_engine=False)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +114,3 @@ def test_buffers_are_of_the_kinds_that_layers_ask_for(model: ModelConfig, modes:
 def test_buffers_are_a_no_op_without_the_setting() -> None:
     with buffers(Config(), 128, 0):
         pass
-
-
-def test_buffers_that_are_too_large_are_refused_before_they_are_opened() -> None:
-    positions = MAX_ELEMENTS // 128
-    with (
-        pytest.raises(InputError, match=f"lower train.microbatch_tokens below {positions}"),
-        buffers(config_of(), 128, positions),
-    ):
-        raise AssertionError("they were opened")

@@ -170,11 +170,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
             has_engine=backend.layers == "transformer_engine",
         ),
         "sequence_parallel": cfg.parallel.divides_positions,
-        **tensor_overlap.transformer_fields(
-            cfg.parallel,
-            hidden=shape.hidden,
-            has_engine=backend.layers == "transformer_engine",
-        ),
+        **tensor_overlap.transformer_fields(cfg.parallel),
         # Without this the schedule divides losses by tokens and DDP averages over its ranks.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": sum_gradients,

@@ -133,6 +133,9 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     backend = select_backend(cfg.model)
     backend.check_offload(cfg.optimizer)
     backend.check_offload(cfg.sft.optimizer)
+    if cfg.parallel.overlap_tensor:
+        tensor_overlap.check_host(has_engine=backend.layers == "transformer_engine")
+        tensor_overlap.check_shape(shape.hidden, cfg.train.microbatch_tokens)
     backend.init_distributed(
         cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s
     )
