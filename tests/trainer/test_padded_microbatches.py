@@ -21,7 +21,7 @@ from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import QWEN3_MOE, write_model
 
-BUDGET = 30
+BUDGET = 25
 POSITIONS = 600
 """More than one piece of filling in each microbatch."""
 TOLERANCE = 1e-5
@@ -84,6 +84,7 @@ LAYOUTS = [
     ("dense", f"pipeline=2 {SEQUENCE}"),
     ("dense", "data=2 distributed_optimizer=true"),
     ("mixture", f"{SEQUENCE} expert=2"),
+    ("mixture", "pipeline=2 virtual_stages=2"),
 ]
 
 
