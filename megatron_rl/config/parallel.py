@@ -6,6 +6,10 @@ from pydantic import PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
 
+OVERLAPPED_TENSOR_RANKS = (2, 4, 8)
+"""For other counts TransformerEngine 2.12 starts no kernel, and says nothing (userbuffers.cu:
+reducescatter2_userbuff_stridedoutput)."""
+
 
 class ParallelConfig(Section):
     """How the trainer ranks divide the model and the batch."""
@@ -40,6 +44,9 @@ class ParallelConfig(Section):
     overlap_parameters: bool = False
     """Gather updated parameters while the next forward pass goes on; needs
     distributed_optimizer and overlap_gradients."""
+    overlap_tensor: bool = False
+    """Tensor ranks exchange positions while they multiply (TransformerEngine's userbuffers, CUDA);
+    needs sequence, and train.pad_microbatches, as the buffers have one size."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -58,7 +65,24 @@ class ParallelConfig(Section):
                 "parallel.expert_exchange='deepep' needs ranks that share experts: set "
                 "parallel.expert above 1, or 'all_to_all'"
             )
+        if self.overlap_tensor:
+            self._check_overlap_tensor()
         return self
+
+    def _check_overlap_tensor(self) -> None:
+        if not self.divides_positions:
+            raise ValueError(
+                f"parallel.overlap_tensor=true with parallel.tensor={self.tensor} and "
+                f"parallel.sequence={str(self.sequence).lower()} has nothing to overlap: set "
+                "parallel.sequence=true and parallel.tensor above 1, or it to false"
+            )
+        if self.tensor not in OVERLAPPED_TENSOR_RANKS:
+            nearest = min(OVERLAPPED_TENSOR_RANKS, key=lambda size: abs(size - self.tensor))
+            raise ValueError(
+                f"parallel.overlap_tensor=true with parallel.tensor={self.tensor}: "
+                "TransformerEngine's kernels know 2, 4 and 8 ranks; nearest possible: "
+                f"{nearest}, or parallel.overlap_tensor=false"
+            )
 
     @property
     def world_size(self) -> int:

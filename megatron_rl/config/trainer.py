@@ -144,6 +144,10 @@ class TrainConfig(Section):
     """What data-parallel ranks get equally much of, within the token budget of each microbatch.
     Attention makes tokens of long sequences dearer: flops counts that, by the sizes in model.path.
     The steps are the same but for rounding."""
+    pad_microbatches: bool = False
+    """Every microbatch has the same count of positions: microbatch_tokens, rounded up to what the
+    ranks can divide. What its sequences leave is filled with positions that are computed and count
+    for nothing: steps are the same but for rounding, and cost more. For parallel.overlap_tensor."""
     expandable_segments: bool = True
     """On CUDA torch's allocator grows its segments: microbatches of many lengths leave fewer holes.
     Without effect with weights.method "ipc", which hands memory to another process, and where

@@ -16,6 +16,7 @@ from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
 from megatron_rl.config.hosts import HostsConfig
 from megatron_rl.config.metrics import MetricsConfig
 from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.passes import check_passes
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
@@ -224,12 +225,8 @@ class Config(Section):
             )
 
     def _check_training(self) -> None:
-        if self.train.router_replay and "moe_router" in self.model.fusions:
-            # megatron-core 0.16.1, moe_utils.py:652: the fused one never asks for a recorded one.
-            raise ValueError(
-                "model.fusions with 'moe_router' and train.router_replay=true exclude each other: "
-                "the fused router takes no recorded choices; leave 'moe_router' out"
-            )
+        longest = self.generator.context_tokens
+        check_passes(self.model, self.parallel, self.train, context_tokens=longest)
         if self.model.fp8_parameters and not self.parallel.distributed_optimizer:
             raise ValueError(
                 "model.fp8_parameters=true needs parallel.distributed_optimizer=true: set it"

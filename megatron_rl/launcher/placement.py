@@ -94,6 +94,13 @@ def _check_widths(config: Config, ranks: int, gpus_per_host: int) -> None:
             f"{ranks} trainer ranks do not fill whole hosts of {gpus_per_host} GPUs: choose "
             "parallel sizes whose product is a multiple of them, or smaller than a host"
         )
+    tensor = config.parallel.tensor
+    if config.parallel.overlap_tensor and ranks > gpus_per_host and gpus_per_host % tensor:
+        raise InputError(
+            f"parallel.overlap_tensor=true with parallel.tensor={tensor} on hosts of "
+            f"{gpus_per_host} GPUs: tensor ranks of different hosts cannot open each other's "
+            "buffers; choose a parallel.tensor that divides them, or set it to false"
+        )
     if width > gpus_per_host and width % gpus_per_host:
         raise InputError(
             f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "

@@ -23,6 +23,7 @@ from megatron_rl.backend.environment import (
     device_of_host,
     uses_gpus,
 )
+from megatron_rl.backend.tensor_overlap import check_shape
 from megatron_rl.config.divisibility import check_engine_experts, check_engine_tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import refuse_overlap, refuse_relay
@@ -148,6 +149,8 @@ def check_model(config: Config) -> None:
     check_engine_tensor(config.generator.tensor_parallel, shape.heads)
     check_expert_parallel(config.generator, shape)
     check_router_replay(config.train, shape, config.model.path)
+    if config.parallel.overlap_tensor:
+        check_shape(shape.hidden, config.train.microbatch_tokens)
 
 
 def check_expert_parallel(generator: GeneratorConfig, shape: ModelShape) -> None:

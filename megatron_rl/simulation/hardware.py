@@ -170,6 +170,8 @@ def _trainer(shape: ModelShape, config: Config, assumed: Assumptions) -> Trainer
     return TrainerModel(
         token_s=passes * (product_flops(shape) + output_flops(shape)) / rate,
         pair_s=passes * attention_flops(shape, 1) / rate,
+        positions=config.train.microbatch_tokens if config.train.pad_microbatches else 0,
+        filling_s=passes * product_flops(shape) / rate,
         optimizer_s=moved / assumed.reduce_bytes_per_s if parallel.data > 1 else 0.0,
         window=shape.sliding_window,
         stages=parallel.pipeline,

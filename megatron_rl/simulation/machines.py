@@ -18,8 +18,8 @@ class TrainerModel:
     """Seconds of a step, from the lengths of the sequences of each microbatch.
 
     A microbatch takes `microbatch_s + token_s * tokens + pair_s * pairs`, where pairs are those of
-    a query and a key of its sequences; a minibatch as long as its slowest data-parallel rank, and
-    the optimizer.
+    a query and a key of its sequences, and the positions that fill it up; a minibatch as long as
+    its slowest data-parallel rank, and the optimizer.
     """
 
     token_s: float
@@ -34,6 +34,10 @@ class TrainerModel:
     stages: int = 1
     """Of the pipeline."""
     virtual_stages: int = 1
+    positions: int = 0
+    """That every microbatch has (`train.pad_microbatches`); 0: those of its sequences."""
+    filling_s: float = 0.0
+    """Of a position that fills a microbatch up."""
     ranks_meet: bool = False
     """Data-parallel ranks wait for each other in every microbatch: experts lie across them."""
 
@@ -48,6 +52,9 @@ class TrainerModel:
             slowest = sum(max(passes) for passes in zip(*ranks, strict=True))
         else:
             slowest = max(sum(passes) for passes in ranks)
+        if self.virtual_stages > 1:
+            # Placeholders are as long as other microbatches where all have one size.
+            slowest += -len(ranks[0]) % self.stages * self.positions * self.filling_s
         # The share is over the ideal time: (p - 1) / (v m + p - 1) of the whole.
         bubble = bubble_share(self.stages, self.virtual_stages, len(ranks[0]))
         return slowest / (1.0 - bubble)
@@ -57,7 +64,8 @@ class TrainerModel:
         pairs = 0
         if self.pair_s:
             pairs = sum(causal_pairs(lengths[i], self.window) for i in microbatch)
-        return self.microbatch_s + self.token_s * tokens + self.pair_s * pairs
+        filling_s = self.filling_s * max(0, self.positions - tokens)
+        return self.microbatch_s + self.token_s * tokens + self.pair_s * pairs + filling_s
 
 
 @dataclass(frozen=True)

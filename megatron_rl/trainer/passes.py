@@ -20,6 +20,7 @@ from megatron_rl.trainer.kept_reference import kept_weight, with_weight_on
 from megatron_rl.trainer.loss_tokens import NOTHING, Known
 from megatron_rl.trainer.model.build import packed_params
 from megatron_rl.trainer.model.collate import MicroBatch, collate, context_shard
+from megatron_rl.trainer.model.filling import fill
 from megatron_rl.trainer.model.last_stage import without_output_layer
 from megatron_rl.trainer.model.logprobs import TokenLogprobs
 from megatron_rl.trainer.model.policy import Policy
@@ -68,6 +69,8 @@ class Passes:
             experts=policy.shape.experts,
             shares_prompts=policy.shares_prompts,
         )
+        if policy.fixed_positions:
+            return fill(batch, policy.fixed_positions, vocab=policy.shape.vocab)
         ranks = policy.parallel.context
         if ranks == 1:
             return batch

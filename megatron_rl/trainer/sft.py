@@ -37,6 +37,7 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.checkpoint.checkpoints import OF_SFT, Checkpoints
 from megatron_rl.trainer.checkpoint.sft_state import SftState, check_same, describe
 from megatron_rl.trainer.metrics import StepMetrics
+from megatron_rl.trainer.model.filling import check_fits
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.traces import minibatches, read_traces, tokenize
@@ -64,6 +65,8 @@ def main(cfg: Config, is_control: bool) -> None:
         raise InputError("sft.traces names no file: supervised fine-tuning needs one")
     renderer = open_renderer(cfg)
     sequences = tokenize(read_traces(cfg.sft.traces), renderer)
+    if cfg.train.pad_microbatches:
+        check_fits(max(len(s.token_ids) for s in sequences), cfg.train.microbatch_tokens)
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
     with open_policy(cfg) as policy:
         # Traces carry no expert choices.

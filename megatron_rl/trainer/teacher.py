@@ -31,8 +31,8 @@ class Teacher:
         shape = read_shape(folder)
         check_teacher(shape, policy.shape, folder, is_exact=objective.needs_reference_kl)
         check_parallel(shape, policy.parallel)
-        # Generators choose experts of the policy alone.
-        train = train.model_copy(update={"router_replay": False})
+        # Generators choose experts of the policy alone; and buffers of one size are the policy's.
+        train = train.model_copy(update={"router_replay": False, "pad_microbatches": False})
         cfg = policy.cfg.model_copy(update={"train": train})
         chunks = build_frozen(policy.backend, cfg, shape)
         load_weights(chunks, shape, folder)

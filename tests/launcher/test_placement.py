@@ -92,6 +92,20 @@ def test_what_does_not_fit_is_refused(ranks: int, replicas: int, width: int, mes
         place(config(ranks, replicas, width), hosts=2, gpus_per_host=8)
 
 
+@pytest.mark.parametrize(("tensor", "gpus", "fits"), [(4, 4, True), (8, 8, True), (8, 4, False)])
+def test_overlapped_tensor_ranks_are_of_one_host(tensor: int, gpus: int, fits: bool) -> None:
+    overrides = [f"parallel.tensor={tensor}", "parallel.data=2", "parallel.sequence=true"]
+    plain = load_config(None, overrides)
+    padded = ["train.pad_microbatches=true", "parallel.overlap_tensor=true"]
+    place(plain, hosts=5, gpus_per_host=gpus)
+    overlapped = load_config(None, [*overrides, *padded])
+    if fits:
+        place(overlapped, hosts=5, gpus_per_host=gpus)
+        return
+    with pytest.raises(InputError, match="tensor=8 on hosts of 4 GPUs: tensor ranks of different"):
+        place(overlapped, hosts=5, gpus_per_host=gpus)
+
+
 @pytest.mark.parametrize(
     ("ranks", "method", "is_possible"),
     [(1, "ipc", True), (1, "disk", True), (2, "disk", True), (2, "ipc", False),

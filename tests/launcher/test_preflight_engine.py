@@ -10,6 +10,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, GeneratorConfig
 from megatron_rl.launcher import preflight
 from tests.generation.layout_models import shape_of, write_model
+from tests.tiny_models import write_model as write_policy
 
 FP8 = GeneratorConfig(quantization="fp8")
 
@@ -55,6 +56,20 @@ def test_experts_of_an_engine_without_experts_or_ranks_are_refused(tmp_path: Pat
         load_config(None, ["generator.tensor_parallel=3", "generator.expert_parallel=2"])
     with pytest.raises(ConfigError, match="which is one process: set it to 1"):
         load_config(None, [*divided, "generator.engine=hf"])
+
+
+def test_a_hidden_size_that_overlapped_tensor_ranks_cannot_reduce_is_refused(
+    tmp_path: Path,
+) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    write_policy(tmp_path, **sizes)
+    overlapped = ["tensor=2", "sequence=true", "overlap_tensor=true"]
+    overrides = [f"model.path={tmp_path}", "train.pad_microbatches=true"]
+    config = load_config(None, [*overrides, *(f"parallel.{key}" for key in overlapped)])
+    with pytest.raises(InputError, match="hidden size that 64 divides, and the model has 96"):
+        preflight.check_model(config)
+    write_policy(tmp_path, **sizes | {"hidden_size": 128})
+    preflight.check_model(config)
 
 
 def test_sglangs_cpu_mode_knows_no_experts_of_other_ranks() -> None:

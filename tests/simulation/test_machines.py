@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.launcher.sizing.flops import step_flops
+from megatron_rl.launcher.sizing.flops import product_flops, step_flops
 from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.protocol.packing import deal
 from megatron_rl.rollout_queue.batches import MinibatchPlan
@@ -41,6 +41,16 @@ def test_ranks_that_meet_wait_in_every_microbatch() -> None:
     assert TrainerModel(1.0, ranks_meet=True).compute_s([plan]) == 100 + 90
 
 
+def test_positions_that_fill_a_microbatch_take_time() -> None:
+    plan = MinibatchPlan([], [100, 10, 20, 90], [[[0], [1]], [[2], [3]]])
+    model = TrainerModel(1.0, microbatch_s=1.0, positions=120, filling_s=0.5)
+    # The ranks have 110 tokens each, and 240 positions.
+    assert model.compute_s([plan]) == 2 * 1.0 + 110 + 0.5 * 130
+    # Two placeholders make four microbatches of two; the bubble is 3 of 2 x 2 + 3.
+    interleaved = TrainerModel(1.0, positions=120, filling_s=0.5, stages=4, virtual_stages=2)
+    assert interleaved.compute_s([plan]) == pytest.approx((110 + 0.5 * 130 + 120.0) * 7 / 4)
+
+
 def test_a_pipeline_adds_its_bubble() -> None:
     # (p - 1) / (m + p - 1) of the whole is idle: 4 microbatches in 3 stages take 6 turns for 4.
     plan = MinibatchPlan([], [10] * 4, [[[0], [1], [2], [3]]])
@@ -63,6 +73,12 @@ def test_seconds_are_model_flops_over_peak_and_mfu(model_config: Path) -> None:
     flops = step_flops(read_shape(config.model.path), sequences=8, length=4096).total
     peak = GPUS["h100-80g"].bf16_flops
     assert trainer.compute_s([plan]) == pytest.approx(flops / (4 * peak * 0.4))
+    sized = ["train.pad_microbatches=true", "train.microbatch_tokens=40960"]
+    padded = config.model_copy(update={"train": load_config(None, sized).train})
+    again = cluster_model(padded, Assumptions(mfu=0.4)).trainer
+    # 4096 of 40960 positions are tokens, in each of 8 microbatches.
+    added = 3 * 8 * (40960 - 4096) * product_flops(read_shape(config.model.path))
+    assert again.compute_s([plan]) == pytest.approx((flops + added) / (4 * peak * 0.4))
 
 
 def test_an_engine_reads_its_weights_and_its_cache_every_iteration(model_config: Path) -> None:

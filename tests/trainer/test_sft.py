@@ -137,3 +137,12 @@ def test_other_traces_are_refused_by_a_checkpoint(inputs: Path, tmp_path: Path) 
     assert "its digest was" in message
     [message] = run_ranks(refused, 1, config(inputs, cfg.run.dir, "run.seed=5"))
     assert "its seed was 0, now it is 5" in message
+
+
+def test_a_trace_that_no_padded_microbatch_holds_is_refused_before_the_model_is_built(
+    inputs: Path, tmp_path: Path
+) -> None:
+    padded = ["train.steps=0", "train.pad_microbatches=true", "train.microbatch_tokens=8"]
+    # Without torchrun's variables no rank would get as far as to build a model.
+    with pytest.raises(InputError, match="do not fit into the 8 positions .* raise train.microb"):
+        sft.main(config(inputs, tmp_path, *padded), False)

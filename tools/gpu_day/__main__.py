@@ -44,6 +44,7 @@ ORDER = (
     "tests/generation/test_engine_contract.py",
     # Last what takes minutes: a large model, watchdogs that are waited for, engines of two ranks.
     "tests/gpu/test_numerics_cuda.py",
+    "tests/gpu/test_tensor_overlap_cuda.py",
     "tests/gpu/test_groups_cuda.py",
     "tests/gpu/test_engine_ranks_cuda.py",
 )

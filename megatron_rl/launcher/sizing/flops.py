@@ -31,6 +31,14 @@ class StepFlops:
         """All of them."""
         return self.products + self.attention + self.output
 
+    def plus(self, other: "StepFlops") -> "StepFlops":
+        """Both together."""
+        return StepFlops(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.output + other.output,
+        )
+
 
 def product_flops(shape: ModelShape) -> int:
     """FLOPs of one token's forward pass through the matrices of all layers."""

@@ -19,6 +19,7 @@ from megatron_rl.launcher.sizing.flops import (
 )
 from megatron_rl.launcher.sizing.generator import EngineMemory, engine_memory
 from megatron_rl.launcher.sizing.gpus import GIB, Gpu, find_gpu
+from megatron_rl.launcher.sizing.padding import Padding, find_padding, padding_advice
 from megatron_rl.launcher.sizing.parameters import active_parameters, model_parameters
 from megatron_rl.launcher.sizing.publish import Publish, publish_cost, publish_rate
 from megatron_rl.launcher.sizing.sharing import (
@@ -68,10 +69,11 @@ class Step:
     """Of each data-parallel rank and optimizer step."""
     flops: StepFlops
     hardware_flops: int
-    """What is computed, recomputation included."""
+    """What is computed, recomputation and padding included."""
     seconds: float
-    """At the stated MFU; generation and publishing are not in it."""
+    """At the stated MFU, padding included; generation and publishing are not in it."""
     bubble_share: float
+    padding: Padding
 
 
 @dataclass(frozen=True)
@@ -232,23 +234,26 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
         raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
     sequences = config.train.groups_per_batch * config.train.group_size
     flops = step_flops(shape, sequences=sequences, length=mean_tokens)
-    division = setting.division
+    division, microbatches = setting.division, setting.microbatch.count
+    tokens = sequences * mean_tokens
+    padding = find_padding(shape, config, hardware.gpu, tokens=tokens, microbatches=microbatches)
+    computed = flops.plus(padding.flops)
     again = 0
     if setting.recompute == "selective":
         modules = setting.recompute_modules
         again = recomputed_flops(shape, modules, sequences=sequences, length=mean_tokens)
+        again += recomputed_flops(shape, modules, sequences=padding.positions, length=1)
     return Step(
         sequences=sequences,
         mean_tokens=mean_tokens,
-        microbatches=setting.microbatch.count,
+        microbatches=microbatches,
         flops=flops,
         hardware_flops=hardware_flops(
-            flops, recomputes_layers=setting.recompute == "full", again=again
+            computed, recomputes_layers=setting.recompute == "full", again=again
         ),
-        seconds=step_seconds(flops, gpus=division.world_size, peak_flops=peak, mfu=hardware.mfu),
-        bubble_share=bubble_share(
-            division.pipeline, division.virtual_stages, setting.microbatch.count
-        ),
+        seconds=step_seconds(computed, gpus=division.world_size, peak_flops=peak, mfu=hardware.mfu),
+        bubble_share=bubble_share(division.pipeline, division.virtual_stages, microbatches),
+        padding=padding,
     )
 
 
@@ -372,6 +377,7 @@ def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> l
             f"a transfer takes {publish.seconds / publish.turns:.0f} s, longer than "
             f"weights.deadline_s={config.weights.deadline_s:.0f}"
         )
+    found += padding_advice(step.padding, step.flops, step.seconds)
     found += turn_advice(config, step.seconds)
     if config.weights.method == "reshard" and not generator.quantization:
         found += publish.relay_advice()

@@ -101,6 +101,7 @@ def _trainer_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
         "activations": rank.activations,
         "logits": rank.logits,
         "buffers of a publish": rank.publish_buffers,
+        **({"buffers of overlap_tensor": rank.overlap_buffers} if rank.overlap_buffers else {}),
         "CUDA, NCCL, fragments (allowance)": rank.reserve,
         "sum": rank.total,
     }
@@ -114,10 +115,13 @@ def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
     flops = step.flops
     yield "sequences of a step", f"{step.sequences} of {step.mean_tokens} tokens (assumed mean)"
     yield "microbatches of a replica", f"{step.microbatches} an optimizer step"
+    if step.padding.share:
+        yield "  positions that are padding", f"{step.padding.share:.1%}, at least"
     yield "FLOPs of a step", f"{flops.total:.3g}"
     yield "  layers, attention, output", _shares(flops.products, flops.attention, flops.output)
     if step.hardware_flops != flops.total:
-        yield "  with recomputation", f"{step.hardware_flops:.3g}"
+        padded = " and padding" if step.padding.share else ""
+        yield f"  with recomputation{padded}", f"{step.hardware_flops:.3g}"
     yield f"seconds of a step at {plan.mfu:.0%} MFU", f"{step.seconds:.1f}"
     if step.bubble_share:
         yield "  pipeline bubble (within the MFU)", f"{step.bubble_share:.0%}"

@@ -12,6 +12,7 @@ from megatron_rl.launcher.sizing.activations import (
 )
 from megatron_rl.launcher.sizing.division import Division, division_of
 from megatron_rl.launcher.sizing.gpus import GIB
+from megatron_rl.launcher.sizing.padding import overlap_buffer_bytes
 from megatron_rl.launcher.sizing.parameters import stage_parameters
 from megatron_rl.launcher.sizing.states import StateBytes, state_bytes
 from megatron_rl.weights.layout.shape import ModelShape
@@ -41,6 +42,8 @@ class TrainerSetting:
     is_fp8: bool = False
     is_offloaded: bool = False
     """Optimizer state is in host memory."""
+    overlap_bytes_per_hidden: int = 0
+    """Of the buffers of parallel.overlap_tensor, for each element of a hidden state."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,15 @@ class RankMemory:
     activations: int
     logits: int
     publish_buffers: int
+    overlap_buffers: int = 0
+    """Of parallel.overlap_tensor."""
     reserve: int = RESERVE_BYTES
 
     @property
     def total(self) -> int:
         """The peak, as a sum of parts that are not all at theirs at once."""
-        parts = (self.activations, self.logits, self.publish_buffers, self.reserve)
-        return self.states.total + sum(parts)
+        parts = (self.activations, self.logits, self.publish_buffers, self.overlap_buffers)
+        return self.states.total + sum(parts) + self.reserve
 
 
 def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
@@ -83,6 +88,7 @@ def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
         compares_vocabularies=config.algorithm.kl.is_exact,
         is_fp8=config.model.fp8 != "none",
         is_offloaded=config.optimizer.offload,
+        overlap_bytes_per_hidden=overlap_buffer_bytes(config.model, config.parallel, budget),
     )
 
 
@@ -119,6 +125,7 @@ def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankM
         logits=logits,
         publish_buffers=setting.publish_buffer_bytes
         + setting.dequantises * parameters.total * setting.item_bytes,
+        overlap_buffers=setting.overlap_bytes_per_hidden * shape.hidden,
     )
 
 

@@ -40,7 +40,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.backend import fp8, fusions
+from megatron_rl.backend import fp8, fusions, tensor_overlap
 from megatron_rl.backend.device import Backend
 from megatron_rl.backend.folding import FoldedSeqParams, Folding
 from megatron_rl.config.errors import InputError
@@ -82,8 +82,12 @@ def build_model(backend: Backend, cfg: Config, shape: ModelShape) -> list[Distri
 
 
 def build_frozen(backend: Backend, cfg: Config, shape: ModelShape) -> list[torch.nn.Module]:
-    """The same without gradients, for a model that is never trained; parameters not yet filled."""
-    config = transformer_config(backend, cfg, shape)
+    """The same without gradients, for a model that is never trained; parameters not yet filled.
+
+    The buffers of parallel.overlap_tensor are the policy's, so it exchanges positions without.
+    """
+    plain = cfg.parallel.model_copy(update={"overlap_tensor": False})
+    config = transformer_config(backend, cfg.model_copy(update={"parallel": plain}), shape)
     chunks = [
         _build_chunk(backend, config, shape, number)
         for number in range(cfg.parallel.virtual_stages)
@@ -166,6 +170,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
             has_engine=backend.layers == "transformer_engine",
         ),
         "sequence_parallel": cfg.parallel.divides_positions,
+        **tensor_overlap.transformer_fields(cfg.parallel),
         # Without this the schedule divides losses by tokens and DDP averages over its ranks.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": sum_gradients,

@@ -43,11 +43,15 @@ class MicroBatch:
     places: Tensor | None = None
     """Context ranks: [their completion tokens] int64, which ones of the microbatch they predict.
     Their positions and targets are their own, all else is that of the microbatch."""
+    filling: int = 0
+    """Positions at its end that give it the size of the others (`filling.py`)."""
 
     @property
     def rows(self) -> int:
         """Positions of the sequences laid end to end, shared ones counted in each."""
-        return self.tokens.shape[1] if self.folding is None else len(self.folding.positions)
+        if self.folding is not None:
+            return len(self.folding.positions)
+        return self.tokens.shape[1] - self.filling
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device, but for expert choices."""

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_rl.backend import fp8
+from megatron_rl.backend import fp8, tensor_overlap
 from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.backend.folding import SOURCE as FOLDING
 from megatron_rl.backend.loops import library
@@ -61,6 +61,14 @@ class Policy:
         return 2 * self.parallel.context if self.parallel.context > 1 else 1
 
     @property
+    def fixed_positions(self) -> int:
+        """Positions of every microbatch; 0: as many as its sequences take."""
+        train = self.cfg.train
+        if not train.pad_microbatches:
+            return 0
+        return train.microbatch_tokens + -train.microbatch_tokens % self.position_multiple
+
+    @property
     def has_sequence_parallelism(self) -> bool:
         """Whether tensor ranks divide the positions among them between their layers."""
         return self.parallel.divides_positions
@@ -80,6 +88,7 @@ class Policy:
             self.device.type == "cpu"
             and library(FOLDING) is not None
             and self.parallel.context == 1
+            and not self.fixed_positions
             and not self.shape.experts
             and (attention_is_plain or not self.has_sequence_parallelism)
         )
@@ -124,6 +133,9 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     backend = select_backend(cfg.model)
     backend.check_offload(cfg.optimizer)
     backend.check_offload(cfg.sft.optimizer)
+    if cfg.parallel.overlap_tensor:
+        tensor_overlap.check_host(has_engine=backend.layers == "transformer_engine")
+        tensor_overlap.check_shape(shape.hidden, cfg.train.microbatch_tokens)
     backend.init_distributed(
         cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s
     )
@@ -133,7 +145,8 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
             load_weights(chunks, shape, cfg.model.path)
         else:
             load_megatron(chunks, shape, cfg.model.megatron_path)
-        with failures_noted():
-            yield Policy(backend, shape, chunks, cfg.parallel, cfg)
+        policy = Policy(backend, shape, chunks, cfg.parallel, cfg)
+        with tensor_overlap.buffers(cfg, shape.hidden, policy.fixed_positions), failures_noted():
+            yield policy
     finally:
         backend.shutdown()
