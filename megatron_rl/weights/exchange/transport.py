@@ -3,11 +3,10 @@
 Shared by trainer ranks and engines; needs torch and messages alone. `Channel` is what one rank
 keeps between the transfers to one generator, a `Transport` serves one transfer.
 
-Over a group two rounds are in flight, whose buffers lie in two spaces that are used in turn, on the
-ranks' devices or, with HOST, in host memory wherever the parameters lie. In
-shared memory there are the sender's two spaces alone: receivers copy from them into their
-parameters. Both sides speak about them by keys of the exchange's store; K counts the parcels of one
-sender to one receiver:
+Over a group two rounds are in flight, whose buffers lie in two spaces that are used in turn: on the
+ranks' devices or, with HOST, in host memory wherever the parameters lie. In shared memory there are
+the sender's two spaces alone: receivers copy from them into their parameters. Both sides speak
+about them by keys of the exchange's store; K counts the parcels of one sender to one receiver:
 
 | key | set by | says |
 |---|---|---|

@@ -157,7 +157,9 @@ class WeightPublisher(Closing):
         """As `publish`, but returns while the weights travel. Every rank calls it.
 
         The parameters must not change before `join`. then: called on rank 0 when the generators
-        hold the version, by another thread or in `join`.
+        hold the version, by another thread, here or in `join`. Where a generator has not taken the
+        version before, all are waited for: memory that its transfers keep is taken in the first
+        one, not beside the kernels of a pass.
         """
         assert self._overlapping is not None
         self.join()
@@ -165,10 +167,13 @@ class WeightPublisher(Closing):
         self._note()
         started = time.monotonic()
         self._version = version
+        served = {name: self._sessions[name] for name in self._held}
         self._held.clear()
         self._flight, self._then = self._members(late_only=False), then
         self._overlapping.begin(self._flight, version, then)
         self._waited_s += time.monotonic() - started
+        if any(served.get(member.name) != member.hello.session for member in self._flight):
+            self.join()
 
     def join(self) -> None:
         """Wait for what `start` began, if anything: then the parameters may change.

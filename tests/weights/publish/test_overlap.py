@@ -66,6 +66,17 @@ def test_with_no_generator_left_the_join_waits_for_one(tmp_path: Path) -> None:
     assert [version for version in versions(notes["a"]) if version >= 0] == [0, 1, 2]
 
 
+def test_the_first_version_of_a_generator_is_waited_for(tmp_path: Path) -> None:
+    late = Generator("late", 1, ({0: "dawdle receive", 1: "dawdle receive"},), starts_after=0)
+    script = "publish 0, meet 2, start 1, start 2, join 0"
+    steps, notes = publish(tmp_path, [Generator("a", 1), late], script, deadline_s=6)
+    assert steps[2].seconds >= DAWDLE_S and steps[2].announced == (1,)
+    assert steps[2].held == {"a": 1, "late": 1}
+    # The next one is not.
+    assert steps[3].seconds < 0.8 * DAWDLE_S and steps[-1].held == {"a": 2, "late": 2}
+    assert versions(notes["late"]) == [1, 2]
+
+
 def test_a_generator_that_comes_during_the_overlap_is_admitted_after_it(tmp_path: Path) -> None:
     generators = [Generator("a", 1), Generator("late", 1, starts_after=1)]
     script = "publish 0, start 1, admit 2, start 2, join 0"
