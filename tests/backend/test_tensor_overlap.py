@@ -68,6 +68,8 @@ def test_megatron_hands_the_field_to_the_layers_that_exchange_positions() -> Non
 
 def tensor_ranks(parallel: ParallelConfig) -> list[int]:
     select_backend(ModelConfig()).init_distributed(parallel, seed=0, timeout_s=30)
+    # A rank that ends closes its connections, and others may not have formed their groups yet.
+    dist.barrier()
     return dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import find_objective
@@ -175,6 +176,8 @@ def frozen(cfg: Config) -> bool:
     """Whether a teacher beside the policy would use the policy's buffers."""
     backend = select_backend(cfg.model)
     backend.init_distributed(cfg.parallel, seed=0, timeout_s=30)
+    # A rank that ends closes its connections, and others may not have formed their groups yet.
+    dist.barrier()
     [chunk] = build_frozen(backend, cfg, read_shape(cfg.model.path))
     return unwrap(chunk).config.tp_comm_overlap
 
