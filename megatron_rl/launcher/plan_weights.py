@@ -69,9 +69,10 @@ def plan_weights(config: Config, console: Console) -> None:
     ratio = f"{total / found.model_bytes:.3f} times the model"
     table.add_row("trainer ranks send", f"{_megabytes(total)}, {ratio}")
     cost = found.cost
-    table.add_row(
-        "copies of the trainer's model", f"{cost.copies}, serving {cost.turns} engines each"
-    )
+    served = f"serving {cost.turns} engines each"
+    if config.weights.method == "host":
+        served = f"serving {-(-config.generator.replicas // cost.copies)} engines each at once"
+    table.add_row("copies of the trainer's model", f"{cost.copies}, {served}")
     if cost.is_relayed:
         table.add_row("engines that engines serve", str(config.generator.replicas - found.direct))
     table.add_row("ranks of a process group", str(cost.group_ranks))
@@ -81,6 +82,8 @@ def plan_weights(config: Config, console: Console) -> None:
     table.add_row(
         "a publish takes", f"{cost.whole_seconds:.2f} s; the paper: under {PAPER_PUBLISH_S:g} s"
     )
+    if cost.is_overlapped:
+        table.add_row("the trainer meanwhile", "computes the next step, up to its optimizer")
     rate = f"{publish_rate(config.weights) / 1e9:g} GB/s a rank"
     way = "by way of host memory" if config.weights.method == "host" else "over NCCL"
     table.add_row("its transfers", f"{cost.seconds:.2f} s {way} at {rate}")
@@ -128,12 +131,10 @@ def forecast(config: Config) -> Forecast:
         cost=publish_cost(
             shape,
             config.generator,
+            config.weights,
             copies=copies.ranks,
             item_bytes=itemsize,
-            bytes_per_s=publish_rate(config.weights),
             turn_s=Hardware.turn_s,
-            is_relayed=config.weights.relay,
-            is_concurrent=config.weights.method == "host",
         ),
     )
 

@@ -107,6 +107,17 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
+def test_by_way_of_host_memory_the_command_says_who_waits(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_host = ["weights.method=host", "weights.overlap=true", "parallel.data=2"]
+    code, text = run(capsys, str(config_path), *LAYOUT, *by_host, "generator.replicas=3")
+    words = " ".join(text.replace("│", " ").split())
+    assert code == 0 and "2, serving 2 engines each at once" in words
+    assert "by way of host memory at 2 GB/s a rank" in words
+    assert "the trainer meanwhile computes the next step" in words
+
+
 def test_the_command_prints_them(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, str(config_path), *LAYOUT)
     assert code == 0

@@ -21,7 +21,7 @@ from megatron_rl.launcher.sizing.generator import EngineMemory, engine_memory
 from megatron_rl.launcher.sizing.gpus import GIB, Gpu, find_gpu
 from megatron_rl.launcher.sizing.padding import Padding, find_padding, padding_advice
 from megatron_rl.launcher.sizing.parameters import active_parameters, model_parameters
-from megatron_rl.launcher.sizing.publish import Publish, publish_cost, publish_rate
+from megatron_rl.launcher.sizing.publish import Publish, publish_cost
 from megatron_rl.launcher.sizing.sharing import (
     SharedMemory,
     shared_memory,
@@ -149,12 +149,11 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     publish = publish_cost(
         shape,
         config.generator,
+        config.weights,
         copies=copies_of(places_of(config.parallel)),
         item_bytes=item_bytes,
-        bytes_per_s=publish_rate(config.weights, hardware.bytes_per_s),
+        bytes_per_s=hardware.bytes_per_s,
         turn_s=hardware.turn_s,
-        is_relayed=config.weights.relay,
-        is_concurrent=config.weights.method == "host",
     )
     step = _step(shape, config, hardware, mean)
     shared = shared_memory(config, trainer, engine)

@@ -46,11 +46,18 @@ class Publish:
     """Assumed for a turn beside its transfer."""
     least_seconds: float
     """Of the transfers, if the trainer's ranks alone sent, all of the time: their bandwidth."""
+    is_overlapped: bool = False
+    """The trainer computes meanwhile (weights.overlap)."""
 
     @property
     def whole_seconds(self) -> float:
-        """That the trainer waits."""
+        """From its beginning until all generators have the version."""
         return self.seconds + self.turns * self.turn_s
+
+    def waited_seconds(self, step_seconds: float) -> float:
+        """That the trainer waits. step_seconds: that it computes in a step."""
+        beside = step_seconds if self.is_overlapped else 0.0
+        return max(0.0, self.whole_seconds - beside)
 
     def relay_advice(self) -> list[str]:
         """What weights.relay would save, where a publish takes longer than the paper says."""
@@ -67,38 +74,40 @@ class Publish:
 def publish_cost(
     shape: ModelShape,
     generator: GeneratorConfig,
+    weights: WeightsConfig,
     *,
     copies: Sequence[Sequence[int]],
     item_bytes: int,
-    bytes_per_s: float,
+    bytes_per_s: float | None = None,
     turn_s: float = 0.0,
-    is_relayed: bool = False,
-    is_concurrent: bool = False,
 ) -> Publish:
     """Bytes and seconds, where each rank sends or receives `bytes_per_s`. Raises InputError.
 
     copies: the trainer's ranks of each. Those of a copy share its work evenly (`make_plan`), so
     that the slower end of a transfer is the fullest receiver, or the senders where they are fewer.
-    is_concurrent: a copy serves all its engines at once (see weights/publish/settings.py), which
-    it does not over NCCL.
+    bytes_per_s: default: `publish_rate`.
     """
+    rate = publish_rate(weights, bytes_per_s)
+    # Over NCCL a copy serves its engines one after the other: see weights/publish/settings.py.
+    is_concurrent = weights.method == "host"
     ranks = engine_rank_bytes(shape, generator, item_bytes)
     senders = len(copies[0])
     served = -(-generator.replicas // len(copies))
-    turns = turns_before(served) if is_relayed else served
+    turns = turns_before(served) if weights.relay else served
     if is_concurrent:
         turns = 1
     total = generator.replicas * sum(ranks)
     slowest = max(max(ranks), sum(ranks) / senders)
-    least = max(max(ranks), served * sum(ranks) / senders) / bytes_per_s
+    least = max(max(ranks), served * sum(ranks) / senders) / rate
     return Publish(
         total_bytes=total,
         rank_bytes=max(ranks),
         copies=len(copies),
         group_ranks=senders + len(ranks),
         turns=turns,
-        is_relayed=is_relayed,
-        seconds=least if is_concurrent else turns * slowest / bytes_per_s,
+        is_relayed=weights.relay,
+        seconds=least if is_concurrent else turns * slowest / rate,
         turn_s=turn_s,
         least_seconds=least,
+        is_overlapped=weights.overlap,
     )

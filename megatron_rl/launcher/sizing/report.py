@@ -136,6 +136,8 @@ def _other_rows(plan: SizingPlan) -> Iterable[tuple[str, str]]:
         yield "  the engine generates", _gib(plan.shared.engines_turn)
     waited = f"{publish.whole_seconds:.2f} s (paper: under {PAPER_PUBLISH_S:g} s)"
     yield "publish", f"{publish.total_bytes / 1e9:.2f} GB, {waited}"
+    if publish.is_overlapped:
+        yield "  of which the trainer waits", f"{publish.waited_seconds(step.seconds):.2f} s"
     relayed = " (engines pass weights on)" if publish.is_relayed else ""
     shared = f"{publish.copies} copies at once, {publish.turns} turns{relayed}"
     yield "  transfers", f"{publish.seconds:.2f} s: {shared}, groups of {publish.group_ranks} ranks"

@@ -64,8 +64,9 @@ def test_weights_of_an_engine_are_what_a_publish_brings(
     found = engine_rank_bytes(read_shape(tmp_path), config.generator, 4)
     assert tuple(found) == planned.received
     cost = publish_cost(
-        read_shape(tmp_path), config.generator, copies=[(0,)], item_bytes=4, bytes_per_s=1e6
-    )
+        read_shape(tmp_path), config.generator, config.weights,
+        copies=[(0,)], item_bytes=4, bytes_per_s=1e6,
+    )  # fmt: skip
     assert cost.total_bytes == sum(planned.sent)
     # A single sender is the slower end, unless there is a single receiver.
     assert cost.seconds == pytest.approx(sum(planned.sent) / 1e6)
