@@ -200,11 +200,12 @@ def _publish(shape: ModelShape, config: Config, assumed: Assumptions) -> Publish
     ranks = engine_rank_bytes(shape, config.generator, ITEM_BYTES[config.model.dtype])
     copies = len(copies_of(places_of(config.parallel)))
     rate, world = publish_rate(config.weights, assumed.bytes_per_s), config.parallel.world_size
-    has_turns = assumed.lanes == "copies" and config.weights.method != "host"
+    by_copies = assumed.lanes == "copies"
+    has_turns = by_copies and config.weights.method != "host"
     # Ranks that send to one engine.
-    senders = world // (copies if assumed.lanes == "copies" else 1)
+    senders = world // (copies if by_copies else 1)
     replica_s = max(max(ranks), sum(ranks) / senders) / rate + assumed.pause_s
-    lanes: Lanes = assumed.lanes if has_turns or assumed.lanes != "copies" else "all"
+    lanes: Lanes = "all" if by_copies and not has_turns else assumed.lanes
     return PublishModel(
         replica_s=replica_s,
         lanes=lanes_of(lanes, copies=copies, replicas=config.generator.replicas),

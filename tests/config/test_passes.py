@@ -42,4 +42,6 @@ def test_what_cannot_be_together_is_refused(overrides: str, message: str) -> Non
     ],
 )
 def test_what_agrees_is_taken(overrides: str) -> None:
-    load_config(None, overrides.split())
+    config = load_config(None, overrides.split())
+    assert config.train.pad_microbatches
+    assert config.parallel.overlap_tensor == overrides.startswith(OVERLAP)

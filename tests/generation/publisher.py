@@ -21,7 +21,7 @@ from megatron_rl.weights.exchange.group import close_group, join_group, open_sto
 from megatron_rl.weights.exchange.parcels import outgoing, send
 from megatron_rl.weights.exchange.plan import Plan, make_plan
 from megatron_rl.weights.exchange.receiver import Report
-from megatron_rl.weights.exchange.transport import IPC, Buffers, Channel
+from megatron_rl.weights.exchange.transport import Buffers, Channel, stages_all
 from megatron_rl.weights.layout.engine_layout import hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.publish.reshard import receiver_slices
@@ -102,7 +102,9 @@ class SliceSender:
         ends_at = time.monotonic() + TIMEOUT_S
         transport = self._channel.open(order, DEVICE, ends_at)
         held = {name: tensor.to(DEVICE) for name, tensor in parameters.items()}
-        ends = outgoing(exchange.plan.of_sender(0), held, DTYPE, stages_all=order.backend == IPC)
+        ends = outgoing(
+            exchange.plan.of_sender(0), held, DTYPE, stages_all=stages_all(order.backend)
+        )
         send(ends, transport, dtype=DTYPE, version=order.version, ends_at=ends_at)
         found = [self._store.get(f"done/{order.attempt}/{rank}") for rank in ranks]
         return [msgspec.json.decode(report, type=Report) for report in found]

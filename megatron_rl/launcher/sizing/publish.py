@@ -88,26 +88,26 @@ def publish_cost(
     bytes_per_s: default: `publish_rate`.
     """
     rate = publish_rate(weights, bytes_per_s)
-    # Over NCCL a copy serves its engines one after the other: see weights/publish/settings.py.
-    is_concurrent = weights.method == "host"
     ranks = engine_rank_bytes(shape, generator, item_bytes)
     senders = len(copies[0])
     served = -(-generator.replicas // len(copies))
-    turns = turns_before(served) if weights.relay else served
-    if is_concurrent:
-        turns = 1
-    total = generator.replicas * sum(ranks)
-    slowest = max(max(ranks), sum(ranks) / senders)
-    least = max(max(ranks), served * sum(ranks) / senders) / rate
+    # Over NCCL a copy serves its engines one after the other: see weights/publish/settings.py.
+    at_once = served if weights.method == "host" else 1
+    turns = turns_before(served) if weights.relay else -(-served // at_once)
+
+    def seconds(engines: int) -> float:
+        """Of the transfers to so many engines of a copy at once."""
+        return max(max(ranks), engines * sum(ranks) / senders) / rate
+
     return Publish(
-        total_bytes=total,
+        total_bytes=generator.replicas * sum(ranks),
         rank_bytes=max(ranks),
         copies=len(copies),
         group_ranks=senders + len(ranks),
         turns=turns,
         is_relayed=weights.relay,
-        seconds=least if is_concurrent else turns * slowest / rate,
+        seconds=turns * seconds(at_once),
         turn_s=turn_s,
-        least_seconds=least,
+        least_seconds=seconds(served),
         is_overlapped=weights.overlap,
     )
