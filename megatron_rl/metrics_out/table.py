@@ -121,6 +121,9 @@ TRAINER = (
     Known("train/exploded_steps", "those above optimizer.skip_grad_norm", "0",
           "as for train/skipped_steps", "count"),
     Known("train/padded_tokens", "positions that went through the trainer", kind="count"),
+    Known("train/filling_share", "share of all computed positions that fill microbatches up "
+          "(train.pad_microbatches)", "below 0.05",
+          "a larger train.microbatch_tokens; `megatron-rl plan` says what it costs"),
     Known("train/tokens_per_s", "positions a second of a trainer rank's update"),
     Known("train/update_s", "seconds of the step's updates"),
     Known("train/optimizer_s", "seconds of them that do not grow with the tokens: the optimizer"),

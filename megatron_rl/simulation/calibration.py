@@ -38,12 +38,8 @@ from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.core_use import CoreUse, alone_share, update_span
-from megatron_rl.simulation.engine_fit import (
-    FittedEngine,
-    ending_together,
-    fit_engine,
-    fit_hand_over,
-)
+from megatron_rl.simulation.engine_fit import FittedEngine, fit_engine
+from megatron_rl.simulation.hand_over_fit import ending_together, fit_hand_over
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.machines import (
     ClusterModel,
@@ -54,6 +50,7 @@ from megatron_rl.simulation.machines import (
     VerifierModel,
 )
 from megatron_rl.simulation.outcome import Outcome
+from megatron_rl.simulation.pace_fit import engine_paces, trainer_paces
 from megatron_rl.simulation.records import Measured, RunRecords, measure
 from megatron_rl.simulation.service_times import fit_rounds, servers_seen, service_times
 from megatron_rl.simulation.workload import PassRates, RecordedLengths, Workload
@@ -157,23 +154,24 @@ def calibrate(run: RunRecords, cores: float | None = None) -> Calibration:
     hand_over_s = fit_hand_over(ending_together(run.rollouts))
     use = CoreUse(run, shared, hand_over_s)
     engine = fit_engine(run, use, hand_over_s)
+    paces = engine_paces(run, use, engine.model, hand_over_s)
     # With the costs of both roles known, what an update lost to others tells how much that is.
     alone = alone_share(run) if shared is not None and run.passes else None
     model = ClusterModel(
-        engine=engine.model,
-        trainer=_trainer(run, measured, alone or use.update_share(run.steps)),
+        engine=dataclasses.replace(engine.model, paces=paces),
+        trainer=_trainer(run, measured, alone or use.update_share(run.steps), use),
         publish=_publish(run, measured),
         verifier=_verifier(run, use),
         cores=shared,
         batch_s=_batch_s(run),
         read_s=_read_s(run),
     )
-    model, simulated = _settle(run, model, workload, knows_trainer=alone is not None)
+    model, simulated = _settle(run, model, workload, use, knows_trainer=alone is not None)
     return Calibration(model, workload, measured, simulated, config, engine)
 
 
 def _settle(
-    run: RunRecords, model: ClusterModel, workload: Workload, *, knows_trainer: bool
+    run: RunRecords, model: ClusterModel, workload: Workload, use: CoreUse, *, knows_trainer: bool
 ) -> tuple[ClusterModel, Outcome]:
     """The model whose simulation has the times of the run, and that simulation.
 
@@ -200,6 +198,8 @@ def _settle(
         if knows_trainer:
             model = _with_engines(model, slower)
         model = dataclasses.replace(model, trainer=trainer)
+        if run.passes:
+            model = _with_hosts(model, run, use.at(model.cores))
         simulated = Cluster(run.config, model, workload, span).run()
     return model, simulated
 
@@ -243,6 +243,13 @@ def _with_engines(model: ClusterModel, slower: float) -> ClusterModel:
     return dataclasses.replace(model, cores=dataclasses.replace(model.cores, engines_keep=keep))
 
 
+def _with_hosts(model: ClusterModel, run: RunRecords, use: CoreUse) -> ClusterModel:
+    """Hand-overs and grading take as long as they did, at the speed that is known better now."""
+    hand_over_s = fit_hand_over(ending_together(run.rollouts), use)
+    engine = dataclasses.replace(model.engine, hand_over_s=hand_over_s)
+    return dataclasses.replace(model, engine=engine, verifier=_verifier(run, use))
+
+
 def _next_guess(tried: list[tuple[float, float]], low: float, high: float) -> float:
     """Where the line through the last two (value, error) is 0; else the middle of the bounds."""
     if len(tried) > 1:
@@ -282,7 +289,7 @@ def _workload(run: RunRecords) -> Workload:
     )
 
 
-def _trainer(run: RunRecords, measured: Measured, share: float) -> TrainerModel:
+def _trainer(run: RunRecords, measured: Measured, share: float, use: CoreUse) -> TrainerModel:
     """Passes are proportional to the tokens of the slowest rank; nothing else is.
 
     share: of an update's time that it would take with the cores to itself.
@@ -310,6 +317,7 @@ def _trainer(run: RunRecords, measured: Measured, share: float) -> TrainerModel:
         token_s=share * passes_s / tokens,
         optimizer_s=share * optimizer_s / config.train.minibatches,
         step_s=measured.rest_s,
+        paces=trainer_paces(run, use),
     )
 
 
@@ -354,5 +362,5 @@ def _verifier(run: RunRecords, use: CoreUse) -> VerifierModel:
     servers = max(run.config.verifier.answers.workers, servers_seen(arrivals, departures))
     seconds = sorted(service_times(arrivals, departures, servers))
     kept = tuple(seconds[:: max(1, len(seconds) // _KEPT_TIMES)]) or (0.0,)
-    rounds = fit_rounds(arrivals, departures, use.speed) if servers == 1 else None
+    rounds = fit_rounds(arrivals, departures, use.trainer.speed) if servers == 1 else None
     return VerifierModel(servers, kept, rounds)

@@ -70,7 +70,12 @@ class Cluster:
         planned = PlannedBatches()
         self._queue = open_queue(self._config, planned, recorder)
         self._graders = Graders(
-            self._agenda, self._queue, model.verifier, workload, on_change=self._share_cores
+            self._agenda,
+            self._queue,
+            model.verifier,
+            workload,
+            max_pending=config.verifier.answers.max_pending,
+            on_change=self._share_cores,
         )
         self._fleet = Fleet(
             self._agenda,

@@ -3,6 +3,7 @@
 Used by calibration: seconds of a run, times this speed, are seconds of work.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,28 @@ from megatron_rl.simulation.records import WARM_UP, RunRecords
 _VERIFIERS = "verifiers"
 
 
+class Pace:
+    """The share of its full speed that a role has over the time of a run."""
+
+    def __init__(self, times: np.ndarray, speed: np.ndarray) -> None:
+        """speed: from each of the times to the next."""
+        self._times = times
+        self._work = np.concatenate([[0.0], np.cumsum(speed[:-1] * np.diff(times))])
+
+    def work(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[intervals] seconds at full speed that fit into them."""
+        found = np.interp(ends, self._times, self._work)
+        return found - np.interp(starts, self._times, self._work)
+
+    def speed(self, start: float, end: float) -> float:
+        """Share of its full speed that the role had on average between two moments."""
+        if end <= start:
+            return 1.0
+        return float(self.work(np.array([start]), np.array([end]))[0]) / (end - start)
+
+
 class CoreUse:
-    """The speed of all roles over the time of a run."""
+    """Who computed when, and how fast each role could."""
 
     def __init__(
         self, run: RunRecords, cores: SharedCores | None, hand_over_s: float = 0.0
@@ -37,13 +58,28 @@ class CoreUse:
         self._times = np.unique(np.array(everything).ravel())
         working = sum(self._busy(spans) for spans in engines.values())
         serving = sum(self._busy(spans) for spans in hosts.values())
-        trains = self._busy(updates)
-        speed = np.ones(len(self._times))
+        self._users = np.stack(np.broadcast_arrays(self._busy(updates), working, serving), axis=1)
+        self._set_paces(cores)
+
+    def _set_paces(self, cores: SharedCores | None) -> None:
+        speeds = np.ones((len(self._times), 2))
         if cores is not None:
-            demand = cores.trainer_threads * trains + cores.engine_threads * working + serving
-            speed = np.minimum(1.0, cores.cores / np.maximum(demand, 1e-9))
-        parts = speed[:-1] * np.diff(self._times)
-        self._work = np.concatenate([[0.0], np.cumsum(parts)])
+            kinds, which = np.unique(self._users, axis=0, return_inverse=True)
+            found = [
+                cores.speed(trains=bool(trains), engines=int(engines), hosts=int(hosts))
+                for trains, engines, hosts in kinds
+            ]
+            speeds = np.array(found)[which.ravel()]
+        self.trainer = Pace(self._times, speeds[:, 0])
+        """Of the trainer and verifiers."""
+        self.engines = Pace(self._times, speeds[:, 1])
+        """Of generators and their engines."""
+
+    def at(self, cores: SharedCores | None) -> "CoreUse":
+        """The same run, if its roles shared the cores like this."""
+        other = copy.copy(self)
+        other._set_paces(cores)
+        return other
 
     def _busy(self, spans: list[tuple[float, float]]) -> np.ndarray:
         """[times] 1 where one of the spans covers what follows, else 0."""
@@ -51,21 +87,10 @@ class CoreUse:
         running = np.searchsorted(np.sort(begins), self._times, side="right")
         return ((running - np.searchsorted(np.sort(ends), self._times, side="right")) > 0) * 1.0
 
-    def work(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """[intervals] seconds at full speed that fit into them."""
-        found = np.interp(ends, self._times, self._work)
-        return found - np.interp(starts, self._times, self._work)
-
-    def speed(self, start: float, end: float) -> float:
-        """Share of its full speed that a role had on average between two moments."""
-        if end <= start:
-            return 1.0
-        return float(self.work(np.array([start]), np.array([end]))[0]) / (end - start)
-
     def update_work(self, row: dict) -> float:
         """Seconds at full speed of a step's update."""
         start, end = update_span(row)
-        return float(self.work(np.array([start]), np.array([end]))[0])
+        return float(self.trainer.work(np.array([start]), np.array([end]))[0])
 
     def update_share(self, rows: Sequence[dict[str, Any]]) -> float:
         """Share of the time of updates that they would take at full speed."""

@@ -6,9 +6,9 @@ the set of completions nothing else happens, so that n iterations take
 
     n (base_s + per_running_s B + per_kv_token_s K) + per_kv_token_s B n (n - 1) / 2
 
-and no event is needed for a token. Changes take effect at the end of an iteration, as in a real
-engine: completions join and leave, weights are replaced, the engine pauses. Rules, from SGLang
-0.5.23's scheduler:
+and no event is needed for a token; each completion that ends adds end_s to its last iteration.
+Changes take effect at the end of an iteration, as in a real engine: completions join and leave,
+weights are replaced, the engine pauses. Rules, from SGLang 0.5.23's scheduler:
 
 - A completion joins when there is a place (max_running) and room in the cache for its tokens and a
   reserve for each that runs; its prefill takes time in which nobody decodes. A prompt that the
@@ -66,6 +66,10 @@ class EngineModel:
     """Of such a pass beside these, where the engine had nothing to do before."""
     lease_s: float = 0.0
     """Of the generator for each lease, one after the other, until the engine has it."""
+    end_s: float = 0.0
+    """Of an iteration, for each completion that ends in it."""
+    paces: tuple[float, ...] = (1.0,)
+    """Of the trainer's steps in turn: how many times as long all of this takes. On average 1."""
     forgets: bool = False
     """Whether a pause empties the cache: all that run are put back (weights.kv_cache)."""
 
@@ -204,7 +208,10 @@ class Engine:
                 self._settle()
                 continue
             change = self._until_change()
-            done = min(change, self._iterations_in((now - self._clock) * self.speed))
+            passed = (now - self._clock) * self.speed
+            done = min(change, self._iterations_in(passed))
+            if self._ends_s(done) and self._seconds(done) > passed + _rounding(self._clock):
+                done -= 1
             if done <= 0:
                 return
             self._clock += self._seconds(done) / self.speed
@@ -231,10 +238,25 @@ class Engine:
     def _seconds(self, iterations: int) -> float:
         count, model = len(self._running), self.model
         growth = model.per_kv_token_s * count * iterations * (iterations - 1) / 2
-        return iterations * model.iteration_s(count, self.kv) + growth
+        return iterations * model.iteration_s(count, self.kv) + growth + self._ends_s(iterations)
+
+    def _ends_s(self, iterations: int) -> float:
+        """Of so many iterations, at most until the first completion ends: what ending costs."""
+        ends = self._running[0][0]
+        if not self.model.end_s or self.iterations + iterations < ends:
+            return 0.0
+        # Those of a heap that equal its root hang together.
+        count, places = 0, [0]
+        while places:
+            place = places.pop()
+            if place < len(self._running) and self._running[place][0] == ends:
+                count += 1
+                places += (2 * place + 1, 2 * place + 2)
+        return self.model.end_s * count
 
     def _iterations_in(self, seconds: float) -> int:
-        """Whole iterations of the present completions in so many seconds at full speed."""
+        """Whole iterations of the present completions in so many seconds at full speed, if none
+        ends."""
         seconds += _rounding(self._clock)
         if seconds <= 0:
             return 0

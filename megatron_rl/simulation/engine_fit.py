@@ -23,15 +23,18 @@ import numpy as np
 
 from megatron_rl.protocol.rollout_files import RolloutRecord
 from megatron_rl.simulation.core_use import CoreUse
+from megatron_rl.simulation.decoding import decoding_of
 from megatron_rl.simulation.engine import EngineModel
-from megatron_rl.simulation.load_curve import LoadCurve, fit_not_negative
-from megatron_rl.simulation.pass_fit import fit_decoding, fit_prefill, middle_of, sizes_of
+from megatron_rl.simulation.hand_over_fit import ending_together, fit_hand_over
+from megatron_rl.simulation.load_curve import fit_not_negative
+from megatron_rl.simulation.pass_fit import (
+    fit_decoding,
+    fit_prefill,
+    middle_of,
+    prefilled_tokens,
+    sizes_of,
+)
 from megatron_rl.simulation.records import RunRecords
-
-_LEAST_TOGETHER = 16
-"""Completions that end together, from which on their spread is looked at."""
-_SAME_PASS_S = 0.002
-"""First tokens this near to each other are of one pass: moments are recorded in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,25 @@ def fit_engine(run: RunRecords, use: CoreUse, hand_over_s: float) -> FittedEngin
 
 def _from_passes(run: RunRecords) -> FittedEngine:
     base, running, kv, ended = fit_decoding(run.passes)
-    prefill_base, request, wake = fit_prefill(run.passes)
+    prefill_base, request, token, wake = fit_prefill(run.passes)
+    # Where prompts begin alike, the engine knows a part of each: it prefills the rest.
+    prompts = {record.group: record.prompt_tokens for record in run.within()}
+    prefill_s_per_token = token * prefilled_tokens(run.passes) / sum(prompts.values())
+    alone_s = prefill_base + request + wake
+    alone_s += prefill_s_per_token * float(np.mean(list(prompts.values())))
     model = EngineModel(
         base_s=max(base, 1e-6),
         per_running_s=running,
         per_kv_token_s=kv,
-        prefill_s_per_token=0.0,
+        prefill_s_per_token=prefill_s_per_token,
         max_running=run.config.generator.max_running,
         kv_tokens=run.config.generator.kv_tokens,
-        request_s=request + ended,
+        request_s=request,
         prefill_samples=True,
         prefill_base_s=prefill_base,
         wake_s=wake,
-        lease_s=fit_lease(run.rollouts, alone_s=prefill_base + request + wake),
+        end_s=ended,
+        lease_s=fit_lease(run.rollouts, alone_s=alone_s),
     )
     return FittedEngine(model, *sizes_of(run.passes))
 
@@ -93,32 +102,14 @@ def fit_lease(records: Sequence[RolloutRecord], *, alone_s: float) -> float:
 
 
 def _from_completions(run: RunRecords, use: CoreUse, hand_over_s: float) -> FittedEngine:
-    by_engine: defaultdict[str, list[RolloutRecord]] = defaultdict(list)
-    for record in run.rollouts:
-        by_engine[record.generator].append(record)
-    columns, values, weights = [], [], []
-    for records in by_engine.values():
-        starts = np.array([r.times.leased + max(0.0, r.times.first_token_s) for r in records])
-        ends = _ends_at_engine(records, hand_over_s)
-        tokens = np.array([r.tokens for r in records])
-        curve = LoadCurve(
-            [r.times.leased for r in records], ends, [r.prompt_tokens for r in records], tokens
-        )
-        is_used = (ends > starts) & (tokens > 1) & (ends > run.began_at) & (ends < run.ended_at)
-        values.append(use.work(starts, ends)[is_used] / (tokens - 1)[is_used])
-        running = curve.mean_running(starts[is_used], ends[is_used])
-        # Completions that run together tell the same: each iteration counts once.
-        weights.append(np.sqrt((tokens - 1)[is_used] / np.maximum(running, 1.0)))
-        kv = curve.mean_kv(starts[is_used], ends[is_used])
-        joins, passes = _prefills_within(records, starts[is_used], ends[is_used])
-        steps = (tokens - 1)[is_used]
-        columns.append(np.stack([1 + passes / steps, running, kv, joins / steps], axis=1))
-    weight = np.concatenate(weights)
+    decoding = decoding_of(run, use, hand_over_s)
+    # Completions that run together tell the same: each iteration counts once.
+    weight = np.sqrt(decoding.steps / np.maximum(decoding.running, 1.0))
     base, per_running, per_kv, request_s = fit_not_negative(
-        np.concatenate(columns) * weight[:, None], np.concatenate(values) * weight
+        decoding.columns * weight[:, None], decoding.work_s * weight
     )
     firsts = [r.times.first_token_s for r in run.rollouts if r.times.first_token_s >= 0]
-    sizes = np.concatenate(columns)[:, 1]
+    sizes = decoding.running
     # A completion waits for the prefills of those that come with it: half of them on average.
     alone_s = 2 * float(np.median(firsts)) / max(1.0, float(sizes.mean())) if firsts else 0.0
     base = max(float(base), 1e-6)
@@ -134,63 +125,3 @@ def _from_completions(run: RunRecords, use: CoreUse, hand_over_s: float) -> Fitt
         prefill_base_s=base if firsts else 0.0,
     )
     return FittedEngine(model, *middle_of(sizes, weight**2))
-
-
-def _prefills_within(
-    records: list[RolloutRecord], starts: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """[intervals] completions that got their first tokens in them, and the passes that these took.
-
-    Both 0 where the engine does not say when.
-    """
-    first = np.sort(
-        [r.times.leased + r.times.first_token_s for r in records if r.times.first_token_s >= 0]
-    )
-    if not len(first):
-        return np.zeros_like(starts), np.zeros_like(starts)
-    begins_pass = np.concatenate([[True], np.diff(first) > _SAME_PASS_S])
-    # After the pass that a completion was in itself.
-    low = np.searchsorted(first, starts + _SAME_PASS_S, side="right")
-    high = np.maximum(low, np.searchsorted(first, ends, side="left"))
-    passes = np.concatenate([[0], np.cumsum(begins_pass)])
-    return (high - low) * 1.0, (passes[high] - passes[low]) * 1.0
-
-
-def ending_together(records: Sequence[RolloutRecord]) -> list[list[RolloutRecord]]:
-    """Completions by engine, moment of lease and length, each in the order of arrival."""
-    found: defaultdict[tuple[str, float, int], list[RolloutRecord]] = defaultdict(list)
-    for record in records:
-        found[record.generator, record.times.leased, record.tokens].append(record)
-    return [sorted(group, key=lambda record: record.times.done) for group in found.values()]
-
-
-def fit_hand_over(together: Sequence[Sequence[RolloutRecord]], use: CoreUse | None = None) -> float:
-    """Seconds between two arrivals of completions that ended at once; 0 where none did.
-
-    From the middle half: a few may have joined an iteration sooner. Counted from the first token,
-    so that prefills in several passes are no part of it. use: seconds of work instead.
-    """
-    seconds = completions = 0.0
-    for group in together:
-        if len(group) < _LEAST_TOGETHER or group[0].times.first_token_s < 0:
-            continue
-        took = [r.times.done - r.times.leased - r.times.first_token_s for r in group]
-        low, high = np.percentile(took, [25, 75])
-        between = float(high - low)
-        if use is not None:
-            arrivals = np.array([record.times.done for record in group])
-            begin, end = np.percentile(arrivals, [25, 75])
-            between *= use.speed(float(begin), float(end))
-        seconds += between
-        completions += (len(group) - 1) / 2
-    return seconds / completions if completions else 0.0
-
-
-def _ends_at_engine(records: list[RolloutRecord], hand_over_s: float) -> np.ndarray:
-    """[completions] unix seconds of the last token: less its own hand-over and those before it."""
-    ends = {
-        id(record): record.times.done - (place + 1) * hand_over_s
-        for group in ending_together(records)
-        for place, record in enumerate(group)
-    }
-    return np.array([ends[id(record)] for record in records])

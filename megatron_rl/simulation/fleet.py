@@ -96,8 +96,7 @@ class Fleet:
         names = [f"generator-{i}" for i in range(replicas)]
         self.generators = {name: Generator(name, self._new_engine()) for name in names}
         self._deaths = self._timeouts = 0
-        self._speed = 1.0
-        self._base = (0, 0)
+        self._share = self._pace = self._speed = 1.0
         for number, generator in enumerate(self.generators.values()):
             generator.is_alive = number >= faults.dead_from_start
             if generator.is_alive:
@@ -203,7 +202,18 @@ class Fleet:
 
     def set_speed(self, speed: float) -> None:
         """All engines compute with another share of their full speed."""
-        self._speed = speed
+        self._share = speed
+        self._apply_speed()
+
+    def begin_step(self, step: int) -> None:
+        """The trainer begins a step: engines are as fast as they are in that one."""
+        pace = self._model.paces[step % len(self._model.paces)]
+        if pace != self._pace:
+            self._pace = pace
+            self._apply_speed()
+
+    def _apply_speed(self) -> None:
+        self._speed = speed = self._share / self._pace
         for generator in self.live:
             self._note(generator)
             generator.engine.set_speed(speed, self._agenda.now)

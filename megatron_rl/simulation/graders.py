@@ -23,9 +23,8 @@ from megatron_rl.simulation.machines import VerifierModel
 from megatron_rl.simulation.workload import Workload
 
 NAME = "verifier"
-PENDING, PENDING_PER_SERVER = 1024, 64
-"""Requests that the queue may have given to the pool: as many as to a real one
-(verifier.answers.max_pending), and more to one of many servers."""
+PENDING_PER_SERVER = 64
+"""Requests that the queue may have given to a pool of many servers, for each."""
 
 
 class Graders:
@@ -38,10 +37,12 @@ class Graders:
         model: VerifierModel,
         workload: Workload,
         *,
+        max_pending: int,
         on_change: Callable[[], None],
     ) -> None:
-        """on_change: the pool begins or ceases to work."""
+        """max_pending: of a real pool (verifier.answers); on_change: it begins or ends work."""
         self._agenda, self._queue, self._model, self._workload = agenda, queue, model, workload
+        self._room = max(max_pending, model.servers * PENDING_PER_SERVER)
         self._draw = random.Random(f"{workload.seed}/grading")
         self._on_change = on_change
         self._waiting: deque[ScoreRequest] = deque()
@@ -66,8 +67,7 @@ class Graders:
 
     def announce(self) -> None:
         """The state of the pool, as heartbeat too."""
-        room = max(PENDING, self._model.servers * PENDING_PER_SERVER)
-        ready = VerifierReady(dict.fromkeys(LANES, room), 1)
+        ready = VerifierReady(dict.fromkeys(LANES, self._room), 1)
         self._queue.handle(VERIFY, NAME, ready, self._agenda.now)
 
     def take(self, request: ScoreRequest) -> None:

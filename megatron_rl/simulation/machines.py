@@ -38,13 +38,16 @@ class TrainerModel:
     """That every microbatch has (`train.pad_microbatches`); 0: those of its sequences."""
     filling_s: float = 0.0
     """Of a position that fills a microbatch up."""
+    paces: tuple[float, ...] = (1.0,)
+    """Of steps in turn: how many times as long each takes as sizes say. On average 1."""
     ranks_meet: bool = False
     """Data-parallel ranks wait for each other in every microbatch: experts lie across them."""
 
-    def compute_s(self, plans: Sequence[MinibatchPlan]) -> float:
+    def compute_s(self, plans: Sequence[MinibatchPlan], step: int = 0) -> float:
         """Of all forward and backward passes of a step, and its optimizer steps but the last."""
         passes = [self._minibatch_s(plan) for plan in plans]
-        return self.step_s + sum(passes) + self.optimizer_s * (len(plans) - 1)
+        work_s = sum(passes) + self.optimizer_s * (len(plans) - 1)
+        return self.step_s + work_s * self.paces[step % len(self.paces)]
 
     def _minibatch_s(self, plan: MinibatchPlan) -> float:
         ranks = [[self._pass_s(plan.lengths, m) for m in rank] for rank in plan.ranks]

@@ -22,26 +22,49 @@ def fit_decoding(rows: Sequence[PassRow]) -> tuple[float, float, float, float]:
     return base, running, kv, ended
 
 
-def fit_prefill(rows: Sequence[PassRow]) -> tuple[float, float, float]:
-    """Seconds of a prefill pass, of each completion in it, and of one after a rest beside these."""
-    prefills = [row for row in rows if row.kind in ("prefill", "wake")]
+def fit_prefill(rows: Sequence[PassRow]) -> tuple[float, float, float, float]:
+    """Seconds of a prefill pass, of each completion and token, and of a rest before it.
+
+    Tokens beyond one of each completion: the last of a prompt that the engine knows is prefilled
+    again.
+    """
+    prefills = _prefills(rows)
     after_rest = sum(row.passes for row in prefills if row.kind == "wake")
     # Where nearly all are after a rest, nothing tells what that costs.
     tells = 1 - after_rest / sum(row.passes for row in prefills) > _LEAST_OTHERS
     counts = [
-        (row.passes, row.completions, row.passes * (tells and row.kind == "wake"))
+        (
+            row.passes,
+            row.completions,
+            max(0, row.tokens - row.completions),
+            row.passes * (tells and row.kind == "wake"),
+        )
         for row in prefills
     ]
-    base, request, wake = _fit(prefills, counts)
-    return base, request, wake
+    base, request, token, wake = _fit(prefills, counts)
+    return base, request, token, wake
+
+
+def prefilled_tokens(rows: Sequence[PassRow]) -> int:
+    """Of all prefills, beyond one of each completion."""
+    return sum(max(0, row.tokens - row.completions) for row in _prefills(rows))
+
+
+def _prefills(rows: Sequence[PassRow]) -> list[PassRow]:
+    return [row for row in rows if row.kind in ("prefill", "wake")]
 
 
 def _fit(rows: Sequence[PassRow], counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """Least squares in shares of a pass's time, so that small ones count as much as large ones."""
+    """Least squares in shares of a pass's time, so that small ones count as much as large ones.
+
+    Then such that all passes together take what they took: shares alone believe the quick ones.
+    """
     seconds = np.array([row.seconds for row in rows])
     weights = np.sqrt([row.passes for row in rows]) / seconds
-    columns = np.array(counts, float) * weights[:, None]
-    return tuple(float(x) for x in fit_not_negative(columns, seconds * weights))
+    columns = np.array(counts, float)
+    found = fit_not_negative(columns * weights[:, None], seconds * weights)
+    longer = seconds.sum() / (columns @ found).sum()
+    return tuple(float(x) for x in found * longer)
 
 
 def sizes_of(rows: Sequence[PassRow]) -> tuple[float, float]:

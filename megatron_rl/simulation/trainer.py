@@ -99,6 +99,7 @@ class Trainer:
 
     def start(self) -> None:
         """Publish version 0 and ask for the first batch."""
+        self._fleet.begin_step(self._step)
         self._begin_publish(0, then=self._wait)
 
     # --- batches ----------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class Trainer:
             tokens=sum(sum(plan.lengths) for plan in plans),
             microbatches=sum(len(plan.ranks[0]) for plan in plans),
         )
-        compute_s = self._model.compute_s(plans)
+        compute_s = self._model.compute_s(plans, self._step)
         if self._turns is None:
             self._compute(compute_s, self._end_passes)
             return
@@ -168,6 +169,7 @@ class Trainer:
     def _end_step(self) -> None:
         self._now.compute_s = self._agenda.now - self._now.began_at
         self._step += 1
+        self._fleet.begin_step(self._step)
         if self._step < self._steps:
             self._ask()
         if self._publish_model.is_overlapped:

@@ -16,7 +16,7 @@ from megatron_rl.algorithms.surrogate import CLIPPED_HIGH, CLIPPED_LOW
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.protocol.metrics import Metric
 
-_ALWAYS = ("loss", "entropy", "tokens", "padded_tokens")
+_ALWAYS = ("loss", "entropy", "tokens", "padded_tokens", "filling")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Runs in trainer ranks; the same for reinforcement learning and supervised fine-t
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -51,7 +51,8 @@ class Totals:
     """What a minibatch added up to over all ranks."""
 
     sums: dict[str, float]
-    """loss; entropy in nats; tokens; padded_tokens (positions); the objective's own."""
+    """loss; entropy in nats; tokens; padded_tokens (positions); filling (positions beside these,
+    `train.pad_microbatches`); the objective's own."""
     mismatch: Tensor  # as mismatch_sums gives it, on the host
 
 
@@ -182,9 +183,16 @@ class Trainer:
             *mismatch_metrics(totals.mismatch),
             Metric("train/lr", lr),
             *_speed(totals.sums["padded_tokens"], ended - started),
+            *self._filling(totals.sums),
             # What does not grow with the tokens of a minibatch.
             Metric("train/optimizer_s", ended - passed, "sum"),
         ]
+
+    def _filling(self, sums: Mapping[str, float]) -> list[Metric]:
+        if not self.policy.fixed_positions:
+            return []
+        computed = sums["padded_tokens"] + sums["filling"]
+        return [Metric("train/filling_share", sums["filling"], count=computed)]
 
     def gather(self) -> None:
         """Complete the parameters of the last update; before anything but an update reads them."""
@@ -316,6 +324,7 @@ class Trainer:
                     "padded_tokens": result.loss.new_tensor(
                         batch.rows * self.policy.parallel.context
                     ),
+                    "filling": result.loss.new_tensor(batch.filling),
                 }
             )
             mismatch = mismatch_sums(

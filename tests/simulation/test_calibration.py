@@ -51,17 +51,25 @@ def setting(**sections: Any) -> Config:
     )
 
 
-def truth(config: Config, model: ClusterModel = TRUTH, workload: Workload = WORKLOAD) -> Outcome:
+def truth(
+    config: Config,
+    model: ClusterModel = TRUTH,
+    workload: Workload = WORKLOAD,
+    *,
+    steps: int = 12,
+) -> Outcome:
     """The outcome of another setting of the machines that are to be found out."""
     running = config.generator.max_running
     engine = dataclasses.replace(model.engine, max_running=running)
     model = dataclasses.replace(model, engine=engine)
-    return Cluster(config, model, workload, Span(steps=12)).run()
+    return Cluster(config, model, workload, Span(steps=steps)).run()
 
 
-def predicted(fitted: Calibration, config: Config, workload: Workload = WORKLOAD) -> Outcome:
+def predicted(
+    fitted: Calibration, config: Config, workload: Workload = WORKLOAD, *, steps: int = 12
+) -> Outcome:
     """What the fit says of it, for the same completions: chance is no part of the comparison."""
-    return Cluster(config, fitted.model(config, Assumptions()), workload, Span(steps=12)).run()
+    return Cluster(config, fitted.model(config, Assumptions()), workload, Span(steps=steps)).run()
 
 
 def record(

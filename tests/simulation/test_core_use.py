@@ -8,7 +8,8 @@ import pytest
 
 from megatron_rl.protocol.rollout_files import RolloutRecord, RolloutTimes
 from megatron_rl.simulation.core_use import CoreUse, alone_share
-from megatron_rl.simulation.engine_fit import ending_together, fit_hand_over, fit_lease
+from megatron_rl.simulation.engine_fit import fit_lease
+from megatron_rl.simulation.hand_over_fit import ending_together, fit_hand_over
 from megatron_rl.simulation.machines import SharedCores
 from megatron_rl.simulation.records import WARM_UP, RunRecords
 from tests.simulation.clusters import config_of
@@ -43,7 +44,7 @@ def test_grading_and_hand_over_take_their_share_of_the_cores() -> None:
     other = record(0.0, 13.0, None)
     use = CoreUse(run_of(record(0.0, 10.0, 14.0), other), cores, 1.0)
     assert use.update_work(ROW) == pytest.approx(1.0 + 3.0 * 2 / 3)
-    found = use.work(np.array([0.0, 13.0]), np.array([8.0, 14.0]))
+    found = use.engines.work(np.array([0.0, 13.0]), np.array([8.0, 14.0]))
     assert found == pytest.approx([8.0, 1.0])
 
 

@@ -1,5 +1,6 @@
 """The simulated engine beside a loop over its iterations; cache, pauses and versions."""
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -45,11 +46,12 @@ def loop(model: EngineModel, arrivals: list[Arrival]) -> dict[int, float]:
             running[i] = 0
         kv = sum(arrivals[i].prompt + done for i, done in running.items())
         clock += model.base_s + model.per_running_s * len(running) + model.per_kv_token_s * kv
-        for i in list(running):
-            running[i] += 1
-            if running[i] == arrivals[i].tokens:
-                ends[i] = clock
-                del running[i]
+        running = {i: done + 1 for i, done in running.items()}
+        ended = [i for i, done in running.items() if done == arrivals[i].tokens]
+        clock += model.end_s * len(ended)
+        for i in ended:
+            ends[i] = clock
+            del running[i]
     return ends
 
 
@@ -71,14 +73,18 @@ def play(engine: Engine, arrivals: list[Arrival]) -> dict[int, float]:
     return ends
 
 
+@pytest.mark.parametrize("end_s", [0.0, 0.003])
 @pytest.mark.parametrize("seed", range(5))
-def test_closed_form_equals_a_loop_over_iterations(seed: int) -> None:
+def test_closed_form_equals_a_loop_over_iterations(seed: int, end_s: float) -> None:
     # Arrivals in the middle of an iteration join after it: never exactly at its end.
     draw = random.Random(seed)
     arrivals = [
         Arrival(draw.uniform(0, 3), draw.randint(1, 200), draw.randint(1, 150)) for _ in range(40)
     ]
-    expected, found = loop(MODEL, arrivals), play(Engine(MODEL), arrivals)
+    # Of few lengths, such that some end together.
+    arrivals += [Arrival(4.0, draw.randint(1, 200), draw.randint(1, 3) * 40) for _ in range(20)]
+    model = dataclasses.replace(MODEL, end_s=end_s)
+    expected, found = loop(model, arrivals), play(Engine(model), arrivals)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -86,6 +92,23 @@ def test_a_lone_completion_by_hand() -> None:
     # Prefill 100 x 1e-4; 3 iterations over 100, 101 and 102 tokens.
     [end] = play(Engine(MODEL), [Arrival(0.0, 100, 3)]).values()
     assert end == pytest.approx(0.01 + 3 * 0.0105 + 2e-6 * 303)
+
+
+def test_completions_that_end_together_make_their_iteration_longer() -> None:
+    model = EngineModel(0.1, 0.0, 0.0, 0.0, max_running=3, kv_tokens=9999, end_s=0.05)
+    engine = Engine(model)
+    engine.resume(0, 0.0)
+    engine.pause(0.0)
+    for number, tokens in enumerate((4, 4, 6)):
+        engine.add(Request(number, 0, number, 10, tokens), 0.0)
+    engine.resume(0, 0.0)
+    # Four iterations and twice 0.05 s; then two, and one that ends.
+    assert engine.next_at() == pytest.approx(0.5)
+    engine.advance(0.45)
+    assert engine.iterations == 3 and not engine.take_finished()
+    assert engine.next_at() == pytest.approx(0.5)
+    engine.advance(9.0)
+    assert [when for when, _ in engine.take_finished()] == pytest.approx([0.5, 0.5, 0.75])
 
 
 def test_the_cache_never_overflows_and_every_completion_ends() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.simulation.calibration import calibrate
 from megatron_rl.simulation.engine import Engine, EngineModel
-from megatron_rl.simulation.engine_fit import ending_together, fit_hand_over
+from megatron_rl.simulation.hand_over_fit import ending_together, fit_hand_over
 from megatron_rl.simulation.machines import (
     ClusterModel,
     PublishModel,
@@ -174,7 +174,9 @@ def test_other_settings_of_short_completions_are_predicted(
     fitted = calibrate(read_run(run))
     places = GENERATOR | {"max_running": running}
     config = config_of(groups=8, size=8, staleness=staleness, generator=places)
-    found, expected = predicted(fitted, config, SHORT), truth(config, TRUTH, SHORT)
+    # Of few steps a flat group that comes a moment later makes several percent.
+    found = predicted(fitted, config, SHORT, steps=40)
+    expected = truth(config, TRUTH, SHORT, steps=40)
     assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
     assert found.trainer_idle == pytest.approx(expected.trainer_idle, abs=0.03)
     assert found.generator_idle == pytest.approx(expected.generator_idle, abs=0.03)

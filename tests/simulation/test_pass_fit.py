@@ -7,10 +7,10 @@ import pytest
 
 from generation.sglang_passes import REPORT_S, PassCosts
 from megatron_rl.protocol.engine_passes import PassRow, read_passes
-from megatron_rl.simulation.pass_fit import fit_decoding, fit_prefill, sizes_of
+from megatron_rl.simulation.pass_fit import fit_decoding, fit_prefill, prefilled_tokens, sizes_of
 
 BASE, RUNNING, KV, ENDED = 2e-3, 3e-5, 1e-7, 2e-5
-PREFILL_BASE, REQUEST, WAKE = 5e-3, 1.5e-4, 3e-3
+PREFILL_BASE, REQUEST, TOKEN, WAKE = 5e-3, 1.5e-4, 2e-5, 3e-3
 PROMPT, PLACES = 20, 64
 
 
@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def waves(path: Path, *, least: int, most: int) -> list[PassRow]:
+def waves(path: Path, *, least: int, most: int, times: int = 60) -> list[PassRow]:
     """The rows of an engine that serves waves of completions of so many tokens, with 3 % noise."""
     clock, draw = Clock(), random.Random(5)
     costs = PassCosts(path, work_clock=clock, clock=lambda: clock.now * REPORT_S)
@@ -31,11 +31,12 @@ def waves(path: Path, *, least: int, most: int) -> list[PassRow]:
     def work(seconds: float) -> None:
         clock.now += seconds * draw.gauss(1.0, 0.03)
 
-    for _ in range(60):
+    for _ in range(times):
         clock.now += 0.5  # Idle: no part of any pass.
         costs.begin()
-        work(WAKE + PREFILL_BASE + REQUEST * PLACES)
-        costs.note(is_prefill=True, completions=PLACES, tokens=PLACES * PROMPT, ended=0)
+        # A new prompt, and a token of each of the others that share it.
+        work(WAKE + PREFILL_BASE + REQUEST * PLACES + TOKEN * (PROMPT - 1))
+        costs.note(is_prefill=True, completions=PLACES, tokens=PLACES + PROMPT - 1, ended=0)
         left = [draw.randint(least, most) for _ in range(PLACES)]
         held = PLACES * (PROMPT + 1)
         while left:
@@ -46,9 +47,10 @@ def waves(path: Path, *, least: int, most: int) -> list[PassRow]:
             costs.note(is_prefill=False, completions=count, tokens=held, ended=ended)
             held = held // count * len(left) + len(left)
         # Others without a rest: what a prefill costs beside its completions is to be told.
-        for count in (8, 32):
-            work(PREFILL_BASE + REQUEST * count)
-            costs.note(is_prefill=True, completions=count, tokens=count * PROMPT, ended=count)
+        for count, new_prompts in ((8, 8), (32, 2), (48, 0)):
+            others = new_prompts * (PROMPT - 1)
+            work(PREFILL_BASE + REQUEST * count + TOKEN * others)
+            costs.note(is_prefill=True, completions=count, tokens=count + others, ended=count)
         costs.rest()
     return [row for report in read_passes(path) for row in report.rows]
 
@@ -59,14 +61,15 @@ def test_lengths_that_differ_tell_all_costs_apart(tmp_path: Path) -> None:
     assert base == pytest.approx(BASE, rel=0.05)
     assert running == pytest.approx(RUNNING, rel=0.05)
     assert kv == pytest.approx(KV, rel=0.05)
-    assert fit_prefill(rows) == pytest.approx((PREFILL_BASE, REQUEST, WAKE), rel=0.05)
+    found = fit_prefill(rows)
+    assert found == pytest.approx((PREFILL_BASE, REQUEST, TOKEN, WAKE), rel=0.1)
     low, high = sizes_of(rows)
     assert low < 8 and high > 48
 
 
 def test_few_iterations_in_which_a_wave_ends_tell_its_costs(tmp_path: Path) -> None:
     # Nine of ten iterations are of 64 completions.
-    rows = waves(tmp_path / "passes", least=9, most=11)
+    rows = waves(tmp_path / "passes", least=9, most=11, times=240)
     base, running, kv, ended = fit_decoding(rows)
     for count in (16, 64):
         held = count * (PROMPT + 10)
@@ -80,4 +83,22 @@ def test_prefills_that_all_come_after_a_rest_do_not_tell_what_that_costs() -> No
         PassRow("wake", 10, 10 * (WAKE + PREFILL_BASE + REQUEST * count), 10 * count, 0, 0)
         for count in (4, 32, 64)
     ]
-    assert fit_prefill(rows) == pytest.approx((WAKE + PREFILL_BASE, REQUEST, 0.0))
+    assert fit_prefill(rows) == pytest.approx((WAKE + PREFILL_BASE, REQUEST, 0.0, 0.0))
+
+
+def test_what_is_fitted_takes_as_long_as_all_passes_took_however_they_vary() -> None:
+    # One in four takes thrice as long: in shares of its time it counts a ninth.
+    rows = [
+        PassRow("decode", 1, (BASE + RUNNING * count) * (3 if slow else 1), count, 0, 0)
+        for count in (16, 32, 64)
+        for slow in (True, False, False, False)
+    ]
+    base, running, _, _ = fit_decoding(rows)
+    said = sum(base + running * row.completions for row in rows)
+    assert said == pytest.approx(sum(row.seconds for row in rows))
+    assert running / base == pytest.approx(RUNNING / BASE)
+
+
+def test_of_prefilled_tokens_one_of_each_completion_is_its_own() -> None:
+    rows = [PassRow("wake", 2, 0.1, 3, 43, 0), PassRow("decode", 5, 0.1, 50, 500, 0)]
+    assert prefilled_tokens(rows) == 40

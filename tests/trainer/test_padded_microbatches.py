@@ -103,7 +103,7 @@ def test_padded_steps_are_the_same(folders: dict[str, Path], kind: str, layout: 
         assert norm > 0 and (other["gradients"] - one["gradients"]).norm() <= TOLERANCE * norm
         for name in ("reference", "own"):
             assert_near(other[name], one[name])
-        for name in one["sums"].keys() - {"padded_tokens"}:
+        for name in one["sums"].keys() - {"padded_tokens", "filling"}:
             assert other["sums"][name] == pytest.approx(one["sums"][name], rel=TOLERANCE, abs=1e-6)
         for name in one["metrics"].keys() - TIMED - {"train/padded_tokens"}:
             assert other["metrics"][name] == pytest.approx(
@@ -125,6 +125,9 @@ def test_positions_that_fill_are_in_no_count(folders: dict[str, Path]) -> None:
     expected = sum(length + length % 2 for length in found[0]["microbatches"])
     assert found[0]["sums"]["padded_tokens"] == expected < POSITIONS
     assert found[0]["metrics"]["train/padded_tokens"][0] == expected
+    share = 1 - expected / (POSITIONS * len(found[0]["microbatches"]))
+    filling, positions = found[0]["metrics"]["train/filling_share"]
+    assert filling / positions == pytest.approx(share)
     assert found[0]["sums"]["tokens"] == sum(len(s.generator_logprobs) for s in make_sequences())
 
 

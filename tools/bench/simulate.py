@@ -1,12 +1,13 @@
 """Prediction of `megatron-rl simulate` beside real runs: `python -m tools.bench.simulate`.
 
-    python -m tools.bench.simulate --start QUICKSTART --work DIR [--quick]
-    python -m tools.bench.simulate --runs FITTED OTHER [OTHER ...] [--again RUN]
+    python -m tools.bench.simulate --start QUICKSTART --work DIR [--rounds 3] [--quick]
+    python -m tools.bench.simulate --round FITTED OTHER [OTHER ...] [--round ...]
 
 The first makes the runs below with the tiny model of a finished `examples/quickstart.sh --tiny` run
 (its hf/cold_start and tasks/prompts.jsonl), each some 50 s on an otherwise idle machine of two
-cores; the second takes runs that are there. The models are fitted to the first run alone, and
-predict the others' configurations, in simulations that are long enough for chance to count little.
+cores, --rounds times one after the other; the second takes runs that are there. In each round the
+models are fitted to the first run alone, and predict the others' configurations, in simulations
+that are long enough for chance to count little.
 
 | run   | differs from the first in     |
 |-------|-------------------------------|
@@ -14,15 +15,15 @@ predict the others' configurations, in simulations that are long enough for chan
 | small | generator.max_running=64      |
 | sync  | queue.max_staleness=0         |
 | wide  | twice the groups of a batch   |
-| again | nothing: the machine's noise  |
 
 The learning rate is so small that the policy, and with it the share of flat groups, stays what it
-is: what is compared is time, not learning. --quick makes base, again and sync alone.
+is: what is compared is time, not learning. --quick makes two rounds of base and sync alone.
 
-Progress goes to stderr; the last line on stdout is one JSON object: for each run and figure what
-was predicted, what was measured, and their ratio (of shares also the difference, since a ratio of
-small shares says nothing), and beside each the noise of the machine: the same figure measured in a
-second run like the first, over the first's (of shares the difference). A prediction cannot be
+Progress goes to stderr; the last line on stdout is one JSON object: for each run and figure the
+medians over the rounds of what was predicted, what was measured, their ratio and (of shares, since
+a ratio of small ones says nothing) their difference, with the ratios or differences of each round.
+`noise` is that of the machine: each figure of the first run, measured in all rounds, the largest
+over the smallest (of shares the largest less the smallest). A prediction of one round cannot be
 nearer than that. `busy_share` is what other processes took of the cores before each run: where it
 is not near 0, the figures say little. `autogroup`: whether Linux divided the cores among sessions
 first; the simulation divides them among roles, so set kernel.sched_autogroup_enabled to 0 before
@@ -34,6 +35,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from statistics import median
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
@@ -41,7 +43,7 @@ from megatron_rl.simulation.calibration import Calibration, calibrate
 from megatron_rl.simulation.cluster import Cluster, Span
 from megatron_rl.simulation.hardware import Assumptions
 from megatron_rl.simulation.outcome import Outcome
-from megatron_rl.simulation.records import Measured, measure, read_run
+from megatron_rl.simulation.records import Measured, RunRecords, measure, read_run
 from tools.bench.children import ChildFailed, run_child
 from tools.bench.contention import busy_share, shares_by_session
 
@@ -53,15 +55,14 @@ COMMON = (
     "checkpoint.every_steps=0",
     "parallel.tensor=1",
 )
-AGAIN = "again"
 RUNS: dict[str, tuple[str, ...]] = {
     "base": (),
     "small": ("generator.max_running=64",),
     "sync": ("queue.max_staleness=0",),
     "wide": ("train.groups_per_batch=32",),
-    AGAIN: (),
 }
-QUICK = ("base", "sync", AGAIN)
+QUICK = ("base", "sync")
+QUICK_ROUNDS = 2
 STEPS = 90
 SIMULATED_STEPS = 200
 RUN_TIMEOUT_S = 600.0
@@ -69,22 +70,37 @@ TIMES = ("step_s", "compute_s", "publish_s", "latency_s", "staleness_mean")
 SHARES = ("trainer_idle", "generator_idle")
 
 
+Figures = dict[str, dict[str, float]]
+"""By name of a figure: predicted, measured, ratio, difference."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0, or 2 for bad input, or 1 when a run fails."""
     options = _parse(arguments)
     busy: dict[str, float] = {}
     try:
-        runs, again = options.runs, options.again
-        if runs is None:
-            made = _make_runs(options, busy)
-            again = made.pop(AGAIN)
-            runs = list(made.values())
-        found = compare_runs(runs, options.cores, again)
+        rounds = options.round or _make_rounds(options, busy)
+        cores = options.cores or None
+        found = [compare_runs([read_run(folder) for folder in runs], cores) for runs in rounds]
     except (InputError, ChildFailed) as error:
         print(f"tools.bench.simulate: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    shares = {"busy_share": busy, "autogroup": shares_by_session()}
-    print(json.dumps({"cores": options.cores, **shares, "runs": found}))
+    names = [folder.name for folder in rounds[0]]
+    print(
+        json.dumps(
+            {
+                "cores": options.cores,
+                "rounds": len(rounds),
+                "busy_share": busy,
+                "autogroup": shares_by_session(),
+                "noise": noise_of([figures[0] for figures in found]),
+                "runs": {
+                    name: medians_of([figures[place] for figures in found])
+                    for place, name in enumerate(names)
+                },
+            }
+        )
+    )
     return 0
 
 
@@ -92,62 +108,67 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--start", type=Path, help="run folder of quickstart.sh --tiny")
-    which.add_argument("--runs", type=Path, nargs="+", help="runs that are there")
-    parser.add_argument("--again", type=Path, help="a run like the first of --runs")
+    which.add_argument(
+        "--round",
+        type=Path,
+        nargs="+",
+        action="append",
+        help="runs that are there: the one to fit, and others; again for each further round",
+    )
     parser.add_argument("--work", type=Path, help="folder for the runs; with --start")
-    parser.add_argument("--quick", action="store_true", help="three runs alone")
+    parser.add_argument("--rounds", type=int, default=3, help="with --start")
+    parser.add_argument("--quick", action="store_true", help="two rounds of two runs")
     parser.add_argument("--cores", type=float, default=2.0, help="that all share; 0: none")
     options = parser.parse_args(arguments)
     if options.start is not None and options.work is None:
         parser.error("--start needs --work")
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}: give at least 1")
+    if options.round and len({len(runs) for runs in options.round}) > 1:
+        parser.error("each --round needs as many runs, in one order")
     return options
 
 
-def _make_runs(options: argparse.Namespace, busy: dict[str, float]) -> dict[str, Path]:
+def _make_rounds(options: argparse.Namespace, busy: dict[str, float]) -> list[list[Path]]:
     names = QUICK if options.quick else tuple(RUNS)
-    options.work.mkdir(parents=True, exist_ok=True)
-    made = {}
-    for name in names:
-        folder = options.work / name
+    count = QUICK_ROUNDS if options.quick else options.rounds
+    rounds = [
+        [options.work / f"round-{number}" / name for name in names]
+        for number in range(1, count + 1)
+    ]
+    for folder in (folder for runs in rounds for folder in runs):
         if folder.exists():
-            raise InputError(f"--work {options.work} holds a run {name}: give another folder")
-        busy[name] = round(busy_share(range(os.cpu_count() or 1), 2.0), 3)
-        print(f"run {name}, other processes take {busy[name]:.0%}", file=sys.stderr)
-        command = [
-            sys.executable, "-m", "megatron_rl.launcher.cli", "run",
-            "--config", ROOT / "examples" / "tiny.toml", "--run-dir", folder,
-            f"model.path={options.start / 'hf' / 'cold_start'}",
-            f"prompts.0.path={options.start / 'tasks' / 'prompts.jsonl'}",
-            f"train.steps={STEPS}", *COMMON, *RUNS[name],
-        ]  # fmt: skip
-        log = options.work / f"{name}.log"
-        run_child(command, log=log, timeout_s=RUN_TIMEOUT_S, cwd=ROOT)
-        made[name] = folder
-    return made
+            raise InputError(f"{folder} is there already: give another folder with --work")
+    for folder in (folder for runs in rounds for folder in runs):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        share = round(busy_share(range(os.cpu_count() or 1), 2.0), 3)
+        busy[f"{folder.parent.name}/{folder.name}"] = share
+        print(f"{folder}: other processes take {share:.0%}", file=sys.stderr)
+        _make_run(options.start, folder)
+    return rounds
 
 
-def compare_runs(
-    runs: list[Path], cores: float, again: Path | None = None
-) -> dict[str, dict[str, dict[str, float]]]:
-    """By run and figure: predicted, measured, ratio or difference, noise. The first run is fitted.
+def _make_run(start: Path, folder: Path) -> None:
+    command: list[str | Path] = [
+        sys.executable, "-m", "megatron_rl.launcher.cli", "run",
+        "--config", ROOT / "examples" / "tiny.toml", "--run-dir", folder,
+        f"model.path={start / 'hf' / 'cold_start'}",
+        f"prompts.0.path={start / 'tasks' / 'prompts.jsonl'}",
+        f"train.steps={STEPS}", *COMMON, *RUNS[folder.name],
+    ]  # fmt: skip
+    log = folder.with_suffix(".log")
+    run_child(command, log=log, timeout_s=RUN_TIMEOUT_S, cwd=ROOT)
 
-    again: a run of the same configuration as the first; None: the noise is not known.
-    """
-    first, *others = runs
-    print(f"fitting to {first}", file=sys.stderr)
-    fitted = calibrate(read_run(first), cores or None)
-    found = {}
-    for folder in (first, *others):
-        run = read_run(folder)
+
+def compare_runs(runs: list[RunRecords], cores: float | None) -> list[Figures]:
+    """The figures of each run of a round. The first is fitted."""
+    fitted = calibrate(runs[0], cores)
+    found = []
+    for run in runs:
         outcome = _predict(fitted, run.config)
-        found[folder.name] = compare(outcome, measure(run))
+        found.append(compare(outcome, measure(run)))
         if doubt := fitted.doubt(outcome):
-            print(f"warning: {folder.name}: {doubt}", file=sys.stderr)
-    if again is not None:
-        noise = noise_of(fitted.measured, measure(read_run(again)))
-        for figures in found.values():
-            for name, figure in figures.items():
-                figure |= noise[name]
+            print(f"warning: {doubt}", file=sys.stderr)
     return found
 
 
@@ -156,27 +177,42 @@ def _predict(fitted: Calibration, config: Config) -> Outcome:
     return Cluster(config, model, fitted.workload, Span(steps=SIMULATED_STEPS)).run()
 
 
-def compare(predicted: Outcome, measured: Measured) -> dict[str, dict[str, float]]:
+def compare(predicted: Outcome, measured: Measured) -> Figures:
     """Each figure of both."""
-    found: dict[str, dict[str, float]] = {}
+    found: Figures = {}
     for name in (*TIMES, *SHARES):
         said, was = getattr(predicted, name), getattr(measured, name)
-        found[name] = {"predicted": round(said, 4), "measured": round(was, 4)}
+        found[name] = {"predicted": said, "measured": was}
         if was:
-            found[name]["ratio"] = round(said / was, 3)
+            found[name]["ratio"] = said / was
         if name in SHARES:
-            found[name]["difference"] = round(said - was, 4)
+            found[name]["difference"] = said - was
     return found
 
 
-def noise_of(measured: Measured, again: Measured) -> dict[str, dict[str, float]]:
-    """Each figure of a second run of the same configuration beside the first's."""
-    found: dict[str, dict[str, float]] = {}
+def medians_of(rounds: list[Figures]) -> dict[str, dict[str, float | list[float]]]:
+    """One run's figures over all rounds: the median of each, and what each round says."""
+    found: dict[str, dict[str, float | list[float]]] = {}
+    for name in rounds[0]:
+        # A share of nothing has no ratio.
+        kinds = [kind for kind in rounds[0][name] if all(kind in f[name] for f in rounds)]
+        found[name] = {kind: round(median(f[name][kind] for f in rounds), 4) for kind in kinds}
+        kind = "difference" if name in SHARES else "ratio"
+        if kind in kinds:
+            found[name]["by_round"] = [round(f[name][kind], 4) for f in rounds]
+    return found
+
+
+def noise_of(rounds: list[Figures]) -> dict[str, float]:
+    """Of each measured figure of one run in all rounds: largest over smallest, or less it."""
+    found = {}
     for name in (*TIMES, *SHARES):
-        first, second = getattr(measured, name), getattr(again, name)
-        found[name] = {"noise": round(second / first, 3)} if first else {}
+        measured = [figures[name]["measured"] for figures in rounds]
+        low, high = min(measured), max(measured)
         if name in SHARES:
-            found[name]["noise_difference"] = round(second - first, 4)
+            found[name] = round(high - low, 4)
+        elif low:
+            found[name] = round(high / low, 4)
     return found
 
 
