@@ -15,7 +15,7 @@ from megatron_rl.simulation.records import WARM_UP, RunRecords
 _VERIFIERS = "verifiers"
 
 
-class Pace:
+class SpeedCurve:
     """The share of its full speed that a role has over the time of a run."""
 
     def __init__(self, times: np.ndarray, speed: np.ndarray) -> None:
@@ -59,9 +59,9 @@ class CoreUse:
         working = sum(self._busy(spans) for spans in engines.values())
         serving = sum(self._busy(spans) for spans in hosts.values())
         self._users = np.stack(np.broadcast_arrays(self._busy(updates), working, serving), axis=1)
-        self._set_paces(cores)
+        self._set_speeds(cores)
 
-    def _set_paces(self, cores: SharedCores | None) -> None:
+    def _set_speeds(self, cores: SharedCores | None) -> None:
         speeds = np.ones((len(self._times), 2))
         if cores is not None:
             kinds, which = np.unique(self._users, axis=0, return_inverse=True)
@@ -70,15 +70,15 @@ class CoreUse:
                 for trains, engines, hosts in kinds
             ]
             speeds = np.array(found)[which.ravel()]
-        self.trainer = Pace(self._times, speeds[:, 0])
+        self.trainer = SpeedCurve(self._times, speeds[:, 0])
         """Of the trainer and verifiers."""
-        self.engines = Pace(self._times, speeds[:, 1])
+        self.engines = SpeedCurve(self._times, speeds[:, 1])
         """Of generators and their engines."""
 
     def at(self, cores: SharedCores | None) -> "CoreUse":
         """The same run, if its roles shared the cores like this."""
         other = copy.copy(self)
-        other._set_paces(cores)
+        other._set_speeds(cores)
         return other
 
     def _busy(self, spans: list[tuple[float, float]]) -> np.ndarray:

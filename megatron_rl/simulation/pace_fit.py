@@ -14,6 +14,9 @@ from megatron_rl.simulation.decoding import decoding_of
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.records import RunRecords
 
+_LEAST_COMPLETIONS = 16
+"""Leased in a step, from which on they tell how fast engines were in it."""
+
 
 def trainer_paces(run: RunRecords, use: CoreUse) -> tuple[float, ...]:
     """Of each step, by the work that a token took."""
@@ -24,9 +27,10 @@ def trainer_paces(run: RunRecords, use: CoreUse) -> tuple[float, ...]:
 def engine_paces(
     run: RunRecords, use: CoreUse, model: EngineModel, hand_over_s: float
 ) -> tuple[float, ...]:
-    """Of each step, by the iterations of the completions that were leased in it.
+    """Of each step, by the iterations of the completions that were leased in it, if there are some.
 
-    hand_over_s: of the run, in which others may have had the cores.
+    Where completions outlast steps, paces of neighbours mix. hand_over_s: of the run, in which
+    others may have had the cores.
     """
     decoding = decoding_of(run, use, hand_over_s)
     costs = (model.base_s, model.per_running_s, model.per_kv_token_s, model.request_s)
@@ -35,8 +39,10 @@ def engine_paces(
     # From update to update: engines go on, and lease again, before the publish is over.
     ends = [update_span(row)[1] for row in run.steps]
     step = np.searchsorted(ends, decoding.leased)
+    # A step of a few completions tells how punctual these were.
+    tells = np.bincount(step, minlength=len(ends) + 1) >= _LEAST_COMPLETIONS
     took, expected = (
-        np.bincount(step, counts * seconds, len(ends) + 1)[: len(ends)].tolist()
+        (np.bincount(step, counts * seconds, len(ends) + 1) * tells)[: len(ends)].tolist()
         for seconds in (decoding.work_s, decoding.columns @ np.array(costs))
     )
     return _paces(took, expected)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_rl.simulation.calibration import calibrate
-from megatron_rl.simulation.core_use import CoreUse
+from megatron_rl.simulation.core_use import CoreUse, update_span
 from megatron_rl.simulation.pace_fit import engine_paces, trainer_paces
 from megatron_rl.simulation.records import WARM_UP, RunRecords, read_run
 from tests.simulation.clusters import config_of, model_of, simulated
@@ -43,6 +43,19 @@ def test_the_engines_are_found_by_iterations_of_any_size(run: RunRecords) -> Non
     expected = in_turn(ENGINE, len(run.steps))
     mean = sum(expected) / len(expected)
     assert found == pytest.approx([pace / mean for pace in expected], rel=0.05)
+
+
+def test_steps_of_few_completions_tell_nothing_of_engines(run: RunRecords) -> None:
+    # Of later steps one completion of every other group is left; of the earlier ones all.
+    half = len(run.steps) // 2
+    begins, _ = update_span(run.steps[half])
+    kept = [
+        r for r in run.rollouts if r.times.leased < begins or (r.index == 0 and r.group % 2 == 0)
+    ]
+    few = dataclasses.replace(run, rollouts=kept)
+    found = engine_paces(few, CoreUse(few, None), TRUTH.engine, 0.0)
+    assert set(found[half + 1 :]) == {1.0}
+    assert len(set(found[:half])) == half
 
 
 def test_a_calibration_has_both(run: RunRecords) -> None:

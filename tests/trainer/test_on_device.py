@@ -73,7 +73,9 @@ def devices_of_a_step(preset: str) -> set[str]:
         whole = whole_groups([seen], groups=GROUPS, members=MEMBERS, is_alone=True)
     result = objective.loss(seen, objective.advantages(whole).detach(), values.entropy)
     more = {"loss": result.loss, "entropy": values.entropy.sum(), "tokens": seen.is_real.sum()}
-    sums = layout.stack(result.sums | more | {"padded_tokens": result.loss.new_tensor(batch.rows)})
+    sizes = {"padded_tokens": batch.rows, "filling": batch.filling}
+    more |= {name: result.loss.new_tensor(size) for name, size in sizes.items()}
+    sums = layout.stack(result.sums | more)
     result.loss.backward()
     return {each.device.type for each in (result.loss, sums, *(t.grad for t in sources))}
 
