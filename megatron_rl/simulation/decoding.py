@@ -36,6 +36,12 @@ class Decoding:
         """[completions] how many decoded with each, itself included."""
         return self.columns[:, 1]
 
+    @property
+    def own_steps(self) -> np.ndarray:
+        """[completions] its share of its iterations: those that run together tell the same, and
+        each iteration counts once."""
+        return self.steps / np.maximum(self.running, 1.0)
+
 
 def decoding_of(run: RunRecords, use: CoreUse, hand_over_s: float) -> Decoding:
     """Of all engines of a run. hand_over_s: of each completion."""

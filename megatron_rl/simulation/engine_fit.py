@@ -103,8 +103,7 @@ def fit_lease(records: Sequence[RolloutRecord], *, alone_s: float) -> float:
 
 def _from_completions(run: RunRecords, use: CoreUse, hand_over_s: float) -> FittedEngine:
     decoding = decoding_of(run, use, hand_over_s)
-    # Completions that run together tell the same: each iteration counts once.
-    weight = np.sqrt(decoding.steps / np.maximum(decoding.running, 1.0))
+    weight = np.sqrt(decoding.own_steps)
     base, per_running, per_kv, request_s = fit_not_negative(
         decoding.columns * weight[:, None], decoding.work_s * weight
     )
@@ -124,4 +123,4 @@ def _from_completions(run: RunRecords, use: CoreUse, hand_over_s: float) -> Fitt
         prefill_samples=bool(firsts),
         prefill_base_s=base if firsts else 0.0,
     )
-    return FittedEngine(model, *middle_of(sizes, weight**2))
+    return FittedEngine(model, *middle_of(sizes, decoding.own_steps))

@@ -34,15 +34,15 @@ def engine_paces(
     """
     decoding = decoding_of(run, use, hand_over_s)
     costs = (model.base_s, model.per_running_s, model.per_kv_token_s, model.request_s)
-    # Completions that run together tell the same: each iteration counts once.
-    counts = decoding.steps / np.maximum(decoding.running, 1.0)
     # From update to update: engines go on, and lease again, before the publish is over.
     ends = [update_span(row)[1] for row in run.steps]
     step = np.searchsorted(ends, decoding.leased)
     # A step of a few completions tells how punctual these were.
     tells = np.bincount(step, minlength=len(ends) + 1) >= _LEAST_COMPLETIONS
     took, expected = (
-        (np.bincount(step, counts * seconds, len(ends) + 1) * tells)[: len(ends)].tolist()
+        (np.bincount(step, decoding.own_steps * seconds, len(ends) + 1) * tells)[
+            : len(ends)
+        ].tolist()
         for seconds in (decoding.work_s, decoding.columns @ np.array(costs))
     )
     return _paces(took, expected)

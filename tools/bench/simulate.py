@@ -136,10 +136,11 @@ def _make_rounds(options: argparse.Namespace, busy: dict[str, float]) -> list[li
         [options.work / f"round-{number}" / name for name in names]
         for number in range(1, count + 1)
     ]
-    for folder in (folder for runs in rounds for folder in runs):
+    folders = [folder for runs in rounds for folder in runs]
+    for folder in folders:
         if folder.exists():
             raise InputError(f"{folder} is there already: give another folder with --work")
-    for folder in (folder for runs in rounds for folder in runs):
+    for folder in folders:
         folder.parent.mkdir(parents=True, exist_ok=True)
         share = round(busy_share(range(os.cpu_count() or 1), 2.0), 3)
         busy[f"{folder.parent.name}/{folder.name}"] = share
@@ -168,7 +169,7 @@ def compare_runs(runs: list[RunRecords], cores: float | None) -> list[Figures]:
         outcome = _predict(fitted, run.config)
         found.append(compare(outcome, measure(run)))
         if doubt := fitted.doubt(outcome):
-            print(f"warning: {doubt}", file=sys.stderr)
+            print(f"warning: {run.config.run.dir}: {doubt}", file=sys.stderr)
     return found
 
 
