@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def waves(path: Path, *, least: int, most: int, times: int = 60) -> list[PassRow]:
+def waves(path: Path, *, least: int, most: int) -> list[PassRow]:
     """The rows of an engine that serves waves of completions of so many tokens, with 3 % noise."""
     clock, draw = Clock(), random.Random(5)
     costs = PassCosts(path, work_clock=clock, clock=lambda: clock.now * REPORT_S)
@@ -31,7 +31,7 @@ def waves(path: Path, *, least: int, most: int, times: int = 60) -> list[PassRow
     def work(seconds: float) -> None:
         clock.now += seconds * draw.gauss(1.0, 0.03)
 
-    for _ in range(times):
+    for _ in range(60):
         clock.now += 0.5  # Idle: no part of any pass.
         costs.begin()
         # A new prompt, and a token of each of the others that share it.
@@ -69,7 +69,7 @@ def test_lengths_that_differ_tell_all_costs_apart(tmp_path: Path) -> None:
 
 def test_few_iterations_in_which_a_wave_ends_tell_its_costs(tmp_path: Path) -> None:
     # Nine of ten iterations are of 64 completions.
-    rows = waves(tmp_path / "passes", least=9, most=11, times=240)
+    rows = waves(tmp_path / "passes", least=9, most=11)
     base, running, kv, ended = fit_decoding(rows)
     for count in (16, 64):
         held = count * (PROMPT + 10)
