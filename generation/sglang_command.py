@@ -14,7 +14,10 @@ from generation.sglang_orders import ORDERS_VARIABLE, orders_path
 from megatron_rl.protocol.engine_passes import PASSES_VARIABLE, passes_path
 
 REPORTS_SPANS_SINCE = (0, 5, 20)
-FP8_TAKES_WEIGHTS_SINCE = (0, 5, 21)
+FP8_RELOADS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures whose FP8 weights SGLang 0.5.23 can load anew, with its loader "flash_rl". Other
+models lose the functions that load their weights when SGLang quantises them
+(`layers/quantization/fp8.py`), so that no new version could reach them."""
 NEVER_STREAM_TOKENS = 1_000_000
 SERVER_KEEP_ALIVE_S = 3600
 RELEASED = ["kv_cache", "weights"]
@@ -58,7 +61,7 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         "--skip-server-warmup",
         *([] if setup.overlaps_schedule else ["--disable-overlap-schedule"]),
         f"--custom-weight-loader={loader}",
-        *([f"--quantization={setup.quantization}"] if setup.quantization else []),
+        *_quantization_flags(setup),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     if setup.releases_memory and not sglang_cpu.is_needed():
@@ -80,6 +83,15 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
         PASSES_VARIABLE: str(passes_path(setup.log_path)),
     }
+
+
+def _quantization_flags(setup: EngineSetup) -> list[str]:
+    if not setup.quantization:
+        return []
+    flags = [f"--quantization={setup.quantization}"]
+    if setup.quantization == "fp8" and sglang_cpu.architecture_of(setup.model) in FP8_RELOADS:
+        flags.append("--load-format=flash_rl")
+    return flags
 
 
 def _reports_spans() -> bool:

@@ -71,8 +71,13 @@ def server_flags() -> list[str]:
 
 def family_environment(model: Path) -> dict[str, str]:
     """Variables that keep SGLang from importing all model families, if it is one that we know."""
-    architectures = json.loads((model / "config.json").read_text()).get("architectures") or [""]
-    family = FAMILIES.get(architectures[0])
+    family = FAMILIES.get(architecture_of(model))
     if family is None:
         return {}
     return {"SGLANG_EXTERNAL_MODEL_PACKAGE": "run_models", "MEGATRON_RL_MODEL_FAMILY": family}
+
+
+def architecture_of(model: Path) -> str:
+    """The architecture that a model folder's config.json names; "" if it names none."""
+    named = json.loads((model / "config.json").read_text()).get("architectures")
+    return named[0] if named else ""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from generation import sglang_cpu
 from generation.engine import ENGINES, EngineError, load_engine
-from generation.sglang_command import FP8_TAKES_WEIGHTS_SINCE, parse_release
+from generation.sglang_command import FP8_RELOADS
 from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.algorithms.objective import find_objective
@@ -81,7 +81,6 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
         check_run_folder(config)
     check_names(config)
     check_installed(config)
-    check_quantization(config.generator)
     if config.weights.overlap:
         check_overlap(config, listed_gpus())
     if config.train.steps and config.generator.release_memory:
@@ -89,6 +88,7 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     if config.train.steps and config.weights.relay:
         refuse_relay(config.generator.quantization)
     check_model_folder(config.model.path)
+    check_quantization(config)
     check_vllm(config)
     if config.train.steps or config.sft.steps:
         # An evaluation alone needs no trainer: the engine knows more architectures.
@@ -205,21 +205,17 @@ def check_names(config: Config) -> None:
     find_function(engines, config.generator.engine, key="generator.engine")
 
 
-def check_quantization(generator: GeneratorConfig, release: str | None = None) -> None:
-    """The SGLang that engines are started with can take weights after it has quantised some.
-
-    release: default: the installed one.
-    """
-    if generator.engine != "sglang" or generator.quantization != "fp8":
+def check_quantization(config: Config) -> None:
+    """SGLang can load new weights into what it has quantised."""
+    given, engine = config.generator.quantization, config.generator.engine
+    if not given or engine != "sglang" or not config.train.steps:
         return
-    release = release or importlib.metadata.version("sglang")
-    # Older ones replace each weight by one without the function that loads it.
-    if parse_release(release) < FP8_TAKES_WEIGHTS_SINCE:
-        needed = ".".join(map(str, FP8_TAKES_WEIGHTS_SINCE))
+    architecture = sglang_cpu.architecture_of(config.model.path)
+    if given != "fp8" or architecture not in FP8_RELOADS:
         raise InputError(
-            f"generator.quantization='fp8' with SGLang {release}: no publish would reach the "
-            f"engines. It takes SGLang {needed} or newer: run `bash tools/install.sh gpu`, or set "
-            "generator.quantization=''"
+            f"generator.quantization={given!r} with a model of architecture {architecture}: "
+            "SGLang 0.5.23 cannot load new weights into such an engine. Allowed in a training run: "
+            f"'fp8' with {' or '.join(FP8_RELOADS)}. Set generator.quantization=''"
         )
 
 

@@ -83,12 +83,26 @@ def test_releases_compare_as_numbers() -> None:
     assert parse_release("0.10.0rc1") > parse_release("0.5.23")
 
 
+SETUP = EngineSetup(
+    model=Path("/m"), dtype="bfloat16", stop_ids=(), tensor_parallel=2, max_running=8,
+    kv_tokens=1024, context_tokens=256, nice=0, start_timeout_s=1, request_timeout_s=1,
+    weights_timeout_s=1, host="127.0.0.1", port=1234, seed=5, version=-1, log_path=Path("/l"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "is_reloaded"), [("Qwen3", True), ("Llama", False)])
+def test_an_fp8_engine_keeps_the_functions_that_load_its_weights(
+    tmp_path: Path, family: str, is_reloaded: bool
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{family}ForCausalLM"]}}')
+    setup = dataclasses.replace(SETUP, model=tmp_path, quantization="fp8")
+    command = server_command(setup, LOADER)
+    assert "--quantization=fp8" in command
+    assert ("--load-format=flash_rl" in command) == is_reloaded
+
+
 def test_the_server_is_started_with_what_exact_versions_need() -> None:
-    setup = EngineSetup(
-        model=Path("/m"), dtype="bfloat16", stop_ids=(), tensor_parallel=2, max_running=8,
-        kv_tokens=1024, context_tokens=256, nice=0, start_timeout_s=1, request_timeout_s=1,
-        weights_timeout_s=1, host="127.0.0.1", port=1234, seed=5, version=-1, log_path=Path("/l"),
-    )  # fmt: skip
+    setup = SETUP
     command = server_command(setup, LOADER)
     assert {"--disable-overlap-schedule", "--weight-version=-1", "--tp-size=2"} <= set(command)
     assert "--ep-size=1" in command
@@ -109,9 +123,6 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     assert "--enable-return-routed-experts" not in command
     choosing = dataclasses.replace(setup, returns_expert_choices=True)
     assert "--enable-return-routed-experts" in server_command(choosing, LOADER)
-    assert "--quantization=fp8" in server_command(
-        dataclasses.replace(setup, quantization="fp8"), LOADER
-    )
 
 
 def test_two_ranks_are_pinned_to_two_cores() -> None:

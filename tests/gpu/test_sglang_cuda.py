@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from generation import sglang_engine
 from generation.async_dealer import AsyncDealer
@@ -67,7 +73,11 @@ def make_config(folder: Path, quantization: str, method: str) -> Config:
         "num_key_value_heads": 2,
         "initializer_range": 0.05,
     }
-    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(folder / "model")
+    # SGLang loads FP8 weights anew for few families: sglang_command.FP8_RELOADS.
+    family, settings = (Qwen3ForCausalLM, Qwen3Config) if quantization else (
+        LlamaForCausalLM, LlamaConfig,
+    )  # fmt: skip
+    family(settings(**sizes)).bfloat16().save_pretrained(folder / "model")
     (folder / "run" / "logs").mkdir(parents=True)
     return Config.model_validate(
         {
@@ -145,7 +155,7 @@ def run(
 
 def differences(found: list[Completion], export: Path) -> torch.Tensor:
     """Of all sampled tokens: engine's logprob less that of transformers in bf16."""
-    model = LlamaForCausalLM.from_pretrained(export, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.bfloat16).eval()
     return torch.cat(
         [
             torch.tensor(one.logprobs) - logprobs(model, PROMPT, one.token_ids).float()

@@ -1,5 +1,7 @@
 """What the installed engine cannot do is refused before a run."""
 
+import ast
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -12,22 +14,38 @@ from megatron_rl.launcher import preflight
 from tests.generation.layout_models import shape_of, write_model
 from tests.tiny_models import write_model as write_policy
 
-FP8 = GeneratorConfig(quantization="fp8")
+
+@functools.cache
+def reloadable_classes() -> set[str]:
+    """Classes of the installed SGLang whose FP8 weights its loader "flash_rl" takes."""
+    models = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models"
+    found = set()
+    for path in models.glob("*.py"):
+        text = path.read_text()
+        for node in ast.parse(text).body if "quantized_rl_reload" in text else []:
+            if isinstance(node, ast.ClassDef):
+                loaders = [one for one in node.body if getattr(one, "name", "") == "load_weights"]
+                words = [ast.unparse(word) for one in loaders for word in one.decorator_list]
+                found |= {node.name} if "supports_quantized_rl_reload" in words else set()
+    return found
 
 
-@pytest.mark.parametrize("release", ["0.5.17", "0.5.20.post1"])
-def test_fp8_engines_of_a_release_that_loses_how_weights_are_loaded_are_refused(
-    release: str,
+@pytest.mark.parametrize("quantization", ["fp8", "w8a8_fp8", "awq"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe"])
+def test_engines_that_lose_their_weight_loaders_are_refused(
+    tmp_path: Path, family: str, quantization: str
 ) -> None:
-    with pytest.raises(InputError, match=f"SGLang {release}.*0.5.21 or newer.*install.sh gpu"):
-        preflight.check_quantization(FP8, release)
-    preflight.check_quantization(GeneratorConfig(), release)
-    preflight.check_quantization(GeneratorConfig(engine="some.module:Engine"), release)
-
-
-@pytest.mark.parametrize("release", ["0.5.21", "0.5.23", "0.10.0", None])
-def test_fp8_engines_that_take_weights_pass(release: str | None) -> None:
-    preflight.check_quantization(FP8, release)
+    """By the engine's own classes: a quantised one without its reload takes no new version."""
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{family}ForCausalLM"]}}')
+    config = load_config(None, [f"model.path={tmp_path}", f"generator.quantization={quantization}"])
+    if quantization == "fp8" and f"{family}ForCausalLM" in reloadable_classes():
+        preflight.check_quantization(config)
+        return
+    with pytest.raises(InputError, match=f"{family}ForCausalLM.*Set generator.quantization=''"):
+        preflight.check_quantization(config)
+    # A run that evaluates one folder loads it once.
+    overrides = [f"model.path={tmp_path}", f"generator.quantization={quantization}"]
+    preflight.check_quantization(load_config(None, [*overrides, "train.steps=0"]))
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -194,9 +212,12 @@ def test_publishes_beside_training_on_gpus_are_refused_before_a_model_is_read(
         preflight.check(beside)
 
 
-def test_the_check_of_a_run_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the installed release, and before anything is read from a folder."""
-    monkeypatch.setattr(preflight, "FP8_TAKES_WEIGHTS_SINCE", (99, 0, 0))
-    config = Config(generator=FP8, weights={"method": "broadcast"})
-    with pytest.raises(InputError, match="generator.quantization='fp8' with SGLang 0.5"):
+def test_the_check_of_a_run_asks_for_it(tmp_path: Path) -> None:
+    """Before the model is read."""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    quantised = {"quantization": "fp8"}
+    config = Config(model={"path": tmp_path}, generator=quantised, weights={"method": "broadcast"})
+    with pytest.raises(InputError, match="generator.quantization='fp8' with a model"):
         preflight.check(config)
