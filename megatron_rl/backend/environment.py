@@ -25,6 +25,13 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 """Names of the variable by which torch's allocator of device memory is set."""
 _LIBRARIES = {"CUDNN_HOME": "cudnn", "NVRTC_HOME": "cu13", "CURAND_HOME": "cu13"}
 """Variable of TransformerEngine -> folder of NVIDIA's packages beside torch."""
+_LINKED = "LD_LIBRARY_PATH"
+_RANK_SETTINGS = {
+    # Megatron and TransformerEngine order communication before products only with one queue.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # DeepEP, which Megatron imports, would stop at another NCCL that a host preloads.
+    "EP_SUPPRESS_NCCL_CHECK": "1",
+}
 _THREADS = "OMP_NUM_THREADS"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -71,7 +78,9 @@ def trainer_environment(
     given = os.environ if given is None else given
     variables = role_environment(device)
     if device == "cuda":
-        variables |= {name: path for name, path in _homes().items() if name not in given}
+        wanted = _homes() | _RANK_SETTINGS
+        variables |= {name: value for name, value in wanted.items() if name not in given}
+        variables |= _linked_libraries(given)
     if device == "cuda" and expandable_segments and not ALLOCATOR & given.keys():
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return variables
@@ -83,9 +92,25 @@ def _homes() -> dict[str, str]:
     By itself it looks into the host's toolkit first, and would load a cuDNN of another release
     beside torch's (transformer_engine/common/__init__.py: _load_cuda_library_from_system).
     """
-    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
-    places = {name: packages / folder for name, folder in _LIBRARIES.items()}
+    places = {name: _packages() / folder for name, folder in _LIBRARIES.items()}
     return {name: str(place) for name, place in places.items() if place.is_dir()}
+
+
+def _linked_libraries(given: Mapping[str, str]) -> dict[str, str]:
+    """Where the loader finds torch's cuDNN, for libraries that name its parts.
+
+    With the variables of `_homes` TransformerEngine 2.12 opens libcudnn.so alone. Its core library
+    names seven other libraries of cuDNN and has no path to them (common/__init__.py:301-380).
+    """
+    folder = _packages() / "cudnn" / "lib"
+    if not folder.is_dir():
+        return {}
+    return {_LINKED: os.pathsep.join(filter(None, [str(folder), given.get(_LINKED, "")]))}
+
+
+def _packages() -> Path:
+    """The folder of NVIDIA's packages beside torch."""
+    return Path(sysconfig.get_path("purelib")) / "nvidia"
 
 
 def ranks_environment(

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import socket
+import subprocess
 import sys
 from ipaddress import ip_address
 from pathlib import Path
@@ -62,8 +63,11 @@ def test_device_of_a_host_is_what_it_lists_and_torch_was_built_for(
     assert device_of_host(gpus, torch_version) == device
 
 
+RANKS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "EP_SUPPRESS_NCCL_CHECK": "1"}
+
+
 def test_trainer_ranks_on_cuda_grow_their_segments() -> None:
-    plain = role_environment("cuda")
+    plain = role_environment("cuda") | RANKS
     grown = plain | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert trainer_environment("cuda", expandable_segments=True, given={}) == grown
     assert trainer_environment("cuda", expandable_segments=False, given={}) == plain
@@ -75,13 +79,17 @@ def test_trainer_ranks_on_cuda_grow_their_segments() -> None:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         given = {name: "max_split_size_mb:256"}
         assert trainer_environment("cuda", expandable_segments=True, given=given) == plain
+    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    found = trainer_environment("cuda", expandable_segments=False, given=given)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found
 
 
 def test_transformer_engine_loads_the_libraries_of_torch_and_not_the_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an installation for GPUs: here none of NVIDIA's packages is there."""
-    assert trainer_environment("cuda", expandable_segments=False, given={}).keys() == {"PATH"}
+    found = trainer_environment("cuda", expandable_segments=False, given={})
+    assert found.keys() == {"PATH", *RANKS}
     for folder in ("cudnn", "cu13"):
         (tmp_path / "nvidia" / folder / "lib").mkdir(parents=True)
     monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
@@ -90,6 +98,33 @@ def test_transformer_engine_loads_the_libraries_of_torch_and_not_the_hosts(
     packages = tmp_path / "nvidia"
     assert homes == {"CUDNN_HOME": str(packages / "cudnn"), "CURAND_HOME": str(packages / "cu13")}
     assert "CUDNN_HOME" not in trainer_environment("cpu", expandable_segments=False, given={})
+
+
+@pytest.mark.parametrize("given", [{}, {"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}])
+def test_a_library_that_names_a_part_of_cudnn_loads_in_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    """As TransformerEngine's: it needs libcudnn_graph.so.9 and has no path to it."""
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
+    folder = tmp_path / "nvidia" / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    part, user = folder / "libcudnn_graph.so.9", tmp_path / "libuser.so"
+    name = f"-Wl,-soname,{part.name}"
+    for output, source, *flags in (
+        (part, "int graph(void) { return 7; }", name),
+        (user, "int graph(void); int use(void) { return graph(); }", str(part)),
+    ):
+        command = ["gcc", "-shared", "-fPIC", "-o", str(output), "-x", "c", "-", "-x", "none"]
+        subprocess.run([*command, *flags], input=source, text=True, check=True, timeout=60)
+    variables = trainer_environment("cuda", expandable_segments=False, given=given)
+    program = f"import ctypes; print(ctypes.CDLL({str(user)!r}).use())"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program], env=given | variables,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "7\n", done.stderr
+    # What the user's environment says comes after it, and stays.
+    assert variables["LD_LIBRARY_PATH"].split(":")[1:] == list(given.values())
 
 
 def test_memory_that_engines_open_is_not_of_such_segments() -> None:
