@@ -33,6 +33,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from generation import sglang_cpu
+from megatron_rl.backend.environment import trainer_environment
 from megatron_rl.protocol.process import die_with_parent
 from tests.ports import free_port
 
@@ -86,7 +87,7 @@ def run_ranks(
             "env": env or {},
             "path": sys.path,
             "forks": forks,
-            "environ": {} if forks else own_environment(),
+            "environ": {} if forks else anew_environment(),
         }
         try:
             failures = _server.run(job, timeout_s + 10)
@@ -111,6 +112,11 @@ def own_environment() -> dict[str, str]:
     """The caller's, with this tree's modules before all others, and a thread for each process."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def anew_environment() -> dict[str, str]:
+    """That of ranks that the launcher starts on GPUs: what they import depends on it."""
+    return own_environment() | trainer_environment("cuda", expandable_segments=False)
 
 
 def stop_server() -> None:

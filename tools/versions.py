@@ -1,7 +1,7 @@
 """Imports every component and prints its version: `python -m tools.versions [cpu|gpu]`.
 
-Runs in no process of a run; tools/install.sh ends with it. SGLang on CPU is imported in a child
-with the environment that only it gets.
+Runs in no process of a run; tools/install.sh ends with it. A child imports what gets an environment
+of its own: SGLang on the CPU, a trainer rank on GPUs.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import importlib.metadata
 import io
 import os
 import platform
-import subprocess
 import sys
 import time
 import warnings
@@ -20,11 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generation.sglang_cpu import server_environment
+from megatron_rl.backend.environment import ranks_environment
+from megatron_rl.launcher.doctor import RANK_MODULE, find_import_fault
 
 SGLANG_MODULE = "sglang.srt.entrypoints.http_server"
-CHILD_TIMEOUT_S = 600
-"""On a host that others keep busy the import takes minutes; what is installed is sound then."""
-
 COMMON = {
     "torch": "torch",
     "megatron-core": "megatron.core.models.gpt.gpt_model",
@@ -61,22 +59,21 @@ def import_component(package: str, module: str) -> str:
     return importlib.metadata.version(package)
 
 
-def import_sglang_on_cpu() -> str:
-    """SGLang's version after importing its server in a child. Raises ComponentError."""
-    try:
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", f"import {SGLANG_MODULE}"],
-            env=os.environ | server_environment(tensor_parallel=1),
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=CHILD_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ComponentError(f"sglang: the import took over {CHILD_TIMEOUT_S} s") from error
-    except subprocess.CalledProcessError as error:
-        raise ComponentError(f"sglang: import {SGLANG_MODULE}:\n{error.stderr[-3000:]}") from error
-    return importlib.metadata.version("sglang")
+def child_of(mode: str) -> tuple[str, str, dict[str, str]]:
+    """Package, module and variables of what is imported in the environment that only it gets."""
+    if mode == "cpu":
+        return "sglang", SGLANG_MODULE, server_environment(tensor_parallel=1)
+    return "megatron-rl", RANK_MODULE, ranks_environment("cuda", 1)
+
+
+def import_in_child(package: str, module: str, variables: dict[str, str]) -> str:
+    """Version of `package` after a child with these variables imported `module`.
+
+    Raises ComponentError.
+    """
+    if fault := find_import_fault(module, variables):
+        raise ComponentError(f"{package}: import {module}: {fault}")
+    return importlib.metadata.version(package)
 
 
 def version_table(mode: str) -> list[str]:
@@ -85,11 +82,11 @@ def version_table(mode: str) -> list[str]:
     components = COMMON | (GPU_ONLY if mode == "gpu" else {})
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
         # The slowest import has a process of its own, so it takes the other core.
-        sglang = pool.submit(_timed, import_sglang_on_cpu) if mode == "cpu" else None
+        name, *what = child_of(mode)
+        child = pool.submit(_timed, import_in_child, name, *what)
         for package, module in components.items():
             lines.append(_row(package, *_timed(import_component, package, module)))
-        if sglang:
-            lines.append(_row("sglang", *sglang.result()))
+        lines.append(_row(name, *child.result()))
     return lines
 
 

@@ -60,9 +60,9 @@ class GeneratorConfig(Section):
     trainer computes: generation and training take turns, and a model fits that does not fit beside
     its engine. SGLang; needs shares_gpus and weights.kv_cache = "recompute"."""
     quantization: str = ""
-    """How SGLang keeps its weights: "fp8", or "" as they come. A training run allows "fp8" for Qwen2
-    and Qwen3 alone: SGLang can load no new weights into other quantised models. Weights then travel
-    by weights.method broadcast or disk: it quantises what it loads."""
+    """How SGLang keeps its weights: "fp8", or "" as they come. A training run allows "fp8" for
+    Qwen2 and Qwen3 alone: SGLang can load no new weights into other quantised models. Weights then
+    travel by weights.method broadcast or disk: it quantises what it loads."""
     overlap_schedule: bool = False
     """SGLang prepares the next token while one is computed. Needs weights.kv_cache = "recompute":
     a pause that keeps keys and values leaves a token of the older weights in flight, which SGLang

@@ -4,7 +4,9 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.backend.environment import device_of_host, role_environment, uses_gpus
+from megatron_rl.backend.environment import (
+    device_of_host,
+    ranks_environment,
+    role_environment,
+    uses_gpus,
+)
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.command_line.command import command
@@ -44,6 +51,10 @@ _DEGRADED = (
     "and processes. Install it (apt-get install bubblewrap) and allow unprivileged user namespaces "
     "(Docker: --security-opt seccomp=unconfined). Only the task code needs it"
 )
+RANK_MODULE = "megatron_rl.trainer.train"
+"""What a trainer rank runs."""
+_IMPORT_TIMEOUT_S = 600.0
+"""On a host that others keep busy an import takes minutes."""
 _LOW_MEMORY_BYTES = 6 << 30
 _LOW_DISK_BYTES = 5 << 30
 
@@ -132,7 +143,29 @@ def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
         (True, "GPUs", str(len(gpus))),
         *check_host(os.environ | role_environment(device)),
         *((bool(found), name, found or _NO_GPU_PACKAGE) for name, found in packages),
+        _check_rank(),
     ]
+
+
+def _check_rank() -> tuple[bool, str, str]:
+    fault = find_import_fault(RANK_MODULE, ranks_environment("cuda", 1))
+    return not fault, "import of a trainer rank", fault or "as the launcher starts it"
+
+
+def find_import_fault(module: str, variables: Mapping[str, str]) -> str:
+    """Why a process with these variables cannot import a module; "" if it can."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", f"import {module}"],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took more than {_IMPORT_TIMEOUT_S:.0f} s"
+    return f"exit code {done.returncode}\n{done.stderr[-3000:]}" if done.returncode else ""
 
 
 def _check_sandbox() -> list[tuple[bool, str, str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.backend.environment import ranks_environment
 from megatron_rl.launcher import doctor
 from megatron_rl.launcher.gpu_host import (
     MIN_GLIBC,
@@ -16,6 +17,7 @@ from megatron_rl.launcher.gpu_host import (
     find_cuda_home,
 )
 from tests.tools.stub_project import write_program
+from tools.versions import child_of
 
 
 @pytest.mark.parametrize(
@@ -98,11 +100,13 @@ def test_doctor_checks_the_compiler_where_engines_run_on_gpus(
 ) -> None:
     versions = {"torch": "2.14.1", "flashinfer-python": "0.7.2", "ninja": "1.13.0"}
     monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(doctor, "RANK_MODULE", "no_such_rank")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     texts = {what: text for _, what, text in doctor._check_gpu_host()}
     assert texts["transformer-engine-torch"].startswith("missing: bash tools/install.sh gpu")
     assert f"no {tmp_path}/bin/nvcc; install the toolkit of CUDA 13.0" in texts["nvcc 13"]
+    assert "No module named 'no_such_rank'" in texts["import of a trainer rank"]
     found = {what: is_good for is_good, what, _ in doctor._check_gpu_host()}
     # This test's toolkit has no compiler, and nothing was compiled with it.
     assert found["nvcc 13"] is False and found["transformer-engine-torch"] is False
@@ -114,3 +118,11 @@ def test_doctor_checks_the_compiler_where_engines_run_on_gpus(
     monkeypatch.setitem(versions, "torch", "2.13.0+cpu")
     [(is_good, _, text)] = doctor._check_gpu_host()
     assert is_good and "bash tools/install.sh gpu" in text
+
+
+def test_a_rank_is_imported_under_the_variables_that_it_gets(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("import os; os.environ['OF_THE_RANK']")
+    variables = {"PYTHONPATH": str(tmp_path)}
+    assert "KeyError: 'OF_THE_RANK'" in doctor.find_import_fault("rank", variables)
+    assert doctor.find_import_fault("rank", variables | {"OF_THE_RANK": "1"}) == ""
+    assert child_of("gpu") == ("megatron-rl", doctor.RANK_MODULE, ranks_environment("cuda", 1))
