@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generation.sglang_cpu import server_environment
-from megatron_rl.backend.environment import ranks_environment
+from megatron_rl.backend.environment import DEVICE_OF_MODE, ranks_environment
 from megatron_rl.launcher.doctor import RANK_MODULE, find_import_fault
 
 SGLANG_MODULE = "sglang.srt.entrypoints.http_server"
@@ -63,7 +63,7 @@ def child_of(mode: str) -> tuple[str, str, dict[str, str]]:
     """Package, module and variables of what is imported in the environment that only it gets."""
     if mode == "cpu":
         return "sglang", SGLANG_MODULE, server_environment(tensor_parallel=1)
-    return "megatron-rl", RANK_MODULE, ranks_environment("cuda", 1)
+    return "megatron-rl", RANK_MODULE, ranks_environment(DEVICE_OF_MODE[mode], 1)
 
 
 def import_in_child(package: str, module: str, variables: dict[str, str]) -> str:

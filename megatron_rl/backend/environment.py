@@ -21,6 +21,8 @@ from megatron_rl.protocol import nccl_settings
 from megatron_rl.protocol.wire import LOOPBACK
 
 DeviceKind = Literal["cpu", "cuda"]
+DEVICE_OF_MODE: dict[str, DeviceKind] = {"cpu": "cpu", "gpu": "cuda"}
+"""Mode of tools/install.sh -> what its packages compute on."""
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 """Names of the variable by which torch's allocator of device memory is set."""
 _LIBRARIES = {"CUDNN_HOME": "cudnn", "NVRTC_HOME": "cu13", "CURAND_HOME": "cu13"}

@@ -6,13 +6,14 @@ Runs in trainer ranks.
 import importlib.util
 from typing import Any
 
+from megatron.core.transformer.moe import fused_a2a
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
 
 APEX_MODULE = "fused_weight_gradient_mlp_cuda"
 """The extension of NVIDIA apex that Megatron looks for (tensor_parallel/layers.py)."""
-DEEPEP_MODULE = "deep_ep"
 _FIELDS = {
     "swiglu": "bias_activation_fusion",
     "gradient_accumulation": "gradient_accumulation_fusion",
@@ -62,11 +63,12 @@ def dispatcher_fields(
     given = f"parallel.expert_exchange={parallel.expert_exchange!r}"
     if not has_experts:
         raise InputError(f"{given} needs a mixture of experts: set 'all_to_all'")
-    if not has_engine or importlib.util.find_spec(DEEPEP_MODULE) is None:
+    # Megatron asks for names that not every release of DeepEP has: SGLang's has not.
+    if not has_engine or fused_a2a.fused_dispatch is None:
         raise InputError(
-            f"{given} needs TransformerEngine's layers on CUDA and the package {DEEPEP_MODULE} "
-            "(github.com/deepseek-ai/DeepEP), and one of them is missing here; nearest possible: "
-            "'all_to_all'"
+            f"{given} needs TransformerEngine's layers on CUDA and a package deep_ep that "
+            "Megatron-Core can use (github.com/deepseek-ai/DeepEP, with EventOverlap in "
+            "deep_ep.utils); one of them is missing here. Set 'all_to_all'"
         )
     return {
         "moe_token_dispatcher_type": "flex",

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.backend.environment import (
+    DeviceKind,
     device_of_host,
     ranks_environment,
     role_environment,
@@ -143,12 +144,12 @@ def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
         (True, "GPUs", str(len(gpus))),
         *check_host(os.environ | role_environment(device)),
         *((bool(found), name, found or _NO_GPU_PACKAGE) for name, found in packages),
-        _check_rank(),
+        _check_rank(device),
     ]
 
 
-def _check_rank() -> tuple[bool, str, str]:
-    fault = find_import_fault(RANK_MODULE, ranks_environment("cuda", 1))
+def _check_rank(device: DeviceKind) -> tuple[bool, str, str]:
+    fault = find_import_fault(RANK_MODULE, ranks_environment(device, 1))
     return not fault, "import of a trainer rank", fault or "as the launcher starts it"
 
 

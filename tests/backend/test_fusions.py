@@ -4,11 +4,11 @@ import importlib.util
 from importlib.machinery import ModuleSpec
 
 import pytest
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.backend.fusions import (
     APEX_MODULE,
-    DEEPEP_MODULE,
     dispatcher_fields,
     transformer_fields,
 )
@@ -70,15 +70,19 @@ def test_tokens_travel_by_all_to_all_unless_deepep_is_there(
 ) -> None:
     found = dispatcher_fields(ParallelConfig(), has_experts=True, has_engine=True)
     assert found == {"moe_token_dispatcher_type": "alltoall"}
-    with pytest.raises(InputError, match="deep_ep .* nearest possible: 'all_to_all'"):
+    with pytest.raises(InputError, match="deep_ep .* Set 'all_to_all'"):
         dispatcher_fields(DEEPEP, has_experts=True, has_engine=True)
     with pytest.raises(InputError, match="needs a mixture of experts"):
         dispatcher_fields(DEEPEP, has_experts=False, has_engine=True)
+    # A package of that name is not enough: SGLang's lacks a name that Megatron asks for.
     real = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec",
-        lambda name: ModuleSpec(name, None) if name == DEEPEP_MODULE else real(name),
+        lambda name: ModuleSpec(name, None) if name == "deep_ep" else real(name),
     )
+    with pytest.raises(InputError, match="Megatron-Core can use .* Set 'all_to_all'"):
+        dispatcher_fields(DEEPEP, has_experts=True, has_engine=True)
+    monkeypatch.setattr(fused_a2a, "fused_dispatch", print)
     with pytest.raises(InputError, match="needs TransformerEngine's layers"):
         dispatcher_fields(DEEPEP, has_experts=True, has_engine=False)
     found = dispatcher_fields(DEEPEP, has_experts=True, has_engine=True)
