@@ -15,7 +15,7 @@ ARG APT=1
 # hadolint ignore=DL3008
 RUN if [ "$APT" = 1 ]; then \
         apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-            g++ gcc libseccomp2 python3 python3-dev python3-venv util-linux \
+            g++ gcc libseccomp2 numactl python3 python3-dev python3-venv util-linux \
         && rm -rf /var/lib/apt/lists/*; \
     fi
 

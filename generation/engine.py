@@ -69,6 +69,8 @@ class EngineSetup:
     """How the engine keeps its weights; "" as they come."""
     returns_expert_choices: bool = False
     """Whether completions carry the experts of each token."""
+    shares_gpus: bool = False
+    """Whether the trainer computes on its GPUs."""
     releases_memory: bool = False
     """Whether it is asked to give the memory of weights and KV cache back for a while."""
     may_exceed_model: bool = False
@@ -199,6 +201,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         overlaps_schedule=generator.overlap_schedule,
         releases_memory=generator.release_memory,
         quantization=generator.quantization,
+        shares_gpus=generator.shares_gpus,
         returns_expert_choices=config.train.router_replay,
     )
 

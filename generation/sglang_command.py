@@ -76,9 +76,14 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
     if sglang_cpu.is_needed():
         shims = sglang_cpu.server_environment(setup.tensor_parallel)
         shims |= sglang_cpu.family_environment(Path(setup.model))
+    if setup.shares_gpus:
+        # Free memory of its ranks differs, as the trainer's ranks hold unequal shares.
+        shims["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if setup.may_exceed_model:
         shims["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     return shims | {
+        # It would permute experts again at every end of an update (0.5.23, unquant.py:936).
+        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         ORDERS_VARIABLE: str(setup.orders or orders_path(setup.log_path)),
         PASSES_VARIABLE: str(passes_path(setup.log_path)),

@@ -118,7 +118,7 @@ check_python() {
 # Driver and compiler for GPUs, before anything is downloaded; sets TOOLKIT.
 check_gpu_host() {
     [ "$MODE" = gpu ] || return 0
-    TOOLKIT=$("$1" -I "$ROOT/megatron_rl/launcher/gpu_host.py") ||
+    TOOLKIT=$("$1" -I "$ROOT/megatron_rl/backend/gpu_host.py") ||
         fail "this host cannot build what GPUs need: see above"
 }
 

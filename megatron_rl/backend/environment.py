@@ -16,6 +16,7 @@ from typing import Literal
 
 import psutil
 
+from megatron_rl.backend.gpu_host import find_cuda_home
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol import nccl_settings
 from megatron_rl.protocol.wire import LOOPBACK
@@ -64,7 +65,9 @@ def role_environment(device: DeviceKind) -> dict[str, str]:
     if device == "cuda":
         # SGLang and FlashInfer call ninja by name, which is installed beside this interpreter.
         tools = str(Path(sys.executable).parent)
-        return {"PATH": os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])}
+        home = find_cuda_home(os.environ)
+        found = {"CUDA_HOME": str(home)} if home.is_dir() else {}
+        return found | {"PATH": os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])}
     return {
         # More threads than cores slow SGLang's CPU server by a factor of ten.
         _THREADS: "1",

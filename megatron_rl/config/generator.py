@@ -75,8 +75,9 @@ class GeneratorConfig(Section):
     """Longest prompt plus completion."""
     nice: int = Field(default=0, ge=0, le=19)
     """CPU priority given up by the engine, where it shares cores with the trainer."""
-    start_timeout_s: PositiveFloat = 180.0
-    """An engine that is not ready by then has failed."""
+    start_timeout_s: PositiveFloat = 900.0
+    """An engine that is not ready after this many seconds has failed. A first start on a GPU
+    compiles kernels: minutes; later ones find them in ~/.cache."""
     max_restarts: int = Field(default=3, ge=0)
     """Times a run that each generator which dies is started again, after 1, 2, 4 ... s; 0: its
     death ends the run. Its new engine must start and get weights within train.batch_timeout_s."""
@@ -130,8 +131,9 @@ class WeightsConfig(Section):
     the trainer's model serves its generators one after the other (over NCCL) or shares its links
     among them. Of use from three generators a copy on; one that passes weights on stays paused
     meanwhile. Needs reshard."""
-    join_timeout_s: PositiveFloat = 300.0
-    """With no generator left, one must come back in that time."""
+    join_timeout_s: PositiveFloat = 1200.0
+    """Generators must say hello within this many seconds: all of them at the start, and one when
+    none is left. Above generator.start_timeout_s."""
 
     @model_validator(mode="after")
     def _check_overlap(self) -> Self:

@@ -1,11 +1,13 @@
 """Says what this machine has and lacks: `megatron-rl doctor`. Imports nothing heavy."""
 
+import fcntl
 import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +24,11 @@ from megatron_rl.backend.environment import (
     role_environment,
     uses_gpus,
 )
+from megatron_rl.backend.gpu_host import check_host
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
-from megatron_rl.launcher.gpu_host import check_host
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import is_free, resolve_ports
 from megatron_rl.launcher.preflight import find_compiler
@@ -144,8 +146,28 @@ def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
         (True, "GPUs", str(len(gpus))),
         *check_host(os.environ | role_environment(device)),
         *((bool(found), name, found or _NO_GPU_PACKAGE) for name, found in packages),
+        _check_numa(),
+        _check_locks(Path.home() / ".cache"),
         _check_rank(device),
     ]
+
+
+def _check_numa() -> tuple[bool, str, str]:
+    program = shutil.which("numactl")
+    return bool(program), "numactl", program or "missing: apt-get install numactl"
+
+
+def _check_locks(folder: Path) -> tuple[bool, str, str]:
+    """Whether kernels that SGLang and FlashInfer compile can be locked there."""
+    what = "locks for compiled kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        cure = "set SGLANG_CACHE_DIR and FLASHINFER_WORKSPACE_BASE to folders of a local disk"
+        return False, what, f"{folder}: {error}; {cure}"
+    return True, what, str(folder)
 
 
 def _check_rank(device: DeviceKind) -> tuple[bool, str, str]:

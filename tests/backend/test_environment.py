@@ -32,6 +32,12 @@ from megatron_rl.weights.exchange.device_group import CALL_LIMIT_S, call_limit
 CPU_ONLY = {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"}
 
 
+@pytest.fixture(autouse=True)
+def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host may have one."""
+    monkeypatch.setenv("CUDA_HOME", "/no/toolkit")
+
+
 def test_compiled_graphs_and_threads_are_withheld_on_the_cpu_alone() -> None:
     assert role_environment("cpu") == {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     assert role_environment("cuda").keys() == {"PATH"}

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from sglang.srt.environ import envs
 
 from generation import sglang_cpu
 from generation.engine import EngineError, EngineSetup
 from generation.sglang_answers import Arrival, check_answer, read_complete_mark, read_event
-from generation.sglang_command import parse_release, server_command
+from generation.sglang_command import parse_release, server_command, server_environment
 from generation.sglang_orders import LOADER
 from megatron_rl.protocol.types import VersionSpan
 
@@ -88,6 +89,20 @@ SETUP = EngineSetup(
     kv_tokens=1024, context_tokens=256, nice=0, start_timeout_s=1, request_timeout_s=1,
     weights_timeout_s=1, host="127.0.0.1", port=1234, seed=5, version=-1, log_path=Path("/l"),
 )  # fmt: skip
+
+
+def test_variables_of_the_user_do_not_break_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine's own reading of them."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
+    alone = dataclasses.replace(SETUP, model=tmp_path)
+    for setup in (alone, dataclasses.replace(alone, shares_gpus=True)):
+        for name, value in server_environment(setup).items():
+            monkeypatch.setenv(name, value)
+        assert envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get() is False
+        assert envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get() is not setup.shares_gpus
 
 
 @pytest.mark.parametrize(("family", "is_reloaded"), [("Qwen3", True), ("Llama", False)])

@@ -1,7 +1,9 @@
 """What the doctor says of a machine that lacks something: each line with what to do."""
 
+import errno
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -54,3 +56,17 @@ def test_a_machine_that_lacks_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch
     count, text = told()
     assert count == 0 and "none: runs go on the CPU" in text
     assert text.strip().endswith("Nothing is missing.")
+
+
+def test_a_file_system_without_locks_is_named_with_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre mounted without flock: kernels that engines compile are locked."""
+    assert doctor._check_locks(tmp_path / "cache")[0]
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(doctor.fcntl, "flock", refuse)
+    is_good, _, text = doctor._check_locks(tmp_path / "cache")
+    assert not is_good and "not implemented; set SGLANG_CACHE_DIR" in text

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("install.sh", "install_steps.sh", "install_wheels.sh", "fetch_wheels.sh", "test.sh")
-GPU_HOST = ROOT / "megatron_rl" / "launcher" / "gpu_host.py"
+GPU_HOST = ROOT / "megatron_rl" / "backend" / "gpu_host.py"
 STUB_BACKEND = """
 import sys; sys.path.insert(0, "{tests}")
 from stub_project import write_wheel
@@ -114,8 +114,8 @@ class Project:
         (self.root / "megatron_rl" / "kernels").mkdir(parents=True)
         self.write("megatron_rl/__init__.py", "")
         self.write("megatron_rl/kernels/build.py", STUB_LOOPS)
-        (self.root / "megatron_rl" / "launcher").mkdir()
-        shutil.copy(GPU_HOST, self.root / "megatron_rl" / "launcher")
+        (self.root / "megatron_rl" / "backend").mkdir()
+        shutil.copy(GPU_HOST, self.root / "megatron_rl" / "backend")
         self.write("stub_backend.py", STUB_BACKEND.format(tests=Path(__file__).parent))
         backend = 'requires = []\nbuild-backend = "stub_backend"\nbackend-path = ["."]\n'
         self.write("pyproject.toml", f"[build-system]\n{backend}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.backend.gpu_host import COMPILED_WITH, RUN_WITH
 from tests.tools.stub_project import GPU_PINS, Project, write_program, write_wheel
 
 NVCC = 'echo "Cuda compilation tools, release {release}, V{release}.88"'
@@ -24,6 +25,9 @@ class GpuHost:
         self.toolkit = folder / "toolkit"
         write_program(self.programs / "nvidia-smi", f"echo {driver}")
         write_program(self.toolkit / "bin" / "nvcc", NVCC.format(release=nvcc))
+        for name in (*COMPILED_WITH, *RUN_WITH):
+            (self.toolkit / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.toolkit / name).touch()
 
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(self.programs), os.environ["PATH"]])

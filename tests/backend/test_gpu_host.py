@@ -6,18 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.backend.environment import ranks_environment
-from megatron_rl.launcher import doctor
-from megatron_rl.launcher.gpu_host import (
+from megatron_rl.backend import gpu_host
+from megatron_rl.backend.environment import ranks_environment, role_environment
+from megatron_rl.backend.gpu_host import (
+    COMPILED_WITH,
     MIN_GLIBC,
+    RUN_WITH,
     check_compiler,
     check_driver,
     check_glibc,
     check_host,
     find_cuda_home,
 )
+from megatron_rl.launcher import doctor
 from tests.tools.stub_project import write_program
 from tools.versions import child_of
+
+
+def write_toolkit(folder: Path) -> None:
+    """Every file of CUDA's toolkit that something is compiled or linked with."""
+    for name in (*COMPILED_WITH, *RUN_WITH):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    write_program(folder / "bin" / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
 
 
 @pytest.mark.parametrize(
@@ -50,9 +61,29 @@ def test_a_host_without_a_driver_may_make_an_image(tmp_path: Path) -> None:
 )
 def test_compiler_is_of_cuda_13(tmp_path: Path, release: str, is_good: bool) -> None:
     text = f"Cuda compilation tools, release {release}, V{release}.88"
+    write_toolkit(tmp_path)
     write_program(tmp_path / "bin" / "nvcc", f"echo '{text}'")
     found = check_compiler({"CUDA_HOME": str(tmp_path)})
     assert found.is_good == is_good and f"release {release}" in found.found
+
+
+@pytest.mark.parametrize("missing", (*COMPILED_WITH, *RUN_WITH))
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_toolkit_that_cannot_link_is_noticed(
+    tmp_path: Path, missing: str, has_driver: bool
+) -> None:
+    """One of the compiler alone installs, and engines then die at their first request."""
+    write_toolkit(tmp_path)
+    (tmp_path / missing).unlink()
+    if has_driver:
+        write_program(tmp_path / "bin" / "nvidia-smi", "echo 580.65.06")
+    found = check_host({"CUDA_HOME": str(tmp_path), "PATH": str(tmp_path / "bin")})
+    bad = [one for one in found if not one.is_good]
+    if missing in RUN_WITH and not has_driver:
+        assert not bad and any(f"lacks {missing}" in one.found for one in found)
+        return
+    assert len(bad) == 1 and f"lacks {missing}" in bad[0].found
+    assert "cuda-toolkit-13-0" in bad[0].found
 
 
 def test_a_host_without_compiler_is_told_where_it_was_sought(tmp_path: Path) -> None:
@@ -76,7 +107,12 @@ def test_a_c_library_without_wheels_is_named_with_the_cure(said: str, is_good: b
     found = check_glibc(said)
     assert found.is_good == is_good and (said or "not glibc") in found.found
     assert is_good or "needs glibc 2.34 or newer, as Ubuntu 22.04" in found.found
-    assert [f.what for f in check_host({"PATH": ""})] == ["NVIDIA driver", "nvcc 13", "C library"]
+    assert [f.what for f in check_host({"PATH": ""})] == [
+        "NVIDIA driver",
+        "nvcc 13",
+        "toolkit for engines",
+        "C library",
+    ]
 
 
 def test_the_c_library_is_what_the_pinned_engine_was_built_for() -> None:
@@ -87,12 +123,29 @@ def test_the_c_library_is_what_the_pinned_engine_was_built_for() -> None:
 
 
 def test_toolkit_is_sought_where_torch_and_flashinfer_seek_it(tmp_path: Path) -> None:
-    write_program(tmp_path / "cuda" / "bin" / "nvcc", "")
+    write_toolkit(tmp_path / "cuda")
     path = {"PATH": str(tmp_path / "cuda" / "bin")}
     assert find_cuda_home(path) == tmp_path / "cuda"
     assert find_cuda_home(path | {"CUDA_PATH": "/other"}) == Path("/other")
     assert find_cuda_home(path | {"CUDA_PATH": "/other", "CUDA_HOME": "/one"}) == Path("/one")
     assert find_cuda_home({"PATH": ""}) == Path("/usr/local/cuda")
+
+
+def test_a_script_that_starts_another_compiler_is_not_the_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_toolkit(tmp_path / "cuda")
+    monkeypatch.setattr(gpu_host, "DEFAULT_CUDA_HOME", tmp_path / "cuda")
+    write_program(tmp_path / "local" / "bin" / "nvcc", f'exec {tmp_path}/cuda/bin/nvcc "$@"')
+    path = {"PATH": str(tmp_path / "local" / "bin")}
+    assert find_cuda_home(path) == tmp_path / "cuda"
+    assert check_compiler(path).is_good
+    # Roles get the folder, as the engine would not find it.
+    monkeypatch.setenv("PATH", path["PATH"])
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert role_environment("cuda")["CUDA_HOME"] == str(tmp_path / "cuda")
+    assert "CUDA_HOME" not in role_environment("cpu")
 
 
 def test_doctor_checks_the_compiler_where_engines_run_on_gpus(

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,15 @@ MIN_DRIVER = 580
 MIN_GLIBC = (2, 34)
 """What the wheel of the SGLang that requirements/gpu.txt pins asks for."""
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
+HEADER = "include/cuda_runtime.h"
+COMPILED_WITH = (HEADER, "lib64/libcudart.so")
+"""What TransformerEngine and every kernel are compiled and linked with, below the toolkit."""
+RUN_WITH = ("include/curand.h", "lib64/stubs/libcuda.so")
+"""What engines compile when they first sample, and when their ranks first reduce."""
+_TOOLKIT = (
+    f"install the toolkit of CUDA {CUDA_MAJOR}.0 whole (NVIDIA's Debian package "
+    "cuda-toolkit-13-0), or set CUDA_HOME to the folder of one"
+)
 _TIMEOUT_S = 30.0
 
 
@@ -35,7 +44,12 @@ class Finding(NamedTuple):
 
 def check_host(environment: Mapping[str, str]) -> list[Finding]:
     """What a host with GPUs needs; environment: where programs are looked for."""
-    return [check_driver(environment), check_compiler(environment), check_glibc(_glibc())]
+    return [
+        check_driver(environment),
+        check_compiler(environment),
+        check_kernels(environment),
+        check_glibc(_glibc()),
+    ]
 
 
 def check_driver(environment: Mapping[str, str]) -> Finding:
@@ -56,18 +70,31 @@ def check_driver(environment: Mapping[str, str]) -> Finding:
 def check_compiler(environment: Mapping[str, str]) -> Finding:
     """nvcc: TransformerEngine is built with it, and kernels of SGLang and FlashInfer once used."""
     what, home = f"nvcc {CUDA_MAJOR}", find_cuda_home(environment)
-    program = home / "bin" / "nvcc"
-    cure = (
-        f"install the toolkit of CUDA {CUDA_MAJOR}.0 (NVIDIA's Debian package cuda-toolkit-13-0), "
-        "or set CUDA_HOME to the folder of one"
-    )
+    program, cure = home / "bin" / "nvcc", _TOOLKIT
     if not os.access(program, os.X_OK):
         return Finding(False, what, f"no {program}; {cure}")
+    if missing := _missing(home, COMPILED_WITH):
+        return Finding(False, what, f"{home} lacks {missing}: nothing can be linked there; {cure}")
     release = re.search(r"release (\d+)\.(\d+)", _output(str(program), "--version"))
     if release is None or int(release.group(1)) != CUDA_MAJOR:
         named = "no release" if release is None else release.group()
         return Finding(False, what, f"{program} says {named}; {cure}")
     return Finding(True, what, f"{program}, {release.group()}")
+
+
+def check_kernels(environment: Mapping[str, str]) -> Finding:
+    """Files of the toolkit that engines compile with. An image may be made without them."""
+    what, home = "toolkit for engines", find_cuda_home(environment)
+    missing = _missing(home, RUN_WITH)
+    if not missing:
+        return Finding(True, what, str(home))
+    has_driver = shutil.which("nvidia-smi", path=environment.get("PATH", "")) is not None
+    text = f"{home} lacks {missing}: an engine would stop at its first request; {_TOOLKIT}"
+    return Finding(not has_driver, what, text)
+
+
+def _missing(home: Path, names: Sequence[str]) -> str:
+    return " and ".join(name for name in names if not (home / name).exists())
 
 
 def check_glibc(said: str) -> Finding:
@@ -92,11 +119,16 @@ def _glibc() -> str:
 
 
 def find_cuda_home(environment: Mapping[str, str]) -> Path:
-    """The toolkit's folder, where torch, FlashInfer and SGLang would look for it."""
+    """The toolkit's folder, where torch, FlashInfer and SGLang would look for it.
+
+    An nvcc on PATH may be a script that starts another one: no headers are near it then.
+    """
     if given := environment.get("CUDA_HOME") or environment.get("CUDA_PATH"):
         return Path(given)
     program = shutil.which("nvcc", path=environment.get("PATH", ""))
-    return Path(program).parent.parent if program else DEFAULT_CUDA_HOME
+    home = Path(program).parent.parent if program else DEFAULT_CUDA_HOME
+    is_wrapper = not (home / HEADER).exists() and (DEFAULT_CUDA_HOME / HEADER).exists()
+    return DEFAULT_CUDA_HOME if is_wrapper else home
 
 
 def _output(*command: str) -> str:
