@@ -43,8 +43,6 @@ class Objective:
     surrogate: SurrogateFunction
     correction: CorrectionFunction | None = None
     shaping: ShapingFunction | None = None
-    temperature: float = 1.0
-    """Sampling temperature of the generators; the trainer's logits are divided by it too."""
 
     @property
     def needs_proximal(self) -> bool:
@@ -139,12 +137,11 @@ def _advantage_sums(tokens: Tokens, advantages: Tensor) -> dict[str, Tensor]:
     return {"advantage": real.sum(), "advantage_square": real.square().sum()}
 
 
-def find_objective(cfg: AlgorithmConfig, temperature: float = 1.0) -> Objective:
+def find_objective(cfg: AlgorithmConfig) -> Objective:
     """The objective of a configuration. Raises InputError for a name that stands for nothing."""
     return Objective(
         cfg,
         find_function(SURROGATES, cfg.surrogate.name, key="algorithm.surrogate.name"),
         find_function(CORRECTIONS, cfg.correction.name, key="algorithm.correction.name"),
         find_function(SHAPINGS, cfg.shaping.name, key="algorithm.shaping.name"),
-        temperature,
     )
