@@ -42,7 +42,12 @@ def make_sequences(
 
 
 def my_share(
-    budget_tokens: int, seed: int = 11, *, has_groups: bool = False, has_gold: bool = False
+    budget_tokens: int,
+    seed: int = 11,
+    *,
+    has_groups: bool = False,
+    has_gold: bool = False,
+    temperature: float = 1.0,
 ) -> MinibatchShare:
     """This data-parallel rank's part of the same minibatch."""
     sequences = make_sequences(seed, has_groups=has_groups, has_gold=has_gold)
@@ -51,4 +56,4 @@ def my_share(
     dealt = deal(lengths, budget_tokens=budget_tokens, dp_size=dp_size)
     mine = dealt[parallel_state.get_data_parallel_rank()]
     microbatches = [[sequences[i] for i in microbatch] for microbatch in mine]
-    return MinibatchShare(microbatches, groups=GROUPS, members=MEMBERS)
+    return MinibatchShare(microbatches, groups=GROUPS, members=MEMBERS, temperature=temperature)

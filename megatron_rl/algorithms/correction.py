@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_rl.algorithms.tokens import Tokens
+from megatron_rl.algorithms.tokens import Tokens, bounded_exp
 from megatron_rl.config.algorithm import CorrectionConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CorrectionFunction = Callable[["Tensor", CorrectionConfig], "Tensor"]
-_MAX_LOG_RATIO = 20.0
 
 
 def truncated(ratios: Tensor, cfg: CorrectionConfig) -> Tensor:
@@ -36,11 +35,14 @@ CORRECTIONS: dict[str, CorrectionFunction | None] = {
 }
 
 
-def behaviour_ratios(tokens: Tokens, cfg: CorrectionConfig) -> Tensor:
-    """[tokens] (proximal or current policy) / generator's, without gradient."""
+def behaviour_ratios(tokens: Tokens, cfg: CorrectionConfig, max_log_ratio: float) -> Tensor:
+    """[tokens] (proximal or current policy) / generator's, without gradient.
+
+    Log ratios are cut at +-max_log_ratio.
+    """
     proximal = tokens.proximal_logprobs
     base = tokens.logprobs.detach() if proximal is None else proximal
     log_ratio = base - tokens.generator_logprobs
     if cfg.level == "sequence":
         log_ratio = tokens.segments.spread(tokens.segments.mean(log_ratio))
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return bounded_exp(log_ratio, max_log_ratio)

@@ -36,7 +36,13 @@ def kl_advantages(tokens: Tokens, cfg: KlConfig) -> Tensor:
     return -cfg.coefficient * (segments.to_go(ratios) - segments.spread(baseline))
 
 
-def kl_loss(tokens: Tokens, cfg: KlConfig) -> Tensor:
+def forward_kl(ratios: Tensor, max_log_ratio: float) -> Tensor:
+    """exp(-l) - 1 + l of log ratios l; as if l were -max_log_ratio where it is below that."""
+    bounded = ratios.clamp_min(-max_log_ratio)
+    return (-bounded).exp() - 1 + bounded
+
+
+def kl_loss(tokens: Tokens, cfg: KlConfig, max_log_ratio: float) -> Tensor:
     """[] to add to the loss; a sequence weighs as its tokens do.
 
     k2: beta / 2 (sum_t l_t)^2 of a sequence, whose expected gradient on-policy is that of
@@ -48,7 +54,7 @@ def kl_loss(tokens: Tokens, cfg: KlConfig) -> Tensor:
         return cfg.coefficient * (tokens.weights * tokens.reference_kl).sum()
     ratios = tokens.reference_log_ratios
     if cfg.estimator == "forward_kl":
-        return cfg.coefficient * (tokens.weights * ((-ratios).exp() - 1 + ratios)).sum()
+        return cfg.coefficient * (tokens.weights * forward_kl(ratios, max_log_ratio)).sum()
     segments = tokens.segments
     weights = segments.mean(tokens.weights)
     return cfg.coefficient * (weights * segments.sum(ratios).square() / 2).sum()

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.correction import (
     CorrectionFunction,
     behaviour_ratios,
 )
-from megatron_rl.algorithms.kl import kl_advantages, kl_loss
+from megatron_rl.algorithms.kl import forward_kl, kl_advantages, kl_loss
 from megatron_rl.algorithms.shaping import SHAPINGS, ShapingFunction, needs_groups
 from megatron_rl.algorithms.surrogate import SURROGATES, SurrogateFunction
 from megatron_rl.algorithms.tokens import Tokens
@@ -43,8 +43,6 @@ class Objective:
     surrogate: SurrogateFunction
     correction: CorrectionFunction | None = None
     shaping: ShapingFunction | None = None
-    temperature: float = 1.0
-    """Sampling temperature of the generators; the trainer's logits are divided by it too."""
 
     @property
     def needs_proximal(self) -> bool:
@@ -86,19 +84,20 @@ class Objective:
 
         entropy: [tokens] in nats, differentiable where `has_entropy_bonus`.
         """
+        bound = self.cfg.surrogate.max_log_ratio
         values, sums = self.surrogate(tokens, advantages, self.cfg.surrogate)
         if self.correction is not None:
-            ratios = behaviour_ratios(tokens, self.cfg.correction)
+            ratios = behaviour_ratios(tokens, self.cfg.correction, bound)
             factors = self.correction(ratios, self.cfg.correction)
             values = factors * values
             sums = sums | _correction_sums(ratios, factors, tokens.is_real)
         loss = -(tokens.weights * values).sum()
         if self.cfg.kl.placement == "loss":
-            loss = loss + kl_loss(tokens, self.cfg.kl)
+            loss = loss + kl_loss(tokens, self.cfg.kl, bound)
         if self.has_entropy_bonus:
             loss = loss - self.cfg.entropy.coefficient * (tokens.weights * entropy).sum()
         if self.needs_reference:
-            sums = sums | _reference_sums(tokens)
+            sums = sums | _reference_sums(tokens, bound)
         if self.needs_reference_kl:
             reference_kl = tokens.with_constant_policy().reference_kl
             assert reference_kl is not None
@@ -107,44 +106,49 @@ class Objective:
             sums = sums | _gold_sums(tokens)
         if self.cfg.learns_value or self.cfg.has_soft_value:
             assert tokens.values is not None
-            sums = sums | {"value_mean": tokens.values[tokens.is_real].sum()}
+            sums = sums | {"value_mean": _sum_where(tokens.is_real, tokens.values)}
         if self.cfg.has_soft_value:
             assert tokens.effective_shares is not None
-            shares = tokens.effective_shares[tokens.is_real]
-            sums = sums | {"soft_value_effective_share": shares.sum()}
+            shares = _sum_where(tokens.is_real, tokens.effective_shares)
+            sums = sums | {"soft_value_effective_share": shares}
         return LossOutput(loss, sums | _advantage_sums(tokens, advantages))
 
 
 def _correction_sums(ratios: Tensor, factors: Tensor, is_real: Tensor) -> dict[str, Tensor]:
-    real = ratios[is_real]
     return {
         "correction_changed": ((factors != ratios) & is_real).sum(),
-        "behaviour_ratio": real.sum(),
-        "behaviour_ratio_square": real.square().sum(),
+        "behaviour_ratio": _sum_where(is_real, ratios),
+        "behaviour_ratio_square": _sum_where(is_real, ratios.square()),
     }
 
 
-def _reference_sums(tokens: Tokens) -> dict[str, Tensor]:
+def _reference_sums(tokens: Tokens, bound: float) -> dict[str, Tensor]:
     ratios = tokens.with_constant_policy().reference_log_ratios
-    return {"reference_k1": ratios.sum(), "reference_k3": ((-ratios).exp() - 1 + ratios).sum()}
+    return {"reference_k1": ratios.sum(), "reference_k3": forward_kl(ratios, bound).sum()}
 
 
 def _gold_sums(tokens: Tokens) -> dict[str, Tensor]:
-    logprobs = tokens.logprobs.detach()[tokens.is_gold]
-    return {"gold_logprob": logprobs.sum(), "gold_tokens": tokens.is_gold.sum()}
+    logprobs = _sum_where(tokens.is_gold, tokens.logprobs.detach())
+    return {"gold_logprob": logprobs, "gold_tokens": tokens.is_gold.sum()}
 
 
 def _advantage_sums(tokens: Tokens, advantages: Tensor) -> dict[str, Tensor]:
-    real = advantages[tokens.is_real]
-    return {"advantage": real.sum(), "advantage_square": real.square().sum()}
+    return {
+        "advantage": _sum_where(tokens.is_real, advantages),
+        "advantage_square": _sum_where(tokens.is_real, advantages.square()),
+    }
 
 
-def find_objective(cfg: AlgorithmConfig, temperature: float = 1.0) -> Objective:
+def _sum_where(is_counted: Tensor, values: Tensor) -> Tensor:
+    """[] sum of some tokens' values. Selecting these by a mask would wait for the device."""
+    return values.masked_fill(~is_counted, 0).sum()
+
+
+def find_objective(cfg: AlgorithmConfig) -> Objective:
     """The objective of a configuration. Raises InputError for a name that stands for nothing."""
     return Objective(
         cfg,
         find_function(SURROGATES, cfg.surrogate.name, key="algorithm.surrogate.name"),
         find_function(CORRECTIONS, cfg.correction.name, key="algorithm.correction.name"),
         find_function(SHAPINGS, cfg.shaping.name, key="algorithm.shaping.name"),
-        temperature,
     )

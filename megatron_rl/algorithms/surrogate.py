@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_rl.algorithms.tokens import Tokens
+from megatron_rl.algorithms.tokens import Tokens, bounded_exp
 from megatron_rl.config.algorithm import SurrogateConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_MAX_LOG_RATIO = 20.0
-"""Larger ones are cut: exp() of them would overflow."""
 
 
 class Surrogate(NamedTuple):
@@ -79,12 +76,14 @@ def supervised(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surr
 
 
 def importance_ratios(tokens: Tokens, cfg: SurrogateConfig) -> Tensor:
-    """[tokens] policy / old, differentiable: each token's, or its sequence's geometric mean."""
+    """[tokens] policy / old, differentiable: each token's, or its sequence's geometric mean.
+
+    Log ratios are cut at +-cfg.max_log_ratio.
+    """
     log_ratio = tokens.logprobs - tokens.old_logprobs
     if cfg.level == "sequence":
         log_ratio = tokens.segments.spread(tokens.segments.mean(log_ratio))
-        log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return log_ratio.exp()
+    return bounded_exp(log_ratio, cfg.max_log_ratio)
 
 
 SURROGATES: dict[str, SurrogateFunction] = {

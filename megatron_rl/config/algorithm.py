@@ -62,6 +62,10 @@ class SurrogateConfig(Part):
     """The importance ratio is clipped above 1 + eps_high (clip-higher)."""
     dual_clip: float = Field(default=0.0, ge=0)
     """A token of negative advantage A costs no more than -dual_clip * A; 0: without this bound."""
+    max_log_ratio: float = Field(default=20.0, gt=0, le=40)
+    """Log ratios of probabilities are cut at +-max_log_ratio before exp, in policy losses,
+    corrections and KL estimates: values and gradients stay finite. A token beyond the bound has no
+    gradient through its ratio; `dual_clip` bounds less extreme ratios of negative advantages."""
     old_logprobs: Literal["generator", "recompute"] = "generator"
     """What the importance ratio divides by. recompute: the trainer's own logprobs before the first
     update of the batch, for one more forward pass."""

@@ -31,7 +31,7 @@ class StageSampling(Section):
     max_new_tokens: PositiveInt | None = None
     """Limit of a completion."""
     temperature: PositiveFloat | None = None
-    """Sampling temperature."""
+    """Sampling temperature. The trainer divides its logits by that of the batch's stage."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus."""
 

@@ -189,6 +189,8 @@ class MinibatchShare(msgspec.Struct, frozen=True):
     """Of the whole minibatch, over all ranks."""
     members: int = 0
     """Places of the largest group."""
+    temperature: float = 1.0
+    """The policy in training is softmax(logits / temperature): the batch's sampling temperature."""
 
 
 class RankBatch(msgspec.Struct, frozen=True, tag="RankBatch"):

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_rl.algorithms.credit import GroupView
 from megatron_rl.algorithms.minibatch import Crediting
-from megatron_rl.config.tree import TrainConfig
+from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, Metric, MetricSet
 from megatron_rl.protocol.packing import Microbatch, deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
@@ -37,19 +37,22 @@ class MinibatchPlan:
     """Tokens of each sequence, group by group, prompt included."""
     ranks: list[list[Microbatch]]
     """[data-parallel size][same count on every rank], of indices into the lengths."""
+    temperature: float = 1.0
+    """Sampling temperature of the batch's stage."""
 
 
 def plan_batch(
-    groups: list[Group], config: TrainConfig, dp_size: int, cost: SequenceCost = TOKENS
+    groups: list[Group], stage: Config, dp_size: int, cost: SequenceCost = TOKENS
 ) -> list[MinibatchPlan]:
     """The plan of each minibatch of these groups; no array is made. cost: see `form_batch`."""
     plans = []
-    for number in range(config.minibatches):
+    train, temperature = stage.train, stage.sampling.temperature
+    for number in range(train.minibatches):
         # Every minibatch gets groups of all ages.
-        members = groups[number :: config.minibatches]
+        members = groups[number :: train.minibatches]
         lengths = [length_of(group, scored) for group in members for scored in group.ordered]
-        ranks = deal(lengths, budget_tokens=config.microbatch_tokens, dp_size=dp_size, cost=cost)
-        plans.append(MinibatchPlan(members, lengths, ranks))
+        ranks = deal(lengths, budget_tokens=train.microbatch_tokens, dp_size=dp_size, cost=cost)
+        plans.append(MinibatchPlan(members, lengths, ranks, temperature))
     return plans
 
 
@@ -66,6 +69,7 @@ def fill_minibatch(plan: MinibatchPlan, crediting: Crediting) -> list[MinibatchS
             [[sequences[i] for i in microbatch] for microbatch in microbatches],
             groups=len(plan.groups),
             members=max(len(group.scored) for group in plan.groups),
+            temperature=plan.temperature,
         )
         for microbatches in plan.ranks
     ]
@@ -77,7 +81,7 @@ def form_batch(
     *,
     replayed: Drawn = NOTHING,
     dropped: DroppedGroups,
-    config: TrainConfig,
+    stage: Config,
     crediting: Crediting,
     dp_size: int,
     cost: SequenceCost = TOKENS,
@@ -86,10 +90,12 @@ def form_batch(
 ) -> list[RankBatch]:
     """Each data-parallel rank's share of the batch; `dropped` and `more` only enter the metrics.
 
-    groups: sampled for it; replayed: others, which only count in metrics of their own. cost: by
-    which the ranks get equally much to do.
+    groups: sampled for it; replayed: others, which only count in metrics of their own. stage: the
+    batch's. cost: by which the ranks get equally much to do. Replayed groups may have been sampled
+    at another temperature: their recorded logprobs are those of the policy that sampled, which is
+    what importance ratios divide by.
     """
-    plans = plan_batch([*groups, *replayed.groups], config, dp_size, cost)
+    plans = plan_batch([*groups, *replayed.groups], stage, dp_size, cost)
     filled = [fill(plan, crediting) for plan in plans]
     metrics = MetricSet()
     metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])

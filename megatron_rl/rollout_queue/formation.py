@@ -59,7 +59,7 @@ class Formation:
             groups,
             replayed=self._replay.draw(step, groups),
             dropped=dropped,
-            config=training.schedule.at(step).train,
+            stage=training.schedule.at(step),
             crediting=self._crediting,
             dp_size=dp_size,
             cost=self._cost,

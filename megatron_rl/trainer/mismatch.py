@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.tokens import bounded_exp
 from megatron_rl.config.algorithm import SurrogateConfig
 from megatron_rl.protocol.metrics import Metric
 
@@ -20,27 +21,35 @@ _NAMES = ("absolute", "k1", "k2", "k3", "outside", "tokens")
 SIZE = len(_NAMES) + BINS
 
 
-def mismatch_sums(trainer: Tensor, generator: Tensor, cfg: SurrogateConfig) -> Tensor:
+def mismatch_sums(
+    trainer: Tensor, generator: Tensor, cfg: SurrogateConfig, is_counted: Tensor | None = None
+) -> Tensor:
     """[SIZE] float64 of the logprobs of tokens that the generator sampled: [tokens] each.
+
+    is_counted: [tokens] bool, which of them count; None: all.
 
     k1, k2 and k3 estimate KL(generator || trainer) from r = trainer / generator probability:
     -log r, (log r)^2 / 2 and (r - 1) - log r.
     Source: J. Schulman, "Approximating KL Divergence", 2020.
     """
     log_ratio = trainer.double() - generator.double()
-    ratio = log_ratio.exp()
+    counted = torch.ones_like(log_ratio) if is_counted is None else is_counted.double()
+    if is_counted is not None:
+        log_ratio = log_ratio.masked_fill(~is_counted, 0.0)
+    ratio = bounded_exp(log_ratio, cfg.max_log_ratio)
     outside = (ratio < 1 - cfg.eps_low) | (ratio > 1 + cfg.eps_high)
     absolute = log_ratio.abs()
     terms = (absolute, -log_ratio, log_ratio**2 / 2, ratio - 1 - log_ratio, outside.double())
-    sums = [term.sum() for term in terms] + [torch.ones_like(log_ratio).sum()]
-    return torch.cat([torch.stack(sums), _histogram(absolute)])
+    sums = [*(term.sum() for term in terms), counted.sum()]
+    return torch.cat([torch.stack(sums), _histogram(absolute, counted)])
 
 
-def _histogram(absolute: Tensor) -> Tensor:
+def _histogram(absolute: Tensor, counted: Tensor) -> Tensor:
     """[BINS] float64 counts; the outer bins hold what lies beyond them, the last one NaN too."""
     logs = absolute.nan_to_num(nan=math.inf).clamp_min(10**_LEAST_LOG10).log10()
     places = (logs - _LEAST_LOG10) * (BINS / (_MOST_LOG10 - _LEAST_LOG10))
-    return torch.bincount(places.clamp(0, BINS - 1).long(), minlength=BINS).double()
+    # bincount would wait for the device. Sums of ones in float64 are the same in any order.
+    return counted.new_zeros(BINS).index_add_(0, places.clamp(0, BINS - 1).long(), counted)
 
 
 def quantile(histogram: Tensor, share: float) -> float:

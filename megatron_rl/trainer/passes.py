@@ -4,6 +4,7 @@ Used by trainer ranks: for the policy, and for a teacher of another size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,12 @@ class Passes:
         # Megatron's interleaved schedule needs a multiple of the stages: placeholders fill it up.
         missing = -len(minibatch.microbatches) % self.policy.microbatch_multiple
         shares = [*minibatch.microbatches, *([] for _ in range(missing))]
-        batches = [self._microbatch(share).to(self.policy.device) for share in shares]
+        batches = [
+            replace(self._microbatch(share), temperature=minibatch.temperature).to(
+                self.policy.device
+            )
+            for share in shares
+        ]
         known = with_weight_on(self.policy.device, known) or [NOTHING] * len(batches)
         return list(zip(batches, known, strict=True))
 

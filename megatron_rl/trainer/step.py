@@ -306,9 +306,8 @@ class Trainer:
             advantages = self._objective.advantages(tokens)
         result = self._objective.loss(tokens, advantages, entropy)
         if self.value_head is not None and known.features is not None and _reports():
-            is_real = batch.group_of >= 0
             residuals = advantages[first_tokens(batch.target_ends)]
-            self.value_head.add(known.features[is_real], residuals[is_real])
+            self.value_head.add(known.features, residuals, is_counted=batch.group_of >= 0)
         # For the mismatch: the trainer's logprobs before the batch's first update, if recomputed.
         own = logprobs.detach() if known.proximal_logprobs is None else known.proximal_logprobs
         if self._record is not None and _reports():
@@ -319,21 +318,24 @@ class Trainer:
                 result.sums
                 | {
                     "loss": result.loss,
-                    "entropy": entropy[tokens.is_real].sum(),
+                    "entropy": entropy.masked_fill(~tokens.is_real, 0).sum(),
                     "tokens": tokens.is_real.sum(),
-                    "padded_tokens": result.loss.new_tensor(
-                        batch.rows * self.policy.parallel.context
+                    "padded_tokens": _constant(
+                        batch.rows * self.policy.parallel.context, result.loss
                     ),
-                    "filling": result.loss.new_tensor(batch.filling),
+                    "filling": _constant(batch.filling, result.loss),
                 }
             )
             mismatch = mismatch_sums(
-                own[is_current],
-                batch.generator_logprobs[is_current],
-                self._objective.cfg.surrogate,
+                own, batch.generator_logprobs, self._objective.cfg.surrogate, is_current
             )
         # Megatron wants a token count; the loss is a sum already and is divided by nothing.
         return result.loss, torch.ones((), dtype=torch.int), torch.cat([report, mismatch])
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    """[] float64 on the device of `like`; copying it there would wait for the device."""
+    return like.new_full((), value, dtype=torch.float64)
 
 
 def _rewards(minibatch: MinibatchShare, device: torch.device) -> Tensor:

@@ -72,7 +72,7 @@ class ValuesOfTokens:
             weight,
             vocab_size=self._vocab,
             group=parallel_state.get_tensor_model_parallel_group(),
-            temperature=self._objective.temperature,
+            temperature=batch.temperature,
             chunk_tokens=self._chunk_tokens,
             gradient=weight.main_grad if adds_itself else None,
             is_sole_user=not is_embedding,

@@ -98,7 +98,7 @@ def train(
 
 def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
-    objective = find_objective(cfg.algorithm, cfg.sampling.temperature)
+    objective = find_objective(cfg.algorithm)
     with open_policy(cfg) as policy, open_scored_reference(cfg, policy) as reference:
         if cfg.weights.overlap:
             # The launcher has asked already; ranks may be started without it.

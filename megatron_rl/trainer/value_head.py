@@ -56,10 +56,14 @@ class ValueHead:
         """Forget what was added since the last step."""
         self._sums.zero_()
 
-    def add(self, features: Tensor, residuals: Tensor) -> None:
-        """Count sequences in; residuals: [sequences], target less value. Each once in the world."""
+    def add(self, features: Tensor, residuals: Tensor, is_counted: Tensor) -> None:
+        """Count sequences in; residuals: [sequences], target less value. Each once in the world.
+
+        is_counted: [sequences] bool, which of them count.
+        """
+        residuals = residuals.masked_fill(~is_counted, 0)
         self._sums[:-1] -= (residuals[:, None] * features).sum(0)
-        self._sums[-1] += len(residuals)
+        self._sums[-1] += is_counted.sum()
 
     def step(self) -> None:
         """One step on what was added; collective over all ranks."""

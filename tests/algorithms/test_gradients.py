@@ -313,7 +313,8 @@ def test_dro_finds_policy_and_value_from_single_samples_of_another_policy() -> N
             value=float(value),
         )
         # Every arm is as likely.
-        head.add(features.expand(5, -1), (rewards(BANDIT) - BETA * ratios).float() - value)
+        residuals = (rewards(BANDIT) - BETA * ratios).float() - value
+        head.add(features.expand(5, -1), residuals, torch.ones(5).bool())
         head.step()
     kl = float((best.exp() * (best - logits.log_softmax(0))).sum())
     assert kl < 1e-3

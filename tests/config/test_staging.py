@@ -81,6 +81,10 @@ def test_stages_survive_the_saved_configuration(tmp_path: Path) -> None:
         ("stages.1.weights.1=0", "stage 2: all sources of prompts have weight 0"),
         ("stages.1.plateau={window=2,min_gain=0.1}", "needs one of at_step and plateau"),
         ("stages.0.samplings={}", "unknown key 'stages.0.samplings'"),
+        (
+            "algorithm.reference.policy=start algorithm.reference.source=engine",
+            "stage 2 is impossible: sampling.temperature=0.8 with algorithm.reference.source",
+        ),
         ("replay.buffer_groups=9 replay.share=0.5", "means .2, 4. groups of a batch"),
     ],
 )

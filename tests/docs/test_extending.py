@@ -123,7 +123,7 @@ def test_the_loss_is_what_the_page_says_by_hand(folder: Path) -> None:
     assert np.allclose(losses.median(group, CreditConfig()), [0.95, -0.05, -0.05, 0.05])
     algorithm = load_config(Path("my_loss.toml"), []).algorithm
     assert find_crediting(algorithm).credit is losses.median
-    assert losses.tapered in vars(find_objective(algorithm, 0.9)).values()
+    assert losses.tapered in vars(find_objective(algorithm)).values()
 
 
 def test_a_family_under_another_name_is_told_from_another_family(

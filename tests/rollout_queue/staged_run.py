@@ -58,7 +58,7 @@ class StagedRun:
         self.config, self.solves = config, solves
         self.chance = random.Random(seed)
         self.rules = RewardRules.of(config)
-        sets = PromptSets([list(prompts)], [1.0], [], 0)
+        self.prompt_sets = sets = PromptSets([list(prompts)], [1.0], [], 0)
         self._metrics = JsonlWriter(config.run.dir / "metrics.jsonl", "queue")
         self.coordinator = Coordinator(
             config, sets, recorder=Recorder(config.run.dir), metrics=self._metrics, now=0.0

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.tree import TrainConfig
+from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
 from megatron_rl.rollout_queue.batches import form_batch
@@ -62,7 +62,7 @@ def test_batch_holds_every_sequence_once_and_groups_stay_in_one_minibatch(dp_siz
         0,
         groups,
         dropped=DroppedGroups(),
-        config=config,
+        stage=Config(train=config),
         crediting=find_crediting(AlgorithmConfig()),
         dp_size=dp_size,
     )
@@ -96,7 +96,7 @@ def test_groups_that_lost_completions_make_a_batch_like_others(dp_size: int) -> 
         0,
         groups,
         dropped=dropped,
-        config=config,
+        stage=Config(train=config),
         crediting=find_crediting(AlgorithmConfig()),
         dp_size=dp_size,
     )
@@ -126,7 +126,7 @@ def test_sequence_carries_prompt_completion_logprobs_and_versions() -> None:
         5,
         [group],
         dropped=DroppedGroups(),
-        config=config,
+        stage=Config(train=config),
         crediting=find_crediting(AlgorithmConfig()),
         dp_size=1,
     )
@@ -151,7 +151,7 @@ def test_batch_metrics_match_hand_worked_numbers() -> None:
         5,
         groups,
         dropped=dropped,
-        config=config,
+        stage=Config(train=config),
         crediting=find_crediting(AlgorithmConfig()),
         dp_size=2,
     )

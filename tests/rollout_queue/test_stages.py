@@ -2,12 +2,17 @@
 
 import collections
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_rl.config.stages import StageConfig
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.types import Lease, RankBatch, ScoreRequest
+from megatron_rl.rollout_queue.groups import GroupBook
+from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.staged_run import SLOTS, StagedRun, staged_config
 
 STEPS = 12
@@ -150,3 +155,100 @@ def test_the_bound_of_untrained_groups_holds_at_every_change(tmp_path: Path) -> 
     run.run(STEPS)
     # The bound is reached where slots allow it: stage 2 may have 2 batches of 5.
     assert most[2] > 5
+
+
+class Sent(NamedTuple):
+    """What the queue sends of one stage, and what it draws and opens groups by."""
+
+    lease: Lease
+    request: ScoreRequest
+    batch: RankBatch
+    room: int
+    """Groups that may be untrained at once."""
+    weights: list[float]
+
+    @property
+    def groups(self) -> int:
+        return sum(minibatch.groups for minibatch in self.batch.minibatches)
+
+
+READERS: dict[str, tuple[str, Callable[[Sent], Any], tuple[Any, Any]]] = {
+    "sampling.max_new_tokens": (
+        "generators; verifiers' length rule; no trainer",
+        lambda s: (s.lease.sampling.max_new_tokens, s.request.length_rule.max_tokens),
+        ((20, 20), (40, 40)),
+    ),
+    "sampling.temperature": (
+        "generators; trainer: logits of every pass",
+        lambda s: (s.lease.sampling.temperature, {m.temperature for m in s.batch.minibatches}),
+        ((1.0, {1.0}), (0.7, {0.7})),
+    ),
+    "sampling.top_p": (
+        "generators; no trainer: its logprobs are of the whole vocabulary",
+        lambda s: s.lease.sampling.top_p,
+        (1.0, 0.9),
+    ),
+    "reward.length": ("verifiers", lambda s: s.request.length_rule.largest, (0.1, 0.2)),
+    "reward.length_margin_tokens": (
+        "verifiers",
+        lambda s: s.request.length_rule.margin_tokens,
+        (10, 30),
+    ),
+    "train.groups_per_batch": ("queue", lambda s: s.groups, (8, 3)),
+    "train.group_size": (
+        "queue; trainer: places of a group in sums over groups",
+        lambda s: {m.members for m in s.batch.minibatches},
+        ({4}, {6}),
+    ),
+    "train.minibatches": (
+        "queue; trainer: optimizer steps, and by them the learning rate",
+        lambda s: len(s.batch.minibatches),
+        (2, 1),
+    ),
+    "queue.max_staleness": ("queue", lambda s: s.room, (3 * 8, 2 * 3)),
+    "weights": ("queue", lambda s: s.weights, ([1.0], [3.0])),
+}
+"""Of each key of a stage: who reads it; where that is seen; what is there in stages 0 and 1."""
+
+
+def keys_of_a_stage() -> set[str]:
+    """All that a stage may change."""
+    found = set()
+    for name, field in StageConfig.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", None)
+        if name not in ("name", "at_step", "plateau"):
+            found |= {name} if inner is None else {f"{name}.{key}" for key in inner}
+    return found
+
+
+def room_of(training: TrainingGroups, stage: int, step: int) -> int:
+    """Groups of a stage that may be opened while none is trained on."""
+    book = GroupBook()
+    while training.due_stage(book, step, step) == stage:
+        book.open(training.open(book.untaken, step, stage))
+    return book.untaken
+
+
+def test_every_key_of_a_stage_reaches_all_that_read_it(tmp_path: Path) -> None:
+    assert READERS.keys() == keys_of_a_stage()
+    stage = {
+        "at_step": 4,
+        "sampling": {"max_new_tokens": 40, "temperature": 0.7, "top_p": 0.9},
+        "reward": {"length": 0.2, "length_margin_tokens": 30},
+        "train": {"groups_per_batch": 3, "group_size": 6, "minibatches": 1},
+        "queue": {"max_staleness": 1},
+        "weights": {"0": 3.0},
+    }
+    source = {"kind": "reasoning_gym", "name": "chain_sum"}
+    config = staged_config(tmp_path, stages=[stage], prompts=[source])
+    run = StagedRun(config, seed=0)
+    run.run(8)
+    training = TrainingGroups(run.prompt_sets, config)
+    for number, step in enumerate((1, 6)):
+        resolved = training.schedule.stages[number]
+        limit = resolved.sampling.max_new_tokens
+        sent = next(found for found in run.requests if found[0].sampling.max_new_tokens == limit)
+        weights = run.prompt_sets.weights_of(resolved)
+        seen = Sent(*sent, run.batches[step], room_of(training, number, step), weights)
+        for key, (_, found, expected) in READERS.items():
+            assert found(seen) == expected[number], key

@@ -1,12 +1,24 @@
 """Train-inference mismatch against numbers worked by hand, and additive over ranks."""
 
 import math
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.algorithm import SurrogateConfig
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.types import MinibatchShare
 from megatron_rl.trainer.mismatch import SIZE, mean_mismatch, mismatch_metrics, mismatch_sums
+from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.step import Trainer
+from tests.distributed import run_ranks
+from tests.tiny_batches import VOCAB, my_share
+from tests.tiny_models import write_model
 
 CFG = SurrogateConfig(eps_low=0.2, eps_high=0.3)
 
@@ -73,3 +85,52 @@ def test_without_tokens_there_is_a_count_and_nothing_else() -> None:
 def test_a_logprob_that_is_not_a_number_counts_as_the_largest_difference() -> None:
     sums = mismatch_sums(torch.tensor([math.nan, -1.0]), -torch.ones(2), CFG)
     assert values_of(sums)["train/mismatch_p99"] > 90
+
+
+def as_sampled(share: MinibatchShare, folder: Path) -> MinibatchShare:
+    """With the logprobs that transformers gives the tokens at the share's temperature."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    microbatches = []
+    for microbatch in share.microbatches:
+        sampled = []
+        for s in microbatch:
+            ids = torch.tensor(s.token_ids, dtype=torch.int64)
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, s.prompt_length - 1 : -1] / share.temperature
+            logprobs = logits.log_softmax(-1).gather(1, ids[s.prompt_length :, None])[:, 0].numpy()
+            sampled.append(msgspec.structs.replace(s, generator_logprobs=logprobs))
+        microbatches.append(sampled)
+    return msgspec.structs.replace(share, microbatches=microbatches)
+
+
+def metrics_of_stages(cfg: Config, temperatures: list[float]) -> list[dict[str, float]]:
+    """Of one batch a stage; with a learning rate of 0 the policy stays that of version 0."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 2)
+        found = []
+        for temperature in temperatures:
+            share = as_sampled(my_share(40, temperature=temperature), cfg.model.path)
+            known = trainer.prepare([share])[0]
+            metrics = trainer.update(share, version=0, known=known)
+            found.append({m.name: m.value / (m.count or 1) for m in metrics})
+        return found
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [["kl.placement=loss", "kl.estimator=exact"], ["surrogate.old_logprobs=recompute"]],
+    ids=["exact KL", "recomputed"],
+)
+def test_the_gap_is_the_same_on_both_sides_of_a_change_of_temperature(
+    tmp_path: Path, objective: list[str]
+) -> None:
+    write_model(tmp_path, vocab_size=VOCAB)
+    given = ["reference.policy=start", *objective]
+    overrides = [f"model.path={tmp_path}", "model.dtype=float32", "optimizer.lr=0"]
+    cfg = load_config(None, [*overrides, *(f"algorithm.{each}" for each in given)])
+    for values in run_ranks(metrics_of_stages, 1, cfg, [1.0, 0.6, 1.4])[0]:
+        assert values["train/logprob_gap"] < 1e-5
+        assert values["train/mismatch_outside_clip"] == 0 == values["train/clip_fraction"]
+        # The reference is the policy itself, so it is divided by the same temperature.
+        assert abs(values["train/reference_k1"]) < 1e-6
+        assert abs(values.get("train/reference_kl", 0.0)) < 1e-6

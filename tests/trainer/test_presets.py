@@ -57,6 +57,9 @@ def algorithm(given: dict) -> AlgorithmConfig:
     return cfg.model_copy(update={"shaping": shaping})
 
 
+TEMPERATURE = 0.9
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
@@ -74,9 +77,10 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, dict[str, torch.Tens
             with torch.no_grad():
                 for key, parameter in parameters.items():
                     parameter.copy_(start[key])
-            trainer = Trainer(policy, find_objective(algorithm(given), 0.9), cfg.optimizer, 1)
+            trainer = Trainer(policy, find_objective(algorithm(given)), cfg.optimizer, 1)
             # Away from the reference, and from the logprobs before the batch.
-            share = my_share(budget_tokens, has_gold=name.startswith("jepo"))
+            has_gold = name.startswith("jepo")
+            share = my_share(budget_tokens, has_gold=has_gold, temperature=TEMPERATURE)
             known = trainer.prepare([share])[0]
             if (head := trainer.value_head) is not None:
                 head.restore({"weights": torch.linspace(-1, 1, HIDDEN + 1), "moments": {}})

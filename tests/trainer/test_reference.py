@@ -208,8 +208,8 @@ TEMPERATURE = 0.8
 def reference_kl_of_update(cfg: Config) -> list[tuple[float, float]]:
     """Value and count of `train/reference_kl`, of two updates of one batch."""
     with open_policy(cfg) as policy:
-        trainer = Trainer(policy, find_objective(cfg.algorithm, TEMPERATURE), cfg.optimizer, 2)
-        shares = [my_share(25)] * 2
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 2)
+        shares = [my_share(25, temperature=TEMPERATURE)] * 2
         found = []
         for share, known in zip(shares, trainer.prepare(shares), strict=True):
             metrics = {m.name: m for m in trainer.update(share, version=0, known=known)}

@@ -14,7 +14,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.trained_tokens import TrainedTokens, read_trained, trained_files
-from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.token_record import TokenRecord
@@ -40,11 +40,11 @@ def record(cfg: Config, budget_tokens: int, run_dir: Path) -> None:
     """Train on the minibatch once, and then once more with a learning rate, of other rollouts."""
     with open_policy(cfg) as policy:
         own = TokenRecord(run_dir, parallel_state.get_data_parallel_rank())
-        objective = find_objective(AlgorithmConfig(), TEMPERATURE)
+        objective = find_objective(AlgorithmConfig())
         trainer = Trainer(policy, objective, cfg.optimizer, 2, record=own)
-        share = my_share(budget_tokens)
+        share = my_share(budget_tokens, temperature=TEMPERATURE)
         named = [[identified(s) for s in microbatch] for microbatch in share.microbatches]
-        share = MinibatchShare(named, share.groups, share.members)
+        share = msgspec.structs.replace(share, microbatches=named)
         trainer.update(share, version=0)
         trainer.write_record(STEP)
         # A step of which nothing is left.

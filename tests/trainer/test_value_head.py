@@ -40,7 +40,7 @@ def test_a_head_learns_a_linear_value() -> None:
     targets = features @ torch.tensor([0.5, -0.25, 0.1, 0.4])
     head = make_head()
     for _ in range(300):
-        head.add(features, targets - head.values(features))
+        head.add(features, targets - head.values(features), torch.ones(len(targets)).bool())
         head.step()
     assert (head.values(features) - targets).abs().max() < 2e-3
 
@@ -67,7 +67,7 @@ def test_a_restored_head_goes_on_as_it_would_have() -> None:
         if step == 3:
             resumed.restore(state)
         for head in (whole, resumed) if step >= 3 else (whole,):
-            head.add(features, targets - head.values(features))
+            head.add(features, targets - head.values(features), torch.ones(len(targets)).bool())
             head.step()
         if step == 2:
             state = copy.deepcopy(whole.state())

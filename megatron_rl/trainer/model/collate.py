@@ -45,6 +45,8 @@ class MicroBatch:
     Their positions and targets are their own, all else is that of the microbatch."""
     filling: int = 0
     """Positions at its end that give it the size of the others (`filling.py`)."""
+    temperature: float = 1.0
+    """As in MinibatchShare."""
 
     @property
     def rows(self) -> int:
