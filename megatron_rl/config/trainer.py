@@ -169,8 +169,9 @@ class TrainConfig(Section):
     batch_timeout_s: PositiveFloat = 1200.0
     """The trainer gives up when a batch takes longer. Above queue.max_attempts x
     generator.request_timeout_s, one slow completion drops its group and does not end the run."""
-    collective_timeout_s: PositiveFloat = 120.0
-    """A collective among trainer ranks that takes longer ends the run."""
+    collective_timeout_s: PositiveFloat = 600.0
+    """Seconds that a collective among trainer ranks may take; a longer one ends the run. Raise it
+    when ranks read a checkpoint, or compile, at very different speeds."""
 
 
 class SftConfig(Section):
