@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 from torch.distributed import distributed_c10d
 
-from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches
+from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches, fusions
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 
@@ -183,7 +183,7 @@ class Backend:
             "masked_softmax_fusion": False,
             "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
-            # On CUDA an extension of NVIDIA apex would be needed.
+            # TransformerEngine's layers do by default: see `fusions.py`.
             "gradient_accumulation_fusion": self.device.type == "cpu",
             "persist_layer_norm": False,
         }
@@ -213,6 +213,8 @@ def select_backend(model: ModelConfig) -> Backend:
         return Backend(torch.device("cpu"), "gloo", layers)
     if not HAVE_TE:
         cpu_patches.define_router_product()
+    if layers == "transformer_engine":
+        fusions.accumulate_without_apex()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return Backend(device, "nccl", layers)
