@@ -23,8 +23,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
+from torch.distributed import distributed_c10d
 
-from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches
+from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches, fusions
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 
@@ -44,7 +45,8 @@ class Backend:
     def init_distributed(self, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> None:
         """Join torchrun's process group, make Megatron's groups and seed this rank.
 
-        Raises InputError when the count of ranks is not the product of the parallel sizes.
+        timeout_s: of the collectives of every group. Raises InputError when the count of ranks is
+        not the product of the parallel sizes.
         """
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if ranks != parallel.world_size:
@@ -67,6 +69,7 @@ class Backend:
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_s / 60,
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
@@ -84,15 +87,17 @@ class Backend:
         return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def replica_group(self, parallel: ParallelConfig, timeout_s: float) -> dist.ProcessGroup:
-        """This rank's group of all that work on the same sequences. Collective."""
-        if parallel.context == 1:
+        """This rank's group of all that work on the same sequences, for host memory. Collective."""
+        if parallel.context == 1 and self.collectives == "gloo":
             return parallel_state.get_model_parallel_group()
         sizes = {"tp": parallel.tensor, "cp": parallel.context, "pp": parallel.pipeline}
         order = parallel_state.RankGenerator(
             **sizes, ep=1, dp=parallel.data, order="tp-cp-ep-dp-pp"
         )
         group, _ = dist.new_subgroups_by_enumeration(
-            order.get_ranks("tp-cp-pp"), timeout=datetime.timedelta(seconds=timeout_s)
+            order.get_ranks("tp-cp-pp"),
+            timeout=datetime.timedelta(seconds=timeout_s),
+            backend="gloo",
         )
         return group
 
@@ -115,10 +120,18 @@ class Backend:
         torch.cuda.set_rng_state(states["device"])
         torch.set_rng_state(states["host"])
 
-    def shutdown(self) -> None:
-        """Leave the process groups; a no-op before init_distributed."""
-        if dist.is_initialized():
-            parallel_state.destroy_model_parallel()
+    def shutdown(self, *, failed: bool = False) -> None:
+        """Leave the process groups; a no-op before init_distributed.
+
+        failed: abort the groups. Destroying an NCCL group waits for its peers, which may be gone or
+        wait in another collective.
+        """
+        if not dist.is_initialized():
+            return
+        parallel_state.destroy_model_parallel()
+        if failed:
+            distributed_c10d._abort_process_group()
+        else:
             dist.destroy_process_group()
 
     def layer_spec(
@@ -170,7 +183,7 @@ class Backend:
             "masked_softmax_fusion": False,
             "bias_activation_fusion": False,
             "bias_dropout_fusion": False,
-            # On CUDA an extension of NVIDIA apex would be needed.
+            # TransformerEngine's layers do by default: see `fusions.py`.
             "gradient_accumulation_fusion": self.device.type == "cpu",
             "persist_layer_norm": False,
         }
@@ -200,6 +213,8 @@ def select_backend(model: ModelConfig) -> Backend:
         return Backend(torch.device("cpu"), "gloo", layers)
     if not HAVE_TE:
         cpu_patches.define_router_product()
+    if layers == "transformer_engine":
+        fusions.accumulate_without_apex()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return Backend(device, "nccl", layers)

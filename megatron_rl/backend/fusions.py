@@ -3,17 +3,17 @@
 Runs in trainer ranks.
 """
 
-import importlib.util
 from typing import Any
 
+from megatron.core.tensor_parallel import layers as linear_layers
 from megatron.core.transformer.moe import fused_a2a
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.parallel import ParallelConfig
-from megatron_rl.config.trainer import ModelConfig
+from megatron_rl.config.trainer import Fusion, ModelConfig
 
-APEX_MODULE = "fused_weight_gradient_mlp_cuda"
-"""The extension of NVIDIA apex that Megatron looks for (tensor_parallel/layers.py)."""
+DEFAULT: tuple[Fusion, ...] = ("swiglu", "gradient_accumulation")
+"""What "auto" means with TransformerEngine's layers, as in Megatron's own scripts."""
 _FIELDS = {
     "swiglu": "bias_activation_fusion",
     "gradient_accumulation": "gradient_accumulation_fusion",
@@ -29,6 +29,8 @@ def transformer_fields(
 
     Raises InputError for what the model or this host does not have.
     """
+    if model.fusions == "auto":
+        return {_FIELDS[name]: True for name in DEFAULT} if has_engine else {}
     wanted = list(model.fusions)
     if wanted and not has_engine:
         raise InputError(
@@ -42,13 +44,16 @@ def transformer_fields(
             f"model.fusions={wanted}: {model.path} is a dense model, which has no experts; nearest "
             f"possible: {left}"
         )
-    if "gradient_accumulation" in wanted and importlib.util.find_spec(APEX_MODULE) is None:
-        raise InputError(
-            "model.fusions: 'gradient_accumulation' needs NVIDIA apex built with --cpp_ext and "
-            f"--cuda_ext (module {APEX_MODULE}), which is not installed: install it, or leave "
-            "'gradient_accumulation' out"
-        )
     return {_FIELDS[name]: True for name in wanted}
+
+
+def accumulate_without_apex() -> None:
+    """Let Megatron build models whose weight gradients are added to their float32 sums.
+
+    megatron-core 0.16.1 asks for NVIDIA apex when it builds the output layer (layers.py:924).
+    TransformerEngine's linears need no apex, and the output layer's products are ours.
+    """
+    linear_layers._grad_accum_fusion_available = True
 
 
 def dispatcher_fields(

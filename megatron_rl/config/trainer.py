@@ -40,11 +40,12 @@ class ModelConfig(Section):
     model); moe (a layer's router and experts); with TransformerEngine also moe_act (what stands
     between the products of experts) and layernorm (norms that are not fused into a product)."""
 
-    fusions: tuple[Fusion, ...] = ()
-    """Operations in one kernel, where TransformerEngine computes the layers: swiglu (gate and
-    product of an MLP); gradient_accumulation (a weight's gradient is added where it is summed, by
-    NVIDIA apex); moe_permute (tokens to their experts' order and back); moe_router (scores and
-    choice of experts; not with train.router_replay, which it would ignore)."""
+    fusions: tuple[Fusion, ...] | Literal["auto"] = "auto"
+    """Operations that TransformerEngine's layers compute in one kernel. "auto": swiglu and
+    gradient_accumulation with TransformerEngine, nothing on other layers. swiglu: gate and product
+    of an MLP. gradient_accumulation: the product that computes a weight's gradient adds it to the
+    float32 sum. moe_permute: tokens to the order of their experts and back. moe_router: scores and
+    choice of experts; not with train.router_replay, which it would ignore."""
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:
@@ -169,8 +170,9 @@ class TrainConfig(Section):
     batch_timeout_s: PositiveFloat = 1200.0
     """The trainer gives up when a batch takes longer. Above queue.max_attempts x
     generator.request_timeout_s, one slow completion drops its group and does not end the run."""
-    collective_timeout_s: PositiveFloat = 120.0
-    """A collective among trainer ranks that takes longer ends the run."""
+    collective_timeout_s: PositiveFloat = 600.0
+    """Seconds that a collective among trainer ranks may take; a longer one ends the run. Raise it
+    when ranks read a checkpoint, or compile, at very different speeds."""
 
 
 class SftConfig(Section):

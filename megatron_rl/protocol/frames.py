@@ -131,16 +131,16 @@ def decode_frames(frames: Sequence[Frame], kind: Any = AnyMessage) -> Any:
         _apart.frames = ()
 
 
-def join_frames(frames: Sequence[Frame]) -> bytes:
+def join_frames(frames: Sequence[Frame]) -> bytearray:
     """All frames in one piece of memory, for who can pass on only one."""
     sizes = np.array([len(frames), *map(len, frames)], np.int64)
     parts: list[Frame] = [sizes.tobytes()]
     for frame in frames:
         parts += [frame, bytes(-len(frame) % _ALIGN)]
-    return b"".join(parts)
+    return bytearray().join(parts)
 
 
-def split_frames(joined: bytes) -> list[Frame]:
+def split_frames(joined: bytearray) -> list[Frame]:
     """The frames that were joined, as views."""
     sizes = np.frombuffer(joined, np.int64, 1 + int(np.frombuffer(joined, np.int64, 1)[0]))
     frames: list[Frame] = []

@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -49,6 +50,20 @@ def note_ready() -> None:
     path = os.environ.get(READY_FILE_VARIABLE)
     if path:
         Path(path).touch()
+
+
+def raise_file_limit(needed: int, what: str) -> None:
+    """Let this process open as many files and sockets as the system allows it.
+
+    needed: how many it opens at least; what: the reason, for the message. Raises InputError.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise InputError(
+            f"this process may open {hard} files and sockets, and {what} needs {needed}; raise the "
+            "hard limit of the node (`ulimit -Hn`, LimitNOFILE in systemd, nofile in limits.conf)"
+        )
 
 
 def set_up_logging(role: str, log_dir: Path | None = None) -> None:
@@ -126,3 +141,22 @@ def run_main(role: str, main: Callable[[], None]) -> int:
         log.error("%s", error)
         return EXIT_FAILED
     return 0
+
+
+def run_rank(role: str, main: Callable[[], None]) -> int:
+    """`run_main` for a process of a group; after an error the process ends before this returns.
+
+    The interpreter would wait for threads, and for process groups whose peers wait in turn.
+    """
+    code = EXIT_FAILED
+    try:
+        code = run_main(role, main)
+    finally:
+        if code:
+            if sys.exc_info()[1] is not None:
+                traceback.print_exc()
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return code

@@ -22,7 +22,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.process import raise_file_limit, run_main, set_up_logging
 from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.wire import Router
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
@@ -41,6 +41,8 @@ BURST_S = 0.005
 take as many times longer than short ones, and slots wait meanwhile."""
 TURNED_AWAY = "queue/messages_turned_away"
 """Metric: messages of peers that belong to another phase or start of the run."""
+FILES = 512
+"""Files and sockets of the queue, not counting two sockets to each of its peers."""
 _RECORDED_BATCHES = 2
 """Groups of so many batches may wait to be recorded."""
 
@@ -185,6 +187,8 @@ def start() -> int:
 def _load_and_run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     set_up_logging("queue", config.run.dir / "logs")
+    peers = config.generator.replicas + config.parallel.data
+    raise_file_limit(FILES + 2 * peers, f"a queue of {peers} generators and trainer leaders")
     main(
         config,
         evaluate_only=options.evaluate_only,

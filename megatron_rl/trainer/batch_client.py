@@ -10,9 +10,6 @@ decodes once.
 import time
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.keys import Keys
@@ -40,20 +37,15 @@ class BatchClient(Closing):
         *,
         dp_rank: int,
         dp_size: int,
-        group: dist.ProcessGroup,
-        world: dist.ProcessGroup | None = None,
-        device: torch.device,
+        replica: FromLeader,
         timeout_s: float,
         keys: Keys | None = None,
         label: str = "",
     ) -> None:
-        """group: the ranks of this rank's replica; its rank 0 is the leader.
-
-        world: all trainer ranks; None: the default group.
-        """
+        """replica: of this rank."""
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._timeout_s = timeout_s
-        self._replica = FromLeader(group, device, world)
+        self._replica = replica
         self._address, self._name, self._keys = address, f"trainer-{dp_rank}", keys
         self._label = label
         self._dealer = self._connect(self._name) if self._replica.is_leader else None
@@ -78,7 +70,7 @@ class BatchClient(Closing):
         """
         started = time.monotonic()
         self.request(step)
-        frame = b""
+        frame = bytearray()
         # While the queue has no batch the leader broadcasts nothing, again and again: the others
         # wait in short collectives, so that the collective timeout can stay short too.
         while not self._replica.all_have(
@@ -120,12 +112,12 @@ class BatchClient(Closing):
             raise WireError(f"the queue answered SaveState by {type(answer).__name__}")
         return answer
 
-    def _receive(self) -> bytes | None:
-        """On the leader a message's frames joined, or b"" when none came for a while; else None."""
+    def _receive(self) -> bytearray | None:
+        """On the leader a message's frames joined, empty when none came for a while; else None."""
         if self._dealer is None:
             return None
         frames = self._dealer.receive_frames(TURN_S)
-        return b"" if frames is None else wire.join_frames(frames)
+        return bytearray() if frames is None else wire.join_frames(frames)
 
     def close(self) -> None:
         """Close the leader's sockets."""

@@ -1,44 +1,39 @@
 """What one rank of each model replica has, on all ranks of its replica.
 
 Used by trainer ranks. Only the leader of a replica, its first rank, talks to other processes.
+Everything passes host memory: ranks that wait for their leader leave the GPU to other work.
 """
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.weights.publish.control import Control
+
 TURN_S = 2.0
 """How long a leader waits between two collectives: well below train.collective_timeout_s."""
+PIECE_BYTES = 64 << 20
+"""A frame is broadcast in pieces of at most this size."""
 
 
 class FromLeader:
     """Broadcasts within a replica, and agreement among all of them."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        world: dist.ProcessGroup | None = None,
-    ) -> None:
-        """group: the ranks of this rank's replica; world: all trainer ranks, by default."""
-        self._group, self._device, self._world = group, device, world
+    def __init__(self, group: dist.ProcessGroup, control: Control) -> None:
+        """group: the ranks of this rank's replica, for tensors in host memory."""
+        self._group, self._control = group, control
         self._leader = dist.get_global_rank(group, 0)
         self.is_leader = group.rank() == 0
 
-    def broadcast(self, frame: bytes | None) -> bytes:
-        """The leader's frame, on every rank of the replica."""
-        size = torch.tensor([len(frame or b"")], dtype=torch.int64, device=self._device)
+    def broadcast(self, frame: bytearray | None) -> bytearray:
+        """The leader's frame, on every rank of the replica; each rank holds it once."""
+        size = torch.tensor([len(frame or b"")])
         dist.broadcast(size, src=self._leader, group=self._group)
-        if not int(size):
-            return b""
-        if frame is None:
-            payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        else:
-            payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8).to(self._device)
-        dist.broadcast(payload, src=self._leader, group=self._group)
-        return payload.cpu().numpy().tobytes()
+        received = bytearray(int(size)) if frame is None else frame
+        if received:
+            for piece in torch.frombuffer(received, dtype=torch.uint8).split(PIECE_BYTES):
+                dist.broadcast(piece, src=self._leader, group=self._group)
+        return received
 
-    def all_have(self, frame: bytes) -> bool:
+    def all_have(self, frame: bytearray) -> bool:
         """Whether every trainer rank has one."""
-        flag = torch.tensor([bool(frame)], dtype=torch.int64, device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._world)
-        return bool(flag)
+        return self._control.all(bool(frame))

@@ -93,7 +93,8 @@ class Passes:
             data_iterator=[iter(inputs) for _ in self.policy.chunks],
             model=self.policy.chunks,
             num_microbatches=len(inputs),
-            seq_length=max(int(batch.sequence_starts[-1]) for batch, _ in inputs),
+            # Megatron reads it where all microbatches have the same positions.
+            seq_length=self.policy.fixed_positions,
             micro_batch_size=1,
             forward_only=not is_training,
             # Makes a last stage return what `step` computes, instead of a loss to go backward from.

@@ -68,18 +68,20 @@ class ScoredReference:
         """[completion tokens, end to end] float32, on all ranks of the replica."""
         if self._client is not None:
             self._client.begin(sequences)
-        frame = b""
+        frame = bytearray()
         # In short turns, as for batches: no rank waits in one collective for an engine that starts.
         while not self._replica.all_have(frame := frame or self._replica.broadcast(self._turn())):
             pass
         # A replica without a sequence has an answer too: the first number stands for that.
         return np.frombuffer(frame, dtype=np.float32)[1:]
 
-    def _turn(self) -> bytes | None:
+    def _turn(self) -> bytearray | None:
         if self._client is None:
             return None
         found = self._client.take(TURN_S)
-        return b"" if found is None else np.append(np.float32(0.0), found).tobytes()
+        if found is None:
+            return bytearray()
+        return bytearray(np.append(np.float32(0.0), found).tobytes())
 
     def _divided(
         self, logprobs: np.ndarray, shares: Sequence[Sequence[TrainSequence]]
@@ -102,17 +104,13 @@ class ScoredReference:
 
 
 @contextmanager
-def open_scored_reference(cfg: Config, policy: Policy) -> Iterator[ScoredReference | None]:
-    """The reference of the run's scorer, where it has one; tells the scorer to end at the end.
-
-    Collective over all ranks.
-    """
+def open_scored_reference(
+    cfg: Config, policy: Policy, replica: FromLeader
+) -> Iterator[ScoredReference | None]:
+    """The reference of the run's scorer, where it has one; tells the scorer to end at the end."""
     if not cfg.algorithm.needs_scorer:
         yield None
         return
-    timeout_s = cfg.train.collective_timeout_s
-    group = policy.backend.replica_group(cfg.parallel, timeout_s)
-    replica = FromLeader(group, policy.device)
     dp_rank, ports = parallel_state.get_data_parallel_rank(), cfg.ports
     if not replica.is_leader:
         yield ScoredReference(replica, None, policy)

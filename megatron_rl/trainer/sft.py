@@ -30,7 +30,7 @@ from megatron_rl.protocol.checkpoint_folder import folder_name
 from megatron_rl.protocol.exports import COLD_START, CONTROL, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
-from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.process import run_rank, set_up_logging
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
@@ -196,7 +196,7 @@ def start() -> int:
     cfg = load_config(options.config, options.overrides)
     role = f"{'control' if options.control else 'sft'}-{os.environ.get('RANK', '0')}"
     set_up_logging(role, cfg.run.dir / "logs")
-    return run_main(role, partial(main, cfg, options.control))
+    return run_rank(role, partial(main, cfg, options.control))
 
 
 if __name__ == "__main__":

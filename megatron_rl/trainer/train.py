@@ -26,10 +26,11 @@ from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
-from megatron_rl.protocol.process import failures_noted, run_main, set_up_logging
+from megatron_rl.protocol.process import failures_noted, run_rank, set_up_logging
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
+from megatron_rl.trainer.leader import FromLeader
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.policy import Policy, open_policy
@@ -99,7 +100,12 @@ def train(
 def main(cfg: Config) -> None:
     """Set up this rank, train, export."""
     objective = find_objective(cfg.algorithm)
-    with open_policy(cfg) as policy, open_scored_reference(cfg, policy) as reference:
+    with ExitStack() as stack:
+        policy = stack.enter_context(open_policy(cfg))
+        control = open_control(cfg, policy)
+        group = policy.backend.replica_group(cfg.parallel, cfg.train.collective_timeout_s)
+        replica = FromLeader(group, control)
+        reference = stack.enter_context(open_scored_reference(cfg, policy, replica))
         if cfg.weights.overlap:
             # The launcher has asked already; ranks may be started without it.
             refuse_overlap(
@@ -116,11 +122,11 @@ def main(cfg: Config) -> None:
             reference=reference,
         )
         with (
-            open_batches(cfg, policy) as batches,
-            open_checkpoints(cfg, policy, batches) as checkpoints,
+            open_batches(cfg, replica) as batches,
+            open_checkpoints(cfg, control, batches) as checkpoints,
         ):
             steps = range(checkpoints.resume(trainer), cfg.train.steps)
-            with open_publisher(cfg, policy) as weights:
+            with open_publisher(cfg, policy, control) as weights:
                 metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
                 metrics.write_start(describe(cfg, policy, weights))
                 with failures_noted():
@@ -128,8 +134,22 @@ def main(cfg: Config) -> None:
         policy.export(cfg, "final")
 
 
+def open_control(cfg: Config, policy: Policy) -> Control:
+    """The control group of all trainer ranks, for publishes, checkpoints and the wait for batches.
+
+    Over gloo each rank has a socket to every other one. Collective.
+    """
+    # A rank may wait for two transfers of another rank that pass their deadline.
+    publish_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
+    if cfg.generator.release_memory:
+        publish_s += cfg.generator.start_timeout_s
+    # A rank may wait so long for its own writer before it joins the others.
+    save_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
+    return Control(policy.backend.host_group(max(publish_s, save_s)))
+
+
 @contextmanager
-def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
+def open_publisher(cfg: Config, policy: Policy, control: Control) -> Iterator[WeightPublisher]:
     """Publisher to the generators, which must say hello within weights.join_timeout_s."""
     with ExitStack() as stack:
         link = None
@@ -137,11 +157,6 @@ def open_publisher(cfg: Config, policy: Policy) -> Iterator[WeightPublisher]:
             keys = load_keys(cfg.ports.keys_dir)
             router = Router(cfg.ports.host, cfg.ports.weights, keys, label=cfg.ports.label)
             link = GeneratorLink(stack.enter_context(router))
-        # A rank may wait for two transfers of another rank that pass their deadline.
-        patience_s = 3 * cfg.weights.deadline_s + cfg.weights.join_timeout_s
-        if cfg.generator.release_memory:
-            patience_s += cfg.generator.start_timeout_s
-        control = Control(policy.backend.host_group(patience_s))
         method = open_method(cfg, policy, control=control, link=link)
         publisher = WeightPublisher(
             method,
@@ -226,14 +241,13 @@ def buckets_of(policy: Policy, cfg: Config) -> Iterator[list]:
     return bucketed(tensors, cfg.weights.bucket_bytes)
 
 
-def open_batches(cfg: Config, policy: Policy) -> BatchClient:
+def open_batches(cfg: Config, replica: FromLeader) -> BatchClient:
     """Client of the queue for this data-parallel rank."""
     return BatchClient(
         f"{cfg.ports.host}:{cfg.ports.batches}",
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
-        group=policy.backend.replica_group(cfg.parallel, cfg.train.collective_timeout_s),
-        device=policy.device,
+        replica=replica,
         # Batches also wait for the evaluation of the version that was published.
         timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
         keys=load_keys(cfg.ports.keys_dir),
@@ -248,14 +262,12 @@ def open_record(cfg: Config) -> TokenRecord | None:
     return TokenRecord(cfg.run.dir, parallel_state.get_data_parallel_rank())
 
 
-def open_checkpoints(cfg: Config, policy: Policy, batches: BatchClient) -> Checkpoints:
-    """Checkpoints of this run; collective over all ranks."""
-    # A rank may wait so long for its own writer before it joins the others.
-    patience_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
+def open_checkpoints(cfg: Config, control: Control, batches: BatchClient) -> Checkpoints:
+    """Checkpoints of this run."""
     return Checkpoints(
         cfg.checkpoint,
         cfg.run.dir,
-        Control(policy.backend.host_group(patience_s)),
+        control,
         companion=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
         last_step=cfg.train.steps,
     )
@@ -291,7 +303,7 @@ def start() -> int:
     cfg = read_arguments(sys.argv[1:])
     role = f"trainer-{os.environ.get('RANK', '0')}"
     set_up_logging(role, cfg.run.dir / "logs")
-    return run_main(role, partial(main, cfg))
+    return run_rank(role, partial(main, cfg))
 
 
 if __name__ == "__main__":

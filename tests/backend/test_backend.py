@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
 
 from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.config.errors import InputError
@@ -68,6 +70,38 @@ def test_a_replica_is_all_ranks_of_the_same_sequences(
 ) -> None:
     for rank, members in enumerate(run_ranks(replica, 4, parallel)):
         assert rank in members and members in replicas
+
+
+def timeouts_s(parallel: ParallelConfig) -> set[float]:
+    """Of every group of this rank."""
+    backend = select_backend(ModelConfig())
+    backend.init_distributed(parallel, seed=0, timeout_s=77)
+    backend.replica_group(parallel, 77)
+    of_rank = distributed_c10d._world.pg_map
+    assert len(of_rank) > 10
+    cpu = torch.device("cpu")
+    found = {group._get_backend(cpu).options._timeout.total_seconds() for group in of_rank}
+    dist.barrier()
+    return found
+
+
+@needs_cpu_host
+def test_every_group_has_the_timeout_of_the_run() -> None:
+    parallel = ParallelConfig(tensor=2, context=2)
+    assert run_ranks(timeouts_s, 4, parallel) == [{77.0}] * 4
+
+
+def host_replica(parallel: ParallelConfig) -> tuple[str, bool]:
+    select_backend(ModelConfig()).init_distributed(parallel, seed=0, timeout_s=30)
+    group = Backend(torch.device("cpu"), "nccl", "local").replica_group(parallel, 30)
+    dist.barrier()
+    return dist.get_backend(group), group is parallel_state.get_model_parallel_group()
+
+
+@needs_cpu_host
+@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(context=2)])
+def test_ranks_on_gpus_wait_for_batches_in_host_memory(parallel: ParallelConfig) -> None:
+    assert run_ranks(host_replica, 2, parallel) == [("gloo", False)] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ import importlib.util
 from importlib.machinery import ModuleSpec
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import layers as linear_layers
 from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.backend.device import select_backend
 from megatron_rl.backend.fusions import (
-    APEX_MODULE,
+    accumulate_without_apex,
     dispatcher_fields,
     transformer_fields,
 )
@@ -16,6 +19,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.trainer import ModelConfig
+from tests.distributed import run_ranks
 
 
 def test_megatron_has_a_field_for_each() -> None:
@@ -27,7 +31,6 @@ def test_megatron_has_a_field_for_each() -> None:
     fields = TransformerConfig.__dataclass_fields__
     assert all(fields[name].default is False for name in found)
     assert "gradient_accumulation_fusion" in fields
-    assert transformer_fields(ModelConfig(), has_experts=True, has_engine=False) == {}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,7 @@ def test_megatron_has_a_field_for_each() -> None:
     [
         ("swiglu", False, r"needs TransformerEngine's layers .* nearest possible: \[\]"),
         ("moe_permute", True, "is a dense model, which has no experts"),
-        ("gradient_accumulation", True, "needs NVIDIA apex built with"),
+        ("gradient_accumulation", False, "needs TransformerEngine's layers"),
     ],
 )
 def test_what_is_not_there_is_refused(fusion: str, has_engine: bool, words: str) -> None:
@@ -43,15 +46,40 @@ def test_what_is_not_there_is_refused(fusion: str, has_engine: bool, words: str)
         transformer_fields(ModelConfig(fusions=(fusion,)), has_experts=False, has_engine=has_engine)
 
 
-def test_gradients_are_accumulated_where_apex_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name: ModuleSpec(name, None) if name == APEX_MODULE else real(name),
-    )
-    model = ModelConfig(fusions=("gradient_accumulation",))
-    found = transformer_fields(model, has_experts=False, has_engine=True)
-    assert found == {"gradient_accumulation_fusion": True}
+def test_gradients_are_accumulated_and_swiglu_is_fused_by_default_with_an_engine() -> None:
+    expected = {"gradient_accumulation_fusion": True, "bias_activation_fusion": True}
+    for has_experts in (False, True):
+        found = transformer_fields(ModelConfig(), has_experts=has_experts, has_engine=True)
+        assert found == expected
+        found = transformer_fields(ModelConfig(), has_experts=has_experts, has_engine=False)
+        assert found == {}
+    none = ModelConfig(fusions=())
+    assert transformer_fields(none, has_experts=False, has_engine=True) == {}
+
+
+def build_output_layer() -> list[str]:
+    """As Megatron does, without apex: what it says before and after the switch."""
+    select_backend(ModelConfig()).init_distributed(ParallelConfig(), seed=0, timeout_s=30)
+    linear_layers._grad_accum_fusion_available = False
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True,
+        gradient_accumulation_fusion=True,
+    )  # fmt: skip
+    said = []
+    for prepare in (lambda: None, accumulate_without_apex):
+        prepare()
+        try:
+            linear_layers.ColumnParallelLinear(
+                8, 16, config=config, init_method=torch.nn.init.zeros_, bias=False
+            )
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_gradients_are_accumulated_without_apex() -> None:
+    (said,) = run_ranks(build_output_layer, 1)[0]
+    assert "fused_weight_gradient_mlp_cuda" in said
 
 
 def test_a_fused_router_would_ignore_recorded_choices() -> None:

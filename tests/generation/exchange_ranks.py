@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.config.tree import Config
 from megatron_rl.trainer.model.policy import Policy, open_policy
-from megatron_rl.trainer.train import open_publisher
+from megatron_rl.trainer.train import open_control, open_publisher
 from megatron_rl.weights.exchange import parcels, sender
 from megatron_rl.weights.folders.export import save_hf
 from megatron_rl.weights.publish.publisher import WeightPublisher
@@ -66,7 +66,10 @@ def publish_script(cfg: Config, script: Script) -> list[Published]:
     """Publish all versions; on every rank, what each was like."""
     torch.set_num_threads(1)
     found = []
-    with open_policy(cfg) as policy, open_publisher(cfg, policy) as weights:
+    with (
+        open_policy(cfg) as policy,
+        open_publisher(cfg, policy, open_control(cfg, policy)) as weights,
+    ):
         for version, export in enumerate(script.exports):
             change(policy, 1.01 + script.salt)
             save_hf(export, policy.chunks, policy.shape, source=cfg.model.path)

@@ -50,10 +50,13 @@ FP8_TOLERANCE = 0.3
 def publish_changed(cfg: Config, export: Path) -> dict[str, float]:
     """On the trainer rank: change the weights, publish them as version 0, save them."""
     from megatron_rl.trainer.model.policy import open_policy
-    from megatron_rl.trainer.train import open_publisher
+    from megatron_rl.trainer.train import open_control, open_publisher
     from megatron_rl.weights.folders.export import save_hf
 
-    with open_policy(cfg) as policy, open_publisher(cfg, policy) as weights:
+    with (
+        open_policy(cfg) as policy,
+        open_publisher(cfg, policy, open_control(cfg, policy)) as weights,
+    ):
         with torch.no_grad():
             for parameter in policy.chunks[0].parameters():
                 parameter.mul_(1.125)

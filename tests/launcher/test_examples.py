@@ -179,5 +179,5 @@ def test_settings_for_speed_are_on_where_docs_clusters_says(name: str) -> None:
     assert config.model.recompute == (
         "full" if name in ("qwen3_30b_a3b", "magistral_medium_like") else "selective"
     )
-    assert ("swiglu" in config.model.fusions) == (name not in ("one_gpu", "one_node"))
-    assert ("moe_permute" in config.model.fusions) == (name == "qwen3_30b_a3b")
+    chosen = ("swiglu", "gradient_accumulation", "moe_permute")
+    assert config.model.fusions == (chosen if name == "qwen3_30b_a3b" else "auto")

@@ -99,3 +99,27 @@ def test_a_process_that_hangs_without_its_launcher_says_where_and_ends(tmp_path:
     # Both pipes are the child's too, and end with it.
     _, errors = launcher.communicate(timeout=20)
     assert "Timeout (0:00:01)!" in errors and "in main" in errors
+
+
+LIMITED = """
+import resource, sys
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.process import raise_file_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
+raise_file_limit(256, "the test")
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+try:
+    raise_file_limit(257, "a rank of this trainer")
+except InputError as error:
+    print(error)
+"""
+
+
+def test_the_limit_of_open_files_is_raised_and_named_where_it_is_too_low() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=30, check=True
+    )
+    limits, message = done.stdout.splitlines()
+    assert limits == "(256, 256)"
+    assert "may open 256 files and sockets, and a rank of this trainer needs 257" in message
+    assert "ulimit -Hn" in message

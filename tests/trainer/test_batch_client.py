@@ -1,9 +1,10 @@
 """One leader per model-parallel group fetches the batch; every rank of the group gets it."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_rl.protocol import wire
@@ -17,6 +18,8 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer import batch_client
 from megatron_rl.trainer.batch_client import BatchClient
+from megatron_rl.trainer.leader import PIECE_BYTES, FromLeader
+from megatron_rl.weights.publish.control import Control
 from tests.distributed import run_ranks
 from tests.ports import free_port
 
@@ -41,9 +44,7 @@ def serve_or_fetch(port: int) -> list:
         f"127.0.0.1:{port}",
         dp_rank=3,
         dp_size=4,
-        group=group,
-        world=group,
-        device=torch.device("cpu"),
+        replica=FromLeader(group, Control(group)),
         timeout_s=20,
     ) as batches:
         batches.announce(0, is_final=False)
@@ -99,3 +100,35 @@ def test_every_rank_gets_the_leaders_batch_and_the_stop() -> None:
     assert heard == [("trainer-3", NextBatch(0, 3, 4)), ("trainer-3", NextBatch(1, 3, 4))]
     expected = [0, 3, [0, 1, 2, 3, 4], 0.5, {"x": (1.0, 2.0, "mean")}, None]
     assert fetched == [expected, expected]
+
+
+def receive_in_pieces(payload_bytes: int) -> tuple[bool, float]:
+    """Whether the frame arrived whole, and this rank's peak of memory meanwhile over its size."""
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    replica = FromLeader(group, Control(group))
+    frame = None
+    if replica.is_leader:
+        frame = bytearray(payload_bytes)
+        frame[PIECE_BYTES - 1], frame[-1] = 3, 4
+    replica.broadcast(bytearray(1) if replica.is_leader else None)  # what a first one allocates
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    before = peak_bytes()
+    received = replica.broadcast(frame)
+    grown = peak_bytes() - before
+    dist.barrier()
+    is_whole = len(received) == payload_bytes
+    return is_whole and (received[PIECE_BYTES - 1], received[-1]) == (3, 4), grown / payload_bytes
+
+
+def peak_bytes() -> int:
+    """Resident memory of this process at its peak."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) << 10
+
+
+def test_a_frame_crosses_a_replica_in_pieces_and_is_held_once_by_each_rank() -> None:
+    for rank, (is_whole, copies) in enumerate(run_ranks(receive_in_pieces, 2, 2 * PIECE_BYTES + 8)):
+        assert is_whole
+        # The leader has its frame before the broadcast.
+        assert copies < (0.1 if rank == 0 else 1.1), copies

@@ -29,6 +29,7 @@ from megatron_rl.rollout_queue.batch_desk import BatchDesk
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
 from megatron_rl.trainer.guard import read_skipped
+from megatron_rl.trainer.leader import FromLeader
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
@@ -267,19 +268,19 @@ def run_loop(
             log.parameters = lambda: [p for chunk in policy.chunks for p in chunk.parameters()]
         queue = threading.Thread(target=serve_batches, args=(router, advantages, heard))
         queue.start()
+        control = Control(policy.backend.host_group(20))
         with BatchClient(
             f"127.0.0.1:{port}",
             dp_rank=0,
             dp_size=1,
-            group=parallel_state.get_model_parallel_group(),
-            device=policy.device,
+            replica=FromLeader(parallel_state.get_model_parallel_group(), control),
             timeout_s=20,
         ) as batches:
             metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
             checkpoints = Checkpoints(
                 cfg.checkpoint,
                 cfg.run.dir,
-                Control(policy.backend.host_group(20)),
+                control,
                 companion=lambda step: None,
                 last_step=len(advantages),
             )

@@ -1,10 +1,13 @@
 """`train.pad_microbatches` changes no loss, gradient, logprob or count: real ranks in float32."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import find_objective
@@ -62,7 +65,11 @@ def one_step(cfg: Config) -> dict:
         objective = find_objective(cfg.algorithm)
         trainer = Trainer(policy, objective, cfg.optimizer, 2, train=cfg.train)
         share = my_share(BUDGET, has_groups=True)
+        exchanges = count_shape_exchanges()
         (known,) = trainer.prepare([share])
+        sent: list[Tensor] = []
+        for chunk in policy.chunks:
+            chunk.register_forward_hook(lambda module, inputs, output: sent.append(output))
         totals = trainer.accumulate(share, version=0, known=known)
         gradients = [p.main_grad.clone() for c in policy.chunks for p in c.parameters()]
         metrics = trainer.update(share, version=0, known=known)
@@ -70,6 +77,9 @@ def one_step(cfg: Config) -> dict:
         lengths = [sum(len(s.token_ids) for s in batch) for batch in share.microbatches]
         return {
             "sizes": sizes,
+            "shape_exchanges": len(exchanges),
+            # Of a stage that is not the last one: only the graph of what it sent is kept.
+            "sent": {output.numel() for output in sent} if not is_last_stage() else {1},
             "microbatches": lengths,
             "sums": totals.sums,
             "gradients": torch.cat([g.flatten() for g in gradients]),
@@ -77,6 +87,23 @@ def one_step(cfg: Config) -> dict:
             "own": [k.proximal_logprobs for k in known],
             "metrics": {m.name: (m.value, m.count) for m in metrics},
         }
+
+
+def is_last_stage() -> bool:
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def count_shape_exchanges() -> list[int]:
+    """A list that grows with every exchange of shapes between stages."""
+    exchanges: list[int] = []
+    real = P2PCommunicator._communicate_shapes
+
+    def counted(self: P2PCommunicator, *args: Any, **options: Any) -> Any:
+        exchanges.append(1)
+        return real(self, *args, **options)
+
+    P2PCommunicator._communicate_shapes = counted
+    return exchanges
 
 
 LAYOUTS = [
@@ -99,6 +126,10 @@ def test_padded_steps_are_the_same(folders: dict[str, Path], kind: str, layout: 
     )
     for one, other in zip(plain, padded, strict=True):
         assert other["sizes"] == {POSITIONS} and len(one["sizes"]) > 1
+        assert (one["shape_exchanges"] > 0) == ("pipeline" in layout)
+        assert other["shape_exchanges"] == 0
+        if "pipeline" in layout and "virtual" not in layout:
+            assert one["sent"] == other["sent"] == {1}
         norm = one["gradients"].norm()
         assert norm > 0 and (other["gradients"] - one["gradients"]).norm() <= TOLERANCE * norm
         for name in ("reference", "own"):

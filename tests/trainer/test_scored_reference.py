@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +25,14 @@ from megatron_rl.protocol.process import TrainingStopped
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer import scoring_client
+from megatron_rl.trainer.leader import FromLeader
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.scored_reference import ScoredReference, open_scored_reference
 from megatron_rl.trainer.scoring_client import ScoringClient
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.weights.folders.export import export_tensors
+from megatron_rl.weights.publish.control import Control
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
 from tests.tiny_models import write_model
@@ -202,7 +204,11 @@ def test_a_scorer_that_is_not_there_is_given_up_in_time(scorer: Running) -> None
 
 def gradients(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     """Of the second of two minibatches, in Hugging Face layout (rank 0)."""
-    with open_policy(cfg) as policy, open_scored_reference(cfg, policy) as reference:
+    with ExitStack() as stack:
+        policy = stack.enter_context(open_policy(cfg))
+        control = Control(policy.backend.host_group(60))
+        replica = FromLeader(policy.backend.replica_group(cfg.parallel, 60), control)
+        reference = stack.enter_context(open_scored_reference(cfg, policy, replica))
         objective = find_objective(cfg.algorithm)
         trainer = Trainer(policy, objective, cfg.optimizer, 1, reference=reference)
         wanted = ScoredReference if cfg.algorithm.needs_scorer else Teacher

@@ -1,5 +1,7 @@
 """What the trainer's entry decides from the configuration, and what it leaves at its end."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from safetensors.torch import load_file
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.generator import WeightsConfig, refuse_overlap, refuse_relay
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.failure import FAILURE_VARIABLE, first_failure
+from megatron_rl.protocol.process import run_rank
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.train import chosen_method
 from tests.distributed import run_ranks
@@ -74,6 +78,46 @@ def test_a_run_that_goes_on_replaces_what_it_exported_before(tmp_path: Path) -> 
         assert found.keys() == given.keys()
         assert all(torch.equal(found[key], factor * given[key]) for key in given)
     assert {path.name for path in (tmp_path / "run" / "hf").iterdir()} == {"final", "control"}
+
+
+def end_of_rank(cfg: Config, fails_on: int, notes: Path) -> tuple[int, float]:
+    """Exit code of a rank that is a process of its own, and the seconds that it took.
+
+    Destroying a group waits forever, as over NCCL for a peer that is not there.
+    """
+    rank = int(os.environ["RANK"])
+    started = time.monotonic()
+    if pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(status), time.monotonic() - started
+    os.environ[FAILURE_VARIABLE] = str(notes / "trainer")
+    dist.destroy_process_group = lambda group=None: time.sleep(60)
+
+    def work() -> None:
+        with open_policy(cfg):
+            if rank == fails_on:
+                raise RuntimeError("the first error")
+            dist.all_reduce(torch.ones(1))
+
+    os._exit(run_rank(f"trainer-{rank}", work))
+
+
+def test_a_rank_that_fails_ends_at_once_and_the_others_with_it(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    cfg = Config.model_validate(
+        {
+            "run": {"dir": tmp_path / "run"},
+            "model": {"path": tmp_path / "model", "dtype": "float32"},
+            "parallel": {"tensor": 2, "pipeline": 2},
+        }
+    )
+    notes = tmp_path / "failures"
+    endings = run_ranks(end_of_rank, 4, cfg, 2, notes)
+    assert [code for code, _ in endings] == [1] * 4
+    assert max(seconds for _, seconds in endings) < 30
+    first = first_failure(notes, 0.0)
+    assert first is not None and first.who == "trainer, rank 2"
+    assert "RuntimeError: the first error" in first.text
 
 
 def test_overlap_and_relays_are_refused_where_they_are_not_known_to_be_safe() -> None:

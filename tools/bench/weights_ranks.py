@@ -116,7 +116,6 @@ def main(cfg: Config, repeats: int) -> None:
             method.close()
         if control.rank == 0:
             (cfg.run.dir / "samples.json").write_bytes(msgspec.json.encode(samples))
-        control.close()
 
 
 def make_method(

@@ -226,7 +226,6 @@ class Checkpoints:
         # After an error other ranks may be gone: what is in flight stays incomplete.
         if kind is None:
             self._await_flight()
-            self._control.close()
 
 
 def _make_empty(folder: Path) -> None:

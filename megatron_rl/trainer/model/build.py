@@ -158,9 +158,13 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         "expert_model_parallel_size": cfg.parallel.expert,
         "expert_tensor_parallel_size": cfg.parallel.expert_tensor,
         "pipeline_dtype": dtype,
-        # Packed microbatches differ in length. Megatron then refuses the default token dispatcher
-        # even for models without experts.
-        "variable_seq_lengths": cfg.parallel.pipeline > 1,
+        # Stages tell each other the shape of each microbatch, unless all have the same one.
+        # Megatron then refuses the default token dispatcher even for models without experts.
+        "variable_seq_lengths": cfg.parallel.pipeline > 1 and not cfg.train.pad_microbatches,
+        # A stage keeps the graph of what it sent, not the values. Megatron 0.16.1 drops the values
+        # of interleaved stages while they are being sent (schedules.py:1522).
+        "deallocate_pipeline_outputs": cfg.parallel.pipeline > 1
+        and cfg.parallel.virtual_stages == 1,
         # Two stages that exchange both directions in one batch would mix them up.
         "overlap_p2p_comm": cfg.parallel.virtual_stages > 1,
         "batch_p2p_comm": cfg.parallel.virtual_stages == 1,

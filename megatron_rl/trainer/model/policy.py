@@ -17,13 +17,16 @@ from megatron_rl.backend.device import Backend, select_backend
 from megatron_rl.backend.folding import SOURCE as FOLDING
 from megatron_rl.backend.loops import library
 from megatron_rl.config.tree import Config, ParallelConfig
-from megatron_rl.protocol.process import failures_noted
+from megatron_rl.protocol.process import failures_noted, raise_file_limit
 from megatron_rl.trainer.model.build import build_model
 from megatron_rl.weights.folders.export import save_hf
 from megatron_rl.weights.folders.load import load_megatron, load_weights
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 from megatron_rl.weights.layout.tensor_shards import Share
 from megatron_rl.weights.layout.trainer_layout import hf_shapes
+
+FILES_OF_A_RANK = 512
+"""Files and sockets of a rank, not counting one socket to every other rank and its store."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     """Join the trainer ranks, build the model and load its weights straight into shards.
 
     They are those of `cfg.model.megatron_path`, or else of `cfg.model.path`. Leaves the process
-    groups at the end. Raises InputError, for impossible sizes before anything is built.
+    groups at the end; after an error it aborts them. Raises InputError, for impossible sizes before
+    anything is built.
     """
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)
@@ -136,6 +140,7 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     if cfg.parallel.overlap_tensor:
         tensor_overlap.check_host(has_engine=backend.layers == "transformer_engine")
         tensor_overlap.check_shape(shape.hidden, cfg.train.microbatch_tokens)
+    raise_file_limit(FILES_OF_A_RANK + 2 * cfg.parallel.world_size, "a rank of this trainer")
     backend.init_distributed(
         cfg.parallel, seed=cfg.run.seed, timeout_s=cfg.train.collective_timeout_s
     )
@@ -148,5 +153,7 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
         policy = Policy(backend, shape, chunks, cfg.parallel, cfg)
         with tensor_overlap.buffers(cfg, shape.hidden, policy.fixed_positions), failures_noted():
             yield policy
-    finally:
-        backend.shutdown()
+    except BaseException:
+        backend.shutdown(failed=True)
+        raise
+    backend.shutdown()

@@ -1,6 +1,6 @@
 """What trainer ranks agree on while they publish or save: values, and whether all succeeded.
 
-Runs on every trainer rank, over a group of its own for host memory.
+Runs on every trainer rank, in its main thread, over one group for host memory.
 """
 
 from typing import Any, TypeVar
@@ -52,7 +52,3 @@ class Control:
         flag = torch.tensor([int(is_good)])
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
-
-    def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group(self._group)

@@ -331,4 +331,3 @@ class WeightPublisher(Closing):
     def close(self) -> None:
         """Let the generators leave."""
         self._method.close()
-        self._control.close()

@@ -19,7 +19,7 @@ def agree() -> tuple[Word, list[str], str, bool, bool, bool, list[str]]:
     control = Control(dist.new_group(backend="gloo"))
     rank = control.rank
     word = Word("x" * (100 * rank + 1), {"rank": rank}) if rank < 2 else None
-    found = (
+    return (
         control.share(word, Word),
         control.share([str(rank)], list[str]),
         control.share("", str),
@@ -28,8 +28,6 @@ def agree() -> tuple[Word, list[str], str, bool, bool, bool, list[str]]:
         control.all(rank != 2),
         control.gather("x" * rank, str),
     )
-    control.close()
-    return found
 
 
 def test_every_rank_has_the_word_of_rank_0_and_one_failure_is_known_to_all() -> None:
