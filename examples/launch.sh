@@ -1,39 +1,48 @@
 #!/usr/bin/env bash
 # Checks that a configuration fits and can earn a reward, then runs it on this host or on all nodes of the Slurm job:
 #
-#   bash examples/launch.sh CONFIG.toml --model DIR --prompts FILE [--run-dir DIR]
-#        [--gpu h100-80g] [--gpus-per-node N] [section.key=value ...]
+#   bash examples/launch.sh CONFIG.toml [--config MORE.toml ...] [--model DIR] [--prompts FILE]
+#        [--run-dir DIR] [--gpu NAME] [--gpus-per-node N] [section.key=value ...]
 #
-# --model: a Hugging Face folder; --prompts: JSONL (README.md); --run-dir: on several nodes on a file
-# system that all share. --gpu: what the plan is made for (megatron-rl plan --help). HEAD_ADDRESS:
-# address of the first node in the network of the job, if `hostname -I` does not name it first.
+# --config: further files, of which later ones win. --model, --prompts: model.path and prompts.0.path;
+# default: those of the configuration. --run-dir: on several nodes on a file system that all share.
+# --gpu: what the plan is made for (megatron-rl plan --help); default: the GPUs of this host.
+# HEAD_ADDRESS: address of the first node; default: the one by which it reaches the last node.
 # Exit status: 0; 1 when it does not fit or a role died; 2 for bad input; 128 + signal.
 set -euo pipefail
 
 usage() {
-    sed -n '2,10s/^# \{0,1\}//p' "$SELF" >&2
+    sed -n '2,11s/^# \{0,1\}//p' "$SELF" >&2
     exit 2
+}
+
+# A hub's name is no path of this host.
+as_path() {
+    if [ -e "$1" ]; then realpath "$1"; else printf '%s\n' "$1"; fi
 }
 
 SELF=$(realpath "${BASH_SOURCE[0]}")
 [ $# -ge 1 ] && [ -f "$1" ] || usage
-CONFIG=$(realpath "$1")
+CONFIGS=("$(realpath "$1")")
 shift
-MODEL=
-PROMPTS=
 RUN_DIR=
-GPU=h100-80g
+GPU=()
 GPUS_PER_NODE=()
+PLACES=()
 OVERRIDES=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --model | --prompts | --run-dir | --gpu | --gpus-per-node)
+        --config | --model | --prompts | --run-dir | --gpu | --gpus-per-node)
             [ $# -ge 2 ] || usage
             case $1 in
-                --model) MODEL=$(realpath -m "$2") ;;
-                --prompts) PROMPTS=$(realpath -m "$2") ;;
+                --config)
+                    [ -f "$2" ] || usage
+                    CONFIGS+=("$(realpath "$2")")
+                    ;;
+                --model) PLACES+=("model.path=$(as_path "$2")") ;;
+                --prompts) PLACES+=("prompts.0.path=$(as_path "$2")") ;;
                 --run-dir) RUN_DIR=$(realpath -m "$2") ;;
-                --gpu) GPU=$2 ;;
+                --gpu) GPU=(--gpu "$2") ;;
                 --gpus-per-node) GPUS_PER_NODE=(--gpus-per-host "$2") ;;
             esac
             shift
@@ -43,24 +52,37 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[ -n "$MODEL" ] && [ -n "$PROMPTS" ] || usage
 cd "$(dirname "$SELF")/.."
-RUN_DIR=${RUN_DIR:-$PWD/runs/$(basename "$CONFIG" .toml)-$(date +%Y%m%d-%H%M%S)}
+RUN_DIR=${RUN_DIR:-$PWD/runs/$(basename "${CONFIGS[0]}" .toml)-$(date +%Y%m%d-%H%M%S)}
 PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-OVERRIDES=("model.path=$MODEL" "prompts.0.path=$PROMPTS" "${OVERRIDES[@]}")
+NODES=${SLURM_JOB_NUM_NODES:-1}
+OVERRIDES=("${PLACES[@]}" "${OVERRIDES[@]}")
+FILES=()
+for file in "${CONFIGS[@]}"; do FILES+=(--config "$file"); done
 
 cli() {
     "$PYTHON" -m megatron_rl.launcher.cli "$@"
 }
 
-cli plan "$CONFIG" --gpu "$GPU" "${OVERRIDES[@]}"
-cli run --dry-run --config "$CONFIG" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
-if [ "${SLURM_JOB_NUM_NODES:-1}" -eq 1 ]; then
-    exec "$PYTHON" -m megatron_rl.launcher.cli run --config "$CONFIG" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
+# `hostname -I` would begin with Docker's network or a slow one on many nodes.
+head_address() {
+    local last
+    last=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
+    "$PYTHON" -c 'import sys; from megatron_rl.backend.environment import address_towards as own
+print(own(sys.argv[1]))' "$last"
+}
+
+cli plan "${CONFIGS[0]}" "${FILES[@]:2}" "${GPU[@]}" "${OVERRIDES[@]}"
+if [ "$NODES" -eq 1 ]; then
+    cli run --dry-run "${FILES[@]}" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
+    exec "$PYTHON" -m megatron_rl.launcher.cli run "${FILES[@]}" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
 fi
 
-HEAD_ADDRESS=${HEAD_ADDRESS:-$(hostname -I | awk '{print $1}')}
-cli prepare --config "$CONFIG" --run-dir "$RUN_DIR" "ports.host=$HEAD_ADDRESS" "${OVERRIDES[@]}"
+HEAD_ADDRESS=${HEAD_ADDRESS:-$(head_address)}
+PREPARE=(prepare "${FILES[@]}" --run-dir "$RUN_DIR" --hosts "$NODES" "${GPUS_PER_NODE[@]}"
+    "ports.host=$HEAD_ADDRESS" "${OVERRIDES[@]}")
+cli "${PREPARE[@]}" --dry-run
+cli "${PREPARE[@]}"
 # One task a node, on all of its cores; it runs the roles of its node. One that fails ends all.
 # shellcheck disable=SC2016  # the variables are those of each task
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \

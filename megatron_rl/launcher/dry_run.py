@@ -16,6 +16,7 @@ from megatron_rl.config.reward import GateName
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.intentions import NOTHING, run_lines, say
+from megatron_rl.launcher.placement import ONE_HOST, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.render import open_renderer
@@ -63,7 +64,7 @@ class TaskReport(NamedTuple):
     """What is wrong with single prompts."""
 
 
-def dry_run(config: Config, console: Console) -> int:
+def dry_run(config: Config, console: Console, machines: Machines = ONE_HOST) -> int:
     """Check a run without starting it; exit code 1 when it could learn nothing.
 
     Raises InputError as `run` does.
@@ -76,7 +77,7 @@ def dry_run(config: Config, console: Console) -> int:
     sets = load_prompts(config.prompts, config.run.seed, dropped, eval_sets=config.eval.sets)
     reports = rehearse(choose_prompts(sets.all), config)
     _print(reports, console)
-    say([*run_lines(config), NOTHING], console)
+    say([*run_lines(config, machines), NOTHING], console)
     return int(any(report.problems for report in reports))
 
 

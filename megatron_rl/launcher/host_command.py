@@ -14,16 +14,39 @@ from megatron_rl.launcher.run_command import KEYS_HELP, RunOptions, load
 app = plain_app()
 
 
+_GPUS_PER_HOST = Annotated[
+    int | None, typer.Option(help="GPUs of each host; default: the number that this host lists")
+]
+
+
+@dataclass(frozen=True)
+class PrepareOptions(RunOptions):
+    """What `prepare` is given."""
+
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            envvar="SLURM_JOB_NUM_NODES",
+            help="hosts of the run; default: as many as the configuration needs",
+        ),
+    ] = None
+    gpus_per_host: _GPUS_PER_HOST = None
+
+
 @command(app, "prepare", "Several hosts: once, on the first one.", epilog=KEYS_HELP)
-def prepare(options: RunOptions, console: Console) -> int:
+def prepare(options: PrepareOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
     from megatron_rl.launcher import hosts
     from megatron_rl.launcher.dry_run import dry_run
+    from megatron_rl.launcher.placement import Machines
     from megatron_rl.launcher.ports import ports_text
 
     config = load(options.config, options.overrides, options.run_dir)
+    machines = Machines(options.hosts, options.gpus_per_host)
+    hosts.refuse(config)
     if options.dry_run:
-        return dry_run(config, console)
+        return dry_run(config, console, machines)
+    machines.place(config)
     config = hosts.prepare(config)
     console.print(f"{config.run.dir}: {ports_text(config.ports)}", soft_wrap=True, highlight=False)
     return 0
@@ -36,9 +59,7 @@ class HostOptions:
     run_dir: RunFolder
     host: Annotated[int, typer.Option(help="place of this host, from 0")]
     hosts: Annotated[int, typer.Option(help="how many there are")]
-    gpus_per_host: Annotated[
-        int | None, typer.Option(help="default: those that this host lists")
-    ] = None
+    gpus_per_host: _GPUS_PER_HOST = None
     dry_run: DryRun = False
 
 

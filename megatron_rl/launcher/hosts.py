@@ -47,9 +47,7 @@ def prepare(config: Config) -> Config:
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
     run goes on. Raises InputError.
     """
-    if not config.train.steps:
-        raise InputError("train.steps is 0: there is nothing to train")
-    refuse_hosts(config)
+    refuse(config)
     config = pin_revisions(config)
     prompts = preflight.check(config)
     beginning = check_run_folder(config)
@@ -81,6 +79,13 @@ def prepare(config: Config) -> Config:
     for note in notes:
         log.info("%s", note)
     return resolved
+
+
+def refuse(config: Config) -> None:
+    """Raise InputError for what only `megatron-rl run` can do."""
+    if not config.train.steps:
+        raise InputError("train.steps is 0: there is nothing to train")
+    refuse_hosts(config)
 
 
 def evaluations_of(config: Config) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.placement import listed_gpus, place
+from megatron_rl.launcher.placement import ONE_HOST, HostRoles, Machines
 from megatron_rl.launcher.ports import port_names
 from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
 
@@ -22,8 +22,8 @@ def say(lines: Sequence[str], console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def run_lines(config: Config) -> list[str]:
-    """Of `megatron-rl run`: phases, processes, ports, GPUs, files. Raises InputError (GPUs)."""
+def run_lines(config: Config, machines: Machines = ONE_HOST) -> list[str]:
+    """Phases, processes, ports, GPUs and files of a run. Raises InputError (GPUs)."""
     phases = []
     if config.sft.steps:
         phases.append(f"cold start of {config.sft.steps} steps")
@@ -34,10 +34,13 @@ def run_lines(config: Config) -> list[str]:
     if config.eval.is_wanted:
         phases.append("evaluations")
     has_serving = bool(config.train.steps or config.eval.is_wanted)
+    roles = machines.place(config)
+    verifiers = len(roles) or machines.hosts or 1
+    started = _processes(config, has_serving=has_serving, verifiers=verifiers)
     return [
         f"would do: {', then '.join(phases) or 'nothing'}",
-        f"would start: {', '.join(_processes(config, has_serving=has_serving))}",
-        *_places(config),
+        f"would start: {', '.join(started)}",
+        places_line(roles),
         ports_line(config),
         *file_lines(config),
     ]
@@ -50,17 +53,18 @@ def evaluation_lines(
     lines = [f"would evaluate {config.model.path} as {label!r}: {missing} of {problems} problems"]
     if missing:
         lines += [f"would start: {', '.join(_processes(config, has_serving=True))}"]
-        lines += [*_places(config), ports_line(config)]
+        lines += [places_line(ONE_HOST.place(config)), ports_line(config)]
     return [*lines, f"would write {folder}: config.toml, rollouts/, logs/, eval.json"]
 
 
-def _processes(config: Config, *, has_serving: bool) -> list[str]:
+def _processes(config: Config, *, has_serving: bool, verifiers: int = 1) -> list[str]:
     found = []
     if config.train.steps or config.sft.steps:
         found.append(_count(config.parallel.world_size, "trainer rank"))
     if has_serving:
         engine = f"generator ({config.generator.engine}, {config.generator.tensor_parallel} wide)"
-        found += ["1 rollout queue", _count(config.generator.replicas, engine), "1 verifier"]
+        found += ["1 rollout queue", _count(config.generator.replicas, engine)]
+        found.append(_count(verifiers, "verifier"))
     if config.has_scorer:
         found.append(f"1 scorer (sglang, {config.scorer.tensor_parallel} wide)")
     if config.metrics.is_on:
@@ -72,15 +76,24 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 or what.endswith(')') else 's'}"
 
 
-def _places(config: Config) -> list[str]:
-    gpus = listed_gpus()
-    if not gpus:
-        return ["on this host's CPU"]
-    roles = place(config, hosts=1, gpus_per_host=len(gpus))[0]
-    told = [f"generator-{name} on {list(own)}" for name, own in roles.engines.items()]
-    if roles.scorer:
-        told.append(f"scorer-0 on {list(roles.scorer)}")
-    return [f"on {len(gpus)} GPUs: {'; '.join(told)}"]
+def places_line(hosts: Sequence[HostRoles]) -> str:
+    """Which GPUs roles would be on. hosts: the roles of each; [] without GPUs."""
+    if not hosts:
+        return "on this host's CPU"
+    told = [
+        f"generator-{index} on {list(gpus)}" + (f" of host {number}" if len(hosts) > 1 else "")
+        for number, roles in enumerate(hosts)
+        for index, gpus in roles.engines.items()
+    ]
+    if hosts[0].scorer:
+        told.append(f"scorer-0 on {list(hosts[0].scorer)}")
+    ranks = sum(roles.trainer_ranks for roles in hosts)
+    if len(hosts) > 1:
+        last = hosts[0].trainer_hosts - 1
+        where = f"hosts 0 to {last}" if last else "host 0"
+        told.insert(0, f"{ranks} trainer ranks on {where}")
+        return f"on {len(hosts)} hosts: {'; '.join(told)}"
+    return f"on the GPUs of this host: {'; '.join(told)}"
 
 
 def ports_line(config: Config) -> str:

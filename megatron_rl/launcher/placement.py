@@ -43,33 +43,28 @@ class EngineNode:
 
 def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
     """The roles of each host. Raises InputError when they do not fit."""
-    # Without training, every GPU is there for the engines.
-    is_training = config.train.steps or config.sft.steps
-    ranks = config.parallel.world_size if is_training else 0
-    width = config.generator.tensor_parallel
+    ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
     _check_widths(config, ranks, gpus_per_host)
     trainer_hosts = -(-ranks // gpus_per_host)
     engines: list[dict[int, range]] = [{} for _ in range(hosts)]
     nodes: list[dict[int, EngineNode]] = [{} for _ in range(hosts)]
-    first = 0 if config.generator.shares_gpus else ranks
-    for index in range(config.generator.replicas):
-        if first % gpus_per_host + width > gpus_per_host:
-            first += -first % gpus_per_host
-        host, start = divmod(first, gpus_per_host)
-        first += width
-        if first > hosts * gpus_per_host:
-            raise InputError(
-                f"{ranks} trainer ranks and {index + 1} engines of {width} GPUs do not fit on "
-                f"{hosts} hosts of {gpus_per_host} GPUs: lower generator.replicas "
-                f"(given: {config.generator.replicas}) or parallel.data"
-            )
+    needed = hosts_needed(config, gpus_per_host=gpus_per_host)
+    if needed > hosts:
+        raise InputError(
+            f"{ranks} trainer ranks and {config.generator.replicas} engines of {width} GPUs need "
+            f"{needed} hosts of {gpus_per_host} GPUs, and there are {hosts}: lower "
+            "generator.replicas or parallel.data, or start the run on that many hosts with "
+            "`megatron-rl prepare` and `megatron-rl host` (docs/slurm.md)"
+        )
+    first = ranks
+    for index, first_gpu in enumerate(_engine_starts(config, ranks, gpus_per_host)):
+        host, start = divmod(first_gpu, gpus_per_host)
+        first = first_gpu + width
         count = -(-width // gpus_per_host)
         for rank in range(count):
             engines[host + rank][index] = range(start, start + width // count)
             if count > 1:
                 nodes[host + rank][index] = EngineNode(rank, count)
-    if trainer_hosts > hosts:
-        raise InputError(f"{ranks} trainer ranks need {trainer_hosts} hosts, there are {hosts}")
     scorer = range(0)
     if config.has_scorer:
         scorer = place_scorer(config, max(first, ranks), gpus_per_host=gpus_per_host)
@@ -84,6 +79,31 @@ def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
         )
         for host in range(hosts)
     ]
+
+
+def hosts_needed(config: Config, *, gpus_per_host: int) -> int:
+    """Fewest hosts on which trainer ranks and engines fit."""
+    ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
+    starts = _engine_starts(config, ranks, gpus_per_host)
+    return max(1, -(-max(ranks, *(start + width for start in starts)) // gpus_per_host))
+
+
+def _trainer_ranks(config: Config) -> int:
+    """Without training, every GPU is there for the engines."""
+    return config.parallel.world_size if config.train.steps or config.sft.steps else 0
+
+
+def _engine_starts(config: Config, ranks: int, gpus_per_host: int) -> list[int]:
+    """First GPU of each engine, counted through all hosts."""
+    width = config.generator.tensor_parallel
+    first = 0 if config.generator.shares_gpus else ranks
+    starts = []
+    for _ in range(config.generator.replicas):
+        if first % gpus_per_host + width > gpus_per_host:
+            first += -first % gpus_per_host
+        starts.append(first)
+        first += width
+    return starts
 
 
 def _check_widths(config: Config, ranks: int, gpus_per_host: int) -> None:
@@ -148,3 +168,24 @@ def listed_gpus() -> list[str]:
         capture_output=True, text=True, timeout=_LIST_TIMEOUT_S,
     )  # fmt: skip
     return done.stdout.split() if done.returncode == 0 else []
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The hosts that a run is to have."""
+
+    hosts: int | None = 1
+    """None: as many as the configuration needs."""
+    gpus_per_host: int | None = None
+    """None: as many as this host lists."""
+
+    def place(self, config: Config) -> list[HostRoles]:
+        """The roles of each host; [] where this host lists no GPUs. Raises InputError."""
+        count = self.gpus_per_host or len(listed_gpus())
+        if not count:
+            return []
+        hosts = self.hosts or hosts_needed(config, gpus_per_host=count)
+        return place(config, hosts=hosts, gpus_per_host=count)
+
+
+ONE_HOST = Machines()

@@ -10,6 +10,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path
 from megatron_rl.launcher.command_line.command import command
+from megatron_rl.launcher.command_line.completion import complete_config
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import ConfigFile, Json, Overrides
 from megatron_rl.launcher.run_command import KEYS_HELP
@@ -26,6 +27,16 @@ class PlanOptions:
 
     config: ConfigFile
     overrides: Overrides = field(default_factory=list)
+    more: Annotated[
+        list[str],
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            show_default=False,
+            autocompletion=complete_config,
+            help="further TOML files, of which later ones win",
+        ),
+    ] = field(default_factory=list)
     gpu: Annotated[
         str, typer.Option(help=f"one of {', '.join(GPUS)}", autocompletion=lambda: list(GPUS))
     ] = Hardware.gpu
@@ -54,7 +65,8 @@ def plan(options: PlanOptions, console: Console) -> int:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
     rate = None if options.gb_per_s is None else options.gb_per_s * 1e9
     hardware = Hardware(options.gpu, options.gpus, options.mfu, rate)
-    config = load_config(config_path(options.config), options.overrides)
+    files = [config_path(name) for name in (options.config, *options.more)]
+    config = load_config(files, options.overrides)
     made = make_plan(config, hardware, options.mean_tokens)
     print_plan(made, console, as_json=options.json)
     return 1 if made.problems else 0

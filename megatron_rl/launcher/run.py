@@ -40,6 +40,7 @@ from megatron_rl.launcher.cold_start import (
     left_behind_text,
     steps_left_behind,
 )
+from megatron_rl.launcher.placement import ONE_HOST
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.restarts import RestartRule
@@ -76,6 +77,7 @@ def run(config: Config, console: Console) -> None:
     """
     config = pin_revisions(config)
     prompts = preflight.check(config)
+    ONE_HOST.place(config)
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
         beginning = check_run_folder(config)

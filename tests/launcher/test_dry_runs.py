@@ -1,12 +1,13 @@
 """Dry runs: every shipped configuration passes, what would start is said, and nothing is left."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.files import load_config
-from megatron_rl.config.shipped import shipped
+from megatron_rl.config.shipped import FOLDER, shipped
 from megatron_rl.launcher.cli import main
 from megatron_rl.launcher.intentions import run_lines
 from tests.analysis.planted import plant
@@ -57,11 +58,20 @@ def left_by(files: Path) -> set[str]:
     return {path.name for path in files.iterdir()}
 
 
+def command_of(name: str) -> list[str]:
+    """What examples/launch.sh checks an example with, on the hosts that its script asks for."""
+    script = FOLDER / f"{name}.sh"
+    text = script.read_text() if script.exists() else ""
+    asked = re.search(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)
+    return ["prepare", "--hosts", asked.group(1)] if asked else ["run"]
+
+
 @pytest.mark.slow(40)
 @pytest.mark.parametrize("name", shipped())
-def test_every_shipped_configuration_passes(
-    name: str, files: Path, capsys: pytest.CaptureFixture[str]
+def test_every_shipped_configuration_passes_on_hosts_of_8_gpus(
+    name: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     before = left_by(files)
     (files / "model" / "config.json").write_text(json.dumps(SHAPES.get(name, LLAMA_8B)))
     config = load_config(shipped()[name])
@@ -78,11 +88,37 @@ def test_every_shipped_configuration_passes(
     # The prompts here are longer than what the smallest models are asked.
     if config.generator.context_tokens < 2048:
         words += ["generator.context_tokens=4096", "generator.kv_tokens=65536"]
-    code = main(["run", "--config", name, "--dry-run", *words])
+    command = command_of(name)
+    code = main([*command, "--config", name, "--dry-run", *words])
     text = capsys.readouterr().out
-    assert "would start: " in text and f"would write {files / 'run'}: config.toml" in text
+    places = f"on {command[-1]} hosts: " if "--hosts" in command else "on the GPUs of this host: "
+    assert places in text and "would start: " in text
+    assert f"would write {files / 'run'}: config.toml" in text
     assert text.rstrip().endswith("Dry run: nothing was started.")
     assert code == 0 and left_by(files) == before, text
+
+
+def test_a_run_of_several_hosts_says_its_places_or_how_many_hosts_it_needs(
+    files: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    # 4 trainer ranks, then 7 engines of 2 GPUs: 2 fit the first host, 4 the second, 1 is left.
+    words = ["--config", "one_node", "parallel.tensor=1", "parallel.data=4", "eval.prompts=4",
+             *given(files, "generator.replicas=7", "generator.tensor_parallel=2")]  # fmt: skip
+    assert main(["prepare", "--dry-run", *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "7 generator (sglang, 2 wide), 3 verifiers" in text
+    assert "on 3 hosts: 4 trainer ranks on host 0; generator-0 on [4, 5] of host 0" in text
+    assert "generator-6 on [0, 1] of host 2 ports" in text
+    for command in (["prepare", "--hosts", "2"], ["run"]):
+        caplog.clear()
+        assert main([*command, *words]) == 2 and "need 3 hosts of 8 GPUs" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert main(["prepare", *words]) == 2 and "need 3 hosts of 8 GPUs" in caplog.text
+    assert not (files / "run").exists()
 
 
 @pytest.mark.parametrize(("words", "said"), ASKED.items())

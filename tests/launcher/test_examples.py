@@ -1,6 +1,7 @@
 """The examples for GPUs: their scripts are sound, their configurations load, and they fit."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -115,9 +116,9 @@ def test_a_script_is_sound(script: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "CONFIG.toml --model DIR --prompts FILE"),
-        (["examples/one_gpu.toml", "--model", "m"], "CONFIG.toml --model DIR"),
-        (["examples/one_gpu.toml", "--model"], "CONFIG.toml --model DIR"),
+        ([], "CONFIG.toml [--config MORE.toml ...] [--model DIR]"),
+        (["examples/one_gpu.toml", "--model"], "CONFIG.toml"),
+        (["examples/one_gpu.toml", "--config", "examples/none.toml"], "CONFIG.toml"),
         (["examples/one_gpu.toml", "--model", "m", "--prompts", "p", "loud"], "CONFIG.toml"),
         (["examples/none.toml", "--model", "m", "--prompts", "p"], "CONFIG.toml"),
     ],
@@ -128,6 +129,49 @@ def test_bad_arguments_print_the_usage(arguments: list[str], words: str) -> None
         cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=20,
     )  # fmt: skip
     assert done.returncode == 2 and words in done.stderr and "Exit status" in done.stderr
+
+
+# Stands for the launcher and for Slurm's programs: each call is a line of $CALLS.
+CALL = """#!/usr/bin/env bash
+[ "$1" != -c ] || exec env PYTHONPATH={root} {python} "$@"
+echo "$(basename "$0") $*" >>"$CALLS"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[ "$*" = "show hostnames n[1-2]" ] && printf '%s\\n' 192.0.2.7 127.0.0.1
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_launch_gives_every_command_all_files_and_overrides(tmp_path: Path, nodes: int) -> None:
+    for name, text in {"python": CALL, "srun": CALL, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(text.format(root=EXAMPLES.parent, python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    for name in ("a.toml", "b.toml", "p.jsonl"):
+        (tmp_path / name).touch()
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": f"{tmp_path}/python",
+        "CALLS": f"{tmp_path}/calls", "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_NODELIST": "n[1-2]", "HEAD_ADDRESS": "10.0.0.1" if nodes == 1 else "",
+    }  # fmt: skip
+    words = ["a.toml", "--config", "b.toml", "--model", "Qwen/Qwen2.5-0.5B", "train.steps=7"]
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "launch.sh"), *words, "--run-dir", "run", "--gpus-per-node", "4"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, env=os.environ | job,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cli = "python -m megatron_rl.launcher.cli"
+    files = f"--config {tmp_path}/a.toml --config {tmp_path}/b.toml --run-dir {tmp_path}/run"
+    given = "model.path=Qwen/Qwen2.5-0.5B train.steps=7"
+    plan = f"{cli} plan {tmp_path}/a.toml --config {tmp_path}/b.toml {given}"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    if nodes == 1:
+        assert calls == [plan, f"{cli} run --dry-run {files} {given}", f"{cli} run {files} {given}"]
+        return
+    # The last node is reached by the loopback device, the first one of `hostname -I` is another.
+    prepare = f"{cli} prepare {files} --hosts 2 --gpus-per-host 4 ports.host=127.0.0.1 {given}"
+    assert calls[:3] == [plan, f"{prepare} --dry-run", prepare]
+    assert calls[3].endswith(f"{cli[7:]} host {tmp_path}/run --gpus-per-host 4")
+    assert calls[4] == f"{cli} report {tmp_path}/run"
 
 
 # Stands for the launcher alone, which would train for minutes; tools run as they are.

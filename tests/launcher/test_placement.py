@@ -83,8 +83,8 @@ def test_engines_on_the_trainers_gpus_only_where_that_is_wanted() -> None:
     [
         (12, 1, 1, "12 trainer ranks do not fill whole hosts of 8 GPUs"),
         (8, 1, 12, "= 12 is more than the 8 GPUs of a host, and no .* nearest possible: 8"),
-        (8, 1, 16, "8 trainer ranks and 1 engines of 16 GPUs do not fit on 2 hosts"),
-        (8, 9, 1, "8 trainer ranks and 9 engines of 1 GPUs do not fit on 2 hosts"),
+        (8, 1, 16, "8 trainer ranks and 1 engines of 16 GPUs need 3 hosts of 8 GPUs"),
+        (8, 9, 1, "8 trainer ranks and 9 engines of 1 GPUs need 3 hosts of 8 GPUs"),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks: int, replicas: int, width: int, message: str) -> None:

@@ -56,7 +56,7 @@ def sweep(options: SweepOptions, console: Console) -> int:
         _report(plan, console)
         return 0
     if options.slurm:
-        slurm.check_launch(plan)
+        slurm.check_launch()
     if options.dry_run:
         _say_what_it_would_refuse(plan, console)
         _print_commands(plan, console, by_slurm=options.slurm)

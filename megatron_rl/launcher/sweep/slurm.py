@@ -20,19 +20,13 @@ _LAUNCH = ROOT / "examples" / "launch.sh"
 _ANSWER_S = 60.0
 
 
-def check_launch(plan: Plan) -> None:
-    """Raise InputError where examples/launch.sh cannot start the runs of the plan."""
+def check_launch() -> None:
+    """Raise InputError where examples/launch.sh cannot be used."""
     if not _LAUNCH.exists():
         raise InputError(f"--slurm needs {_LAUNCH}: work in a clone of the repository")
     if Path.cwd().resolve() != ROOT:
         # launch.sh reads relative paths of the configuration from there.
         raise InputError(f"--slurm: submit from the root of the repository, {ROOT}")
-    for run in plan.runs:
-        if not run.config.prompts or run.config.prompts[0].path is None:
-            raise InputError(
-                f"--slurm: {run.variant} has no prompts.0.path, which {_LAUNCH.name} needs: give "
-                "prompts.0.path=FILE"
-            )
 
 
 def check_programs() -> None:
@@ -64,12 +58,9 @@ def script_of(plan: Plan, run: PlannedRun) -> str:
         f"--output={run.run_dir}/logs/slurm-%j.log",
         *slurm.options,
     ]
-    source = run.config.prompts[0].path
-    assert source is not None
     command = [
-        "bash", str(_LAUNCH), str(run.base),
-        "--model", str(run.config.model.path.absolute()), "--prompts", str(source.absolute()),
-        "--run-dir", str(run.run_dir), "--gpu", slurm.gpu, *run.overrides,
+        "bash", str(_LAUNCH), str(run.base), "--run-dir", str(run.run_dir), "--gpu", slurm.gpu,
+        *run.overrides,
     ]  # fmt: skip
     lines = [
         "#!/usr/bin/env bash",

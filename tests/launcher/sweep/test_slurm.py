@@ -65,8 +65,8 @@ def test_a_script_asks_for_the_settings_and_starts_the_run(
     ]
     assert lines[10] == "set -euo pipefail" and lines[11] == f"cd {ROOT}"
     assert lines[13] == (
-        f"exec bash {ROOT}/examples/launch.sh {tmp_path}/base.toml --model {ROOT}/models/m "
-        f"--prompts {ROOT}/p.jsonl --run-dir {folder} --gpu h200 model.path=models/m "
+        f"exec bash {ROOT}/examples/launch.sh {tmp_path}/base.toml --run-dir {folder} --gpu h200 "
+        "model.path=models/m "
         "prompts.0.path=p.jsonl optimizer.lr=0.5 run.seed=1"
     )
     assert not folder.exists()
@@ -130,10 +130,10 @@ def test_what_slurm_needs_is_named(
     assert words in caplog.text
 
 
-def test_prompts_without_a_file_cannot_go_through_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_prompts_without_a_file_are_left_to_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     arguments = [word for word in prepare(tmp_path) if not word.startswith("prompts.0")]
-    assert cli.main([*arguments, "--dry-run"]) == 2
-    assert "low has no prompts.0.path" in caplog.text
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    assert "--prompts" not in capsys.readouterr().out
