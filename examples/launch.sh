@@ -4,7 +4,7 @@
 #   bash examples/launch.sh CONFIG.toml --model DIR --prompts FILE [--run-dir DIR]
 #        [--gpu h100-80g] [--gpus-per-node N] [section.key=value ...]
 #
-# --model: a Hugging Face folder; --prompts: JSONL (README.md); --run-dir: on several nodes on a file
+# --model: a Hugging Face folder, or the name of a model on the Hub; --prompts: JSONL (README.md); --run-dir: on several nodes on a file
 # system that all share. --gpu: what the plan is made for (megatron-rl plan --help). HEAD_ADDRESS:
 # address of the first node in the network of the job, if `hostname -I` does not name it first.
 # Exit status: 0; 1 when it does not fit or a role died; 2 for bad input; 128 + signal.
@@ -30,7 +30,7 @@ while [ $# -gt 0 ]; do
         --model | --prompts | --run-dir | --gpu | --gpus-per-node)
             [ $# -ge 2 ] || usage
             case $1 in
-                --model) MODEL=$(realpath -m "$2") ;;
+                --model) if [ -e "$2" ]; then MODEL=$(realpath "$2"); else MODEL=$2; fi ;;
                 --prompts) PROMPTS=$(realpath -m "$2") ;;
                 --run-dir) RUN_DIR=$(realpath -m "$2") ;;
                 --gpu) GPU=$2 ;;

@@ -68,7 +68,7 @@ def script_of(plan: Plan, run: PlannedRun) -> str:
     assert source is not None
     command = [
         "bash", str(_LAUNCH), str(run.base),
-        "--model", str(run.config.model.path.absolute()), "--prompts", str(source.absolute()),
+        "--model", str(run.config.model.path), "--prompts", str(source.absolute()),
         "--run-dir", str(run.run_dir), "--gpu", slurm.gpu, *run.overrides,
     ]  # fmt: skip
     lines = [

@@ -65,7 +65,7 @@ def test_a_script_asks_for_the_settings_and_starts_the_run(
     ]
     assert lines[10] == "set -euo pipefail" and lines[11] == f"cd {ROOT}"
     assert lines[13] == (
-        f"exec bash {ROOT}/examples/launch.sh {tmp_path}/base.toml --model {ROOT}/models/m "
+        f"exec bash {ROOT}/examples/launch.sh {tmp_path}/base.toml --model models/m "
         f"--prompts {ROOT}/p.jsonl --run-dir {folder} --gpu h200 model.path=models/m "
         "prompts.0.path=p.jsonl optimizer.lr=0.5 run.seed=1"
     )
