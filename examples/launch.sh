@@ -4,7 +4,8 @@
 #   bash examples/launch.sh CONFIG.toml [--config MORE.toml ...] [--model DIR] [--prompts FILE]
 #        [--run-dir DIR] [--gpu NAME] [--gpus-per-node N] [section.key=value ...]
 #
-# --config: further files, of which later ones win. --model, --prompts: model.path and prompts.0.path;
+# --config: further files, of which later ones win. --model: a Hugging Face folder or the name of a
+# model on the Hub (model.path). --prompts: a JSONL file or a data set of the Hub (prompts.0.path);
 # default: those of the configuration. --run-dir: on several nodes on a file system that all share.
 # --gpu: what the plan is made for (megatron-rl plan --help); default: the GPUs of this host.
 # HEAD_ADDRESS: address of the first node; default: the one by which it reaches the last node.
@@ -12,7 +13,7 @@
 set -euo pipefail
 
 usage() {
-    sed -n '2,11s/^# \{0,1\}//p' "$SELF" >&2
+    sed -n '2,12s/^# \{0,1\}//p' "$SELF" >&2
     exit 2
 }
 

@@ -25,8 +25,12 @@ section, `megatron-rl config show --config FILE` what a run would use and where 
 from, and `megatron-rl config diff A B` how two files differ.
 
 `[[prompts]]`, `[[stages]]`, `[[eval.sets]]` and `[[reward.extra]]` are lists: write the table as
-often as needed; an override names an item by its number, as in `prompts.0.path=FILE`. `NAME` is a
-name of yours. Defaults of `[algorithm]` are those of the preset magistral.
+often as needed; an override names an item by its number, as in `prompts.0.path=FILE`, and the
+next free number appends one. `NAME` is a name of yours. Defaults of `[algorithm]` are those of the
+preset magistral.
+
+A relative path in a TOML file is relative to the folder of that file. On the command line it is
+relative to the current folder, and so is `run.dir` everywhere.
 """
 
 

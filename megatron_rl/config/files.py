@@ -11,7 +11,8 @@ import pydantic
 import tomli_w
 
 from megatron_rl.config.errors import ConfigError
-from megatron_rl.config.layers import Layers
+from megatron_rl.config.layers import Layers, parse_value
+from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.staging import check_stages
 from megatron_rl.config.tree import Config
 
@@ -22,7 +23,8 @@ def load_config(
     """Config of TOML files (or the defaults) with `section.key=value` overrides applied.
 
     Of several files the later ones win, key by key. Values are read as TOML, else as plain text.
-    Relative paths stay relative to the current folder. Raises ConfigError.
+    Relative paths in a file are relative to that file, those of overrides to the current folder
+    (`paths.py`). Raises ConfigError.
     """
     return resolve(read_layers(path, overrides))
 
@@ -85,6 +87,14 @@ def dump_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def override(key: str, text: str) -> str:
-    """The override that gives `key` this text, whatever it looks like."""
-    return f"{key}={tomli_w.dumps({'text': text}).removeprefix('text = ').rstrip()}"
+def override(key: str, value: str | list[str]) -> str:
+    """The override that gives `key` this text or these texts, whatever they look like."""
+    return f"{key}={tomli_w.dumps({'value': value}).removeprefix('value = ').rstrip()}"
+
+
+def from_folder(text: str, folder: Path) -> str:
+    """The same override, with a relative path in it taken from `folder`."""
+    key, _, value = text.partition("=")
+    given = parse_value(value.strip())
+    found = with_absolute_paths(given, key.strip(), folder)
+    return text if found == given else override(key.strip(), found)

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.errors import ConfigError
+from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.presets import PRESETS
 
 OVERRIDE = "command line"
 DEFAULT = "default"
 _PRESET = "algorithm.preset="
 _MAGISTRAL = "magistral"
+_TABLES = ("prompts", "stages", "eval.sets")
+"""Lists of tables, to which an override may append."""
 
 
 class Layers:
@@ -34,6 +37,7 @@ class Layers:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is no valid TOML: {error}") from error
+        given = with_absolute_paths(given, "", path.parent.resolve())
         algorithm = given.get("algorithm")
         if isinstance(algorithm, dict) and "preset" in algorithm:
             self._forget_other_preset(algorithm["preset"])
@@ -44,7 +48,7 @@ class Layers:
         """Put `section.key=value` over what there is. Raises ConfigError."""
         presets = [text for text in overrides if text.startswith(_PRESET)]
         for text in presets:
-            self._forget_other_preset(_parse_value(text.removeprefix(_PRESET)))
+            self._forget_other_preset(parse_value(text.removeprefix(_PRESET)))
         for text in [*presets, *overrides]:
             key, value = _apply_override(self.tree, text)
             self._forget(key)
@@ -53,7 +57,7 @@ class Layers:
     def _forget_other_preset(self, asked: object) -> None:
         """A file that states the whole of one preset would leave nothing of the one asked for."""
         section = self.tree.get("algorithm")
-        if isinstance(section, dict) and section.get("preset") != asked:
+        if isinstance(section, dict) and section.get("preset", _MAGISTRAL) != asked:
             self.tree["algorithm"] = {}
             self._forget("algorithm")
 
@@ -108,26 +112,32 @@ def _apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
     *sections, name = key.strip().split(".")
     node: Any = tree
-    for section in sections:
+    for depth, section in enumerate(sections, start=1):
         if isinstance(node, list):
             node = _list_item(node, section, override)
         else:
-            node = node.setdefault(section, {})
+            node = node.setdefault(section, [] if ".".join(sections[:depth]) in _TABLES else {})
         if not isinstance(node, dict | list):
             raise ConfigError(f"override {override!r}: {section} is no section")
     if isinstance(node, list):
         raise ConfigError(f"override {override!r}: name an item, as in prompts.0.{name}=...")
-    node[name] = _parse_value(text.strip())
+    node[name] = with_absolute_paths(parse_value(text.strip()), key.strip(), Path.cwd())
     return key.strip(), node[name]
 
 
 def _list_item(items: list[Any], index: str, override: str) -> Any:
-    if not index.isdigit() or int(index) >= len(items):
-        raise ConfigError(f"override {override!r}: there is no item {index} (0..{len(items) - 1})")
+    """The item; the number after the last one appends a table."""
+    if not index.isdigit() or int(index) > len(items):
+        raise ConfigError(
+            f"override {override!r}: there is no item {index}; the next new one is {len(items)}"
+        )
+    if int(index) == len(items):
+        items.append({})
     return items[int(index)]
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """The value of an override: TOML, else plain text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

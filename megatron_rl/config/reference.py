@@ -119,7 +119,10 @@ def _section_of(annotation: Any) -> tuple[type[Section] | None, str]:
 
 def _entry(key: str, field: FieldInfo, value: Section | None) -> Entry:
     name = key.rpartition(".")[2]
-    default = value.model_dump(mode="json")[name] if value is not None else _default_of(field)
+    default = _default_of(field)
+    # A path as the field states it: in the section it is absolute.
+    if value is not None and not isinstance(default, Path):
+        default = value.model_dump(mode="json")[name]
     return Entry(
         key,
         _kind(field.annotation, field.metadata),

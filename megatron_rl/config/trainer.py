@@ -6,8 +6,9 @@ Imported by every process by way of `tree.py`.
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from megatron_rl.config.paths import is_hub_name
 from megatron_rl.config.section import Section
 
 Fusion = Literal["swiglu", "gradient_accumulation", "moe_permute", "moe_router"]
@@ -18,7 +19,11 @@ class ModelConfig(Section):
     """The policy."""
 
     path: Path = Path("model")
-    """HF folder: config.json, *.safetensors, tokenizer."""
+    """Hugging Face folder (config.json, *.safetensors, tokenizer), or the name of a model on the
+    Hugging Face Hub, such as "Qwen/Qwen2.5-0.5B-Instruct"."""
+    revision: str = ""
+    """Branch, tag or commit of a model on the Hub; "": the newest. The run's config.toml holds the
+    commit, and a resumed run keeps it. No effect on a folder."""
     megatron_path: Path | None = None
     """Megatron checkpoint whose weights the trainer starts from, in place of those in path."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -46,6 +51,12 @@ class ModelConfig(Section):
     of an MLP. gradient_accumulation: the product that computes a weight's gradient adds it to the
     float32 sum. moe_permute: tokens to the order of their experts and back. moe_router: scores and
     choice of experts; not with train.router_replay, which it would ignore."""
+
+    @field_validator("path")
+    @classmethod
+    def _make_absolute(cls, path: Path) -> Path:
+        # The default: files and overrides have told their folder before.
+        return path if is_hub_name(str(path)) else path.absolute()
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:

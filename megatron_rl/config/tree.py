@@ -37,7 +37,7 @@ class RunConfig(Section):
     """The run as a whole."""
 
     dir: Path = Path("runs/default")
-    """Folder for everything that the run leaves."""
+    """Folder for everything that the run leaves; relative to the current folder, also in a file."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
 

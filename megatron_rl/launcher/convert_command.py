@@ -13,12 +13,13 @@ from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import DryRun
 from megatron_rl.launcher.command_line.progress import progress
+from megatron_rl.launcher.hub_models import folder_of
 
 if TYPE_CHECKING:
     from megatron_rl.weights.folders.conversion import Request
 
 log = logging.getLogger(__name__)
-
+_SOURCE_HELP = "Hugging Face, mistral-format or Megatron folder, or a model's name on the Hub"
 
 app = plain_app()
 
@@ -27,7 +28,7 @@ app = plain_app()
 class ConvertOptions:
     """What the command is given."""
 
-    source: Annotated[Path, typer.Argument(help="Hugging Face, mistral-format or Megatron folder")]
+    source: Annotated[Path, typer.Argument(help=_SOURCE_HELP)]
     target: Annotated[Path, typer.Argument(help="folder to make")]
     to: Annotated[
         Literal["hf", "megatron"] | None, typer.Option(help="default: the other of the two")
@@ -54,7 +55,7 @@ def convert_folder(options: ConvertOptions, console: Console) -> int:
     if not options.shard_gb > 0:
         raise InputError(f"--shard-gb {options.shard_gb}: give a size above 0")
     request = Request(
-        options.source,
+        folder_of(options.source, key="SOURCE"),
         options.target,
         to=options.to,
         dtype=options.dtype,

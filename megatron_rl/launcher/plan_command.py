@@ -9,10 +9,12 @@ from rich.console import Console
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import config_path
+from megatron_rl.config.tree import Config
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.completion import complete_config
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import ConfigFile, Json, Overrides
+from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_command import KEYS_HELP
 from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
@@ -65,8 +67,7 @@ def plan(options: PlanOptions, console: Console) -> int:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
     rate = None if options.gb_per_s is None else options.gb_per_s * 1e9
     hardware = Hardware(options.gpu, options.gpus, options.mfu, rate)
-    files = [config_path(name) for name in (options.config, *options.more)]
-    config = load_config(files, options.overrides)
+    config = _load([options.config, *options.more], options.overrides)
     made = make_plan(config, hardware, options.mean_tokens)
     print_plan(made, console, as_json=options.json)
     return 1 if made.problems else 0
@@ -86,5 +87,12 @@ def plan_weights(options: WeightsOptions, console: Console) -> int:
     # Needs torch, which most commands do without.
     from megatron_rl.launcher.plan_weights import plan_weights as show
 
-    show(load_config(config_path(options.config), options.overrides), console)
+    show(_load([options.config], options.overrides), console)
     return 0
+
+
+def _load(configs: list[str], overrides: list[str]) -> Config:
+    """The configuration, with the sizes of a model on the Hub in the cache. Raises InputError."""
+    return pin_models(
+        load_config([config_path(name) for name in configs], overrides), None, only_sizes=True
+    )

@@ -126,8 +126,9 @@ def check_model_folder(folder: Path) -> None:
     """A Hugging Face folder with configuration, tokenizer and weights; none of them is read."""
     if not folder.is_dir():
         raise InputError(
-            f"model.path = {folder}: there is no such folder. Give a HF folder with config.json, "
-            "*.safetensors and a tokenizer"
+            f"model.path = {folder}: there is no such folder. Give a Hugging Face folder with "
+            "config.json, *.safetensors and a tokenizer, or the name of a model on the Hub, such "
+            "as Qwen/Qwen2.5-0.5B-Instruct (a path in a TOML file is relative to that file)"
         )
     if not (folder / "config.json").exists():
         raise InputError(

@@ -12,8 +12,8 @@ import xxhash
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
-from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.rollout_queue.tables.hub import is_pinned, pinned
 
@@ -47,14 +47,19 @@ class PromptRecord(msgspec.Struct, frozen=True):
 
 
 def pin_revisions(config: Config) -> Config:
-    """The configuration with a commit for each data set of the Hub, whose files are in the cache.
+    """The configuration with a commit for each model and data set of the Hub, all in the cache.
 
     A run that goes on keeps its commits. Raises InputError.
     """
+    earlier = _earlier(config)
+    return _pin_prompts(pin_models(config, earlier), earlier)
+
+
+def _pin_prompts(config: Config, saved: Config | None) -> Config:
     sources = [*config.prompts, *(one.prompts for one in config.eval.sets)]
     if all(source.kind != "hub" for source in sources):
         return config
-    earlier = _earlier_sources(config)
+    earlier = [] if saved is None else [*saved.prompts, *(one.prompts for one in saved.eval.sets)]
     found = [pinned(source, earlier) for source in sources]
     count = len(config.prompts)
     sets = [
@@ -65,16 +70,15 @@ def pin_revisions(config: Config) -> Config:
     return config.model_copy(update={"prompts": found[:count], "eval": evaluation})
 
 
-def _earlier_sources(config: Config) -> list[PromptSource]:
-    """Those of the run in the folder."""
+def _earlier(config: Config) -> Config | None:
+    """The configuration of the run in the folder, if it holds one."""
     path = config.run.dir / _CONFIG
     if not path.exists():
-        return []
+        return None
     try:
-        earlier = load_config(path)
+        return load_config(path)
     except ConfigError:
-        return []
-    return [*earlier.prompts, *(one.prompts for one in earlier.eval.sets)]
+        return None
 
 
 def make_record(config: Config, files: Sequence[Path]) -> PromptRecord:

@@ -49,9 +49,11 @@ def sft(options: SftOptions, console: Console) -> int:
     from megatron_rl.launcher.cold_start import cold_start_folder
     from megatron_rl.launcher.deaths import until_death
     from megatron_rl.launcher.intentions import NOTHING, run_lines, say
+    from megatron_rl.launcher.prompt_record import pin_revisions
 
     config = cold_start_alone(load(options.config, options.overrides, options.run_dir))
     if options.dry_run:
+        config = pin_revisions(config)
         found = preflight.check(config)
         say([*found.notes, *run_lines(config), NOTHING], console)
         return 0

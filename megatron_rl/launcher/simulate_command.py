@@ -22,6 +22,7 @@ from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import ConfigFile, Json, Overrides
 from megatron_rl.launcher.command_line.progress import counted, progress
+from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_command import KEYS_HELP
 from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
@@ -125,7 +126,8 @@ def simulate(options: SimulateOptions, console: Console) -> int:
         check_library()
 
     def load(overrides: Sequence[str]) -> Config:
-        return load_config(config_path(options.config), [*options.overrides, *overrides])
+        config = load_config(config_path(options.config), [*options.overrides, *overrides])
+        return pin_models(config, None, only_sizes=True)
 
     calibration = None
     if options.calibrate:

@@ -82,9 +82,9 @@ def test_toml_round_trip_is_the_identity(tmp_path: Path) -> None:
             "run": {"dir": "runs/ü \"quoted\" \\ back\tslash", "seed": 3},
             "render": {"system_prompt": "two\nlines \u2028 €", "chat_template": "{% if x %}"},
             "optimizer": {"lr": 3e-7, "eps": 1e-15, "clip_grad_norm": 1e20},
-            "sft": {"traces": "t.jsonl", "optimizer": {"lr": 2e-3, "lr_schedule": "linear"}},
+            "sft": {"traces": "/t.jsonl", "optimizer": {"lr": 2e-3, "lr_schedule": "linear"}},
             "prompts": [
-                {"path": "a.jsonl", "weight": 0.25},
+                {"path": "/a.jsonl", "weight": 0.25},
                 {"kind": "reasoning_gym", "name": "chain_sum",
                  "template": "Say \\boxed{} {question}",
                  "options": {"min_terms": 2, "allow_negation": True, "rate": 0.5, "mode": "x y"}},
@@ -110,7 +110,7 @@ def test_whatever_a_key_or_a_text_holds_comes_back(tmp_path: Path, text: str) ->
             "render": {"system_prompt": text},
             "prompts": [
                 {"kind": "reasoning_gym", "name": text, "options": {text: text, "other": 1}},
-                {"path": "a.jsonl"},
+                {"path": "/data/a.jsonl"},
             ],
             "reward": {
                 "tasks": {text: {"compare": "math"}, "plain": {"compare": text}},

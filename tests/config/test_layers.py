@@ -1,11 +1,15 @@
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import load_config, read_layers, resolve
 from megatron_rl.config.layers import DEFAULT, OVERRIDE
+from megatron_rl.config.paths import PATH_KEYS
+from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import config_path, shipped
+from megatron_rl.config.tree import Config
 
 BASE = """
 [train]
@@ -37,10 +41,12 @@ def write(folder: Path, **texts: str) -> list[Path]:
 def test_later_files_win_key_by_key_and_lists_are_replaced_whole(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, base=BASE, mine=MINE))
     assert (config.train.steps, config.train.group_size) == (9, 4)
-    assert [source.path for source in config.prompts] == [Path("c.jsonl")]
+    assert [source.path for source in config.prompts] == [tmp_path / "c.jsonl"]
     other_way = load_config(write(tmp_path, base=BASE, mine=MINE)[::-1])
     assert other_way.train.steps == 5
-    assert [str(source.path) for source in other_way.prompts] == ["a.jsonl", "b.jsonl"]
+    assert [source.path for source in other_way.prompts] == [
+        tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    ]  # fmt: skip
 
 
 def test_every_value_knows_its_origin(tmp_path: Path) -> None:
@@ -72,9 +78,93 @@ def test_a_later_preset_forgets_what_an_earlier_file_said_of_another(tmp_path: P
     layers = read_layers(files)
     assert resolve(layers) == load_config(None, ["algorithm.preset=dr_grpo"])
     assert layers.origin_of("algorithm.surrogate.eps_high") == "preset dr_grpo"
-    # The same preset again changes nothing.
+    # The same preset again changes nothing, also where the default was not named before.
     files = write(tmp_path, base=first, mine='[algorithm]\npreset = "grpo"\n')
     assert load_config(files).algorithm.surrogate.eps_high == 0.5
+    files = write(tmp_path, base="[algorithm.surrogate]\neps_high = 0.5\n")
+    again = load_config(files, ["algorithm.preset=magistral"])
+    assert again.algorithm.surrogate.eps_high == 0.5
+
+
+def test_an_override_appends_a_table_to_a_list(tmp_path: Path) -> None:
+    files = write(tmp_path, base="[train]\nsteps = 5\n")
+    given = [f"prompts.0.path={tmp_path / 'a'}", "prompts.1.path=/b", "eval.sets.0.name=x"]
+    config = load_config(files, [*given, "eval.sets.0.prompts.path=/c", "prompts.0.weight=2"])
+    assert [(one.path, one.weight) for one in config.prompts] == [
+        (tmp_path / "a", 2.0), (Path("/b"), 1.0)
+    ]  # fmt: skip
+    assert config.eval.sets[0].prompts.path == Path("/c")
+    with pytest.raises(ConfigError, match="there is no item 2; the next new one is 1"):
+        load_config(files, ["prompts.0.path=/a", "prompts.2.path=/b"])
+
+
+PATHS = """
+[model]
+path = "model"
+megatron_path = "~/megatron"
+[algorithm.reference]
+policy = "../teacher"
+[sft]
+traces = "/abs/traces.jsonl"
+[replay]
+share = 0.5
+traces = ["a.jsonl", "b/c.jsonl"]
+[checkpoint]
+resume = "checkpoints/step_000001"
+[ports]
+keys_dir = "keys"
+[[prompts]]
+path = "a.jsonl"
+[[eval.sets]]
+name = "x"
+prompts = { path = "x.jsonl" }
+[run]
+dir = "runs/mine"
+"""
+
+
+def test_relative_paths_are_those_beside_the_file_and_overrides_those_of_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell, files = tmp_path / "shell", tmp_path / "files"
+    shell.mkdir()
+    files.mkdir()
+    monkeypatch.chdir(shell)
+    monkeypatch.setenv("HOME", "/home/me")
+    tree = read_layers(write(files, mine=PATHS), ["eval.sets.0.prompts.path=y.jsonl"]).tree
+    assert tree["model"] == {"path": f"{files}/model", "megatron_path": "/home/me/megatron"}
+    assert tree["algorithm"]["reference"]["policy"] == f"{tmp_path}/teacher"
+    assert tree["sft"]["traces"] == "/abs/traces.jsonl"
+    assert tree["replay"]["traces"] == [f"{files}/a.jsonl", f"{files}/b/c.jsonl"]
+    assert tree["checkpoint"]["resume"] == f"{files}/checkpoints/step_000001"
+    assert tree["ports"]["keys_dir"] == f"{files}/keys"
+    assert tree["prompts"] == [{"path": f"{files}/a.jsonl"}]
+    assert tree["eval"]["sets"][0]["prompts"] == {"path": f"{shell}/y.jsonl"}
+    assert tree["run"]["dir"] == "runs/mine"
+    # The Hub's names stay, until a folder of that name is there.
+    text = '[model]\npath = "Qwen/Qwen3-8B"\n[checkpoint]\nresume = "auto"\n'
+    tree = read_layers(write(files, hub=text)).tree
+    assert (tree["model"]["path"], tree["checkpoint"]["resume"]) == ("Qwen/Qwen3-8B", "auto")
+    (files / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    tree = read_layers(write(files, hub=text)).tree
+    assert tree["model"]["path"] == f"{files}/Qwen/Qwen3-8B"
+
+
+def test_every_path_of_the_configuration_is_known_to_be_one() -> None:
+    def paths(model: type[Section], prefix: str) -> set[str]:
+        found = set()
+        for name, field in model.model_fields.items():
+            kinds = [field.annotation, *get_args(field.annotation)]
+            item = f"{prefix}{name}" + (".*" if get_origin(field.annotation) is list else "")
+            if Path in kinds:
+                found.add(prefix + name)
+            for kind in kinds:
+                if isinstance(kind, type) and issubclass(kind, Section):
+                    found |= paths(kind, f"{item}.")
+        return found
+
+    texts = {"algorithm.reference.policy", "checkpoint.resume"}
+    assert paths(Config, "") - {"run.dir"} | texts == set(PATH_KEYS)
 
 
 def test_an_override_of_a_whole_table_replaces_it(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.completion import complete_config
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Json, Overrides
+from megatron_rl.launcher.hub_models import folder_of
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.render import RenderError, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -196,7 +197,9 @@ def read_source_config(
 
     configs: what holds for the source beside its prompts; without a source, their own prompts.
     """
-    given = [] if model is None else [override("model.path", str(model))]
+    given = []
+    if model is not None:
+        given.append(override("model.path", str(folder_of(model, key="--model"))))
     if source is not None and "=" in source and not Path(source).exists():
         source, overrides = None, [source, *overrides]
     given += overrides
@@ -254,7 +257,7 @@ def render_shown(config: Config, prompts: list[Prompt]) -> list[Shown]:
 
 def _has_model(config: Config, model: Path | None) -> bool:
     """Whether there is a folder for the tokenizer; one that was asked for must be there."""
-    if model is not None and not model.is_dir():
+    if model is not None and not config.model.path.is_dir():
         raise InputError(f"--model {model}: there is no such folder")
     return config.model.path.is_dir()
 

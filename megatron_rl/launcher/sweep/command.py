@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from megatron_rl.launcher import preflight
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Overrides
+from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.launcher.sweep import slurm
 from megatron_rl.launcher.sweep.folders import State, check_folders, state_of
@@ -100,6 +101,7 @@ def _check_runs(runs: list[PlannedRun]) -> None:
     problems = []
     for variant, run in {run.variant: run for run in runs}.items():
         try:
+            run = replace(run, config=pin_models(run.config, None))
             for check in checks:
                 check(run)
         except InputError as error:

@@ -12,6 +12,7 @@ import pydantic
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import from_folder
 from megatron_rl.config.section import Section
 from megatron_rl.launcher.sweep.measures import check_metric
 
@@ -138,7 +139,18 @@ def load_sweep(path: Path) -> SweepFile:
         raise InputError(
             f"the sweep {path} is wrong:\n  " + "\n  ".join(_explain(error))
         ) from error
-    return sweep.model_copy(update={"base": (path.resolve().parent / sweep.base).resolve()})
+    folder = path.resolve().parent
+    variants = [
+        one.model_copy(update={"overrides": [from_folder(text, folder) for text in one.overrides]})
+        for one in sweep.variants
+    ]
+    return sweep.model_copy(
+        update={
+            "base": (folder / sweep.base).resolve(),
+            "overrides": [from_folder(text, folder) for text in sweep.overrides],
+            "variants": variants,
+        }
+    )
 
 
 def _explain(error: pydantic.ValidationError) -> list[str]:

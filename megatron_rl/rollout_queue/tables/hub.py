@@ -7,7 +7,8 @@ pins the commit, and by the processes that read the same files from the cache th
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -20,7 +21,11 @@ from megatron_rl.rollout_queue.tables.source import Reading, RowFault, read_tabl
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DESCRIBING = ("README.md", "dataset_dict.json", "state.json")
 """Files that say which others are the rows; they are small."""
-_INFO_TIMEOUT_S = 30.0
+INFO_TIMEOUT_S = 30.0
+
+
+class HubSilent(Exception):
+    """The Hub does not answer; the text says how."""
 
 
 class Fetched(NamedTuple):
@@ -38,7 +43,12 @@ def read_hub(source: PromptSource, on_fault: Callable[[RowFault], None] | None =
 
 def is_pinned(source: PromptSource) -> bool:
     """Whether the revision names one commit, which never changes."""
-    return _COMMIT.fullmatch(source.revision) is not None
+    return is_commit(source.revision)
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is the whole name of a commit."""
+    return _COMMIT.fullmatch(revision) is not None
 
 
 def fetch(source: PromptSource, *, completes: bool = False) -> Fetched:
@@ -66,39 +76,56 @@ def fetch(source: PromptSource, *, completes: bool = False) -> Fetched:
 
 
 def _download(source: PromptSource) -> Fetched:
-    import httpx
-    from huggingface_hub import HfApi, errors, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     revision = source.revision or None
     try:
-        info = HfApi().dataset_info(source.name, revision=revision, timeout=_INFO_TIMEOUT_S)
-        names = [one.rfilename for one in info.siblings or []]
+        with hub_answers("data set", source.name, source.revision):
+            info = HfApi().dataset_info(source.name, revision=revision, timeout=INFO_TIMEOUT_S)
+            names = [one.rfilename for one in info.siblings or []]
 
-        def get(patterns: Sequence[str]) -> Path:
-            folder = snapshot_download(
-                source.name, repo_type="dataset", revision=info.sha, allow_patterns=list(patterns)
-            )
-            return Path(folder)
+            def get(patterns: Sequence[str]) -> Path:
+                folder = snapshot_download(
+                    source.name,
+                    repo_type="dataset",
+                    revision=info.sha,
+                    allow_patterns=list(patterns),
+                )
+                return Path(folder)
 
-        described = [name for name in names if PurePosixPath(name).name in _DESCRIBING]
-        folder = get(described or ["README.md"])
-        wanted = _choose(source, names, described, folder)
-        folder = get(wanted)
+            described = [name for name in names if PurePosixPath(name).name in _DESCRIBING]
+            folder = get(described or ["README.md"])
+            folder = get(_choose(source, names, described, folder))
+    except HubSilent as error:
+        return _offline(source, str(error))
+    files = find_files(folder, subset=source.subset, split=source.dataset_split)
+    return Fetched(str(info.sha), files)
+
+
+@contextmanager
+def hub_answers(kind: str, name: str, revision: str) -> Iterator[None]:
+    """Raise InputError for what the Hub refuses, HubSilent where it does not answer.
+
+    kind: what is asked for, "data set" or "model". revision: "" for the newest.
+    """
+    import httpx
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.GatedRepoError as error:
         raise InputError(
-            f"{source.name} is gated: accept its conditions on {error.response.url.host}, then run "
+            f"{name} is gated: accept its conditions on {error.response.url.host}, then run "
             "`hf auth login`"
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise InputError(
-            f"the Hub has no data set {source.name!r}"
+            f"the Hub has no {kind} {name!r}"
             + (f" with the revision {revision!r}" if revision else "")
             + ": look for its name on the Hub (a private one needs `hf auth login`)"
         ) from error
     except (httpx.HTTPError, OSError) as error:
-        return _offline(source, f"the Hub does not answer: {type(error).__name__}: {error}")
-    files = find_files(folder, subset=source.subset, split=source.dataset_split)
-    return Fetched(str(info.sha), files)
+        raise HubSilent(f"the Hub does not answer: {type(error).__name__}: {error}") from error
 
 
 def _choose(

@@ -46,7 +46,7 @@ def test_every_row_is_a_problem_whatever_its_split(tmp_path: Path) -> None:
     [one] = config.eval.sets
     assert (one.samples, one.temperature, config.eval.prompts) == (4, 0.5, 0)
     assert (config.sampling.max_new_tokens, config.generator.engine) == (7, "hf")
-    assert (config.model.path, config.run.dir) == (Path("m"), tmp_path)
+    assert (config.model.path, config.run.dir) == (Path("m").absolute(), tmp_path)
 
 
 def _plain(line: dict) -> dict:

@@ -47,7 +47,9 @@ def test_a_grid_alone_is_a_sweep_and_keeps_the_types_of_values(tmp_path: Path) -
         "strict_staleness=true,path=a-b", "strict_staleness=true,path=7",
     ]  # fmt: skip
     assert [run.config.queue.strict_staleness for run in plan.runs] == [True, True, False, False]
-    assert [str(run.config.model.path) for run in plan.runs] == ["a/b", "7", "a/b", "7"]
+    assert [str(run.config.model.path) for run in plan.runs] == [
+        "a/b", f"{Path.cwd()}/7", "a/b", f"{Path.cwd()}/7"
+    ]  # fmt: skip
     alike = values.replace('"a/b", "7"', '"a/b", "a:b"')
     with pytest.raises(InputError, match="two variants are named strict_staleness=true,path=a-b"):
         plan_of(tmp_path, head + alike)

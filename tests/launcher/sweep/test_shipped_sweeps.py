@@ -11,7 +11,8 @@ from megatron_rl.launcher.sweep.plan import Plan, make_plan
 from megatron_rl.launcher.sweep.sweep_file import load_sweep
 from tools import make_skills
 
-SWEEPS = Path(__file__).resolve().parents[3] / "examples" / "sweeps"
+ROOT = Path(__file__).resolve().parents[3]
+SWEEPS = ROOT / "examples" / "sweeps"
 
 
 def shipped(name: str, tmp_path: Path) -> Plan:
@@ -78,7 +79,7 @@ def test_the_script_makes_every_file_that_a_study_names(name: str, tmp_path: Pat
         files = [source.path for source in sources]
         files += [run.config.sft.traces] if run.config.sft.steps else []
         for file in files:
-            assert file is not None and file.parent == Path("runs/sweep-start/skills")
+            assert file is not None and file.parent == ROOT / "runs/sweep-start/skills"
             assert file.name in made
 
 

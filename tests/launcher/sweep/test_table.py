@@ -116,7 +116,7 @@ def test_what_a_run_would_refuse_is_refused_for_all_variants_at_once(
     plan_of(tmp_path, SWEEP.replace("optimizer.lr=0.5", "generator.engine=sglan"))
     assert cli.main(command(tmp_path, "model.path=nowhere")) == 2
     text = caplog.text
-    assert "variant low: model.path = nowhere: there is no such folder" in text
+    assert f"variant low: model.path = {Path.cwd()}/nowhere: there is no such folder" in text
     assert "variant high: generator.engine='sglan'" in text and "mean 'sglang'" in text
     assert list((tmp_path / "sweep").iterdir()) == []
 

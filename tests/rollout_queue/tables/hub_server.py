@@ -1,6 +1,6 @@
 """A Hub on loopback: the requests by which huggingface_hub finds and fetches a data set's files.
 
-Run by tests as a thread; it serves one data set of two commits, and notes what was asked for.
+Run by tests as a thread; it serves one data set, or model, and notes what was asked for.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 NAME = "openai/gsm8k"
+MODEL = "Qwen/Qwen2.5-0.5B"
 FIRST, SECOND = "1" * 40, "2" * 40
 
 
@@ -50,6 +51,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_content: bool) -> None:
         path = unquote(self.path.partition("?")[0])
         api, files = f"/api/datasets/{NAME}", f"/datasets/{NAME}/resolve/"
+        if MODEL in path:
+            api, files = f"/api/models/{MODEL}", f"/{MODEL}/resolve/"
         if path == api or path.startswith(f"{api}/revision/"):
             self._send_info(path.removeprefix(api).removeprefix("/revision/") or "main")
         elif path.startswith(f"{api}/tree/"):

@@ -1,0 +1,59 @@
+"""What relative paths of a configuration mean, and which keys hold paths.
+
+Used by `layers.py`. A path in a TOML file is relative to the folder of that file; one on the
+command line to the current folder. `run.dir` is relative to the current folder in both.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+PATH_KEYS = (
+    "model.path",
+    "model.megatron_path",
+    "algorithm.reference.policy",
+    "prompts.*.path",
+    "eval.sets.*.prompts.path",
+    "sft.traces",
+    "replay.runs",
+    "replay.traces",
+    "checkpoint.resume",
+    "ports.keys_dir",
+)
+"""A `*` stands for the number of a table in a list."""
+_WORDS = {
+    "algorithm.reference.policy": ("none", "start", "ema"),
+    "checkpoint.resume": ("auto", "never"),
+}
+_HUB_KEYS = ("model.path", "algorithm.reference.policy")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a text has the form of a model's name on the Hugging Face Hub, as "Qwen/Qwen3-8B"."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def with_absolute_paths(value: Any, key: str, folder: Path) -> Any:
+    """The same part of a tree, with the relative paths in it taken from `folder`.
+
+    key: that of the value, "" for a whole tree.
+    """
+    if isinstance(value, dict):
+        prefix = f"{key}." if key else ""
+        return {
+            name: with_absolute_paths(inner, prefix + name, folder) for name, inner in value.items()
+        }
+    if isinstance(value, list):
+        is_paths = key in PATH_KEYS
+        return [
+            with_absolute_paths(inner, key if is_paths else f"{key}.*", folder) for inner in value
+        ]
+    key = ".".join("*" if part.isdigit() else part for part in key.split("."))
+    if key not in PATH_KEYS or not isinstance(value, str) or value in _WORDS.get(key, ("",)):
+        return value
+    path = Path(os.path.normpath(folder / Path(value).expanduser()))
+    if key in _HUB_KEYS and is_hub_name(value) and not path.exists():
+        return value
+    return str(path)

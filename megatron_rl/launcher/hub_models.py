@@ -1,0 +1,161 @@
+"""Models of the Hugging Face Hub by name: which commit, which of its files, and their download.
+
+Used by the launcher before anything starts; other processes get the folder in the cache. With
+HF_HUB_OFFLINE=1, or without a network, what the cache of huggingface_hub holds is taken. Nothing of
+a model's repository is executed.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.paths import is_hub_name
+from megatron_rl.config.tree import Config
+from megatron_rl.rollout_queue.tables.hub import INFO_TIMEOUT_S, HubSilent, hub_answers, is_commit
+
+_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+_INDEX = "model.safetensors.index.json"
+_SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})/?")
+
+
+class HubModel(NamedTuple):
+    """A model in the cache."""
+
+    folder: Path
+    commit: str
+
+
+def pin_models(config: Config, earlier: Config | None, *, only_sizes: bool = False) -> Config:
+    """The configuration with folders in place of the Hub's names for the policy and the reference.
+
+    earlier: the run that this one resumes, whose commits are kept. only_sizes: config.json is
+    enough. Raises InputError.
+    """
+    model, reference = config.model, config.algorithm.reference
+    found = find_model(
+        str(model.path),
+        key="model.path",
+        revision=model.revision,
+        old=None if earlier is None else earlier.model.path,
+        only_sizes=only_sizes,
+    )
+    if found is not None:
+        model = model.model_copy(update={"path": found.folder, "revision": found.commit})
+        config = config.model_copy(update={"model": model})
+    if reference.folder is None:
+        return config
+    found = find_model(
+        reference.policy,
+        key="algorithm.reference.policy",
+        old=None if earlier is None else earlier.algorithm.reference.folder,
+        only_sizes=only_sizes,
+    )
+    if found is None:
+        return config
+    reference = reference.model_copy(update={"policy": str(found.folder)})
+    algorithm = config.algorithm.model_copy(update={"reference": reference})
+    return config.model_copy(update={"algorithm": algorithm})
+
+
+def folder_of(path: Path, *, key: str) -> Path:
+    """The folder itself, or that of the Hub's model of this name. Raises InputError."""
+    found = find_model(str(path), key=key)
+    return path if found is None else found.folder
+
+
+def find_model(
+    text: str, *, key: str, revision: str = "", old: Path | None = None, only_sizes: bool = False
+) -> HubModel | None:
+    """The Hub's model of this name, downloaded where the cache lacks it; None for a folder.
+
+    key: what errors call the value. revision: branch, tag or commit; "" for the newest. old: the
+    folder that an earlier part of the run used. only_sizes: config.json is enough. Raises
+    InputError.
+    """
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import validate_repo_id
+
+    if not is_hub_name(text) or Path(text).exists():
+        return None
+    try:
+        validate_repo_id(text)
+    except errors.HFValidationError:
+        return None
+    kept = _commit_of(old, text)
+    if kept and not is_commit(revision):
+        revision = kept
+    if is_commit(revision):
+        cached = _from_cache(text, revision, only_sizes=only_sizes)
+        if cached is not None:
+            return cached
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise HubSilent("HF_HUB_OFFLINE is set")
+        return _download(text, revision, only_sizes=only_sizes)
+    except HubSilent as error:
+        cached = _from_cache(text, revision, only_sizes=only_sizes)
+        if cached is not None:
+            return cached
+        raise InputError(_offline_text(text, key, revision, why=str(error))) from error
+
+
+def _offline_text(name: str, key: str, revision: str, *, why: str) -> str:
+    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    return (
+        f"{key} = {name}: there is no such folder (looked in {Path.cwd()}; a path in a TOML file "
+        f"is relative to that file), and the cache of the Hub does not hold a model of that name: "
+        f"{why}. On a machine with a network run `{command} --local-dir FOLDER`, copy FOLDER here "
+        f"and give {key}=FOLDER; or copy the cache ($HF_HOME/hub)"
+    )
+
+
+def _commit_of(folder: Path | None, name: str) -> str:
+    """The commit of a folder of the cache that holds the model; "" for any other folder."""
+    found = None if folder is None else _SNAPSHOT.fullmatch(str(folder))
+    return found[3] if found is not None and f"{found[1]}/{found[2]}" == name else ""
+
+
+def _download(name: str, revision: str, *, only_sizes: bool) -> HubModel:
+    from huggingface_hub import HfApi, snapshot_download
+
+    with hub_answers("model", name, revision):
+        info = HfApi().model_info(name, revision=revision or None, timeout=INFO_TIMEOUT_S)
+        names = [one.rfilename for one in info.siblings or []]
+        wanted = ["config.json"] if only_sizes else choose_files(names)
+        folder = snapshot_download(name, revision=info.sha, allow_patterns=wanted)
+    return HubModel(Path(folder), str(info.sha))
+
+
+def choose_files(names: Sequence[str]) -> list[str]:
+    """Those files of a model's repository that a Hugging Face folder needs.
+
+    Files in folders are other formats of the same weights; consolidated* is mistral's format.
+    """
+    top = [name for name in names if "/" not in name and PurePosixPath(name).suffix in _SUFFIXES]
+    has_hf_weights = any(
+        name.endswith(".safetensors") and not name.startswith("consolidated") for name in top
+    )
+    return [name for name in top if not (has_hf_weights and name.startswith("consolidated"))]
+
+
+def _from_cache(name: str, revision: str, *, only_sizes: bool) -> HubModel | None:
+    """The model in the cache; None where the cache lacks it or a part of it."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        return None
+    is_whole = (folder / "config.json").exists() and (only_sizes or _has_weights(folder))
+    return HubModel(folder, folder.name) if is_whole else None
+
+
+def _has_weights(folder: Path) -> bool:
+    index = folder / _INDEX
+    if not index.exists():
+        return any(folder.glob("*.safetensors"))
+    shards = set(json.loads(index.read_text())["weight_map"].values())
+    return all((folder / shard).exists() for shard in shards)

@@ -1,0 +1,141 @@
+"""Models by name, against a hub on loopback: what is fetched, pinned, kept, said when offline.
+
+huggingface_hub reads its environment when it is imported, so each look is a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.launcher import preflight
+from megatron_rl.launcher.hub_models import choose_files
+from tests.rollout_queue.tables.hub_server import FIRST, MODEL, SECOND, Hub, serving
+
+_PROGRAM = """
+import json, sys
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.launcher.prompt_record import pin_revisions
+from megatron_rl.launcher.hub_models import pin_models
+config = load_config(None, sys.argv[2:])
+try:
+    if sys.argv[1] == "sizes":
+        config = pin_models(config, None, only_sizes=True)
+    else:
+        config = pin_revisions(config)
+        config.run.dir.mkdir(exist_ok=True)
+        (config.run.dir / "config.toml").write_text(dump_toml(config))
+    model, reference = config.model, config.algorithm.reference.policy
+    print(json.dumps([str(model.path), model.revision, reference]))
+except InputError as error:
+    print(json.dumps([str(error)]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub here is asked, also where the tests run without the real one."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def commit(content: bytes) -> dict[str, bytes]:
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    return {
+        "config.json": b"{}",
+        "model-1-of-2.safetensors": content,
+        "model-2-of-2.safetensors": content,
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "tokenizer.json": b"{}",
+        "pytorch_model.bin": b"pickle",
+        "modeling.py": b"raise SystemExit('a script was executed')\n",
+        "onnx/model.safetensors": b"another format",
+    }
+
+
+def look(hub: Hub | None, home: Path, do: str, *overrides: str, **variables: str) -> list[Any]:
+    """What a process with this cache says; without a hub it has no network."""
+    env = {
+        **os.environ, "HF_HOME": str(home), "OMP_NUM_THREADS": "1",
+        # Port 9 of loopback refuses.
+        "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **variables,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, do, f"model.path={MODEL}", *overrides],
+        env=env, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_model_is_fetched_by_name_and_a_resumed_run_keeps_its_commit(tmp_path: Path) -> None:
+    run = f"run.dir={tmp_path / 'run'}"
+    with serving({FIRST: commit(b"one"), SECOND: commit(b"two")}) as hub:
+        assert look(hub, tmp_path, "sizes")[1] == FIRST
+        assert hub.fetched == ["config.json"]
+        path, revision, reference = look(
+            hub, tmp_path, "pin", run, f"algorithm.reference.policy={MODEL}"
+        )
+        folder = Path(path)
+        assert (revision, folder.name, reference) == (FIRST, FIRST, path)
+        wanted = {
+            "config.json", "tokenizer.json", "model.safetensors.index.json",
+            "model-1-of-2.safetensors", "model-2-of-2.safetensors",
+        }  # fmt: skip
+        assert {file.name for file in folder.iterdir()} == wanted
+        assert (folder / "model-2-of-2.safetensors").read_bytes() == b"one"
+        hub.main = SECOND
+        # The run goes on with its own commit; a new one takes the newest.
+        assert look(hub, tmp_path, "pin", run)[1] == FIRST
+        new = f"run.dir={tmp_path / 'new'}"
+        assert look(hub, tmp_path, "pin", new)[1] == SECOND
+        assert look(hub, tmp_path, "pin", f"{new}er", f'model.revision="{FIRST}"')[1] == FIRST
+
+
+def test_without_a_network_the_cache_is_taken_and_its_lack_says_what_to_download(
+    tmp_path: Path,
+) -> None:
+    run = f"run.dir={tmp_path / 'run'}"
+    text = look(None, tmp_path, "pin", run, HF_HUB_OFFLINE="1")[0]
+    assert f"model.path = {MODEL}: there is no such folder (looked in {Path.cwd()};" in text
+    assert f"HF_HUB_OFFLINE is set. On a machine with a network run `hf download {MODEL} " in text
+    cache = tmp_path / "hub" / f"models--{MODEL.replace('/', '--')}"
+    folder = cache / "snapshots" / FIRST
+    folder.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(FIRST)
+    for name, content in commit(b"x").items():
+        if "/" not in name:
+            (folder / name).write_bytes(content)
+    (folder / "model-2-of-2.safetensors").unlink()
+    # A shard is missing: config.json alone is enough for a plan, not for a run.
+    assert look(None, tmp_path, "sizes") == [str(folder), FIRST, "none"]
+    text = look(None, tmp_path, "pin", run, f'model.revision="{FIRST}"')[0]
+    assert "the Hub does not answer" in text
+    assert f"`hf download {MODEL} --revision {FIRST} --local-dir FOLDER`" in text
+    (folder / "model-2-of-2.safetensors").write_bytes(b"x")
+    assert look(None, tmp_path, "pin", run, HF_HUB_OFFLINE="1") == [str(folder), FIRST, "none"]
+
+
+def test_weights_of_mistral_are_fetched_only_where_there_are_no_others() -> None:
+    both = ["config.json", "consolidated.safetensors", "model.safetensors", "tekken.json"]
+    assert choose_files(both) == ["config.json", "model.safetensors", "tekken.json"]
+    alone = ["params.json", "consolidated-00001.safetensors", "a/model.safetensors", "x.bin"]
+    assert choose_files(alone) == ["params.json", "consolidated-00001.safetensors"]
+
+
+def test_a_folder_that_is_not_there_is_named_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, ["model.path=mine"])
+    with pytest.raises(InputError, match=f"model.path = {tmp_path}/mine: there is no such folder"):
+        preflight.check_model_folder(config.model.path)
