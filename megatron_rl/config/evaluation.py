@@ -9,6 +9,8 @@ from megatron_rl.config.section import Section
 
 MAX_SAMPLES = 1024
 """Completions a prompt; the exact count of votes needs this bound."""
+AUTO_PROMPTS = 256
+"""Most prompts that eval.prompts = "auto" evaluates on."""
 _Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 
 
@@ -36,7 +38,8 @@ class EvalConfig(Section):
     """Evaluation by the generators, on held-out prompts and on sets by name."""
 
     prompts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Held-out prompts; auto: all that there are, at most 256; 0: none."""
+    """Number of held-out prompts to evaluate on. auto: all, at most 256; 0: none. A hash holds out
+    no prompts beyond this number; with auto and eval.sets, none at all."""
     samples: _Samples = 1
     """Completions a prompt."""
     temperature: float = Field(default=0.0, ge=0)
@@ -69,6 +72,15 @@ class EvalConfig(Section):
     def is_wanted(self) -> bool:
         """Whether there is anything to evaluate on."""
         return bool(self.prompts or self.sets)
+
+    def most_held_out(self, *, chooses: bool) -> int:
+        """Number of prompts to hold out by a hash, where there are so many.
+
+        chooses: a model of the cold start is chosen by held-out prompts.
+        """
+        if self.prompts != "auto":
+            return self.prompts
+        return 0 if self.sets and not chooses else AUTO_PROMPTS
 
     def longest(self, training: int) -> int:
         """The largest limit of a completion; training: sampling.max_new_tokens."""

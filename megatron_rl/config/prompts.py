@@ -52,8 +52,9 @@ class PromptSource(Section):
     task: str = "math"
     """files, hub, jsonl: the task of lines that name none."""
     held_out_share: float = Field(default=0.1, ge=0, le=1)
-    """files, hub, jsonl: share of the lines without "split" that is held out, chosen by a hash of
-    the question: a question stays where it is when others are added."""
+    """files, hub, jsonl: largest share of lines without "split" that is held out for evaluation,
+    chosen by a hash of the question; no more than eval.prompts. A question that is trained on stays
+    so when others are added. 1: nothing of the source is trained on."""
     name: str = ""
     """reasoning_gym: dataset name, e.g. chain_sum; hub: as "openai/gsm8k"; files: what stages call
     the source, if named."""

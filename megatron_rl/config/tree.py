@@ -109,7 +109,7 @@ class QueueConfig(Section):
 
 
 class PortsConfig(Section):
-    """Where the sockets of a run listen. Port 0: launch picks a free one."""
+    """Where the sockets of a run listen. Port 0: the launcher picks a free one."""
 
     host: str = "127.0.0.1"
     """Address of the host of the queue and of trainer rank 0, where these listen. One that other
@@ -117,8 +117,8 @@ class PortsConfig(Section):
     keys_dir: Path | None = None
     """Folder with the run's CURVE keys, on a file system that all hosts share."""
     label: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$", max_length=200)
-    """Tells the processes of this start of the run from others, which are turned away; "": launch
-    draws one."""
+    """Tells the processes of this start of the run from others, which are turned away; "": the
+    launcher draws one."""
     prompts: int = Field(default=0, ge=0, le=65535)
     """Queue, for generators."""
     verify: int = Field(default=0, ge=0, le=65535)

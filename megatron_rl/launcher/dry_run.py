@@ -23,7 +23,7 @@ from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.diagnosis import REFUSALS
-from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.prompts import prompts_of_run
 from megatron_rl.trainer.traces import read_traces
 from verification.canned import Canned, Form, find_form, make_canned
 from verification.library import Grading, Sample
@@ -74,7 +74,7 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_HOST) -> 
     for note in found.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     dropped = frozenset(prompt.id for prompt in found.dropped)
-    sets = load_prompts(config.prompts, config.run.seed, dropped, eval_sets=config.eval.sets)
+    sets = prompts_of_run(config, dropped)
     reports = rehearse(choose_prompts(sets.all), config)
     _print(reports, console)
     say([*run_lines(config, machines), NOTHING], console)

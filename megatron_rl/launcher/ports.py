@@ -1,6 +1,6 @@
 """Finds free ports for a run, and says who holds a port that is not free.
 
-Used by `run.py`, `preflight.py` and `cli.py`.
+Used by the launcher: a run of one host or several, and its checks.
 """
 
 import functools

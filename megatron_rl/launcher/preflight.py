@@ -42,8 +42,12 @@ from megatron_rl.launcher.scorer_checks import check_scorer
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.metrics_out.exporter import check_installed
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
-from megatron_rl.rollout_queue.evaluation import completion_limits, evaluation_sets
-from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts, without
+from megatron_rl.rollout_queue.evaluation import (
+    completion_limits,
+    describe_evaluation,
+    evaluation_sets,
+)
+from megatron_rl.rollout_queue.prompts import PromptSets, most_held_out, read_prompts
 from megatron_rl.rollout_queue.replay.traces import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.traces import read_traces
@@ -311,24 +315,27 @@ def check_prompts(config: Config) -> PromptReport:
     """All sources load; there are train prompts, and enough held-out ones for the evaluation."""
     settings.check_sources([*config.prompts, *(one.prompts for one in config.eval.sets)])
     settings.check_functions(config.reward)
-    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    material = read_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    sets = material.divide()
     settings.check_prompts(sets.all, config.reward)
     tasks = sorted({prompt.task for prompt in sets.all})
     if any(config.reward.all_tasks[task].compare == CODE for task in tasks):
         settings.check_sandbox(config.reward)
-    if _samples_for_training(config) and not sets.train:
+    most = most_held_out(config)
+    if _samples_for_training(config) and not material.divide(most_held_out=most).train:
         raise InputError(
             'there are no train prompts: lines need "split": "train" or none, and a question that '
             "is not held out; train.steps=0 only evaluates"
         )
     evaluation_sets(config, sets)
     dropped = find_dropped(sets.all, config, completion_limits(config, sets))
+    sets = material.divide(frozenset(prompt.id for prompt in dropped), most_held_out=most)
     if dropped:
-        sets = without(sets, frozenset(prompt.id for prompt in dropped))
         _check_kept(sets, dropped, config)
     if _samples_for_training(config):
         check_draws(sets, config)
-    notes = [sets.describe(), *map(printable, sets.notes), *_describe_dropped(dropped)]
+    notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
+    notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
     notes += _describe_system_prompts(config, tasks)
     return PromptReport(notes, dropped, sets.files)
 

@@ -1,6 +1,6 @@
 """What a run came to: numbers from its metrics, and the text about them.
 
-Used by `run.py` and `cli.py`. Pure functions of the rows of `metrics.jsonl` and of what only the
+Used by the launcher. Pure functions of the rows of `metrics.jsonl` and of what only the
 launcher knows; a number that the rows do not hold is None.
 """
 
@@ -25,8 +25,9 @@ Row = dict[str, Any]
 Interval = tuple[float, float]
 
 RESTARTS = "launch/generator_restarts"
-SCORER_RESTARTS = "launch/scorer_restarts"
 """Metric of the launcher: generators that died and were started again."""
+SCORER_RESTARTS = "launch/scorer_restarts"
+"""The same of the scorer."""
 
 CONTROL_TEXT = (
     "instead of RL, the cold start goes on, on the same traces, for as much compute as RL took "

@@ -18,7 +18,7 @@ from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import OneConfig, Overrides
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
-from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.prompts import prompts_of_run
 from megatron_rl.rollout_queue.schedule import length_rule
 from verification import audit, settings
 from verification.format import last_box
@@ -76,7 +76,7 @@ def verify(
 def _prompts_by_id(config: Config) -> dict[str, Prompt]:
     if not config.prompts and not config.eval.sets:
         return {}
-    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    sets = prompts_of_run(config)
     return {prompt.id: prompt for prompt in sets.all}
 
 

@@ -32,6 +32,8 @@ class Prompt(msgspec.Struct, frozen=True):
     answer: str
     split: str = "train"
     """"train" or "held_out"; never both for the same question."""
+    is_spare: bool = False
+    """Held out by a hash alone: it is trained on if no evaluation looks at it."""
     entry: str = ""
     """JSON that the task's judge needs: the reasoning_gym entry, the tests of a program."""
     language: str = ""

@@ -43,7 +43,7 @@ DIAGNOSIS = "activity/diagnosis"
 ROW_S = 5.0
 """Rows are at least so far apart, but for the first."""
 _LATE_S = 15.0
-"""So long after the first score the likely fault is named, however few scores there are."""
+"""After this time from the first score, fewer ill-formed completions name the likely fault."""
 _REPEAT_FACTOR = 4
 """A fault is named again when there are so many times as many scores."""
 _EXAMPLE_CHARS = 80
@@ -88,6 +88,7 @@ class Activity:
             self._counts["rollouts_for_evaluation"] += 1
             return
         self._evidence.training[reason] += 1
+        self._evidence.add_prompt(group.prompt.id)
         self._evidence.truncated += scored.rollout.finish_reason == "length"
 
     def add_complete(self, group: Group) -> None:

@@ -2,11 +2,23 @@
 
 Used by the rollout queue. Learning needs groups whose rewards differ. As long as there is none,
 `diagnose` looks at the reasons of the scores.
+
+A fault is named only beyond chance. A run that could learn is accused in fewer than 1 of 100 runs
+(`_ERROR_RATE`), if at least this share of what is counted is fine:
+
+| claim                                | fine at least                                           |
+|--------------------------------------|---------------------------------------------------------|
+| every completion is ill-formed       | 1 completion in 10; after 15 s of scores, 1 in 4        |
+| every completion is wrong (or right) | 1 completion in 20, and 1 prompt in 4                   |
+| every group has equal rewards        | 1 group in 4                                            |
+
+"None of the first n is fine" can only become false as n grows, so looking often adds no error.
 """
 
 import collections
 import dataclasses
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -35,10 +47,18 @@ _FORMS = {
     "none": "any text that is not blank",
 }
 _LOOSER_GATES = {"think_box": ("box", "none"), "think_code": ("code",), "box": ("none",)}
-_MIN_ILL_FORMED = 8
-_MIN_COMPLETIONS, _MIN_GROUPS = 64, 4
-"""Less says little about a model that answers one prompt in twenty."""
+_ERROR_RATE = 0.01
 _MOSTLY = 0.9
+
+
+def least_evidence(share: float) -> int:
+    """Least n for which none of n independent trials that succeed at this rate is beyond chance."""
+    return math.ceil(math.log(_ERROR_RATE) / math.log(1 - share))
+
+
+_MIN_ILL_FORMED, _MIN_ILL_FORMED_LATE = least_evidence(1 / 10), least_evidence(1 / 4)
+_MIN_COMPLETIONS = least_evidence(1 / 20)
+_MIN_PROMPTS = _MIN_GROUPS = least_evidence(1 / 4)
 
 
 class Finding(NamedTuple):
@@ -57,6 +77,8 @@ class Evidence:
     """Of all scores, those of evaluations too."""
     training: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """Of the scores of training completions."""
+    prompts: set[str] = dataclasses.field(default_factory=set)
+    """Ids of prompts with a scored training completion, as many as `diagnose` asks for."""
     truncated: int = 0
     """Training completions that were cut at the length limit."""
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -65,6 +87,11 @@ class Evidence:
     """Complete training groups."""
     flat_groups: int = 0
     """Of these, groups of equal rewards."""
+
+    def add_prompt(self, prompt_id: str) -> None:
+        """A training completion of this prompt was scored."""
+        if len(self.prompts) < _MIN_PROMPTS:
+            self.prompts.add(prompt_id)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,22 +124,24 @@ def diagnose(
 ) -> Finding | None:
     """The likely fault; None when a group had different rewards, or too little is scored to tell.
 
-    is_late: judge by what there is, the user has waited. records: file with the rollouts of the
-    dropped groups, if there is one.
+    is_late: the user has waited: fewer ill-formed completions are enough. records: file with the
+    rollouts of the dropped groups, if there is one.
     """
     if evidence.groups > evidence.flat_groups:
         return None
     total, training = evidence.reasons.total(), evidence.training.total()
-    all_flat = evidence.groups >= (1 if is_late else _MIN_GROUPS)
+    all_flat = evidence.groups >= _MIN_GROUPS
     refused = _only(evidence.reasons, REFUSALS)
-    is_refused = refused.total() == total >= (1 if is_late else _MIN_ILL_FORMED)
+    least = _MIN_ILL_FORMED_LATE if is_late else _MIN_ILL_FORMED
+    is_refused = refused.total() == total >= least
     if is_refused or (all_flat and refused.total() >= _MOSTLY * total):
         return _ill_formed(evidence, refused, setting)
     correct, wrong = evidence.training["correct"], _wrong(evidence.training).total()
     if not all_flat:
         # Completions of one class alone: the groups that they belong to will be flat.
         is_uniform = training in (correct, wrong)
-        if not is_uniform or training < (_MIN_ILL_FORMED if is_late else _MIN_COMPLETIONS):
+        is_enough = training >= _MIN_COMPLETIONS and len(evidence.prompts) >= _MIN_PROMPTS
+        if not (is_uniform and is_enough):
             return None
     if not correct:
         return _never_correct(evidence, setting, records)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.evaluation import AUTO_PROMPTS
 from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config, EvalConfig
 from megatron_rl.evaluation.figures import Figure, maj_figures, mean_figure, pass_figures
@@ -21,8 +22,8 @@ from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.prompts import PromptSets
 
 FINAL_LABEL = "after"
-AUTO_PROMPTS = 256
-"""Most prompts that eval.prompts = "auto" evaluates on."""
+_FEW_PROMPTS = 30
+"""Of fewer, the standard error of an accuracy may exceed 0.09."""
 VOTED_SAMPLES = 128
 """Votes of more completions are left to eval.json: they take seconds, and peers would wait."""
 
@@ -43,6 +44,14 @@ class EvaluationSet:
     def completions(self) -> int:
         """Completions of all its prompts."""
         return len(self.prompts) * self.samples
+
+    @property
+    def described(self) -> str:
+        """How many prompts of which kind."""
+        count = len(self.prompts)
+        return (
+            f"{count} prompts of the set {self.name}" if self.name else f"{count} held-out prompts"
+        )
 
     def label(self, label: str) -> str:
         """Name of an evaluation on this set, in metrics and files."""
@@ -70,6 +79,28 @@ def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
     return sets
 
 
+def describe_evaluation(sets: Sequence[EvaluationSet]) -> list[str]:
+    """Lines on what is evaluated on, and what is too small to tell anything."""
+    if not sets:
+        return []
+    parts = [
+        f"{one.described} ({one.samples} completion{'s' if one.samples > 1 else ''} each, "
+        f"temperature {one.sampling.temperature:g})"
+        for one in sets
+    ]
+    lines = [f"evaluated on: {', '.join(parts)}"]
+    for one in sets:
+        if len(one.prompts) < _FEW_PROMPTS:
+            error = 0.5 / len(one.prompts) ** 0.5
+            lines.append(
+                f"warning: {one.described} are too few: the standard error of their accuracy is up "
+                f"to {error:.2f}, so only a gain of {8**0.5 * error:.2f} would be beyond two "
+                "standard errors. Give more prompts, raise prompts.held_out_share, or name a "
+                "larger set in [[eval.sets]]"
+            )
+    return lines
+
+
 def _default_limit(config: Config) -> int:
     """Tokens of a completion: the same in all stages of a run, so that they can be compared."""
     return config.eval.max_new_tokens or longest_stage(config).sampling.max_new_tokens
@@ -78,7 +109,9 @@ def _default_limit(config: Config) -> int:
 def completion_limits(config: Config, prompts: PromptSets) -> dict[str, int]:
     """Tokens that a completion of each prompt that may be evaluated on can have, by its id."""
     default = _default_limit(config)
-    limits = {prompt.id: default for prompt in prompts.held_out}
+    training = longest_stage(config).sampling.max_new_tokens
+    # A spare one may be trained on too.
+    limits = {p.id: max(default, training * p.is_spare) for p in prompts.held_out}
     for one in config.eval.sets:
         own = one.max_new_tokens or default
         limits |= {prompt.id: own for prompt in prompts.eval_sets[one.name]}

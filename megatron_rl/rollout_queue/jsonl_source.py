@@ -158,7 +158,8 @@ def with_splits(prompts: list[Prompt], held_out_share: float) -> list[Prompt]:
     """Lines without a split get one by the hash of their question, whatever the other lines are.
 
     A question that another line puts into a split follows it. With a share above 0 at least one of
-    two or more questions is held out.
+    two or more questions is held out. Prompts that a hash holds out are spare; with a share of 1
+    none is, because nothing of the source may be trained on.
     """
     questions = [prompt.normalized_question for prompt in prompts]
     split_of: dict[str, str] = {}
@@ -171,7 +172,13 @@ def with_splits(prompts: list[Prompt], held_out_share: float) -> list[Prompt]:
     if held_out_share > 0 and len(places) > 1 and "held_out" not in split_of.values():
         split_of[min(places, key=lambda question: places[question])] = "held_out"
     return [
-        prompt if prompt.split else msgspec.structs.replace(prompt, split=split_of[question])
+        prompt
+        if prompt.split
+        else msgspec.structs.replace(
+            prompt,
+            split=split_of[question],
+            is_spare=held_out_share < 1 and question in places and split_of[question] == "held_out",
+        )
         for question, prompt in zip(questions, prompts, strict=True)
     ]
 

@@ -53,6 +53,11 @@ class PromptSets:
         return [config.prompts[source].weight for source in used]
 
     @property
+    def sizes(self) -> list[int]:
+        """Counts of train prompts, by source."""
+        return [len(prompts) for prompts in self.train]
+
+    @property
     def all(self) -> list[Prompt]:
         """Train and held-out prompts, and those of evaluation sets."""
         return [prompt for prompts in (*self.train, *self.evaluated) for prompt in prompts]
@@ -76,6 +81,90 @@ class PromptSets:
         return text + (f"; {self.dropped} left out ({DROPPED})" if self.dropped else "")
 
 
+@dataclasses.dataclass(frozen=True)
+class PromptMaterial:
+    """What all sources hold, before it is known what is held out."""
+
+    sources: list[PromptSource]
+    loaded: list[list[Prompt]]
+    """By source."""
+    eval_sets: dict[str, list[Prompt]]
+    notes: tuple[str, ...]
+    files: tuple[Path, ...]
+
+    def divide(
+        self, dropped: frozenset[str] = frozenset(), *, most_held_out: int | None = None
+    ) -> PromptSets:
+        """Separate the splits.
+
+        dropped: ids of prompts to leave out, because they cannot be rendered. most_held_out: an
+        evaluation looks at the first prompts held out, up to this number. Later ones that a hash
+        holds out are trained on; None: none of them is. A prompt that is trained on stays so when
+        prompts are added, because they only push others out of the first.
+        """
+        loaded = [[p for p in prompts if p.id not in dropped] for prompts in self.loaded]
+        eval_sets = {
+            name: [p for p in prompts if p.id not in dropped]
+            for name, prompts in self.eval_sets.items()
+        }
+        apart = _interleave([[p for p in ps if p.split == "held_out"] for ps in self.loaded])
+        held_out = [prompt for prompt in apart if prompt.id not in dropped]
+        if most_held_out is not None:
+            first, later = held_out[:most_held_out], held_out[most_held_out:]
+            held_out = first + [prompt for prompt in later if not prompt.is_spare]
+        held = {prompt.normalized_question for prompt in held_out}
+        for prompts in eval_sets.values():
+            held |= {prompt.normalized_question for prompt in prompts}
+        # A spare one that is held out asks a question of `held`.
+        candidates = [[p for p in ps if p.split == "train" or p.is_spare] for ps in loaded]
+        train = [
+            [
+                msgspec.structs.replace(p, split="train", is_spare=False) if p.is_spare else p
+                for p in prompts
+                if p.normalized_question not in held
+            ]
+            for prompts in candidates
+        ]
+        used = [i for i, prompts in enumerate(train) if prompts]
+        whole = [
+            prompt for prompts in (*self.loaded, *self.eval_sets.values()) for prompt in prompts
+        ]
+        chosen = {prompt.id for prompt in held_out}
+        return PromptSets(
+            [train[i] for i in used],
+            [self.sources[i].weight for i in used],
+            held_out,
+            sum(p.id not in chosen for ps in candidates for p in ps) - sum(map(len, train)),
+            dropped=sum(prompt.id in dropped for prompt in whole),
+            eval_sets=eval_sets,
+            sources=tuple(used),
+            notes=self.notes,
+            files=self.files,
+        )
+
+
+def read_prompts(
+    sources: list[PromptSource], seed: int, *, eval_sets: Sequence[EvalSet] = ()
+) -> PromptMaterial:
+    """Read all sources. Raises InputError."""
+    if not sources and not eval_sets:
+        raise InputError("no prompts are configured: add a [[prompts]] section")
+    readings = [read_source(source, seed, key="prompts.kind") for source in sources]
+    loaded = _with_unique_ids([reading.prompts for reading in readings])
+    evaluated = {}
+    for one in eval_sets:
+        reading = _read_eval_set(one, seed)
+        evaluated[one.name] = reading.prompts
+        readings.append(reading)
+    return PromptMaterial(
+        sources,
+        loaded,
+        evaluated,
+        notes=tuple(note for reading in readings for note in reading.notes),
+        files=tuple(dict.fromkeys(file for reading in readings for file in reading.files)),
+    )
+
+
 def load_prompts(
     sources: list[PromptSource],
     seed: int,
@@ -83,41 +172,32 @@ def load_prompts(
     *,
     eval_sets: Sequence[EvalSet] = (),
 ) -> PromptSets:
-    """Load all sources and separate the splits. Raises InputError.
+    """All that sources hold, every prompt held out that may be. Raises InputError."""
+    return read_prompts(sources, seed, eval_sets=eval_sets).divide(dropped)
 
-    dropped: ids of prompts to leave out, because they cannot be rendered.
+
+def prompts_of_run(
+    config: Config, dropped: frozenset[str] = frozenset(), *, cursor: PromptCursor | None = None
+) -> PromptSets:
+    """The prompts as a run divides them. Raises InputError.
+
+    cursor: of the run that is resumed. One that began when nothing held out was trained on keeps
+    that rule.
     """
-    if not sources and not eval_sets:
-        raise InputError("no prompts are configured: add a [[prompts]] section")
-    readings = [read_source(source, seed, key="prompts.kind") for source in sources]
-    loaded = _with_unique_ids([reading.prompts for reading in readings])
-    held_out = _interleave([[p for p in prompts if p.split == "held_out"] for prompts in loaded])
-    evaluated = {}
-    for one in eval_sets:
-        reading = _read_eval_set(one, seed)
-        evaluated[one.name] = reading.prompts
-        readings.append(reading)
-    held_out_questions = {prompt.normalized_question for prompt in held_out}
-    for prompts in evaluated.values():
-        held_out_questions |= {prompt.normalized_question for prompt in prompts}
-    train, removed = [], 0
-    for prompts in loaded:
-        candidates = [prompt for prompt in prompts if prompt.split == "train"]
-        kept = [p for p in candidates if p.normalized_question not in held_out_questions]
-        removed += len(candidates) - len(kept)
-        train.append(kept)
-    used = [i for i, prompts in enumerate(train) if prompts]
-    sets = PromptSets(
-        [train[i] for i in used],
-        [sources[i].weight for i in used],
-        held_out,
-        removed,
-        eval_sets=evaluated,
-        sources=tuple(used),
-        notes=tuple(note for reading in readings for note in reading.notes),
-        files=tuple(dict.fromkeys(file for reading in readings for file in reading.files)),
+    material = read_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    sets = material.divide(dropped, most_held_out=most_held_out(config))
+    if cursor is not None and cursor.sizes != sets.sizes:
+        earlier = material.divide(dropped)
+        if cursor.sizes == earlier.sizes:
+            return earlier
+    return sets
+
+
+def most_held_out(config: Config) -> int:
+    """Prompts that an evaluation looks at, beside its sets."""
+    return config.eval.most_held_out(
+        chooses=bool(config.sft.candidates and not config.sft.choose_by)
     )
-    return without(sets, dropped)
 
 
 def _read_eval_set(wanted: EvalSet, seed: int) -> Reading:
@@ -139,29 +219,6 @@ def _read_eval_set(wanted: EvalSet, seed: int) -> Reading:
             '"train" do not count), or lower eval.sets.problems'
         )
     return reading._replace(prompts=prompts[: wanted.problems])
-
-
-def without(sets: PromptSets, dropped: frozenset[str]) -> PromptSets:
-    """The same sets but for the prompts with these ids."""
-    train = [[p for p in prompts if p.id not in dropped] for prompts in sets.train]
-    used = [i for i, prompts in enumerate(train) if prompts]
-    held_out = [prompt for prompt in sets.held_out if prompt.id not in dropped]
-    eval_sets = {
-        name: [prompt for prompt in prompts if prompt.id not in dropped]
-        for name, prompts in sets.eval_sets.items()
-    }
-    kept = PromptSets(
-        [train[i] for i in used],
-        [sets.weights[i] for i in used],
-        held_out,
-        sets.duplicates_removed,
-        eval_sets=eval_sets,
-        sources=tuple(sets.sources[i] for i in used) if sets.sources else (),
-        notes=sets.notes,
-        files=sets.files,
-    )
-    left_out = len(sets.all) - len(kept.all)
-    return dataclasses.replace(kept, dropped=sets.dropped + left_out)
 
 
 def _with_unique_ids(loaded: list[list[Prompt]]) -> list[list[Prompt]]:
@@ -251,20 +308,18 @@ class PromptStream:
 
     def state(self) -> PromptCursor:
         """Where the stream stands."""
-        return PromptCursor(self._draws, list(self._taken), self._sizes, self._seed)
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [len(prompts) for prompts in self._sets.train]
+        return PromptCursor(self._draws, list(self._taken), self._sets.sizes, self._seed)
 
     def restore(self, cursor: PromptCursor) -> None:
         """Continue where `cursor` was taken; the prompts must be the same. Raises InputError."""
-        if (cursor.sizes, cursor.seed) != (self._sizes, self._seed):
+        sizes = self._sets.sizes
+        if (cursor.sizes, cursor.seed) != (sizes, self._seed):
             raise InputError(
                 f"the saved prompt cursor is for {len(cursor.sizes)} sources of {cursor.sizes} "
-                f"train prompts with run.seed={cursor.seed}; this run has {len(self._sizes)} of "
-                f"{self._sizes} with run.seed={self._seed}: resume with the prompts and the seed "
-                "of the saved run, and its limits of tokens, by which prompts are left out"
+                f"train prompts with run.seed={cursor.seed}; this run has {len(sizes)} of "
+                f"{sizes} with run.seed={self._seed}: resume with the prompts and the seed "
+                "of the saved run, its eval.prompts and its limits of tokens, by which prompts are "
+                "held out or left out"
             )
         self._draws = cursor.draws
         self._taken = list(cursor.taken)

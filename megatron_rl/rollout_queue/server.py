@@ -27,7 +27,7 @@ from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.wire import Router
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
 from megatron_rl.rollout_queue.dropped_prompts import read_dropped
-from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.prompts import prompts_of_run
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import RecordFiles
 from megatron_rl.rollout_queue.record_thread import RecordThread
@@ -111,7 +111,11 @@ def main(
 ) -> None:
     """Load the prompts, open the endpoints, serve."""
     dropped = read_dropped(config.run.dir)
-    prompts = load_prompts(config.prompts, config.run.seed, dropped, eval_sets=config.eval.sets)
+    resumed = find_resume(config.checkpoint, config.run.dir)
+    state = None
+    if resumed is not None and config.train.steps and not evaluate_only:
+        state = read_queue_state(resumed)
+    prompts = prompts_of_run(config, dropped, cursor=state.cursor if state else None)
     log.info("%s", prompts.describe())
     with ExitStack() as stack:
         metrics = JsonlWriter(config.run.dir / "metrics.jsonl", "queue")
@@ -124,9 +128,8 @@ def main(
             evaluate_only=evaluate_only,
             now=time.monotonic(),
         )
-        resumed = find_resume(config.checkpoint, config.run.dir)
-        if resumed is not None and config.train.steps and not evaluate_only:
-            coordinator.resume(read_queue_state(resumed))
+        if state is not None:
+            coordinator.resume(state)
         if cold_start is not None:
             coordinator.await_cold_start()
         ports = {

@@ -191,8 +191,8 @@ def test_quickstart_given_again_goes_on_with_its_own_folder(tmp_path: Path) -> N
     python.write_text(PYTHON.format(root=EXAMPLES.parent, python=sys.executable))
     python.chmod(0o755)
 
-    def quickstart(folder: Path) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "examples/quickstart.sh", "--tiny", "--run-dir", str(folder)]
+    def quickstart(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "examples/quickstart.sh", "--tiny", "--run-dir", str(folder), *more]
         return subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=100)
 
     def files() -> dict[Path, int]:
@@ -207,6 +207,9 @@ def test_quickstart_given_again_goes_on_with_its_own_folder(tmp_path: Path) -> N
     assert {path: time for path, time in files().items() if path.name != "config.toml"} == made
     calls = Path(f"{python}.calls").read_text().splitlines()
     assert len(calls) == 2 and calls[0] == calls[1] and f"--run-dir {run_dir}" in calls[0]
+    assert not any(load_config(EXAMPLES / f"{n}.toml").sft.control for n in ("quickstart", "tiny"))
+    quickstart(run_dir, "--control")
+    assert Path(f"{python}.calls").read_text().splitlines()[2].split()[-1] == "sft.control=true"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").touch()
     refused = quickstart(tmp_path / "other")

@@ -273,7 +273,7 @@ def test_prompts_without_room_are_left_out_and_the_first_is_named(
     ]  # fmt: skip
     assert report.notes[0].startswith("prompts: 3 for training, 3 held out; 2 left out")
     expected = f"2 prompts are left out, .* the first is {path}:5: the prompt has 100 tokens; .* 99"
-    assert re.search(expected, report.notes[1])
+    assert re.search(expected, report.notes[3])
 
 
 def test_a_run_without_a_prompt_that_has_room_is_refused(
@@ -305,7 +305,7 @@ def test_the_system_prompts_of_the_tasks_in_use_are_shown(
     assert report.dropped == []
     counts = re.match(r"prompts: (\d+) for training, (\d+) held out$", report.notes[0])
     assert counts and int(counts[1]) + int(counts[2]) == 30 and int(counts[2]) > 0
-    shown, none = report.notes[1:]
+    shown, none = report.notes[-2:]
     assert shown.startswith("system prompt (exact, math): ") and "\\n<think>" in shown
     assert shown.endswith(f"shown before each prompt: {json.dumps(DEMONSTRATION)}")
     assert none == "system prompt (plain): none"

@@ -12,6 +12,7 @@ from megatron_rl.rollout_queue.evaluation import (
     AUTO_PROMPTS,
     Evaluation,
     EvaluationSet,
+    describe_evaluation,
     label_at,
     problem_of,
     select_held_out,
@@ -109,3 +110,15 @@ def test_automatic_size_takes_what_there_is_up_to_a_limit() -> None:
     assert select_held_out([], EvalConfig(prompts=0)) == []
     with pytest.raises(InputError, match="eval.prompts=auto, but .* only 0 held-out"):
         select_held_out([], EvalConfig())
+
+
+def test_it_is_said_what_is_evaluated_on_and_that_a_handful_tells_nothing() -> None:
+    def said(count: int, name: str = "") -> list[str]:
+        prompts = [make_prompt(str(n)) for n in range(count)]
+        return describe_evaluation([EvaluationSet(name, prompts, 4, Sampling(16, 1.0))])
+
+    assert said(30) == ["evaluated on: 30 held-out prompts (4 completions each, temperature 1)"]
+    line, warning = said(4, "aime")
+    assert "4 of the set aime prompts" not in line and "4 prompts of the set aime" in line
+    # 0.5 / sqrt(4); two standard errors of a difference: 2 sqrt(2) 0.25.
+    assert "up to 0.25," in warning and "gain of 0.71" in warning

@@ -1,14 +1,16 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import EvalSet
-from megatron_rl.config.tree import PromptSource
+from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.config.tree import Config, PromptSource
 from megatron_rl.protocol.types import Prompt
-from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream, load_prompts
+from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream, load_prompts, prompts_of_run
 from tests.rollout_queue.makers import make_prompt
 
 
@@ -208,3 +210,66 @@ def test_evaluation_sets_have_prompts_of_their_own_which_are_not_trained_on(tmp_
     assert [p.id for p in alone.all] == ["aime/aime:1"] and alone.dropped == 1
     with pytest.raises(InputError, match="'aime' has 2 prompts .* expected 5"):
         load_prompts([], 0, eval_sets=[wanted.model_copy(update={"problems": 5})])
+
+
+def run_of(folder: Path, questions: list[str], *overrides: str) -> Config:
+    rows = [json.dumps({"question": q, "answer": "1"}) for q in questions]
+    source = write(folder, *rows)
+    config = Config(prompts=[source])
+    (folder / "c.toml").write_text(dump_toml(config))
+    return load_config(folder / "c.toml", overrides)
+
+
+def trained_and_held(config: Config, **more: Any) -> tuple[set[str], set[str]]:
+    sets = prompts_of_run(config, **more)
+    trained = {p.question for prompts in sets.train for p in prompts}
+    assert all(p.split == "train" and not p.is_spare for ps in sets.train for p in ps)
+    return trained, {p.question for p in sets.held_out}
+
+
+def test_only_prompts_that_an_evaluation_looks_at_are_held_out(tmp_path: Path) -> None:
+    questions = [f"question {n}?" for n in range(4000)]
+    config = run_of(tmp_path, questions)
+    trained, held = trained_and_held(config)
+    assert len(held) == 256 and trained == set(questions) - held
+    _, all_held = trained_and_held(run_of(tmp_path, questions, "eval.prompts=4000"))
+    assert 320 < len(all_held) < 480 and held < all_held
+    # The first of the file, which earlier versions evaluated on as well.
+    assert held == set([q for q in questions if q in all_held][:256])
+    for nothing in (["eval.prompts=0"], ["eval.sets=[{name='own', prompts={path='x'}}]"]):
+        found = run_of(tmp_path, questions, *nothing)
+        (tmp_path / "eval.jsonl").write_text('{"question": "question 7?", "answer": "1"}\n')
+        sets = [s.model_copy(update={"prompts": PromptSource(path=tmp_path / "eval.jsonl")})
+                for s in found.eval.sets]  # fmt: skip
+        found = found.model_copy(update={"eval": found.eval.model_copy(update={"sets": sets})})
+        assert trained_and_held(found) == (
+            set(questions) - ({"question 7?"} if sets else set()),
+            set(),
+        )
+    # Said to be for evaluation alone: nothing of it is trained on.
+    whole = run_of(tmp_path, questions, "prompts.0.held_out_share=1.0")
+    assert trained_and_held(whole) == (set(), set(questions))
+
+
+def test_a_train_prompt_stays_one_when_prompts_are_added(tmp_path: Path) -> None:
+    old = [f"question {n}?" for n in range(0, 6000, 2)]
+    trained, _ = trained_and_held(run_of(tmp_path, old))
+    grown = sorted({*old, *(f"question {n}?" for n in range(6000))}, key=lambda q: int(q[9:-1]))
+    now, held = trained_and_held(run_of(tmp_path, grown))
+    assert trained < now and len(held) == 256
+
+
+def test_twins_of_a_held_out_prompt_do_not_train(tmp_path: Path) -> None:
+    questions = [f"question {n}?" for n in range(4000)]
+    trained, held = trained_and_held(run_of(tmp_path, questions + [q.upper() for q in questions]))
+    assert not {q.upper() for q in held} & {q.upper() for q in trained}
+
+
+def test_a_run_that_began_by_the_older_rule_resumes_by_it(tmp_path: Path) -> None:
+    config = run_of(tmp_path, [f"question {n}?" for n in range(4000)])
+    trained, held = trained_and_held(config)
+    older = load_prompts(config.prompts, config.run.seed)
+    assert older.sizes < [len(trained)]
+    cursor = PromptStream(older, 0).state()
+    sets = prompts_of_run(config, cursor=cursor)
+    assert sets.train == older.train and {p.question for p in sets.held_out[:256]} == held

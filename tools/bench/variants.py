@@ -14,7 +14,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.render import open_renderer
-from megatron_rl.rollout_queue.prompts import PromptStream, load_prompts
+from megatron_rl.rollout_queue.prompts import PromptStream, prompts_of_run
 from tools.bench.children import run_child
 from tools.bench.measures import StepMark, marks_from_metrics, marks_from_peer
 
@@ -194,7 +194,7 @@ def write_peer_prompts(config: Config, path: Path, *, task: str = "exact") -> in
     or the tokenizer cannot be read, ValueError for another task than the peer grades.
     """
     renderer = open_renderer(config)
-    sets = load_prompts(config.prompts, config.run.seed)
+    sets = prompts_of_run(config)
     stream = PromptStream(sets, config.run.seed)
     prompts = [stream.next() for part in sets.train for _ in part]
     tasks = {prompt.task for prompt in prompts}

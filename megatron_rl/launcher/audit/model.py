@@ -25,7 +25,7 @@ from megatron_rl.protocol.render import Renderer, open_renderer
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.evaluation import select_held_out
-from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.prompts import prompts_of_run
 
 PROBE_PROMPTS = 32
 BATCH = 64
@@ -43,7 +43,7 @@ def audit_model(run_dir: Path) -> dict[str, object]:
     cfg = load_config(run_dir / "config.toml", [override("model.path", str(folder))])
     cfg = cfg.model_copy(update={"parallel": ParallelConfig()})
     renderer = open_renderer(cfg)
-    sets = load_prompts(cfg.prompts, cfg.run.seed, read_dropped(run_dir))
+    sets = prompts_of_run(cfg, read_dropped(run_dir))
     prompts = select_held_out(sets.held_out, cfg.eval)
     summary = json.loads((run_dir / "summary.json").read_text())
     findings = compare_accuracy(cfg, renderer, prompts, summary)

@@ -25,7 +25,7 @@ from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.render import RenderError, open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
-from megatron_rl.rollout_queue.prompts import PromptSets, load_prompts
+from megatron_rl.rollout_queue.prompts import PromptSets, prompts_of_run
 
 _NAMED_KINDS = ("hub", "reasoning_gym")
 _RENDER_S = 120.0
@@ -171,7 +171,7 @@ def show(
         if value < 1:
             raise InputError(f"{name} {value}: expected 1 or more")
     config = read_source_config(source, overrides, model, configs)
-    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    sets = prompts_of_run(config)
     known = _of_split(sets, split)
     chosen = known[max(0, start) : max(0, start) + rows]
     if not chosen:

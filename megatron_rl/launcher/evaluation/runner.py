@@ -27,7 +27,7 @@ from megatron_rl.launcher.run_folder import CONFIG, locked
 from megatron_rl.launcher.session import Session
 from megatron_rl.rollout_queue.evaluated import read_evaluated
 from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
-from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.rollout_queue.prompts import prompts_of_run
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
     is_again = _check_earlier(config, label)
     prompts = preflight.check(config, is_known_folder=is_again)
     dropped = frozenset(prompt.id for prompt in prompts.dropped)
-    loaded = load_prompts(config.prompts, config.run.seed, dropped, eval_sets=config.eval.sets)
+    loaded = prompts_of_run(config, dropped)
     sets = evaluation_sets(config, loaded)
     if dry_in is not None:
         problems = sum(len(one.prompts) for one in sets)
