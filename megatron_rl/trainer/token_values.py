@@ -77,7 +77,7 @@ class ValuesOfTokens:
             gradient=weight.main_grad if adds_itself else None,
             is_sole_user=not is_embedding,
             differentiates_entropy=self._objective.has_entropy_bonus,
-            reference=None if reference is None else reference.to(self._policy.device),
+            reference=None if reference is None else reference.to(selected.device),
             memory=self._memory,
         )
         return token_logprobs(selected, batch.targets, layer)
