@@ -82,6 +82,13 @@ class Backend:
                 "optimizer state is in host memory anyway; nearest possible: false"
             )
 
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of host memory on the device; the caller does not wait for the copy."""
+        if self.device.type == "cpu":
+            return tensor
+        # From pageable memory the copy would wait for all that the device has to do before it.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
     def host_group(self, timeout_s: float) -> dist.ProcessGroup:
         """A new group of all trainer ranks for tensors in host memory. Collective."""
         return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
