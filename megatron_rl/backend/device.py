@@ -82,6 +82,23 @@ class Backend:
                 "optimizer state is in host memory anyway; nearest possible: false"
             )
 
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of host memory on the device; the caller does not wait for the copy."""
+        if self.device.type == "cpu":
+            return tensor
+        # From pageable memory the copy would wait for all that the device has to do before it.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def host_copy(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy in host memory that the device reads and writes while the host goes on."""
+        copy = tensor.detach().to("cpu", dtype, copy=True)
+        return copy if self.device.type == "cpu" else copy.pin_memory()
+
+    def wait(self) -> None:
+        """Wait for all work that this rank has given to the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def host_group(self, timeout_s: float) -> dist.ProcessGroup:
         """A new group of all trainer ranks for tensors in host memory. Collective."""
         return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))

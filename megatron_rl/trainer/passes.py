@@ -4,7 +4,7 @@ Used by trainer ranks: for the policy, and for a teacher of another size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_rl.trainer.kept_reference import kept_weight, with_weight_on
 from megatron_rl.trainer.loss_tokens import NOTHING, Known
 from megatron_rl.trainer.model.build import packed_params
 from megatron_rl.trainer.model.collate import MicroBatch, collate, context_shard
-from megatron_rl.trainer.model.filling import fill
+from megatron_rl.trainer.model.filling import check_fits, fill
 from megatron_rl.trainer.model.last_stage import without_output_layer
 from megatron_rl.trainer.model.logprobs import TokenLogprobs
 from megatron_rl.trainer.model.policy import Policy
@@ -32,6 +32,22 @@ from megatron_rl.weights.folders.load import unwrap
 PassInput = tuple[MicroBatch, Known]
 """What one pass through the model takes: a microbatch, and what is known of its tokens."""
 ForwardStep = Callable[[Iterator[PassInput], torch.nn.Module], tuple[Tensor, Callable]]
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """The microbatches of a minibatch, each made when a pass takes it: none is kept."""
+
+    shares: list[list[TrainSequence]]
+    known: list[Known]
+    collate: Callable[[list[TrainSequence]], MicroBatch]
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def __iter__(self) -> Iterator[PassInput]:
+        for share, known in zip(self.shares, self.known, strict=True):
+            yield self.collate(share), known
 
 
 class Passes:
@@ -50,19 +66,24 @@ class Passes:
         )
         self._forward_backward = get_forward_backward_func()
 
-    def inputs(self, minibatch: MinibatchShare, known: Sequence[Known] = ()) -> list[PassInput]:
-        """The microbatches as this rank's stage takes them."""
+    def inputs(self, minibatch: MinibatchShare, known: Sequence[Known] = ()) -> PassInputs:
+        """The microbatches as this rank's stage takes them.
+
+        Raises InputError for one that does not fit into train.pad_microbatches.
+        """
         # Megatron's interleaved schedule needs a multiple of the stages: placeholders fill it up.
         missing = -len(minibatch.microbatches) % self.policy.microbatch_multiple
         shares = [*minibatch.microbatches, *([] for _ in range(missing))]
-        batches = [
-            replace(self._microbatch(share), temperature=minibatch.temperature).to(
-                self.policy.device
-            )
-            for share in shares
-        ]
-        known = with_weight_on(self.policy.device, known) or [NOTHING] * len(batches)
-        return list(zip(batches, known, strict=True))
+        if positions := self.policy.fixed_positions:
+            check_fits(max(sum(len(s.token_ids) for s in share) for share in shares), positions)
+        known = with_weight_on(self.policy.device, known) or [NOTHING] * len(shares)
+        send = self.policy.backend.send
+
+        def collated(share: list[TrainSequence]) -> MicroBatch:
+            batch = self._microbatch(share)
+            return replace(batch, temperature=minibatch.temperature).moved(send)
+
+        return PassInputs(shares, known, collated)
 
     def _microbatch(self, sequences: list[TrainSequence]) -> MicroBatch:
         """The sequences packed, as far as this context rank holds them."""
@@ -83,7 +104,7 @@ class Passes:
         rank = parallel_state.get_context_parallel_rank()
         return context_shard(batch, shard_positions(batch.sequence_starts, rank, ranks))
 
-    def run(self, inputs: list[PassInput], step: ForwardStep, *, is_training: bool) -> list[Any]:
+    def run(self, inputs: PassInputs, step: ForwardStep, *, is_training: bool) -> list[Any]:
         """Each microbatch through the pipeline; what `step` reports of it, on last stages."""
         # Megatron keeps replayed choices in lists until they are recomputed from, if they ever are.
         forget_choices(self.policy.chunks)
@@ -120,7 +141,7 @@ class Passes:
         return self._values.of(batch, known, hidden)
 
     @torch.no_grad()
-    def all_values(self, inputs: list[PassInput]) -> list[TokenLogprobs]:
+    def all_values(self, inputs: PassInputs) -> list[TokenLogprobs]:
         """Of each microbatch, without gradient; nothing on stages that compute no loss."""
         return self.run(inputs, self._value_step, is_training=False)
 

@@ -29,10 +29,11 @@ class Reference:
         self._parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
         self._decay = decay
         self._hidden = policy.shape.hidden
-        self._own = [_host_copy(p) for p in self._parameters]
+        self._backend = policy.backend
+        self._own = [self._backend.host_copy(p) for p in self._parameters]
         # A moving average in bfloat16 would stand still: its steps are below the rounding.
         dtype = None if decay is None else torch.float32
-        self._weights = [weight.to(dtype or weight.dtype, copy=True) for weight in self._own]
+        self._weights = [self._backend.host_copy(p, dtype) for p in self._parameters]
 
     @property
     def is_average(self) -> bool:
@@ -43,7 +44,8 @@ class Reference:
     def in_place(self) -> Iterator[None]:
         """The policy has the reference's weights inside, and its own again outside.
 
-        The policy's parameters must be complete (`Trainer.gather`).
+        The policy's parameters must be complete (`Trainer.gather`). The copies follow each other in
+        the device's stream; the host waits for none of them.
         """
         _copy(self._parameters, self._own)
         _copy(self._weights, self._parameters)
@@ -65,6 +67,7 @@ class Reference:
     def take(self) -> None:
         """From now on the reference has the weights that are in the policy's place."""
         _copy(self._parameters, self._weights)
+        self._backend.wait()
 
     def follow(self, gather: Callable[[], None]) -> None:
         """After a step of the optimizer; gather: completes the policy's parameters."""
@@ -73,7 +76,10 @@ class Reference:
         gather()
         with torch.no_grad():
             for weight, parameter in zip(self._weights, self._parameters, strict=True):
-                weight.lerp_(parameter.detach().to(weight), 1 - self._decay)
+                average = weight.to(parameter.device, non_blocking=True)
+                average.lerp_(parameter.float(), 1 - self._decay)
+                weight.copy_(average, non_blocking=True)
+        self._backend.wait()
 
 
 def open_reference(
@@ -102,11 +108,11 @@ def open_reference(
     return reference
 
 
-def _host_copy(parameter: Tensor) -> Tensor:
-    return parameter.detach().to("cpu", copy=True)
-
-
 @torch.no_grad()
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
+        if source.dtype != target.dtype:
+            # On the device: the host converts slowly, and the copy would wait for it.
+            device = target.device if source.device.type == "cpu" else source.device
+            source = source.to(device, non_blocking=True).to(target.dtype)
+        target.copy_(source, non_blocking=True)

@@ -38,7 +38,7 @@ from megatron_rl.trainer.optimizer import (
     step_if_finite,
     zero_gradients,
 )
-from megatron_rl.trainer.passes import Passes, PassInput
+from megatron_rl.trainer.passes import Passes, PassInput, PassInputs
 from megatron_rl.trainer.reference import Reference, open_reference
 from megatron_rl.trainer.scored_reference import ScoredReference
 from megatron_rl.trainer.teacher import Teacher
@@ -234,11 +234,9 @@ class Trainer:
         return Totals(self._sums.named(sums), mismatch)
 
     @torch.no_grad()
-    def _with_soft_values(
-        self, inputs: list[PassInput], minibatch: MinibatchShare
-    ) -> list[PassInput]:
+    def _with_soft_values(self, inputs: PassInputs, minibatch: MinibatchShare) -> PassInputs:
         """The inputs with soft values, from what is known already of whole groups."""
-        if inputs[0][1].reference_logprobs is None:
+        if inputs.known[0].reference_logprobs is None:
             return inputs
         parts = [
             tokens_of(batch, known.reference_logprobs, known, version=0) for batch, known in inputs
@@ -247,15 +245,16 @@ class Trainer:
         found = soft_values(tokens, self._objective.cfg.shaping.temperature)
         sizes = [len(part.segments.ends) for part in parts]
         split = zip(*(values.split(sizes) for values in found), strict=True)
-        return [
-            (batch, replace(known, soft=SoftValues(*mine)))
-            for (batch, known), mine in zip(inputs, split, strict=True)
+        known = [
+            replace(known, soft=SoftValues(*mine))
+            for known, mine in zip(inputs.known, split, strict=True)
         ]
+        return replace(inputs, known=known)
 
     @torch.no_grad()
     def _with_advantages(
-        self, inputs: list[PassInput], minibatch: MinibatchShare, version: int
-    ) -> list[PassInput]:
+        self, inputs: PassInputs, minibatch: MinibatchShare, version: int
+    ) -> PassInputs:
         """The inputs with advantages that depend on the logprobs of whole groups, by one pass."""
         found = self._passes.all_values(inputs)
         if not found:
@@ -266,10 +265,11 @@ class Trainer:
         ]
         tokens = whole_groups(parts, groups=minibatch.groups, members=minibatch.members)
         advantages = self._objective.advantages(tokens).split([len(p.weights) for p in parts])
-        return [
-            (batch, replace(known, advantages=mine))
-            for (batch, known), mine in zip(inputs, advantages, strict=True)
+        known = [
+            replace(known, advantages=mine)
+            for known, mine in zip(inputs.known, advantages, strict=True)
         ]
+        return replace(inputs, known=known)
 
     def _loss_step(
         self,

@@ -37,7 +37,7 @@ class Teacher:
         chunks = build_frozen(policy.backend, cfg, shape)
         load_weights(chunks, shape, folder)
         self.parameters = [p for chunk in chunks for p in chunk.parameters()]
-        self._host = [p.detach().to("cpu", copy=True) for p in self.parameters]
+        self._host = [policy.backend.host_copy(p) for p in self.parameters]
         self._leave_device()
         own = replace(policy, shape=shape, chunks=chunks, cfg=cfg)
         self._passes = Passes(own, objective, train, vocab=min(shape.vocab, policy.shape.vocab))

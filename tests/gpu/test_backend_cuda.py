@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_rl.config.files import load_config
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
+from megatron_rl.trainer.model.policy import open_policy
+from megatron_rl.trainer.reference import Reference
 from tests.distributed import run_ranks
 from tests.tiny_models import write_model
 
@@ -238,3 +240,27 @@ def adam_difference() -> float:
 def test_fused_adam_steps_like_torch_adamw() -> None:
     # Some units in the last place of numbers up to 4; a wrong moment or decay gives 1e-3.
     assert run_ranks(adam_difference, 1)[0] < 1e-5
+
+
+def swap_of_a_reference(overrides: list[str]) -> tuple[bool, bool, float]:
+    """Whether all copies are pinned, whether the policy is as before, and the reference's error."""
+    with open_policy(load_config(None, overrides)) as policy:
+        reference = Reference(policy, decay=0.5)
+        pinned = all(copy.is_pinned() for copy in (*reference._own, *reference._weights))
+        parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
+        start = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(3)
+        reference.follow(lambda: None)
+        with reference.in_place():
+            pairs = zip(parameters, start, strict=True)
+            error = max(float((p - 2 * s).abs().max()) for p, s in pairs)
+        pairs = zip(parameters, start, strict=True)
+        return pinned, all(torch.equal(p, 3 * s) for p, s in pairs), error
+
+
+def test_a_reference_swaps_through_pinned_memory(model_folder: Path) -> None:
+    overrides = [f"model.path={model_folder}", "model.dtype=float32"]
+    [(pinned, is_kept, error)] = run_ranks(swap_of_a_reference, 1, overrides)
+    assert pinned and is_kept and error < 1e-6

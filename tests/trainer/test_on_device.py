@@ -56,7 +56,7 @@ def devices_of_a_step(preset: str) -> set[str]:
         given["reference"] = {"policy": "/teacher"}
     objective = find_objective(AlgorithmConfig.model_validate(given))
     layout = SumsLayout.of(objective)
-    batch = collate(make_sequences(has_groups=True)).to(DEVICE)
+    batch = collate(make_sequences(has_groups=True)).moved(lambda tensor: tensor.to(DEVICE))
     values, sources = values_of(objective, batch)
     tokens, sequences = (rows(n, dtype=torch.float32).detach() for n in (
         len(batch.targets), len(batch.target_ends)

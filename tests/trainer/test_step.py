@@ -4,6 +4,7 @@ Gradients are compared in Hugging Face layout: they are put in the parameters' p
 the weight export. The reference is transformers' own model with an obvious per-sequence loss.
 """
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.types import TrainSequence
+from megatron_rl.trainer.model.collate import MicroBatch
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.export import export_tensors
@@ -184,3 +187,31 @@ def test_step_with_experts_is_equal_for_every_split(mixture_folder: Path) -> Non
         for name, tensor in after.items():
             step = weights[0][name] - before[name]
             assert (tensor - weights[0][name]).norm() < 1e-3 * step.norm(), name
+
+
+def most_alive(cfg: Config) -> tuple[int, int]:
+    """Microbatches that were collated by all passes of a step, and how many existed at a time."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1)
+        alive: list[int] = []
+        real = trainer._passes._microbatch
+
+        def counted(share: list[TrainSequence]) -> MicroBatch:
+            batch = real(share)
+            alive.append(sum(isinstance(each, MicroBatch) for each in gc.get_objects()))
+            return batch
+
+        trainer._passes._microbatch = counted
+        share = my_share(10, has_groups=True)
+        (known,) = trainer.prepare([share])
+        trainer.update(share, version=0, known=known)
+        return len(alive), max(alive)
+
+
+@pytest.mark.parametrize("layout", ["data=1", "pipeline=2", "pipeline=2 virtual_stages=2"])
+def test_a_microbatch_is_made_when_a_pass_takes_it(model_folder: Path, layout: str) -> None:
+    overrides = [f"parallel.{key}" for key in layout.split()]
+    overrides += ["model.dtype=float32", f"model.path={model_folder}"]
+    cfg = load_config(None, [*overrides, "algorithm.surrogate.old_logprobs=recompute"])
+    for made, alive in run_ranks(most_alive, cfg.parallel.world_size, cfg):
+        assert made >= 12 and alive <= 2

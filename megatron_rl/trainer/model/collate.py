@@ -4,6 +4,7 @@ Runs in trainer ranks. The only place that converts between "this position predi
 and "this token": the output at `loss_positions[i]` predicts `targets[i]`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,12 +56,10 @@ class MicroBatch:
             return len(self.folding.positions)
         return self.tokens.shape[1] - self.filling
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same on another device, but for expert choices."""
+    def moved(self, send: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """The same with all tensors sent to the device, but for expert choices."""
         moved = {
-            name: value.to(device, non_blocking=True)
-            if isinstance(value, Tensor) and name != "expert_choices"
-            else value
+            name: send(value) if isinstance(value, Tensor) and name != "expert_choices" else value
             for name, value in vars(self).items()
         }
         return MicroBatch(**moved)

@@ -185,7 +185,9 @@ def test_choices_stay_narrow_and_on_the_host_until_a_forward_pass_takes_them() -
     first, second, *_ = make_sequences()
     narrow = msgspec.structs.replace(first, expert_choices=first.expert_choices.astype(np.int16))
     width = LAYERS * TOPK
-    batch = collate([narrow], choice_width=width, experts=EXPERTS).to(torch.device("meta"))
+    batch = collate([narrow], choice_width=width, experts=EXPERTS).moved(
+        lambda tensor: tensor.to("meta")
+    )
     assert batch.tokens.device.type == "meta"
     choices = batch.expert_choices
     assert choices is not None and (choices.device.type, choices.dtype) == ("cpu", torch.int16)
