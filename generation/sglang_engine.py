@@ -312,7 +312,9 @@ class SGLangEngine:
     async def _call_loader(
         self, order: Order, timeout_s: float | None = None, version: int | None = None
     ) -> None:
-        write_order(self._setup.orders or orders_path(self._setup.log_path), order)
+        path = self._setup.orders or orders_path(self._setup.log_path)
+        # By a thread: heartbeats must not wait for the run folder's disk.
+        await asyncio.to_thread(write_order, path, order)
         body = {
             "serialized_named_tensors": [NO_TENSORS] * self.world_size,
             "load_format": self.loader,

@@ -47,6 +47,7 @@ from generation.weight_client import WeightClient
 from megatron_rl.config.algorithm import GoldConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.background import BackgroundJsonlWriter
 from megatron_rl.protocol.expert_choices import narrow_choices
 from megatron_rl.protocol.generator_messages import PROMPT_UNRENDERABLE
 from megatron_rl.protocol.keys import load_keys
@@ -315,7 +316,7 @@ async def generate_for(
         # Early, as an engine that shares the trainer's memory asks there before it starts.
         with connect(f"{host}:{ports.weights}") as weights:
             await start_engine(config, engine, weights)
-            metrics = JsonlWriter(config.run.dir / "metrics.jsonl", identity)
+            metrics = BackgroundJsonlWriter(config.run.dir / "metrics.jsonl", identity)
             with (
                 contextlib.closing(metrics),
                 connect(f"{host}:{ports.prompts}") as queue,
@@ -337,7 +338,7 @@ async def generate_for(
 def main(config_path: Path, overrides: list[str], index: int, spread: Spread | None = None) -> None:
     """Serve until the queue says Stop or a signal arrives."""
     config = load_config(config_path, overrides)
-    set_up_logging(f"generator-{index}", config.run.dir / "logs")
+    set_up_logging(f"generator-{index}", config.run.dir / "logs", in_background=True)
     renderer = open_renderer(config)
     work = generate_for(config, index, renderer, spread)
     try:

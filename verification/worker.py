@@ -31,7 +31,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.reward import LANES
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
-from megatron_rl.protocol.process import run_main, set_up_logging
+from megatron_rl.protocol.process import note_started, run_main, set_up_logging
 from megatron_rl.protocol.types import (
     AnyMessage,
     ClassRequest,
@@ -81,6 +81,7 @@ class Verifier:
 
     def run(self) -> None:
         """Serve; returns after Stop."""
+        note_started()
         poller = zmq.Poller()
         poller.register(self._pool.fileno(), zmq.POLLIN)
         poller.register(self._dealer.socket, zmq.POLLIN)
@@ -190,7 +191,7 @@ def main() -> int:
 def _main(path: Path, overrides: list[str], role: str) -> None:
     set_up_logging(role)
     config = load_config(path, overrides)
-    set_up_logging(role, config.run.dir / "logs")
+    set_up_logging(role, config.run.dir / "logs", in_background=True)
     serve(config, role)
 
 

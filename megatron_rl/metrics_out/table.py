@@ -49,6 +49,9 @@ QUEUE = (
     Known("queue/messages_turned_away", "messages of processes of another phase or start of the "
           "run, which are not heard", "0", "end what an earlier job left: logs/queue.log names it",
           "count"),
+    Known("queue/loop_stalled_s", "seconds for which the queue's loop stood still, which count as "
+          "nobody's silence", "0", "a slow disk under the run folder, or an overloaded host",
+          "count"),
     Known("queue/groups_abandoned", "groups that were given up at the end of training",
           kind="count"),
     Known("queue/staleness_versions_mean", "policy versions between sampling and training, mean",

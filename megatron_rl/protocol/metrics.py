@@ -97,7 +97,10 @@ class JsonlWriter:
     def write(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Write the values of a step; one write call, so that processes may share the file."""
         row = {"time": round(time.time(), 3), "source": self._source, "step": step, **values}
-        self._file.write(json.dumps(row) + "\n")
+        self._append(json.dumps(row) + "\n")
+
+    def _append(self, row: str) -> None:
+        self._file.write(row)
 
     def close(self) -> None:
         """Close the file."""

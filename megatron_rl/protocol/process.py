@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.errors import ConfigError, InputError
+from megatron_rl.protocol.background import handle_in_background
 from megatron_rl.protocol.failure import write_failure
 from megatron_rl.protocol.frames import WireError
-from megatron_rl.protocol.wire import DeadlineExceeded
+from megatron_rl.protocol.wire import DeadlineExceeded, TurnedAway
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -45,8 +46,27 @@ def die_with_parent() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+class _Life:
+    """How far this process is."""
+
+    has_started = False
+
+
+def note_started() -> None:
+    """From here on an error is a failure of the run, exit code 1: no input is refused any more."""
+    _Life.has_started = True
+
+
+def _code_of(error: Exception) -> int:
+    # Who is turned away has done nothing for this run.
+    if _Life.has_started and not isinstance(error, TurnedAway):
+        return EXIT_FAILED
+    return EXIT_BAD_INPUT
+
+
 def note_ready() -> None:
     """Tell the launcher, if there is one, that this process is ready to work."""
+    note_started()
     path = os.environ.get(READY_FILE_VARIABLE)
     if path:
         Path(path).touch()
@@ -66,8 +86,10 @@ def raise_file_limit(needed: int, what: str) -> None:
         )
 
 
-def set_up_logging(role: str, log_dir: Path | None = None) -> None:
+def set_up_logging(role: str, log_dir: Path | None = None, *, in_background: bool = False) -> None:
     """Log to stderr, and to `log_dir/<role>.log` when a folder is given.
+
+    in_background: a thread writes, so that the caller never waits for the disk.
 
     On SIGUSR1 the process writes the stacks of its threads to stderr, and goes on.
     """
@@ -75,12 +97,12 @@ def set_up_logging(role: str, log_dir: Path | None = None) -> None:
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(log_dir / f"{role}.log"))
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s",
-        handlers=handlers,
-        force=True,
-    )
+    line = logging.Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s")
+    for handler in handlers:
+        handler.setFormatter(line)
+    if in_background:
+        handlers = [handle_in_background(handlers)]
+    logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -102,7 +124,7 @@ def failures_noted() -> Iterator[None]:
     try:
         yield
     except (ConfigError, InputError, WireError) as error:
-        write_failure(EXIT_BAD_INPUT, str(error))
+        write_failure(_code_of(error), str(error))
         raise
     except (DeadlineExceeded, TrainingStopped) as error:
         write_failure(EXIT_FAILED, str(error))
@@ -116,6 +138,8 @@ def failures_noted() -> Iterator[None]:
 
 def run_main(role: str, main: Callable[[], None]) -> int:
     """Run `main` and return the exit code: 0, 1 (our failure), 2 (bad input), 128 + signal.
+
+    Bad input is an error before `note_started`; a full disk in the middle of a run is a failure.
 
     SIGTERM and SIGINT raise Interrupted inside `main`, so that context managers close what they
     opened; a second signal is not awaited. Once its launcher has died it has ORPHAN_END_S for that.
@@ -136,7 +160,7 @@ def run_main(role: str, main: Callable[[], None]) -> int:
         return stop.code
     except (ConfigError, InputError, WireError) as error:
         log.error("%s", error)
-        return EXIT_BAD_INPUT
+        return _code_of(error)
     except (DeadlineExceeded, TrainingStopped) as error:
         log.error("%s", error)
         return EXIT_FAILED

@@ -32,8 +32,6 @@ class Prompt(msgspec.Struct, frozen=True):
     answer: str
     split: str = "train"
     """"train" or "held_out"; never both for the same question."""
-    is_spare: bool = False
-    """Held out by a hash alone: it is trained on if no evaluation looks at it."""
     entry: str = ""
     """JSON that the task's judge needs: the reasoning_gym entry, the tests of a program."""
     language: str = ""
@@ -42,6 +40,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """Share of completions that were right when the prompts were graded before; None: unknown."""
     place: str = ""
     """Where it was read, as file:line, for messages to the user."""
+    is_spare: bool = False
+    """Held out by a hash alone: it is trained on if no evaluation looks at it."""
 
     @property
     def question(self) -> str:

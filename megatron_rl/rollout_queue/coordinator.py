@@ -6,6 +6,7 @@ Used by the rollout queue's server, which calls `handle` for every message, then
 
 import logging
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
@@ -45,6 +46,15 @@ from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from megatron_rl.rollout_queue.ungraded import Tellers
 
 log = logging.getLogger(__name__)
+
+
+class _Saving(NamedTuple):
+    """A state that a trainer asked for."""
+
+    peer: str
+    state: QueueState
+    records: int
+    """Jobs of the recorder that must be on the disk before."""
 
 
 class Coordinator:
@@ -104,7 +114,8 @@ class Coordinator:
         if self._training is not None:
             self._formation = Formation(config, self._training, self._groups, self._replay, fill)
         self._patience = Patience(config, now)
-        self._states: list[tuple[str, QueueState]] = []
+        self._judged_at = now
+        self._states: list[_Saving] = []
         self._first_version = 0
         self._published = -1
         self._finished_at = now if evaluate_only else None
@@ -216,10 +227,16 @@ class Coordinator:
             raise WireError(
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
             )
-        # A run that is resumed here does not write them again.
-        self._recorder.flush()
         counts = {"groups_opened": self._openings.count, "evaluated": list(self._evaluations.done)}
-        self._states.append((peer, self._training.state(asked.step, self._groups, **counts)))
+        state = self._training.state(asked.step, self._groups, **counts)
+        # A run that is resumed here does not write them again: see `_written_states`.
+        self._states.append(_Saving(peer, state, self._recorder.put))
+
+    def _written_states(self) -> Iterator[Outgoing]:
+        """States before which all records are on the disk."""
+        while self._states and self._recorder.written >= self._states[0].records:
+            saving = self._states.pop(0)
+            yield Outgoing(BATCHES, saving.peer, saving.state)
 
     # --- outgoing -------------------------------------------------------------------------------
 
@@ -232,8 +249,7 @@ class Coordinator:
         # Before batches: an evaluation that ends here no longer holds back the next one.
         self._evaluations.advance(self._published, now, leases=self._leases)
         yield from self._batch_answers(now)
-        while self._states:
-            yield Outgoing(BATCHES, *self._states.pop())
+        yield from self._written_states()
         # Before leases: their slots are given out again, and the engine should be rid of the old.
         for order in self._leases.pop_cancels() + self._evaluations.evaluators.pop_orders():
             yield Outgoing(PROMPTS, *order)
@@ -268,7 +284,11 @@ class Coordinator:
     def _form_batch(self, now: float) -> tuple[int, list[Group]] | None:
         """Form the batch that is asked for, if it is due: (step, groups)."""
         asked = self._desk.next_to_form()
-        if asked is None or not self._evaluations.allows_batch(asked[0], self._published):
+        if (
+            asked is None
+            or self._recorder.is_full
+            or not self._evaluations.allows_batch(asked[0], self._published)
+        ):
             return None
         assert self._formation is not None and self._training is not None
         schedule = self._training.schedule
@@ -287,6 +307,8 @@ class Coordinator:
         return step, groups
 
     def _next_lease(self, now: float) -> Outgoing | None:
+        if self._recorder.is_full:
+            return None
         is_training = self._published >= 0 and self._finished_at is None
         next_step = max(self._desk.formed_steps, self._published) if is_training else None
         issued = self._leases.issue(
@@ -298,11 +320,17 @@ class Coordinator:
 
     # --- deadlines and end ----------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        """Re-issue what is overdue; DeadlineExceeded when nothing moves any more."""
+    def tick(self, now: float, *, has_heard_all: bool = True) -> None:
+        """Re-issue what is overdue; DeadlineExceeded when nothing moves any more.
+
+        has_heard_all: no message waits unread. Otherwise nobody is judged to be silent, but for
+        not longer than a peer may be silent.
+        """
         self._recorder.check()
-        self._leases.expire(now)
-        self._scoring.expire(now)
+        if has_heard_all or now - self._judged_at > self._config.queue.heartbeat_timeout_s:
+            self._judged_at = now
+            self._leases.expire(now)
+            self._scoring.expire(now)
         if self._evaluations.is_overdue(now):
             # One that waits for grades alone ends without them.
             self._scoring.give_up_evaluation(self._evaluations.overdue_text)

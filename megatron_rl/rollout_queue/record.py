@@ -21,6 +21,7 @@ completions whose group was dropped before they had a score.
 """
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -46,13 +47,22 @@ class Writer(Protocol):
     """Writes jobs in their order: `RecordFiles` at once, `RecordThread` beside the caller."""
 
     def write(self, job: Job) -> None:
-        """Write a job, or let it be written."""
+        """Write a job, or let it be written; never waits."""
 
-    def flush(self) -> None:
-        """Return once all is written."""
+    @property
+    def put(self) -> int:
+        """Jobs that `write` was called with."""
+
+    @property
+    def written(self) -> int:
+        """Jobs that are on the disk: the first so many."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many jobs wait that no more should be made."""
 
     def check(self) -> None:
-        """Raise InputError when something could not be written."""
+        """Raise InputError when something could not be written, DeadlineExceeded when too slow."""
 
 
 class Recorder:
@@ -64,10 +74,10 @@ class Recorder:
         *,
         keeps_tokens: bool = True,
         keeps_evaluated: bool = False,
-        unix_offset_s: float = 0.0,
+        to_unix_s: Callable[[float], float] = float,
         writer: Writer | None = None,
     ) -> None:
-        """keeps_tokens: write arrays too. unix_offset_s: unix seconds less monotonic ones.
+        """keeps_tokens: write arrays too. to_unix_s: unix seconds of the coordinator's time.
 
         writer: into the folder of the run's rollouts; None: write at once, with keeps_tokens.
         keeps_evaluated: evaluations that the folder holds are gone on with, not made anew.
@@ -77,7 +87,7 @@ class Recorder:
         self._dir = run_dir / FOLDER
         self._dir.mkdir(parents=True, exist_ok=True)
         self._writer: Writer = writer or RecordFiles(self._dir, keeps_tokens=keeps_tokens)
-        self._unix_offset_s = unix_offset_s
+        self._to_unix_s = to_unix_s
         self._next_step = 0
         self.dropped_file: Path | None = None
         """Rollouts dropped since the last batch."""
@@ -166,12 +176,23 @@ class Recorder:
         for group in groups:
             self._write(f"eval_{label}", self._entries(group))
 
-    def flush(self) -> None:
-        """Return once all is written."""
-        self._writer.flush()
+    @property
+    def put(self) -> int:
+        """Jobs so far; all is on the disk once `written` is as large."""
+        return self._writer.put
+
+    @property
+    def written(self) -> int:
+        """Jobs that are on the disk: the first so many."""
+        return self._writer.written
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk is so far behind that nothing more should be generated."""
+        return self._writer.is_full
 
     def check(self) -> None:
-        """Raise InputError when something could not be written."""
+        """Raise InputError when something could not be written, DeadlineExceeded when too slow."""
         self._writer.check()
 
     def _remove(self, stem: str) -> None:
@@ -232,7 +253,7 @@ class Recorder:
         )
 
     def _unix_s(self, at: float) -> float:
-        return round(at + self._unix_offset_s, 3)
+        return round(self._to_unix_s(at), 3)
 
 
 def _dropped_stem(label: str) -> str:

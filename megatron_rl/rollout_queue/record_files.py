@@ -43,9 +43,14 @@ class RecordFiles:
         """keeps_tokens: write arrays too."""
         self.folder = folder
         self._keeps_tokens = keeps_tokens
+        self.put = 0
+        """Jobs that `write` was called with."""
+        self.is_full = False
+        """Nothing ever waits."""
 
     def write(self, job: Job) -> None:
         """Append to the files of a job. Raises OSError."""
+        self.put += 1
         lines, words = (self.folder / (job.stem + suffix) for suffix in (LINES, WORDS))
         if job.is_first:
             # Lines first, as words alone are read by nobody.
@@ -61,8 +66,10 @@ class RecordFiles:
                 file.write(encoder.encode(record))
                 file.write(b"\n")
 
-    def flush(self) -> None:
-        """Nothing waits."""
+    @property
+    def written(self) -> int:
+        """Jobs that are written: all of them."""
+        return self.put
 
     def check(self) -> None:
         """Errors were raised where they came up."""

@@ -2,14 +2,15 @@
 
 Used by the rollout queue's server. Two threads:
 
-| thread           | does                    | waits for, woken by            | ends               |
-|------------------|-------------------------|--------------------------------|--------------------|
-| the queue's loop | puts jobs: of a group's | room in the line, where as     | after `close`      |
-|                  | completions, or fewer   | many wait as it holds: a job   |                    |
-|                  |                         | that is written; or limit_s    |                    |
-| `records`        | takes jobs in their     | the next job                   | at `close` once    |
-|                  | order, writes them      |                                | all are written,   |
-|                  |                         |                                | or at an error     |
+| thread           | does                      | waits for, woken by | ends                        |
+|------------------|---------------------------|---------------------|-----------------------------|
+| the queue's loop | puts jobs: of a group's   | nothing             | after `close`               |
+|                  | completions, or fewer     |                     |                             |
+| `records`        | takes jobs in their       | the next job        | at `close` once all are     |
+|                  | order, writes them        |                     | written, or at an error     |
+
+The line is bounded by its user: while it `is_full`, the queue leases nothing and forms no batch.
+Only groups that are generated already are added.
 
 A job is not changed once it is put: records are made by the loop, and arrays of rollouts are never
 written to. An error of the disk stays with the thread until the loop meets it: at its next job or
@@ -29,23 +30,24 @@ from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.rollout_queue.record_files import Job, RecordFiles
 
-_TURN_S = 0.5
-"""So often a wait looks whether the thread has failed."""
-
 
 class RecordThread(Closing):
     """A `RecordFiles` behind a line of jobs."""
 
     def __init__(self, files: RecordFiles, *, jobs: int, limit_s: float) -> None:
-        """jobs: that may wait. limit_s: for room in the line, and for all to be written."""
+        """jobs: more that wait make it full. limit_s: for one job, and for all at the end."""
         self._files = files
         self._jobs, self._limit_s = jobs, limit_s
         self._line: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         """None ends the thread."""
         self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One for each job that is written."""
-        self._unwritten = 0
-        """Jobs that were put, and of which the loop does not know yet that they are written."""
+        self.put = 0
+        """Jobs that `write` was called with."""
+        self._known_written = 0
+        """Jobs of which the loop knows that they are written."""
+        self._moved_at = time.monotonic()
+        """When the loop last saw a job written, or the line empty."""
         self._error: OSError | None = None
         self._has_ended = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -63,53 +65,59 @@ class RecordThread(Closing):
 
     def write(self, job: Job) -> None:
         """Let a job be written after those before. Raises InputError, DeadlineExceeded."""
-        # One is being written, the others wait.
-        self._await(self._jobs)
-        self._unwritten += 1
+        self.check()
+        self.put += 1
         self._line.put(job)
 
+    @property
+    def written(self) -> int:
+        """Jobs that are on the disk: the first so many."""
+        while not self._written.empty():
+            self._written.get()
+            self._known_written += 1
+            self._moved_at = time.monotonic()
+        if self._known_written == self.put:
+            self._moved_at = time.monotonic()
+        return self._known_written
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more jobs wait than may."""
+        # One is being written, the others wait.
+        return self.put - self.written > self._jobs
+
     def check(self) -> None:
-        """Raise InputError when something could not be written."""
+        """Raise InputError where the disk failed, DeadlineExceeded where it is too slow."""
+        self._check_error()
+        waiting = self.put - self.written
+        if waiting and time.monotonic() - self._moved_at > self._limit_s:
+            self._refuse_slow(waiting)
+
+    def _check_error(self) -> None:
         if self._error is not None:
             raise InputError(
                 f"rollouts could not be recorded in {self._files.folder}: {self._error}. Make room "
-                "or mend the disk, then start the run again: it resumes from its newest checkpoint"
+                "or repair the disk, then start the run again: it resumes from its newest "
+                "checkpoint"
             ) from self._error
         if self._has_ended:
             raise RuntimeError("the thread that records rollouts has ended; see its traceback")
 
-    def flush(self) -> None:
-        """Wait until all is written. Raises InputError, DeadlineExceeded."""
-        self._await(0)
-
-    def _await(self, most: int) -> None:
-        """Wait until so many jobs at most are not written. Raises InputError, DeadlineExceeded."""
-        deadline = time.monotonic() + self._limit_s
-        self.check()
-        while True:
-            try:
-                self._written.get(block=self._unwritten > most, timeout=_TURN_S)
-                self._unwritten -= 1
-            except queue.Empty:
-                if self._unwritten <= most:
-                    return
-                self._check_wait(deadline)
-
-    def _check_wait(self, deadline: float) -> None:
-        self.check()
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                f"{self._line.qsize()} groups wait to be recorded in {self._files.folder}, and "
-                f"the disk was too slow for {self._limit_s:.0f} s (checkpoint.write_timeout_s)"
-            )
+    def _refuse_slow(self, waiting: int) -> None:
+        raise DeadlineExceeded(
+            f"{waiting} groups wait to be recorded in {self._files.folder}, and the disk took "
+            f"none for {self._limit_s:.0f} s (checkpoint.write_timeout_s)"
+        )
 
     def close(self) -> None:
         """Write the rest, and end the thread. Raises InputError, DeadlineExceeded."""
         if self._is_closed:
             return
         self._is_closed = True
-        self.check()
+        self._check_error()
         self._line.put(None)
         self._thread.join(self._limit_s)
-        if self._error is not None or not self._has_ended:
-            self._check_wait(deadline=0.0)
+        if self._error is not None:
+            self._check_error()
+        if not self._has_ended:
+            self._refuse_slow(self.put - self.written)

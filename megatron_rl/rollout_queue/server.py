@@ -1,8 +1,9 @@
 """The rollout queue: `python -m megatron_rl.rollout_queue.server --config RUN/config.toml`.
 
 One process without torch. Its one loop binds the endpoints "prompts" (generators), "verify"
-(verifiers) and "batches" (trainer leaders), and sleeps until a message arrives or a check is due;
-a thread beside it writes records (`record_thread.py`).
+(verifiers) and "batches" (trainer leaders), and sleeps until a message arrives or a check is due.
+The loop never waits for a disk: threads write records (`record_thread.py`), metrics and logs
+(`protocol/background.py`).
 """
 
 import argparse
@@ -19,14 +20,16 @@ import zmq
 from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
+from megatron_rl.protocol.background import BackgroundJsonlWriter
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
-from megatron_rl.protocol.process import raise_file_limit, run_main, set_up_logging
+from megatron_rl.protocol.process import note_started, raise_file_limit, run_main, set_up_logging
 from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.wire import Router
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
 from megatron_rl.rollout_queue.dropped_prompts import read_dropped
+from megatron_rl.rollout_queue.loop_clock import LoopClock
 from megatron_rl.rollout_queue.prompts import prompts_of_run
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import RecordFiles
@@ -39,10 +42,14 @@ _TICK_S = 1.0
 BURST_S = 0.005
 """Messages are taken from one endpoint for so long before the others get their turn: long rollouts
 take as many times longer than short ones, and slots wait meanwhile."""
+DRAIN_S = 0.5
+"""Before silence is judged, waiting messages are read for at most this long."""
 TURNED_AWAY = "queue/messages_turned_away"
 """Metric: messages of peers that belong to another phase or start of the run."""
 FILES = 512
 """Files and sockets of the queue, not counting two sockets to each of its peers."""
+STALLED = "queue/loop_stalled_s"
+"""Metric: seconds for which the loop stood still."""
 _RECORDED_BATCHES = 2
 """Groups of so many batches may wait to be recorded."""
 
@@ -50,9 +57,10 @@ _RECORDED_BATCHES = 2
 def serve(
     coordinator: Coordinator,
     routers: dict[str, Router],
-    cold_start: Path | None = None,
+    clock: LoopClock,
     *,
     metrics: JsonlWriter,
+    cold_start: Path | None = None,
 ) -> None:
     """Run until training and all evaluations are done, then tell everyone to stop.
 
@@ -61,41 +69,79 @@ def serve(
     poller = zmq.Poller()
     for router in routers.values():
         poller.register(router.socket, zmq.POLLIN)
-    tick_at = time.monotonic()
-    turned_away = 0
+    note_started()
+    clock.start()
+    tick_at = clock.read()
+    counts = _Counts(routers, clock, metrics)
     while not coordinator.is_over:
-        poller.poll(max(0.0, tick_at - time.monotonic()) * 1000)
-        for endpoint, router in routers.items():
-            _receive_burst(coordinator, endpoint, router)
-        now = time.monotonic()
+        poller.poll(max(0.0, tick_at - clock.read()) * 1000)
+        _receive_bursts(coordinator, routers, clock)
+        now = clock.read()
         if now >= tick_at:
             if cold_start is not None and cold_start.exists():
                 coordinator.expect_trainer(now)
                 cold_start = None
-            coordinator.tick(now)
-            turned_away = _count_turned_away(routers, metrics, turned_away)
+            has_heard_all = _drain(coordinator, routers, clock)
+            now = clock.read()
+            coordinator.tick(now, has_heard_all=has_heard_all)
+            counts.write()
             tick_at = now + _TICK_S
         _send(coordinator, routers, coordinator.outgoing(now))
-    _count_turned_away(routers, metrics, turned_away)
-    _send(coordinator, routers, coordinator.farewell(time.monotonic()))
+    counts.write()
+    _send(coordinator, routers, coordinator.farewell(clock.read()))
 
 
-def _count_turned_away(routers: dict[str, Router], metrics: JsonlWriter, told: int) -> int:
-    """Write down the messages that were turned away since `told` of them; all of them so far."""
-    count = sum(router.turned_away.total() for router in routers.values())
-    if count > told:
-        metrics.write(0, {TURNED_AWAY: count - told})
-    return count
+class _Counts:
+    """Writes what the server counts, each time what came since the last row."""
+
+    def __init__(self, routers: dict[str, Router], clock: LoopClock, metrics: JsonlWriter) -> None:
+        self._routers, self._clock, self._metrics = routers, clock, metrics
+        self._told: dict[str, float] = {}
+
+    def write(self) -> None:
+        """Write a row if anything grew."""
+        counts = {
+            TURNED_AWAY: sum(router.turned_away.total() for router in self._routers.values()),
+            STALLED: round(self._clock.stalled_s, 3),
+        }
+        grown = {
+            name: count - self._told.get(name, 0)
+            for name, count in counts.items()
+            if count > self._told.get(name, 0)
+        }
+        self._told = counts
+        if grown:
+            self._metrics.write(0, grown)
 
 
-def _receive_burst(coordinator: Coordinator, endpoint: str, router: Router) -> None:
+def _drain(coordinator: Coordinator, routers: dict[str, Router], clock: LoopClock) -> bool:
+    """Read what waits; whether nothing waits any more."""
+    until = time.monotonic() + DRAIN_S
+    while _receive_bursts(coordinator, routers, clock):
+        if time.monotonic() > until:
+            return False
+    return True
+
+
+def _receive_bursts(coordinator: Coordinator, routers: dict[str, Router], clock: LoopClock) -> bool:
+    """Read from every endpoint for a while; whether more may wait."""
+    return any([
+        _receive_burst(coordinator, endpoint, router, clock)
+        for endpoint, router in routers.items()
+    ])  # fmt: skip
+
+
+def _receive_burst(
+    coordinator: Coordinator, endpoint: str, router: Router, clock: LoopClock
+) -> bool:
     until = time.monotonic() + BURST_S
     while time.monotonic() < until:
         received = router.receive(timeout_s=0)
         if received is None:
-            return
+            return False
         peer, message = received
-        coordinator.handle(endpoint, peer, message, time.monotonic())
+        coordinator.handle(endpoint, peer, message, clock.read())
+    return True
 
 
 def _send(
@@ -117,16 +163,17 @@ def main(
         state = read_queue_state(resumed)
     prompts = prompts_of_run(config, dropped, cursor=state.cursor if state else None)
     log.info("%s", prompts.describe())
+    clock = LoopClock()
     with ExitStack() as stack:
-        metrics = JsonlWriter(config.run.dir / "metrics.jsonl", "queue")
+        metrics = BackgroundJsonlWriter(config.run.dir / "metrics.jsonl", "queue")
         stack.enter_context(closing(metrics))
         coordinator = Coordinator(
             config,
             prompts,
-            recorder=_open_recorder(config, stack, keeps_evaluated=keeps_evaluated),
+            recorder=_open_recorder(config, stack, clock, keeps_evaluated=keeps_evaluated),
             metrics=metrics,
             evaluate_only=evaluate_only,
-            now=time.monotonic(),
+            now=clock.read(),
         )
         if state is not None:
             coordinator.resume(state)
@@ -145,11 +192,13 @@ def main(
             for endpoint, port in ports.items()
         }
         log.info("serving on %s, ports %s", config.ports.host, ports)
-        serve(coordinator, routers, cold_start, metrics=metrics)
+        serve(coordinator, routers, clock, metrics=metrics, cold_start=cold_start)
         log.info("the run is over")
 
 
-def _open_recorder(config: Config, stack: ExitStack, *, keeps_evaluated: bool) -> Recorder:
+def _open_recorder(
+    config: Config, stack: ExitStack, clock: LoopClock, *, keeps_evaluated: bool
+) -> Recorder:
     folder = config.run.dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     writer = RecordThread(
@@ -160,7 +209,7 @@ def _open_recorder(config: Config, stack: ExitStack, *, keeps_evaluated: bool) -
     return Recorder(
         config.run.dir,
         keeps_evaluated=keeps_evaluated,
-        unix_offset_s=time.time() - time.monotonic(),
+        to_unix_s=clock.unix_s,
         writer=stack.enter_context(writer),
     )
 
@@ -189,7 +238,7 @@ def start() -> int:
 
 def _load_and_run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
-    set_up_logging("queue", config.run.dir / "logs")
+    set_up_logging("queue", config.run.dir / "logs", in_background=True)
     peers = config.generator.replicas + config.parallel.data
     raise_file_limit(FILES + 2 * peers, f"a queue of {peers} generators and trainer leaders")
     main(

@@ -30,7 +30,7 @@ from megatron_rl.protocol.checkpoint_folder import folder_name
 from megatron_rl.protocol.exports import COLD_START, CONTROL, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
-from megatron_rl.protocol.process import run_rank, set_up_logging
+from megatron_rl.protocol.process import note_started, run_rank, set_up_logging
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
@@ -52,6 +52,7 @@ def tune(
     trainer: Trainer, batches: Iterable[tuple[int, MinibatchShare]], metrics: StepMetrics
 ) -> Iterator[int]:
     """One optimizer step a batch; gives its number before what was measured of it is written."""
+    note_started()
     for step, batch in batches:
         metrics.add(trainer.update(batch, version=0))
         yield step

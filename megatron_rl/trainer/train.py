@@ -26,7 +26,12 @@ from megatron_rl.config.generator import refuse_overlap
 from megatron_rl.config.staging import optimizer_steps
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
-from megatron_rl.protocol.process import failures_noted, run_rank, set_up_logging
+from megatron_rl.protocol.process import (
+    failures_noted,
+    note_started,
+    run_rank,
+    set_up_logging,
+)
 from megatron_rl.protocol.wire import Router
 from megatron_rl.trainer.batch_client import BatchClient
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
@@ -67,6 +72,7 @@ def train(
 
     steps: from the one of the checkpoint that was resumed, or 0.
     """
+    note_started()
     step = steps.start
     weights.publish(version=step)  # proves the path before any training
     batches.announce(step, is_final=step == steps.stop)

@@ -145,7 +145,7 @@ def test_times_are_in_order_and_by_the_queues_clock(tmp_path: Path) -> None:
 
 
 def test_times_are_unix_seconds(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, unix_offset_s=100.0)
+    recorder = Recorder(tmp_path, to_unix_s=lambda at: at + 100.0)
     recorder.write_step(0, [make_group(0, [0.1, 1.0])], now=4.0)
     recorder.write_dropped(make_group(1, [0.1]), FLAT)
     trained, _, dropped = read_rollouts(tmp_path)

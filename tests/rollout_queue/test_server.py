@@ -169,7 +169,7 @@ def test_port_in_use_and_too_few_held_out_prompts_exit_2(tmp_path: Path) -> None
     assert queue.returncode == 2 and "only 2 held-out prompts" in errors
 
 
-def test_records_that_cannot_be_written_end_the_queue_with_exit_code_2_and_the_cause(
+def test_records_that_cannot_be_written_end_the_queue_with_exit_code_1_and_the_cause(
     tmp_path: Path,
 ) -> None:
     config = write_config(tmp_path, 40, 0, train=TRAIN, eval={"prompts": 0})
@@ -178,7 +178,7 @@ def test_records_that_cannot_be_written_end_the_queue_with_exit_code_2_and_the_c
     queue = start_queue(config)
     peers = ScriptedPeers(config)
     try:
-        assert peers.run(queue, timeout_s=40) == 2
+        assert peers.run(queue, timeout_s=40) == 1
     finally:
         queue.kill()
         peers.close()

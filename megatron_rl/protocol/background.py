@@ -1,0 +1,106 @@
+"""Log lines and metrics rows written by threads, so that their callers wait for no disk.
+
+Used by processes whose event loops must stay awake: the queue, generators, verifiers. A run folder
+on Lustre or NFS may stand still for a minute, which must not look like the silence of a process.
+
+| thread           | does                          | waits for, woken by | ends                    |
+|------------------|-------------------------------|---------------------|-------------------------|
+| the caller       | puts lines; drops and counts  | nothing             | after `close`, or exit  |
+|                  | those beyond WAITING_LINES    |                     |                         |
+| writer, listener | take lines, write them        | the next line       | at `close`, or at exit  |
+
+The threads meet at SimpleQueues: see `record_thread.py` for why at nothing else.
+"""
+
+import atexit
+import contextlib
+import logging
+import logging.handlers
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.metrics import JsonlWriter
+
+log = logging.getLogger(__name__)
+
+WAITING_LINES = 10_000
+CLOSE_S = 30.0
+"""The lines that wait at the end may take so long to be written."""
+
+
+class _BoundedLine(queue.SimpleQueue[Any]):
+    """Drops and counts what does not fit."""
+
+    dropped = 0
+
+    def put_nowait(self, item: Any) -> None:
+        if item is not None and self.qsize() >= WAITING_LINES:
+            self.dropped += 1
+            return
+        super().put_nowait(item)
+
+
+class BackgroundJsonlWriter(JsonlWriter, Closing):
+    """A `JsonlWriter` whose rows a thread writes.
+
+    After a failed write nothing more is written: the end of the file may be torn.
+    """
+
+    def __init__(self, path: Path, source: str) -> None:
+        super().__init__(path, source)
+        self._path = path
+        self._line = _BoundedLine()
+        """None ends the thread."""
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def _append(self, row: str) -> None:
+        self._line.put_nowait(row)
+
+    def _run(self) -> None:
+        try:
+            while (row := self._line.get()) is not None:
+                super()._append(row)
+            super().close()
+        except OSError as error:
+            log.error("no more metrics are written to %s: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                # It tries to write what is buffered once more.
+                super().close()
+
+    def close(self) -> None:
+        """Write the rest and close the file."""
+        self._line.put_nowait(None)
+        self._thread.join(CLOSE_S)
+        if self._line.dropped:
+            log.warning("%d metrics rows were lost: %s is slow", self._line.dropped, self._path)
+
+
+def handle_in_background(handlers: list[logging.Handler]) -> logging.Handler:
+    """A handler that passes records on to these by a thread, which ends with the process."""
+    line = _BoundedLine()
+    thread = threading.Thread(target=_pass_on, args=(line, handlers), name="log", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        line.put_nowait(None)
+        thread.join(CLOSE_S)
+
+    atexit.register(end)
+    handler = logging.handlers.QueueHandler(line)
+    # Not that of `logging.basicConfig`, which would put a prefix before the prefix.
+    handler.setFormatter(logging.Formatter())
+    return handler
+
+
+def _pass_on(line: _BoundedLine, handlers: list[logging.Handler]) -> None:
+    told = 0
+    while (record := line.get()) is not None:
+        for handler in handlers:
+            handler.handle(record)
+        if line.dropped > told:
+            told = line.dropped
+            log.warning("%d log lines were lost so far: the log's disk is slow", told)
