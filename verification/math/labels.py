@@ -32,6 +32,11 @@ _NO_LABEL = re.compile(
     r"|\\text\{[^{}]*[0-9]",
     re.IGNORECASE,
 )
+# A label that states a value itself.
+_VERB = re.compile(
+    r"(?<![A-Za-z])(?:is|are|was|equals?|gives?|becomes?)(?![A-Za-z]) ?\}? ?[-+(]{0,2}"
+    r"(?:[0-9.]|\\(?:frac|sqrt|pi)(?![a-z]))"
+)
 # A derivation states several things, and which of them is the answer is left open.
 _ARROWS = (
     "\\Rightarrow",
@@ -142,6 +147,8 @@ def contradicts_itself(text: str) -> bool:
         return True
     exact = [split_at(side, "\\approx")[0].strip() for side in sides]
     values = [side for side in exact if side and not is_name(side)]
+    if _LABEL.fullmatch(exact[0]) and not _NO_LABEL.search(exact[0]) and len(exact) > 2:
+        values = values[1:]
     if len(exact) < 2 or len(values) < 2:
         return False
     last = values[-1]
@@ -189,11 +196,15 @@ def _is_single(text: str) -> bool:
 
 def _is_label(left: str, value: str) -> bool:
     """Whether an equation only says whose value its right side is."""
+    if _VERB.search(left):
+        return False
     if _LABEL.fullmatch(left):
         return not _NO_LABEL.search(left)
     if _COORDINATES.fullmatch(left):
         return True
     tree, value_tree = _left_tree(left), _tree(split_unit(value)[0])
+    if value_tree == ("num", 0) and _is_condition(left, tree):
+        return False
     if tree is None:
         is_list = len(split_at(left, ",", ";")) > 1
         parts = split_at(left, ":")
@@ -217,6 +228,16 @@ def _is_label(left: str, value: str) -> bool:
     # p+q+r=12 is asked for; r=2\\cos\\theta is a curve.
     is_curve = bool(names & _CARTESIAN) or (bool(names) and names <= _COORDINATE_NAMES)
     return not is_curve and not has_number
+
+
+def _is_condition(left: str, tree: Tree | None) -> bool:
+    """Whether `left = 0` is an equation in its letters rather than a value that was asked for."""
+    if _SEGMENT.fullmatch(left):
+        return False
+    if tree is None:
+        return len(split_at(left.lstrip("-"), "+", "-", "*")) > 1
+    # \sin x=0 is to be solved, \\cos A=0 tells of an angle.
+    return bool(_free_names(tree) or (tree[0] != "apply" and symbols_of(tree) & _CARTESIAN))
 
 
 def _left_tree(left: str) -> Tree | None:

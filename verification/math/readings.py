@@ -5,6 +5,7 @@ whether an equation between numbers is true.
 """
 
 import functools
+import itertools
 import re
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -303,7 +304,8 @@ def _with_sign(text: str, sign: str) -> str:
 
 
 def _read_list(items: list[str], *, is_choice: bool, has_and: bool) -> tuple[Reading, ...]:
-    """A list; values under different names are no list, but a row or tuple in the names' order.
+    """A list; values under different names are no list, but a row or tuple in the names' order,
+    or as written where the names have none.
 
     `x=1 or y=2` says neither, and conditions are not the same with "or" and with "and".
     """
@@ -329,9 +331,26 @@ def _read_list(items: list[str], *, is_choice: bool, has_and: bool) -> tuple[Rea
         )
     if is_choice:
         return (Collection("alternatives", tuple(items)),)
-    by_name = tuple(value for _, value in sorted(zip(names, values, strict=True)))
-    kinds = (("named", tuple(items)), ("row", by_name), ("tuple", by_name))
-    return tuple(Collection(kind, parts, tuple(sorted(names))) for kind, parts in kinds)
+    in_order = [*zip(names, values, strict=True)]
+    if _is_family(names):
+        in_order.sort()
+    order, row = tuple(name for name, _ in in_order), tuple(value for _, value in in_order)
+    kinds = (("named", tuple(items)), ("row", row), ("tuple", row))
+    return tuple(
+        Collection(kind, parts, tuple(sorted(names)) if kind == "named" else order)
+        for kind, parts in kinds
+    )
+
+
+def _is_family(names: list[str]) -> bool:
+    """Whether names have an order of their own, as x, y, z and a, b, c have; x and p have none."""
+    letters = sorted(name[0] for name in names)
+    if any(_SUBSCRIPT.sub("", name) != name[0] for name in names):
+        # f(1) and f(2), AB and AC.
+        return letters[0].isalpha() and letters[0] == letters[-1]
+    return set(letters) <= set("xyz") or all(
+        ord(one) + 1 >= ord(other) for one, other in itertools.pairwise(letters)
+    )
 
 
 def _is_set(text: str) -> bool:

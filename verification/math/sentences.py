@@ -28,6 +28,13 @@ _NO_LABEL = re.compile(
     r"(?![A-Za-z]))",
     re.IGNORECASE,
 )
+# "The area is 3*4=12": a chain, whose values must agree.
+_CHAIN = re.compile(
+    r"(?P<words>\\text\{[A-Za-z' -]{2,60}?|[A-Za-z][A-Za-z' ]{0,60}?) ?(?<![A-Za-z])"
+    r"(?:is equal to|is|are|equals)(?![A-Za-z]) ?(?P<end>\}?) ?"
+    r"(?P<rest>(?:[-+*/(){}0-9., ]|\\(?:frac|sqrt|pi|deg)(?![a-z])){1,80}=.*)",
+    re.DOTALL,
+)
 # What stands behind a label must be one value, not an equation or a list of labels.
 _NO_VALUE = re.compile(r"[=<>:;]|\\(?:le|ge|ne|in|approx|equiv)(?![a-z])|, |\\text\{[^{}]*:")
 _TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
@@ -56,6 +63,9 @@ def spell_sentences(text: str) -> str:
     if "for" in text:
         match = _FOR_ALL.fullmatch(text)
         text = match["function"] if match else text
+    if "=" in text:
+        match = _CHAIN.fullmatch(text)
+        text = f"{match['words']}{match['end']}={match['rest']}" if match else text
     if "\\text" not in text and "all real" not in text:
         return text
     text = _BOLD.sub("{", text)

@@ -49,6 +49,26 @@ _PLAIN_COMMANDS = {f"\\{char}" for char in "{}(),;!%$"} | {
     "leq geq in infty cup cap pm circ sin cos tan ln log theta alpha beta mathbb begin end ne "
     "neq angle binom overline emptyset approx lambda".split()
 }
+# 1,\\! 234, as no list is spaced; "1, 234" are two numbers.
+_TIGHT = r"(?:\\!|\\negthinspace(?![A-Za-z]) ?)"
+_GROUPED = re.compile(
+    rf"(?<![0-9.,])[1-9][0-9]{{0,2}}(?:(?: ?{_TIGHT}{{0,2}}\{{ ?, ?\}}(?:{_TIGHT}|\\[,:;]|[ {{}}])*"
+    rf"|,(?: ?{_TIGHT} ?){{1,2}}|{_TIGHT},(?:{_TIGHT}| )*)[0-9]{{3}}(?![0-9])){{1,9}}"
+)
+_NOT_OF_NUMBER = re.compile(r"negthinspace|[^0-9]")
+
+
+def join_thousands(text: str) -> str:
+    r"""The text with `11,\! 111`, `11{,} 111` and `11\!,\!111` as `11{,}111`."""
+    if "\\!" not in text and "{," not in text and "{ ," not in text and "\\neg" not in text:
+        return text
+    return _GROUPED.sub(_join_groups, text)
+
+
+def _join_groups(match: re.Match[str]) -> str:
+    digits = _NOT_OF_NUMBER.sub("", match[0])
+    head = len(digits) % 3 or 3
+    return "{,}".join((digits[:head], *(digits[i : i + 3] for i in range(head, len(digits), 3))))
 
 
 def without_styling(text: str) -> str:

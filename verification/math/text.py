@@ -10,7 +10,8 @@ import re
 
 from verification.math.number_words import spell_bases, spell_factors
 from verification.math.sentences import spell_sentences
-from verification.math.styling import without_styling
+from verification.math.statements import part_statements
+from verification.math.styling import join_thousands, without_styling
 
 MAX_CHARS = 1000
 MAX_DEPTH = 30
@@ -218,9 +219,10 @@ def normalise(text: str) -> str:
     Meaning is kept: `2 1/2` and `21/2` stay different, `\\text{}` keeps words apart from products.
     For texts of at most MAX_CHARS.
     """
-    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", without_styling(text))
+    text = without_styling(join_thousands(text))
     if "\\choose" in text:
         text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", part_statements(unwrap(text.strip())))
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{''.join(map(_SUPERSCRIPTS.get, m[0]))}}}", text)
     text = _SUBSCRIPT.sub(lambda m: f"_{{{''.join(map(_SUBSCRIPTS.get, m[0]))}}}", text)
     text = unwrap(text.translate(_CHARS).strip())

@@ -31,6 +31,7 @@ MAX_BITS = 200_000
 # Points are many, and one where a value is huge can be left out.
 MAX_POINT_BITS = 20_000
 MAX_TRIES = 12
+MAX_LACKING = 24
 DIGITS = 50
 _ZERO = ("num", Fraction(0))
 
@@ -62,6 +63,7 @@ def is_constant_ratio(first: Tree, second: Tree) -> bool | None:
     work = Work()
     ratio = None
     agreed: list[Point] = []
+    lacking: list[Point] = []
     try:
         count, points = points_of(first, second, names)
         for index, point in enumerate(points):
@@ -71,14 +73,17 @@ def is_constant_ratio(first: Tree, second: Tree) -> bool | None:
             value = ("prod", _substituted(first, point), divisor)
             is_zero = _agrees_or_none({}, value, _ZERO, is_real=True, work=work)
             if is_zero is None:
+                lacking.append(point)
                 continue
             ratio = ratio or value
             if is_zero or _agrees_or_none({}, value, ratio, is_real=True, work=work) is False:
                 return False
             agreed.append(point)
+        if ratio is None or not is_enough(agreed):
+            return None
+        return not _is_narrower(first, ("prod", ratio, second), lacking, work)
     except (Exhausted, RecursionError):
         return None
-    return is_enough(agreed) or None
 
 
 def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None:
@@ -87,6 +92,7 @@ def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None
     work = Work()
     for is_real in modes:
         agreed: list[Point] = []
+        lacking: list[Point] = []
         count, points = points_of(first, second, names)
         for index, point in enumerate(points):
             if index >= count and is_enough(agreed):
@@ -96,10 +102,76 @@ def _agree_at_points(first: Tree, second: Tree, names: list[str]) -> bool | None
                 return False
             if agrees:
                 agreed.append(point)
+            elif is_real:
+                lacking.append(point)
         # Functions that are real nowhere are compared as complex ones.
         if agreed:
+            if is_enough(agreed) and _is_narrower(first, second, lacking, work):
+                return False
             return is_enough(agreed) or None
     return None
+
+
+def _is_narrower(first: Tree, second: Tree, lacking: list[Point], work: Work) -> bool:
+    """Whether one of two trees that agree where both are real is another function elsewhere.
+
+    The square of the root of x is no |x|: it goes on as x below 0. Only a function that is real at
+    every point, or that takes an absolute value, is held to that: the root of ab may be written as
+    the product of two roots, and ln(x^2) as 2ln(x), by whom lengths and sizes are positive.
+    """
+    lacking = lacking[:MAX_LACKING]
+    for wide, narrow in ((first, second), (second, first)):
+        if not lacking or not _has_branch(narrow):
+            continue
+        defined = [point for point in lacking if _is_defined(point, wide, work, is_real=True)]
+        if not defined or not (len(defined) == len(lacking) or _has_modulus(wide)):
+            continue
+        for point in defined:
+            if _is_defined(point, narrow, work, is_real=True):
+                continue
+            agrees = _agrees_or_none(point, wide, narrow, is_real=False, work=work)
+            if agrees is False and (
+                not _has_logarithm(narrow) or _is_defined(point, narrow, work, is_real=False)
+            ):
+                return True
+    return False
+
+
+def _is_defined(point: Point, tree: Tree, work: Work, *, is_real: bool) -> bool:
+    """Whether a tree is real at a point: in all its parts, or as a whole where not `is_real`."""
+
+    try:
+        _settled(
+            lambda run: run.real(run.value(tree)),
+            point,
+            is_real=is_real,
+            work=work,
+            most=MAX_POINT_BITS,
+        )
+    except Exhausted:
+        raise
+    except ArithmeticError:
+        return False
+    return True
+
+
+def _has_modulus(tree: Tree) -> bool:
+    is_own = tree[0] == "call" and tree[1] in ("abs", "max", "min", "sign")
+    return is_own or any(_has_modulus(part) for part in tree[1:] if isinstance(part, tuple))
+
+
+def _has_branch(tree: Tree) -> bool:
+    """Whether a tree holds a root or logarithm, by which it may be real in places alone."""
+    is_root = tree[0] == "pow" and (tree[2][0] != "num" or tree[2][1].denominator > 1)
+    is_call = tree[0] == "call" and tree[1] in ("root", "ln", "log", "arcsin", "arccos")
+    return is_root or is_call or any(_has_branch(p) for p in tree[1:] if isinstance(p, tuple))
+
+
+def _has_logarithm(tree: Tree) -> bool:
+    """Whether a tree holds a logarithm or a power with names in its exponent."""
+    is_power = tree[0] == "pow" and bool(symbols_of(tree[2]))
+    is_call = tree[0] == "call" and tree[1] in ("ln", "log", "arcsin", "arccos")
+    return is_power or is_call or any(_has_logarithm(p) for p in tree[1:] if isinstance(p, tuple))
 
 
 def _agrees_or_none(
