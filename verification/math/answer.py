@@ -12,6 +12,7 @@ missing per cent sign, is accepted unless `accept_missing_unit` is off.
 """
 
 from verification.math.magnitude import is_explosive
+from verification.math.notation import with_bold_sets
 from verification.math.plain import compare_plain
 from verification.math.text import MAX_CHARS, normalise, refusal, without_marks
 from verification.verdict import CORRECT, UNDECIDED, WRONG, Verdict
@@ -32,7 +33,7 @@ def compare_quickly(
         return Verdict(False, "answer_too_long")
     if len(reference) > MAX_CHARS:
         return Verdict(False, "reference_too_long")
-    first, second = normalise(answer), normalise(reference)
+    first, second = _spelled(answer, reference)
     if not first or not second:
         return WRONG
     if first == second or without_marks(first) == without_marks(second):
@@ -63,7 +64,7 @@ def compute(answer: str, reference: str, *, accept_missing_unit: bool = True) ->
     Does not repeat its refusals: of another pair it may run out of time or memory. A pair that
     nothing decides is wrong for the reason "undecided".
     """
-    first, second = normalise(_trim(answer)), normalise(_trim(reference))
+    first, second = _spelled(_trim(answer), _trim(reference))
     # Imported here, as everywhere below: the verifier's own process needs no mpmath and no SymPy.
     from verification.math.calculus import has_operation, same_calculus
     from verification.math.readings import without_names
@@ -92,7 +93,7 @@ def opinions(answer: str, reference: str) -> dict[str, bool | None]:
     """
     if max(len(answer), len(reference)) > MAX_CHARS:
         return {"text": answer == reference, "number": None, "structure": None, "math_verify": None}
-    first, second = normalise(_trim(answer)), normalise(_trim(reference))
+    first, second = _spelled(_trim(answer), _trim(reference))
     said: dict[str, bool | None] = {
         "text": bool(first) and without_marks(first) == without_marks(second)
     }
@@ -116,6 +117,14 @@ def prepare() -> None:
 
     symbolic.prepare()
     compare("\\sqrt{2}+x", "x+\\frac{2}{\\sqrt{2}}")
+
+
+def _spelled(answer: str, reference: str) -> tuple[str, str]:
+    """Both texts normalised, bold letters that are sets of numbers as such."""
+    return (
+        normalise(with_bold_sets(answer, reference)),
+        normalise(with_bold_sets(reference, answer)),
+    )
 
 
 def _trim(text: str) -> str:

@@ -9,6 +9,7 @@ import re
 from typing import NamedTuple
 
 from verification.math.expression import Tree, parse_expression
+from verification.math.numbers import spell_repeating
 from verification.math.symbolic import (
     Unevaluated,
     derivative,
@@ -16,7 +17,8 @@ from verification.math.symbolic import (
     limit,
     repeated,
 )
-from verification.math.units import is_unit_mismatch, split_unit
+from verification.math.unit_table import Unit
+from verification.math.units import ANGLE, is_unit_mismatch, split_unit
 from verification.math.values import same_value
 
 MAX_OPERATIONS = 6
@@ -57,17 +59,34 @@ def same_calculus(first: str, second: str, *, accept_missing_unit: bool = True) 
     (first, unit), (second, other_unit) = split_unit(first), split_unit(second)
     if is_unit_mismatch(unit, other_unit):
         return False
-    if unit != other_unit and not (accept_missing_unit and None in (unit, other_unit)):
+    known = unit or other_unit
+    is_number = known is not None and known.dimension in ("", ANGLE)
+    if unit != other_unit and None in (unit, other_unit) and not (accept_missing_unit or is_number):
         return None
     try:
-        return same_value(_read(first), _read(second))
+        values = _read(first), _read(second)
     except (NotRead, Unevaluated, RecursionError):
         return None
+    if unit == other_unit:
+        return same_value(*values)
+    if None in (unit, other_unit):
+        is_same = same_value(*values) if accept_missing_unit else False
+        if is_same or not is_number:
+            return is_same
+    return same_value(_in_base_units(values[0], unit), _in_base_units(values[1], other_unit))
+
+
+def _in_base_units(tree: Tree, unit: Unit | None) -> Tree:
+    if unit is None:
+        return tree
+    if unit.dimension == ANGLE:
+        return ("prod", tree, ("const", "pi"), ("num", unit.factor / 180))
+    return ("prod", tree, ("num", unit.factor))
 
 
 def _read(text: str) -> Tree:
     """Tree of a text whose operations are evaluated, the last and innermost one first."""
-    text = _POWER_BEHIND_NAME.sub(r"\1*", text)
+    text = _POWER_BEHIND_NAME.sub(r"\1*", spell_repeating(text))
     values: dict[str, Tree] = {}
     for count in range(MAX_OPERATIONS):
         found = [*_OPERATION.finditer(text)]

@@ -5,6 +5,7 @@ Pure string code on normalised texts; runs in grading processes.
 
 import re
 
+from verification.math.numbers import spell_repeating
 from verification.math.split import enclosed, split_at
 
 _COUNT = r"(?:[0-9]{1,3}|[a-zN]|\{[^{}\\]{1,12}\})"
@@ -33,6 +34,12 @@ _SYSTEM = re.compile(
 )
 _ROW_END = re.compile(r"\\\\(?: ?\[[^\[\]]{0,12}\])?")
 _ALIGNMENT = re.compile(r"& ?(?==|<|>|\\le|\\ge|\\ne)|(?<==) ?&")
+_BLACKBOARD = re.compile(r"\\(?:mathbb|Bbb|mathds) ?\{? ?([RZNQC])")
+_SET_SIGNS = (("ℝ", "R"), ("ℤ", "Z"), ("\\R", "R"), ("\\Z", "Z"), ("\\reals", "R"), ("ℚ", "Q"))
+_BOLD_SET = re.compile(
+    r"(?P<member>\\in ?)?\\(?:mathbf|textbf|boldsymbol|bold) ?(?P<brace>\{ ?)?(?P<name>[RZNQC])"
+    r"(?(brace) ?\}|(?![A-Za-z]))"
+)
 _UNIT_VECTOR = re.compile(
     r"\\(?:hat|vec|bar|overrightarrow|widehat|overline) ?\{? ?([ijk]) ?\}?"
     r"|(?<![A-Za-z\\])([ijk])(?![A-Za-z])|(?<=\\)([ijk])(?![A-Za-z])"
@@ -44,6 +51,7 @@ def respell(text: str, other: str) -> str:
     for spelling, known in _SPELLINGS.items():
         if spelling in text:
             text = text.replace(spelling, known)
+    text = spell_repeating(text)
     if "C" in text or "P" in text or "A" in text:
         text = _PREFIXED.sub(_spell_prefixed, text)
         text = _BETWEEN.sub(lambda m: _spell_count(m[2], m[1], m[3]), text)
@@ -51,6 +59,23 @@ def respell(text: str, other: str) -> str:
         if not other.startswith(("(", "[")):
             text = _LISTED.sub(_spell_listed, text)
     return _system_as_list(text) if "\\begin" in text else text
+
+
+def with_bold_sets(text: str, other: str) -> str:
+    r"""A raw text with `\mathbf{R}` as the real numbers where it is a set for certain.
+
+    It is behind `\in`, and beside a text with the same set in blackboard letters or infinity.
+    """
+    if "\\mathbf" not in text and "\\bold" not in text and "\\textbf" not in text:
+        return text
+    sets = set(_BLACKBOARD.findall(other)) | {name for sign, name in _SET_SIGNS if sign in other}
+
+    def spell(match: re.Match[str]) -> str:
+        is_line = match["name"] == "R" and "\\infty" in other
+        is_set = bool(match["member"]) or match["name"] in sets or is_line
+        return f"{match['member'] or ''}\\mathbb{{{match['name']}}}" if is_set else match[0]
+
+    return _BOLD_SET.sub(spell, text)
 
 
 def rows_of_cases(text: str) -> list[list[str]] | None:

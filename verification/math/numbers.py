@@ -29,6 +29,10 @@ _REPEATING = re.compile(
     r"(?P<sign>[+-]?)(?P<whole>[0-9]{0,60})\.(?P<fixed>[0-9]{0,60})"
     r"\\(?:overline|bar|dot) ?(?:\{(?P<cycle>[0-9]{1,60})\}|(?P<digit>[0-9]))"
 )
+_REPEATING_WITHIN = re.compile(
+    r"(?P<sign>)(?P<whole>(?<![0-9.])[0-9]{1,60})\.(?P<fixed>[0-9]{0,60})"
+    r"\\(?:overline|bar|dot) ?(?:\{(?P<cycle>[0-9]{1,60})\}|(?P<digit>[0-9]))"
+)
 _BASE = re.compile(
     r"(?P<sign>-?)(?P<digits>[0-9][0-9A-F]{0,100})_(?:\{(?P<base>[0-9]{1,2})\}|(?P<b>[0-9]))"
 )
@@ -154,6 +158,18 @@ def _read_repeating(match: re.Match[str]) -> Fraction:
     tail = Fraction(int(cycle), 10 ** len(cycle) - 1) / 10 ** len(fixed)
     value = Fraction(f"{match['whole'] or 0}.{fixed or 0}") + tail
     return -value if match["sign"] == "-" else value
+
+
+def spell_repeating(text: str) -> str:
+    """The text with its repeating decimals as fractions, for grammars that have none."""
+    if "\\overline" not in text and "\\bar" not in text and "\\dot" not in text:
+        return text
+    return _REPEATING_WITHIN.sub(_as_fraction, text)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    value = _read_repeating(match)
+    return f"(\\frac{{{value.numerator}}}{{{value.denominator}}})"
 
 
 def _read_base(match: re.Match[str]) -> Fraction | None:

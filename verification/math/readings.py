@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from verification.math.applications import without_application_marks
 from verification.math.congruences import Congruence, read_congruence
 from verification.math.expression import Tree, parse_expression, symbols_of
 from verification.math.labels import (
@@ -20,6 +21,7 @@ from verification.math.labels import (
     read_assignment,
     settle_approximation,
 )
+from verification.math.linear import read_linear
 from verification.math.notation import rows_of_cases, vector_components
 from verification.math.numbers import parse_number
 from verification.math.plain import EMPTY_SET, Number, Words, read_plain, words_of
@@ -149,9 +151,14 @@ def read(text: str) -> tuple[Reading, ...]:
     rows = rows_of_cases(text)
     if rows is not None and all(len(row) == 2 for row in rows):
         return (Piecewise(tuple((value, _CONDITION.sub("", when)) for value, when in rows)),)
+    linear = read_linear(without_application_marks(text))
+    if linear is not None:
+        if linear.is_tuple:
+            return (Collection("tuple", sum(linear.rows, ())),)
+        return _of_matrix(Matrix("matrix", linear.rows))
     matrix = _read_matrix(text)
     if matrix is not None:
-        return (matrix, *_column_as_tuple(matrix))
+        return _of_matrix(matrix)
     region = parse_region(text)
     readings: tuple[Reading, ...] = () if region is None else (region,)
     members = _MEMBERS.fullmatch(text)
@@ -173,6 +180,13 @@ def read(text: str) -> tuple[Reading, ...]:
     value = parse_number(rest)
     tree = parse_expression(rest) if value is None else ("num", value)
     return readings if tree is None else (*readings, Expression(tree, unit))
+
+
+def _of_matrix(matrix: Matrix) -> tuple[Reading, ...]:
+    """A matrix, as the tuple that a column is and the number that a single entry is."""
+    cells = sum(matrix.rows, ())
+    is_number = len(cells) == 1 and matrix.kind == "matrix"
+    return (matrix, *_column_as_tuple(matrix), *(read(normalise(cells[0])) if is_number else ()))
 
 
 def _read_inequality(text: str) -> tuple[Inequality, ...]:
@@ -344,7 +358,9 @@ def _read_list(items: list[str], *, is_choice: bool, has_and: bool) -> tuple[Rea
 
 def _is_family(names: list[str]) -> bool:
     """Whether names have an order of their own, as x, y, z and a, b, c have; x and p have none."""
-    letters = sorted(name[0] for name in names)
+    letters = sorted(name[:1] for name in names)
+    if not letters[0]:
+        return False
     if any(_SUBSCRIPT.sub("", name) != name[0] for name in names):
         # f(1) and f(2), AB and AC.
         return letters[0].isalpha() and letters[0] == letters[-1]

@@ -19,15 +19,16 @@ _DEPTH = dict.fromkeys(("(", "[", "{", "\\{", "\\begin"), 1) | dict.fromkeys(
 )
 # The left-hand side of an equation, which is no condition, unit, operation or differential.
 _SIDE = re.compile(
-    r"[$\s]*(?!d[a-z][\s\\=]|(?:or|and|if|for|when|where)(?![a-z])|\\text[a-z]*\b(?! ?\{[^{}]*\} ?=)"
-    r"|\\(?:mathrm|mbox|cdot|times|div|pm|mp|to|cup|cap|le|ge|ne|approx|equiv|implies|iff|in|mid"
-    r"|[Rr]ightarrow|Longrightarrow|Leftrightarrow|leq|geq|neq|lor|land|vee|wedge|circ)(?![A-Za-z]))"
+    r"[$\s]*(?!d[a-z][\s\\=]|(?:or|and|if|for|when|where)(?![a-z])"
+    r"|\\text[a-z]*\b(?! ?\{[^{}]*\} ?=)"
+    r"|\\(?:mathrm|mbox|cdot|times|div|pm|mp|to|cup|cap|le|ge|ne|approx|equiv|implies|iff|in|mid|[Rr]ightarrow|Longrightarrow|Leftrightarrow|leq|geq|neq|lor|land|vee|wedge|circ)(?![A-Za-z]))"
     r"[A-Za-z0-9\\|(][^=<>,;&\n]{0,80}?=(?!=)"
 )
 _NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)?|\\[dt]?frac(?:\{[0-9]+\}\{[0-9]+\}|[0-9]{2}))"
 _VALUES = re.compile(rf"(?:{_NUMBER}|[\s,;]){{1,40}}")
 _OPEN_END = re.compile(r"(?:[-+*/=<>,;:&^_|(]|\\[A-Za-z]+|(?<![A-Za-z])(?:or|and))$")
-_TEXT_END = re.compile(r"\\[a-z]{4,8} ?\{[^{}]*\}$")
+# Before a space alone: `A=\frac12 b h=6` is one chain.
+_STATED_NUMBER = re.compile(r"=(?:[-+0-9.,/*{} ()^_$]|\\(?:[dt]?frac|sqrt)(?![A-Za-z])){1,60}$")
 _FINISHED = re.compile(r"\\(?:pi|infty|alpha|beta|theta|circ|emptyset|deg|quad|qquad)$")
 
 
@@ -44,7 +45,7 @@ def part_statements(text: str) -> str:
         left = text[stated : match.start()]
         if depth or match.start() < start or not left.strip(" $") or _is_open(left):
             continue
-        if match[0].isspace() and not match["wide"] and _TEXT_END.search(left):
+        if match[0].isspace() and not match["wide"] and not _STATED_NUMBER.search(left):
             continue
         rest = text[match.end() : match.end() + MAX_SIDE_CHARS]
         is_next = "=" in left and _SIDE.match(_GAP.sub(" ", rest)) is not None

@@ -53,22 +53,16 @@ _PLAIN_COMMANDS = {f"\\{char}" for char in "{}(),;!%$"} | {
 _TIGHT = r"(?:\\!|\\negthinspace(?![A-Za-z]) ?)"
 _GROUPED = re.compile(
     rf"(?<![0-9.,])[1-9][0-9]{{0,2}}(?:(?: ?{_TIGHT}{{0,2}}\{{ ?, ?\}}(?:{_TIGHT}|\\[,:;]|[ {{}}])*"
-    rf"|,(?: ?{_TIGHT} ?){{1,2}}|{_TIGHT},(?:{_TIGHT}| )*)[0-9]{{3}}(?![0-9])){{1,9}}"
+    rf"| ?,(?: ?{_TIGHT} ?){{1,2}}|{_TIGHT},(?:{_TIGHT}| )*)[0-9]{{3}}(?![0-9])){{1,9}}"
 )
 _NOT_OF_NUMBER = re.compile(r"negthinspace|[^0-9]")
 
 
 def join_thousands(text: str) -> str:
-    r"""The text with `11,\! 111`, `11{,} 111` and `11\!,\!111` as `11{,}111`."""
+    r"""The text with `11,\! 111`, `11{,} 111` and `11\!,\!111` as `11111`."""
     if "\\!" not in text and "{," not in text and "{ ," not in text and "\\neg" not in text:
         return text
-    return _GROUPED.sub(_join_groups, text)
-
-
-def _join_groups(match: re.Match[str]) -> str:
-    digits = _NOT_OF_NUMBER.sub("", match[0])
-    head = len(digits) % 3 or 3
-    return "{,}".join((digits[:head], *(digits[i : i + 3] for i in range(head, len(digits), 3))))
+    return _GROUPED.sub(lambda match: _NOT_OF_NUMBER.sub("", match[0]), text)
 
 
 def without_styling(text: str) -> str:

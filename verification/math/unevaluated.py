@@ -7,12 +7,11 @@ any expression that a problem asks to evaluate, to factor or to simplify: copyin
 An answer is unevaluated when it holds an operation that the reference does not (see `operations`)
 and, under "refuse_copied", stands in the problem (see `copied`) as a whole or with its function.
 Under "refuse" it need not stand there, but the operation must be one that can be carried out as it
-is written. A number in another form than the one asked for (`\\frac38` for "as a decimal") counts
-where the problem holds it and names the form. The reference itself is never refused; and where the
-problem shows the reference with its operations, it does not ask for them to be worked out.
+is written. A number in another form than the one asked for counts too (see `forms`). The reference
+itself is never refused; and where the problem shows the reference with its operations, it does not
+ask for them to be worked out.
 """
 
-import math
 import re
 from collections import Counter
 from fractions import Fraction
@@ -20,8 +19,9 @@ from fractions import Fraction
 from megatron_rl.config.reward import UnevaluatedRule
 from verification.math.copied import MAX_PROBLEM_CHARS, is_run, stands_in
 from verification.math.expression import Tree, parse_expression
+from verification.math.forms import form_of, is_other_form
+from verification.math.linear import operands_of
 from verification.math.notation import respell
-from verification.math.numbers import parse_number
 from verification.math.operations import (
     BRACKETS,
     CALL,
@@ -37,30 +37,6 @@ from verification.math.units import ANGLE, split_unit
 from verification.verdict import Verdict
 
 UNEVALUATED = Verdict(False, "unevaluated")
-_NUMBER = r"[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+"
-_FORMS = (
-    ("whole", re.compile(r"-?[0-9][0-9,]*")),
-    ("decimal", re.compile(r"-?[0-9]*\.(?:[0-9]+|[0-9]*\\(?:overline|bar|dot) ?\{?[0-9]+\}?)")),
-    ("fraction", re.compile(r"-?(?:\\frac\{-?[0-9]+\}\{[0-9]+\}|[0-9]+/[0-9]+)")),
-    ("mixed", re.compile(r"-?[0-9]+(?: ?\\frac\{[0-9]+\}\{[0-9]+\}| [0-9]+/[0-9]+)")),
-    ("scientific", re.compile(rf"-?(?:{_NUMBER}) ?[*x] ?10\^(?:\{{-?[0-9]+\}}|-?[0-9])")),
-    ("base", re.compile(r"-?[0-9A-F]+_(?:\{[^{}]{1,9}\}|[0-9])")),
-    ("ratio", re.compile(r"[0-9]+:[0-9]+")),
-)
-# Words of a problem that ask for a form; any of the last row ask for whichever the reference has.
-_ASKED = {
-    "decimal": r"decimal|divide|\\div|÷",
-    "fraction": r"fraction|ratio|lowest|simplest|reduce|rational|\\frac\{m\}|m/n|p/q",
-    "mixed": r"mixed",
-    "scientific": r"scientific|standard (?:form|notation)|power of (?:10|ten)",
-    "base": r"\bbase\b|binary|octal|hexadecimal",
-    "whole": r"\bbase\b|decimal|binary|ordinary|whole number|integer",
-    "percent": r"percent|\\?%",
-    "ratio": r"ratio|lowest|simplest",
-    "interval": r"interval",
-}
-_ASKED_ANY = r"\b(?:convert|express|write|rewrite|change|turn)\b"
-_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in)(?![a-z])")
 _REGION = re.compile(r"[<>]|\\(?:le|ge|ne|cup|setminus)(?![a-z])|(?<![a-z])or(?![a-z])")
 _OF_SETS = ("call cup", "call setminus")
 _BARE_NAME = re.compile(
@@ -71,8 +47,6 @@ _CALL_START = re.compile(
     r"\\(?:sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|gcd|lcm|det|binom"
     r"|sum|prod|int|lim)(?![A-Za-z])"
 )
-_CYCLE = re.compile(r"\\(?:overline|bar|dot) ?\{?([0-9]{1,40})\}?")
-_PLAIN_NUMBER = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 _FUNCTION_POWER = re.compile(r"^ ?\^(?:[2-9]|\{[0-9]{1,2}\})")
 _ANGLE = re.compile(
     r"\\frac\{(?P<top>[0-9]{0,3}) ?\\pi ?\}\{(?P<below>[0-9]{1,3})\}"
@@ -81,6 +55,12 @@ _ANGLE = re.compile(
 )
 _DECIMAL = re.compile(r"(?<![0-9.])[0-9]{0,3}\.[0-9]{1,4}(?![0-9.])")
 _LONG_CALLS = ("\\sum", "\\prod", "\\int", "\\lim")
+_TRANSPOSE = re.compile(r"\^ ?\{? ?(?:T|\\top|\\text\{T\}) ?\}?|\\(?:begin|end)\{[a-zA-Z]*\}")
+_RECIPROCALS = {"sec": "cos", "csc": "sin", "cot": "tan", "cos": "sec", "sin": "csc", "tan": "cot"}
+_RECIPROCAL = re.compile(
+    r"\\frac\{1\}\{\\(sec|csc|cot|cos|sin|tan)(?![a-z])([^{}]{1,40}|[^{}]{0,20}\{[^{}]{0,20}\}\{?[^{}]{0,20}\}?)\}"
+    r"|1/\\(sec|csc|cot|cos|sin|tan)(?![a-z])(.{1,60})"
+)
 MAX_CALLS = 8
 MAX_PARTS = 60
 
@@ -100,12 +80,14 @@ def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedR
         return False
     if isinstance(read_plain(first), Words):
         return False
-    if _is_other_form(first, second, problem):
+    if is_other_form(first, second, problem):
+        return True
+    if _is_linear_copy(first, second, problem, rule):
         return True
     # C(5,2) is a binomial coefficient, here as in comparisons.
     first, second = normalise(respell(first, second)), normalise(respell(second, first))
     (held, unit), (wanted, _) = split_unit(first), split_unit(second)
-    if unit is not None and not _form_of(held.strip()) and unit.dimension in ("", ANGLE):
+    if unit is not None and not form_of(held.strip()) and unit.dimension in ("", ANGLE):
         held = first
     operations, allowed = operations_of_both(held.strip(), wanted.strip())
     extra = operations - allowed
@@ -113,7 +95,7 @@ def is_unevaluated(answer: str, reference: str, problem: str, rule: UnevaluatedR
         extra = Counter({kind: extra[kind] for kind in extra if kind not in _OF_SETS})
     if not extra:
         return False
-    is_number = _form_of(held.strip()) == "scientific"
+    is_number = form_of(held.strip()) == "scientific"
     if rule == "refuse" and not is_number and _is_open(extra, allowed):
         return True
     is_shown = bool(+allowed) and _shows(problem, wanted.strip())
@@ -176,6 +158,14 @@ def _has_number(tree: Tree) -> bool:
     return tree[0] == "num" or any(_has_number(c) for c in tree[1:] if isinstance(c, tuple))
 
 
+def _is_linear_copy(first: str, second: str, problem: str, rule: UnevaluatedRule) -> bool:
+    """Whether a sum, product, power or transpose of matrices in numbers is left to be done."""
+    operands = operands_of(first)
+    if not operands or operands_of(second) or _LETTER.search(_TRANSPOSE.sub("", first)):
+        return False
+    return rule == "refuse" or all(stands_in(one, problem) for one in operands)
+
+
 # --- copied ---------------------------------------------------------------------------------------
 
 
@@ -197,8 +187,13 @@ def _is_copied(text: str, extra: Counter[str], allowed: Counter[str], problem: s
 
 
 def _other_spellings(text: str) -> list[str]:
-    """The text with angles in degrees for parts of pi, and per cent for decimals."""
-    spellings = [_ANGLE.sub(_in_degrees, text), _DECIMAL.sub(_in_percent, text)]
+    """The text with angles in degrees for parts of pi, per cent for decimals, and the cosine for
+    one over the secant."""
+    spellings = [
+        _ANGLE.sub(_in_degrees, text),
+        _DECIMAL.sub(_in_percent, text),
+        _RECIPROCAL.sub(lambda m: f"\\{_RECIPROCALS[m[1] or m[3]]} {m[2] or m[4]}", text),
+    ]
     return [spelling for spelling in spellings if spelling != text]
 
 
@@ -288,62 +283,3 @@ def _opposite(tree: Tree, *, is_sum: bool) -> Tree:
     if tree[0] == "pow" and tree[2] == minus_one:
         return tree[1]
     return ("pow", tree, minus_one)
-
-
-# --- other forms of a number ----------------------------------------------------------------------
-
-
-def _is_other_form(first: str, second: str, problem: str) -> bool:
-    """Whether an answer is a number of the problem in another form than the one asked for."""
-    if not problem:
-        return False
-    (number, unit), (wanted, other_unit) = split_unit(first), split_unit(second)
-    number, wanted = number.strip(), wanted.strip()
-    form, other = _form_of(number), _form_of(wanted)
-    form = "percent" if form and unit is not None and unit.dimension == "" else form
-    other = "percent" if other and other_unit is not None and other_unit.dimension == "" else other
-    is_interval = second[:1] in tuple("([") and second[-1] in ")]" and "," in second
-    if is_interval and _RELATION.search(first):
-        return _asks(problem, "interval") and stands_in(first, problem)
-    if other_unit is not None and other_unit.dimension == ANGLE and unit is None:
-        return "\\pi" in first and stands_in(first, problem)
-    if not form:
-        return False
-    is_same_number = parse_number(number) == parse_number(wanted)
-    if is_same_number and (unit is not None or other_unit is not None):
-        return False
-    if unit is not None and form != "percent" and (other_unit is None or other_unit != unit):
-        return _holds(problem, number)
-    if form == other == "ratio":
-        return _divisor(number) > _divisor(wanted) and _holds(problem, number)
-    if not other or form == other or {form, other} == {"whole", "decimal"}:
-        return False
-    return _asks(problem, other) and _holds(problem, number)
-
-
-def _form_of(text: str) -> str:
-    return next((name for name, pattern in _FORMS if pattern.fullmatch(text)), "")
-
-
-def _divisor(ratio: str) -> int:
-    return math.gcd(*(int(part[:18]) for part in ratio.split(":")))
-
-
-def _asks(problem: str, form: str) -> bool:
-    return re.search(f"{_ASKED[form]}|{_ASKED_ANY}", problem, re.IGNORECASE) is not None
-
-
-def _holds(problem: str, number: str) -> bool:
-    """Whether a number stands in a problem, fractions with a slash or a bar."""
-    text = _slashed(without_marks(normalise(problem[:MAX_PROBLEM_CHARS])))
-    if _FORMS[0][1].fullmatch(number) or re.fullmatch(r"-?[0-9]*\.[0-9]+", number):
-        value = abs(Fraction(number.replace(",", "")))
-        found = _PLAIN_NUMBER.findall(text)
-        return any(Fraction(one.replace(",", "")) == value for one in found)
-    wanted = re.escape(_slashed(number))
-    return re.search(rf"(?<![0-9.]){wanted}(?![0-9]|\.[0-9])", text) is not None
-
-
-def _slashed(text: str) -> str:
-    text = _CYCLE.sub(r"\\overline{\1}", text)
-    return re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)

@@ -95,7 +95,7 @@ _TOKEN = re.compile(
     r"\\text\{|\\[$]|\\[A-Za-z]+|[A-Za-z]+|[€£¥₹]|\^ ?\{?-?[0-9]\}?|[/*(){} ]|[-.](?![0-9])"
 )
 _PERCENT = re.compile(
-    r"(?:\\text\{)? ?(?:percent|per cent|percentage points?|pct\.?) ?\}?", re.IGNORECASE
+    r"(?:\\text\{)? ?(?:percent|per cent|percentage(?: points?)?|pct\.?) ?\}?", re.IGNORECASE
 )
 _TEMPERATURE = re.compile(
     r"\\deg ?(?:\\text\{)?([CF])\}?|(?:\\text\{)? ?degrees? (c|f|celsius|centigrade|fahrenheit)\}?"

@@ -23,6 +23,7 @@ from verification.math.unit_table import (
 )  # fmt: skip
 
 ANGLE = "deg^1"
+_RADIAN = "rad^1"
 _STERLING = "gbp^1"
 _POUNDS = re.compile(r"\\text\{pounds?\}$| pounds?$")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
@@ -72,6 +73,8 @@ def settle_units(first: str, second: str) -> tuple[str, str]:
     settled = _without_symbols(first, second), _without_symbols(second, first)
     splits = [_split(text) for text in settled]
     dimensions = {split.unit.dimension for split in splits if split.unit is not None}
+    if dimensions == {ANGLE, _RADIAN}:
+        return tuple(map(_in_radians, splits))
     if dimensions == {_STERLING, "g^1"}:
         # Beside £5 a pound is money.
         settled = _POUNDS.sub("\\\\text{gbp}", settled[0]), _POUNDS.sub("\\\\text{gbp}", settled[1])
@@ -96,6 +99,15 @@ def settle_units(first: str, second: str) -> tuple[str, str]:
     tail = guess.tail.strip().replace("{", "").replace("}", "")
     marked = f"{guess.rest}\\text{{{tail}}}"
     return (marked, settled[1]) if bare == 0 else (settled[0], marked)
+
+
+def _in_radians(split: _Split) -> str:
+    """An angle as the number that it is."""
+    assert split.unit is not None
+    if split.unit.dimension == _RADIAN:
+        return split.rest.strip()
+    factor = split.unit.factor / 180
+    return f"({split.rest.strip()})*\\frac{{{factor.numerator}\\pi}}{{{factor.denominator}}}"
 
 
 def _without_symbols(text: str, other: str) -> str:

@@ -20,7 +20,7 @@ from verification.math.values import is_constant_ratio, real_value, same_value
     ("text", "spelling"),
     [
         ("$\\dfrac12$", "\\frac{1}{2}"), ("\\left( 1,\\,2 \\right)", "(1, 2)"), ("10⁻³", "10^{-3}"),
-        ("x^{2}", "x^2"), ("2 1/2", "2 1/2"), ("−５", "-5"), ("1{,}000", "1,000"), ("3{,}5", "3.5"),
+        ("x^{2}", "x^2"), ("2 1/2", "2 1/2"), ("−５", "-5"), ("1{,}000", "1000"), ("3{,}5", "3.5"),
         ("\\mathbb R", "\\reals"), ("No solution.", "\\emptyset"), ("30^{\\circ}", "30\\deg"),
     ],
 )  # fmt: skip
