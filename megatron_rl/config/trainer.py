@@ -23,6 +23,10 @@ class ModelConfig(Section):
     """Megatron checkpoint whose weights the trainer starts from, in place of those in path."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of trainer and generators; master weights are always float32."""
+    head_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the logits that the softmax reads, in trainer and engines, where model.dtype is
+    "bfloat16". float32 brings the logprobs of trainer and engine closer together. On CUDA the
+    product costs the same, and logits take twice the memory. Needs generator.engine "sglang"."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
     fp8: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
@@ -45,6 +49,25 @@ class ModelConfig(Section):
     product of an MLP); gradient_accumulation (a weight's gradient is added where it is summed, by
     NVIDIA apex); moe_permute (tokens to their experts' order and back); moe_router (scores and
     choice of experts; not with train.router_replay, which it would ignore)."""
+
+    @property
+    def logits_dtype(self) -> str:
+        """As DTYPES names it."""
+        return "float32" if self.dtype == "float32" else self.head_dtype
+
+    @property
+    def has_wide_head(self) -> bool:
+        """Whether logits are of a wider dtype than what they are computed from."""
+        return self.logits_dtype != self.dtype
+
+    def check_engine(self, engine: str) -> None:
+        """Raise ValueError for an engine that rounds logits which the trainer does not."""
+        if self.has_wide_head and engine != "sglang":
+            raise ValueError(
+                f"model.head_dtype='float32' with generator.engine={engine!r}, which rounds logits "
+                f"to model.dtype={self.dtype!r}: its logprobs would differ from the trainer's; use "
+                "generator.engine='sglang', or model.head_dtype='bfloat16'"
+            )
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:

@@ -109,6 +109,9 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     assert "--enable-return-routed-experts" not in command
     choosing = dataclasses.replace(setup, returns_expert_choices=True)
     assert "--enable-return-routed-experts" in server_command(choosing, LOADER)
+    assert "--enable-fp32-lm-head" not in command
+    wide = dataclasses.replace(setup, has_wide_head=True)
+    assert "--enable-fp32-lm-head" in server_command(wide, LOADER)
     assert "--quantization=fp8" in server_command(
         dataclasses.replace(setup, quantization="fp8"), LOADER
     )
