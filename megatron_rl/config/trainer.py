@@ -145,7 +145,7 @@ class OptimizerConfig(Section):
     """Global gradient norm limit."""
     offload: bool = False
     """Keep masters and moments in host memory and update them there; GPU only, needs
-    parallel.distributed_optimizer and no checkpoints."""
+    parallel.distributed_optimizer."""
     skip_grad_norm: float = Field(default=0.0, ge=0)
     """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
 
@@ -183,6 +183,11 @@ class TrainConfig(Section):
     record_tokens: bool = True
     """Write the policy's logprob and entropy and the advantage of every token that is trained on to
     rollouts/, for `megatron-rl view`: 12 bytes a token."""
+    deterministic: bool = False
+    """Steps from the same weights and batches repeat bit for bit on CUDA, on the same hardware and
+    with the same parallel sizes: Megatron, TransformerEngine, cuBLAS, NCCL and torch take their
+    deterministic kernels, which are slower, and torch raises an error where it has none. On the CPU
+    steps repeat without it."""
     max_mismatch: float = Field(default=0.0, ge=0)
     """The run stops where |trainer - generator logprob| of tokens sampled under the current version
     is above this on average, in nats; 0: never."""

@@ -181,7 +181,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
             has_experts=shape.experts > 0,
             gathered_width=shape.hidden if cfg.parallel.divides_positions else 0,
         ),
-        **backend.transformer_overrides(),
+        **backend.transformer_overrides(deterministic=cfg.train.deterministic),
         **fusions.transformer_fields(
             cfg.model,
             has_experts=shape.experts > 0,

@@ -135,7 +135,8 @@ def test_the_average_of_a_bfloat16_policy_is_resumed_bit_for_bit(
         "algorithm.reference.policy=ema",
         "algorithm.reference.decay=0.9",
     ]
-    cfg = config(dense, "model.dtype=bfloat16", "parallel.tensor=2", *ema)
+    given = ["model.dtype=bfloat16", "parallel.tensor=2", "train.deterministic=true"]
+    cfg = config(dense, *given, *ema)
     saved, resumed = (run_ranks(average_of, 2, cfg, tmp_path / "c", way) for way in (True, False))
     for before, after in zip(saved, resumed, strict=True):
         assert all(map(torch.equal, before, after))
