@@ -29,6 +29,8 @@ from tests.tiny_batches import VOCAB, my_share
 from tests.tiny_models import write_model
 
 META = torch.device("meta")
+EXACT_TO_GO = {"kl": {"placement": "loss", "estimator": "exact", "horizon": "to_go"}}
+OBJECTIVES = {name: {"preset": name} for name in PRESETS} | {"exact to go": EXACT_TO_GO}
 
 
 class DeviceAlone(TorchDispatchMode):
@@ -86,12 +88,12 @@ def loss_on_meta(policy: Policy, cfg: Config, given: dict[str, Any]) -> tuple[in
 def all_losses(cfg: Config) -> dict[str, tuple[int, bool]]:
     with open_policy(cfg) as policy:
         dist.all_reduce = lambda *args, **kwargs: None
-        return {name: loss_on_meta(policy, cfg, {"preset": name}) for name in PRESETS}
+        return {name: loss_on_meta(policy, cfg, given) for name, given in OBJECTIVES.items()}
 
 
 def test_no_loss_reads_a_value_before_its_backward_pass(tmp_path: Path) -> None:
     write_model(tmp_path, vocab_size=VOCAB, num_hidden_layers=1)
     cfg = load_config(None, [f"model.path={tmp_path}", "model.dtype=float32"])
     found = run_ranks(all_losses, 1, cfg)[0]
-    assert found.keys() == PRESETS.keys()
+    assert found.keys() == OBJECTIVES.keys()
     assert all(reports > 1024 and has_gradient for reports, has_gradient in found.values())
