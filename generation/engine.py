@@ -67,6 +67,8 @@ class EngineSetup:
     then counts to the newer ones."""
     quantization: str = ""
     """How the engine keeps its weights; "" as they come."""
+    has_wide_head: bool = False
+    """Whether logits are float32 though the weights are not."""
     returns_expert_choices: bool = False
     """Whether completions carry the experts of each token."""
     shares_gpus: bool = False
@@ -202,6 +204,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         releases_memory=generator.release_memory,
         quantization=generator.quantization,
         shares_gpus=generator.shares_gpus,
+        has_wide_head=config.model.has_wide_head,
         returns_expert_choices=config.train.router_replay,
     )
 

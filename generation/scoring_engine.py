@@ -142,9 +142,10 @@ def vocabulary(config: Config) -> Vocabulary:
 def scoring_setup(config: Config) -> EngineSetup:
     """Setup of the engine of `[scorer]`, for the folder of the reference."""
     scorer = config.scorer
+    dtype = scorer.dtype or config.model.dtype
     return EngineSetup(
         model=config.algorithm.reference.folder or config.model.path,
-        dtype=scorer.dtype or config.model.dtype,
+        dtype=dtype,
         stop_ids=(),
         tensor_parallel=scorer.tensor_parallel,
         max_running=scorer.max_running,
@@ -160,6 +161,7 @@ def scoring_setup(config: Config) -> EngineSetup:
         version=0,
         log_path=config.run.dir / "logs" / "scorer-0-sglang.log",
         quantization=scorer.quantization,
+        has_wide_head=dtype != "float32" and config.model.logits_dtype == "float32",
         # By the margin: preflight has compared what sequences need.
         may_exceed_model=True,
     )

@@ -62,6 +62,7 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         *([] if setup.overlaps_schedule else ["--disable-overlap-schedule"]),
         f"--custom-weight-loader={loader}",
         *_quantization_flags(setup),
+        *(["--enable-fp32-lm-head"] if setup.has_wide_head else []),
         *(["--enable-return-routed-experts"] if setup.returns_expert_choices else []),
     ]
     if setup.releases_memory and not sglang_cpu.is_needed():

@@ -53,9 +53,15 @@ class Segments:
 
     def to_go(self, values: Tensor) -> Tensor:
         """[tokens] -> [tokens]: sum from each token to the end of its sequence."""
-        # In float64: differences of sums over all tokens of a minibatch.
-        until = values.double().cumsum(0)
-        return (until[self.ends - 1][self.sequence_of] - until + values).to(values.dtype)
+        # Each turn doubles the tokens that are summed. cumsum on CUDA adds in no fixed order, and
+        # its differences would cancel what other sequences add.
+        count = len(values)
+        left = self.ends[self.sequence_of] - self.sequence_of.new_ones(count).cumsum(0)
+        sums, reach = values.double(), 1
+        while reach < count:
+            sums = sums + sums.roll(-reach).masked_fill(left < reach, 0.0)
+            reach *= 2
+        return sums.to(values.dtype)
 
     def mean_of_others(self, values: Tensor) -> Tensor:
         """[sequences] -> [sequences]: mean of the values of the other members of the group.

@@ -5,6 +5,7 @@ Used by trainer ranks (and by tools that build the model); everything else asks 
 
 import datetime
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from megatron.core.utils import is_te_min_version
 from torch.distributed import distributed_c10d
 
 from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches, fusions
+from megatron_rl.backend.environment import DETERMINISTIC
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 
@@ -98,6 +100,22 @@ class Backend:
         """Wait for all work that this rank has given to the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def make_deterministic(self) -> None:
+        """Have this process compute the same bits again, for `train.deterministic`.
+
+        Before the first kernel. Raises InputError where a CUDA rank lacks the variables for it.
+        """
+        missing = missing_for_determinism(self.device.type, os.environ)
+        if missing:
+            told = " ".join(f"{name}={value}" for name, value in missing.items())
+            raise InputError(
+                f"train.deterministic=true needs {told} in the environment of trainer ranks: start "
+                "them by `megatron-rl run`, which sets it, or set it yourself"
+            )
+        torch.use_deterministic_algorithms(True)
+        # Filling new memory costs bandwidth, and nothing reads memory that it has not written.
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
     def host_group(self, timeout_s: float) -> dist.ProcessGroup:
         """A new group of all trainer ranks for tensors in host memory. Collective."""
@@ -189,8 +207,11 @@ class Backend:
             )
         return "p2p" if wanted == "auto" else wanted
 
-    def transformer_overrides(self) -> dict[str, Any]:
-        """TransformerConfig fields that depend on the device and the layers."""
+    def transformer_overrides(self, *, deterministic: bool = False) -> dict[str, Any]:
+        """TransformerConfig fields that depend on the device and the layers.
+
+        deterministic: `train.deterministic`; on the CPU all operations are so anyway.
+        """
         uses_engine = self.layers == "transformer_engine"
         return {
             "use_cpu_initialization": self.device.type == "cpu",
@@ -203,7 +224,14 @@ class Backend:
             # TransformerEngine's layers do by default: see `fusions.py`.
             "gradient_accumulation_fusion": self.device.type == "cpu",
             "persist_layer_norm": False,
+            "deterministic_mode": deterministic and self.device.type != "cpu",
         }
+
+
+def missing_for_determinism(device: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that a rank on a device of that type lacks for `train.deterministic`."""
+    wanted = DETERMINISTIC if device == "cuda" else {}
+    return {name: value for name, value in wanted.items() if environment.get(name) != value}
 
 
 def select_backend(model: ModelConfig) -> Backend:

@@ -36,6 +36,14 @@ _RANK_SETTINGS = {
     "EP_SUPPRESS_NCCL_CHECK": "1",
 }
 _THREADS = "OMP_NUM_THREADS"
+DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    # torch raises an error for any value of it under which cuBLAS would not repeat its sums.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""What train.deterministic needs of a trainer rank on CUDA, whatever is set outside."""
+_NCCL_ALGORITHMS = ("NCCL_ALGO", "^NVLS")
+"""Megatron's own check takes this value: sums inside of a switch have no fixed order."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _CALL_LIMIT_S = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """Whole seconds: see `weights/exchange/device_group.py`."""
@@ -77,9 +85,16 @@ def role_environment(device: DeviceKind) -> dict[str, str]:
 
 
 def trainer_environment(
-    device: DeviceKind, *, expandable_segments: bool, given: Mapping[str, str] | None = None
+    device: DeviceKind,
+    *,
+    expandable_segments: bool,
+    deterministic: bool = False,
+    given: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The same for trainer ranks. given: what the launcher's own environment says."""
+    """The same for trainer ranks. given: what the launcher's own environment says.
+
+    deterministic: `train.deterministic`.
+    """
     given = os.environ if given is None else given
     variables = role_environment(device)
     if device == "cuda":
@@ -88,6 +103,8 @@ def trainer_environment(
         variables |= _linked_libraries(given)
     if device == "cuda" and expandable_segments and not ALLOCATOR & given.keys():
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if device == "cuda" and deterministic:
+        variables |= DETERMINISTIC
     return variables
 
 
@@ -123,6 +140,7 @@ def ranks_environment(
     ranks: int,
     *,
     expandable_segments: bool = False,
+    deterministic: bool = False,
     given: Mapping[str, str] | None = None,
     cores: int = 0,
 ) -> dict[str, str]:
@@ -133,7 +151,12 @@ def ranks_environment(
     this process.
     """
     given = os.environ if given is None else given
-    environment = trainer_environment(device, expandable_segments=expandable_segments, given=given)
+    environment = trainer_environment(
+        device,
+        expandable_segments=expandable_segments,
+        deterministic=deterministic,
+        given=given,
+    )
     if device == "cuda" and _THREADS not in given:
         cores = cores or len(os.sched_getaffinity(0))
         environment[_THREADS] = str(max(1, cores // ranks))
@@ -141,15 +164,22 @@ def ranks_environment(
 
 
 def collective_environment(
-    host: str, deadline_s: float, given: Mapping[str, str] | None = None
+    host: str,
+    deadline_s: float,
+    given: Mapping[str, str] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> dict[str, str]:
     """Variables of collectives, the same for every process of the run.
 
     host: `ports.host`; deadline_s: `weights.deadline_s`; given: what the launcher's own environment
-    says, which counts more. Raises InputError when the host cannot be reached from here.
+    says, which counts more; deterministic: `train.deterministic`. Raises InputError when the host
+    cannot be reached from here.
     """
     given = os.environ if given is None else given
     wanted = nccl_settings.CHOSEN | {_CALL_LIMIT_S: str(max(1, math.ceil(deadline_s)))}
+    if deterministic:
+        wanted |= [_NCCL_ALGORITHMS]
     if _GLOO_INTERFACE not in given:
         wanted[_GLOO_INTERFACE] = interface_of(host)
     return {name: value for name, value in wanted.items() if name not in given}

@@ -28,6 +28,10 @@ class ModelConfig(Section):
     """Megatron checkpoint whose weights the trainer starts from, in place of those in path."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of trainer and generators; master weights are always float32."""
+    head_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the logits that the softmax reads, in trainer and engines, where model.dtype is
+    "bfloat16". float32 brings the logprobs of trainer and engine closer together. On CUDA the
+    product costs the same, and logits take twice the memory. Needs generator.engine "sglang"."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """Layer implementation; auto takes TransformerEngine where CUDA and it are present."""
     fp8: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
@@ -57,6 +61,25 @@ class ModelConfig(Section):
     def _make_absolute(cls, path: Path) -> Path:
         # The default: files and overrides have told their folder before.
         return path if is_hub_name(str(path)) else path.absolute()
+
+    @property
+    def logits_dtype(self) -> str:
+        """As DTYPES names it."""
+        return "float32" if self.dtype == "float32" else self.head_dtype
+
+    @property
+    def has_wide_head(self) -> bool:
+        """Whether logits are of a wider dtype than what they are computed from."""
+        return self.logits_dtype != self.dtype
+
+    def check_engine(self, engine: str) -> None:
+        """Raise ValueError for an engine that rounds logits which the trainer does not."""
+        if self.has_wide_head and engine != "sglang":
+            raise ValueError(
+                f"model.head_dtype='float32' with generator.engine={engine!r}, which rounds logits "
+                f"to model.dtype={self.dtype!r}: its logprobs would differ from the trainer's; use "
+                "generator.engine='sglang', or model.head_dtype='bfloat16'"
+            )
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:
@@ -134,7 +157,7 @@ class OptimizerConfig(Section):
     """Global gradient norm limit."""
     offload: bool = False
     """Keep masters and moments in host memory and update them there; GPU only, needs
-    parallel.distributed_optimizer and no checkpoints."""
+    parallel.distributed_optimizer."""
     skip_grad_norm: float = Field(default=0.0, ge=0)
     """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
 
@@ -172,6 +195,11 @@ class TrainConfig(Section):
     record_tokens: bool = True
     """Write the policy's logprob and entropy and the advantage of every token that is trained on to
     rollouts/, for `megatron-rl view`: 12 bytes a token."""
+    deterministic: bool = False
+    """Steps from the same weights and batches repeat bit for bit on CUDA, on the same hardware and
+    with the same parallel sizes: Megatron, TransformerEngine, cuBLAS, NCCL and torch take their
+    deterministic kernels, which are slower, and torch raises an error where it has none. On the CPU
+    steps repeat without it."""
     max_mismatch: float = Field(default=0.0, ge=0)
     """The run stops where |trainer - generator logprob| of tokens sampled under the current version
     is above this on average, in nats; 0: never."""

@@ -354,6 +354,7 @@ class Config(Section):
                 f"generator.quantization={self.generator.quantization!r} needs an engine that "
                 f"quantises: generator.engine={engine!r} does not; use 'sglang'"
             )
+        self.model.check_engine(engine)
         if engine == "vllm" and self.generator.tensor_parallel > 1:
             raise ValueError(
                 f"generator.tensor_parallel={self.generator.tensor_parallel}: generator.engine="

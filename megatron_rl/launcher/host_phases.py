@@ -213,6 +213,7 @@ def _start_ranks(own: Share, name: str, *, is_supervised: bool, arguments: tuple
         device_of_host(own.gpus),
         own.roles.trainer_ranks,
         expandable_segments=own.config.has_expandable_segments,
+        deterministic=own.config.train.deterministic,
     )
     own.supervisor.start(name, command, environment=environment)
 

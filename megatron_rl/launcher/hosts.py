@@ -132,7 +132,9 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
     InputError, RoleDied, HostLost, DeadlineExceeded.
     """
     config, roles, gpus = _placed(run_dir, host=host, hosts=hosts, gpus_per_host=gpus_per_host)
-    environment = collective_environment(config.ports.host, config.weights.deadline_s)
+    environment = collective_environment(
+        config.ports.host, config.weights.deadline_s, deterministic=config.train.deterministic
+    )
     with Supervisor(config.run.dir / "logs", extra_environment=environment) as supervisor:
         # The link closes first: others are told of an error before this host ends its processes.
         if host == 0:

@@ -48,7 +48,11 @@ class Session:
         self.wall_s: dict[str, float] = {}
         self._supervisor = Supervisor(
             config.run.dir / "logs",
-            extra_environment=collective_environment(config.ports.host, config.weights.deadline_s),
+            extra_environment=collective_environment(
+                config.ports.host,
+                config.weights.deadline_s,
+                deterministic=config.train.deterministic,
+            ),
             inherited=(lock,),
         )
         self._view = LiveView(config, console)
@@ -111,6 +115,7 @@ class Session:
             self._device,
             self.config.parallel.world_size,
             expandable_segments=self.config.has_expandable_segments,
+            deterministic=self.config.train.deterministic,
         )
         self._supervisor.start(name, command, environment=environment)
 

@@ -133,8 +133,12 @@ class Passes:
             topk=self.policy.shape.experts_per_token,
             share=self.policy.position_share,
         )
+        # Megatron's bfloat16 wrapper would hand hidden states on in float32, at twice the bytes.
+        options = {"fp32_output": False} if self.policy.cfg.model.dtype == "bfloat16" else {}
         with replay, without_output_layer(unwrap(model)):
-            return model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
+            return model(
+                batch.tokens, batch.position_ids, None, packed_seq_params=packed, **options
+            )
 
     def values(self, batch: MicroBatch, known: Known, hidden: Tensor) -> TokenLogprobs:
         """Of all completion tokens of the microbatch. hidden: the last stage's output."""

@@ -54,6 +54,19 @@ class Reference:
         finally:
             _copy(self._own, self._parameters)
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The policy's parameters are the reference's own tensors inside, as saving one needs it.
+
+        They keep dtype and device: a moving average is not rounded to the model's dtype.
+        """
+        own = [parameter.data for parameter in self._parameters]
+        _point(self._parameters, self._weights)
+        try:
+            yield
+        finally:
+            _point(self._parameters, own)
+
     @property
     def hidden(self) -> int:
         """Size of its hidden states."""
@@ -106,6 +119,11 @@ def open_reference(
         load_weights(policy.chunks, policy.shape, folder)
         reference.take()
     return reference
+
+
+def _point(parameters: list[Tensor], tensors: list[Tensor]) -> None:
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.data = tensor
 
 
 @torch.no_grad()

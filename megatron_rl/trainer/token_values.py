@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.trainer.kept_reference import kept_layer
 from megatron_rl.trainer.loss_tokens import NOTHING, Known, whole, whole_values
+from megatron_rl.trainer.model.build import DTYPES
 from megatron_rl.trainer.model.collate import MicroBatch
 from megatron_rl.trainer.model.last_stage import output_weight, select_positions
 from megatron_rl.trainer.model.logprobs import (
@@ -65,7 +66,10 @@ class ValuesOfTokens:
         """Of this context rank's targets."""
         model = unwrap(self._policy.chunks[-1])
         weight = output_weight(model)
-        adds_itself = model.config.gradient_accumulation_fusion and weight.requires_grad
+        # Data parallelism gives a trained weight a float32 buffer for its gradient.
+        gradient = (
+            weight.main_grad if weight.requires_grad and hasattr(weight, "main_grad") else None
+        )
         is_embedding = model.pre_process and model.share_embeddings_and_output_weights
         reference = known.reference_layer
         layer = OutputLayer(
@@ -74,10 +78,11 @@ class ValuesOfTokens:
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=batch.temperature,
             chunk_tokens=self._chunk_tokens,
-            gradient=weight.main_grad if adds_itself else None,
+            gradient=gradient,
             is_sole_user=not is_embedding,
             differentiates_entropy=self._objective.has_entropy_bonus,
             reference=None if reference is None else reference.to(selected.device),
+            logits_dtype=DTYPES[self._policy.cfg.model.logits_dtype],
             memory=self._memory,
         )
         return token_logprobs(selected, batch.targets, layer)

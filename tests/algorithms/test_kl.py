@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.tokens import Segments
 from tests.algorithms.tabular import (
     BANDIT,
     LIMIT,
@@ -43,6 +44,18 @@ def test_kl_is_followed_exactly_as_reward_and_as_loss(table: Table, placement: s
         table, kl_alone(placement=placement), logits, group_size=2, reference=reference
     )
     torch.testing.assert_close(found, exact, **LIMIT)
+
+
+def test_sums_to_the_end_of_a_sequence_are_those_of_its_tokens_alone() -> None:
+    lengths = torch.tensor([1, 7, 2, 19, 1, 64])
+    values = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(0))
+    # Beside it differences of sums over all tokens would lose what the others have.
+    values[0] = 1e30
+    expected = [part.double().flip(0).cumsum(0).flip(0) for part in values.split(lengths.tolist())]
+    numbers = torch.arange(len(lengths))
+    of = numbers.repeat_interleave(lengths)
+    found = Segments(of, lengths.cumsum(0), numbers, numbers * 0).to_go(values)
+    torch.testing.assert_close(found, torch.cat(expected).float(), rtol=1e-6, atol=1e-6)
 
 
 @TABLES

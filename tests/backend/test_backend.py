@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
-from megatron_rl.backend.device import Backend, select_backend
+from megatron_rl.backend.device import Backend, missing_for_determinism, select_backend
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 from tests.distributed import run_ranks
@@ -30,6 +30,29 @@ def refusal(model: ModelConfig, parallel: ParallelConfig) -> str:
 @needs_cpu_host
 def test_host_without_cuda_gets_gloo_and_local_layers() -> None:
     assert run_ranks(decide, 1, "auto") == [("cpu", "gloo", "local")]
+
+
+def test_determinism_needs_its_variables_on_cuda_and_switches_megatron() -> None:
+    given = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    needed = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    assert missing_for_determinism("cuda", given) == needed
+    assert missing_for_determinism("cuda", given | needed) == {}
+    assert missing_for_determinism("cpu", {}) == {}
+    for device, wanted in (("cuda", True), ("cuda", False), ("cpu", True)):
+        backend = Backend(torch.device(device), "gloo", "local")
+        found = backend.transformer_overrides(deterministic=wanted)["deterministic_mode"]
+        assert found is (wanted and device == "cuda")
+
+
+def torchs_switches() -> tuple[bool, bool]:
+    select_backend(ModelConfig()).make_deterministic()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    return torch.are_deterministic_algorithms_enabled(), fills
+
+
+@needs_cpu_host
+def test_deterministic_ranks_have_torch_refuse_other_kernels() -> None:
+    assert run_ranks(torchs_switches, 1) == [(True, False)]
 
 
 @needs_cpu_host

@@ -90,6 +90,20 @@ def test_trainer_ranks_on_cuda_grow_their_segments() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found
 
 
+def test_deterministic_ranks_get_the_switches_of_every_library() -> None:
+    switches = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    given = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
+    for deterministic in (False, True):
+        ranks = ranks_environment("cuda", 2, deterministic=deterministic, given=given, cores=8)
+        assert {name: ranks.get(name) for name in switches} == (
+            switches if deterministic else dict.fromkeys(switches)
+        )
+        # All ranks of a communicator choose an algorithm by themselves, so engines are told, too.
+        collective = collective_environment("127.0.0.1", 9.0, {}, deterministic=deterministic)
+        assert collective.get("NCCL_ALGO") == ("^NVLS" if deterministic else None)
+    assert not switches.keys() & ranks_environment("cpu", 2, deterministic=True, given={}).keys()
+
+
 def test_transformer_engine_loads_the_libraries_of_torch_and_not_the_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

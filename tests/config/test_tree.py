@@ -18,6 +18,10 @@ SHARDED = "parallel.distributed_optimizer=true"
             "model.megatron_path does not fill",
         ),
         ("sft.optimizer.offload=true", "sft.optimizer.offload=true needs"),
+        (
+            "model.head_dtype=float32 generator.engine=hf",
+            "head_dtype='float32' with generator.engine='hf', which rounds logits to model.dtype",
+        ),
         ("model.fp8=blockwise model.layers=local", "'blockwise' needs model.layers="),
         ("model.fp8=tensorwise model.dtype=float32", "'tensorwise' needs model.dtype='bfloat16'"),
         ("model.fp8_parameters=true", "need FP8, and model.fp8='none'"),
@@ -43,6 +47,8 @@ def test_settings_that_exclude_each_other_are_refused(overrides: str, message: s
     "overrides",
     [
         "parallel.virtual_stages=2 parallel.pipeline=2",
+        "model.head_dtype=float32",
+        "model.head_dtype=float32 model.dtype=float32 generator.engine=hf",
         f"{SHARDED} parallel.overlap_gradients=true parallel.overlap_parameters=true",
         f"{SHARDED} optimizer.offload=true",
         f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true model.fp8_bf16_edge_layers=1",

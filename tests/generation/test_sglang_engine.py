@@ -138,6 +138,9 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     assert "--enable-return-routed-experts" not in command
     choosing = dataclasses.replace(setup, returns_expert_choices=True)
     assert "--enable-return-routed-experts" in server_command(choosing, LOADER)
+    assert "--enable-fp32-lm-head" not in command
+    wide = dataclasses.replace(setup, has_wide_head=True)
+    assert "--enable-fp32-lm-head" in server_command(wide, LOADER)
 
 
 def test_two_ranks_are_pinned_to_two_cores() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.backend.environment import DETERMINISTIC
 from tests.distributed import run_ranks
 from tests.tiny_models import write_model
 from tests.trainer.checkpoint.test_trainer_state import config, resumed_run, saving_run
@@ -15,6 +16,18 @@ pytestmark = pytest.mark.gpu
 
 
 DISTRIBUTED = "parallel.distributed_optimizer=true"
+
+
+def test_deterministic_steps_are_the_same_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in DETERMINISTIC.items():
+        monkeypatch.setenv(name, value)
+    write_model(tmp_path / "model", hidden_size=256, intermediate_size=512, vocab_size=200)
+    cfg = config(tmp_path / "model", "model.dtype=bfloat16", "train.deterministic=true")
+    *expected, _ = run_ranks(saving_run, 1, cfg, tmp_path / "saved", timeout_s=300)[0]
+    *taken, _ = run_ranks(resumed_run, 1, cfg, tmp_path / "saved", timeout_s=300)[0]
+    assert taken == expected
 
 
 @pytest.mark.parametrize("extra", [[], [DISTRIBUTED], [DISTRIBUTED, "optimizer.offload=true"]])

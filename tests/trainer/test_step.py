@@ -18,9 +18,11 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.trainer.model.collate import MicroBatch
+from megatron_rl.trainer.model.last_stage import output_weight
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.export import export_tensors
+from megatron_rl.weights.folders.load import unwrap
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks
 from tests.obvious_losses import clipped_loss
@@ -215,3 +217,28 @@ def test_a_microbatch_is_made_when_a_pass_takes_it(model_folder: Path, layout: s
     cfg = load_config(None, [*overrides, "algorithm.surrogate.old_logprobs=recompute"])
     for made, alive in run_ranks(most_alive, cfg.parallel.world_size, cfg):
         assert made >= 12 and alive <= 2
+
+
+def dtype_and_head_gradients(cfg: Config) -> tuple[torch.dtype, list[torch.Tensor]]:
+    """Of hidden states; and of the output layer with Megatron's fused gradients, and without."""
+    with open_policy(cfg) as policy:
+        trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1)
+        share, [chunk] = my_share(20), policy.chunks
+        batch, _ = next(iter(trainer._passes.inputs(share)))
+        hidden = trainer._passes.hidden(batch, chunk)
+        found = []
+        for is_fused in (True, False):
+            unwrap(chunk).config.gradient_accumulation_fusion = is_fused
+            trainer.accumulate(share, version=0)
+            found.append(output_weight(unwrap(chunk)).main_grad.clone())
+        return hidden.dtype, found
+
+
+def test_hidden_states_are_bfloat16_and_the_heads_gradient_is_float32(tmp_path: Path) -> None:
+    write_model(tmp_path, vocab_size=VOCAB)
+    cfg = load_config(None, [f"model.path={tmp_path}", "model.dtype=bfloat16"])
+    dtype, (fused, plain) = run_ranks(dtype_and_head_gradients, 1, cfg)[0]
+    assert dtype is torch.bfloat16
+    # On CUDA Megatron's fusion is a choice, and the gradient is summed in the same place without.
+    assert torch.equal(fused, plain) and fused.dtype is torch.float32
+    assert not torch.equal(fused, fused.bfloat16().float())

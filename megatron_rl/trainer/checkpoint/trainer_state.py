@@ -103,12 +103,12 @@ def _model_state(policy: Policy) -> dict[str, Any]:
 
 
 def _average_state(trainer: Trainer) -> dict[str, Any]:
-    """Of a reference that is a moving average, in the model's dtype; nothing of others, which a
-    resumed run reads again where they came from."""
+    """Of a reference that is a moving average, in float32; nothing of others, which a resumed run
+    reads again where they came from."""
     reference = trainer.reference
     if reference is None or not reference.is_average:
         return {}
-    with reference.in_place():
+    with reference.lent():
         state = {
             f"{_AVERAGE}{name}": chunk.sharded_state_dict(prefix=f"{_AVERAGE}.")
             for name, chunk in _chunks(trainer.policy).items()
@@ -123,11 +123,10 @@ def _restore_average(trainer: Trainer, loaded: dict[str, Any]) -> None:
     reference = trainer.reference
     if reference is None or not reference.is_average:
         return
-    with reference.in_place():
+    with reference.lent():
         for name, chunk in _chunks(trainer.policy).items():
             state = loaded[f"{_AVERAGE}{name}"]
             chunk.load_state_dict({k.removeprefix(f"{_AVERAGE}."): v for k, v in state.items()})
-        reference.take()
 
 
 def _model_parallel_sizes() -> tuple[int, int]:

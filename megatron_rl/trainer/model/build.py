@@ -16,8 +16,8 @@ sequence of its own); a context rank gives its own positions, but the starts of 
 trainer calls it within `last_stage.without_output_layer`: the last pipeline stage then returns
 hidden states [1, positions, hidden], divided by positions under sequence parallelism, and
 `logprobs.py` computes logits for some rows at a time. Outside of it the last stage returns logits
-[1, positions, padded_vocab / tensor ranks], whose columns from `shape.vocab` on are padding. Both
-are float32 under bf16 too: Megatron's wrapper converts what a last stage returns.
+[1, positions, padded_vocab / tensor ranks], whose columns from `shape.vocab` on are padding. Under
+bf16 Megatron's wrapper converts what a last stage returns to float32, unless `fp32_output=False`.
 
 Gradients are sums: over microbatches, and over data-parallel ranks. The loss function given to
 Megatron's schedule returns (loss, tokens as an int tensor, report) and nothing divides by tokens.
@@ -185,7 +185,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
             has_experts=shape.experts > 0,
             gathered_width=shape.hidden if cfg.parallel.divides_positions else 0,
         ),
-        **backend.transformer_overrides(),
+        **backend.transformer_overrides(deterministic=cfg.train.deterministic),
         **fusions.transformer_fields(
             cfg.model,
             has_experts=shape.experts > 0,

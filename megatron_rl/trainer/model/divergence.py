@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.backend.products import write_product
 from megatron_rl.backend.softmax import pair_sums
 
 
@@ -29,7 +30,9 @@ class ReferenceLayer:
     def logits(self, span: slice, ids: int, memory: Tensor) -> Tensor:
         """[rows of the span, ids], this rank's first ids, in that memory."""
         rows = self.hidden[span]
-        return torch.mm(rows, self.weight[:ids].t(), out=memory[: len(rows)])
+        logits = memory[: len(rows)]
+        write_product(logits, rows, self.weight[:ids])
+        return logits
 
 
 class Divergences(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.backend.products import add_product, note_added
+from megatron_rl.backend.products import add_product, note_added, write_product
 from megatron_rl.backend.softmax import (
     Bonus,
     Divergence,
@@ -31,6 +31,9 @@ BYTES_WITH_LOOPS = {torch.float32: 5, torch.bfloat16: 4}
 """The same where only the logit itself is stored: it, the product with the hidden states where
 that has to be rounded, and some more for values of whole rows."""
 
+BYTES_WIDENED_WITH_LOOPS = 8
+"""The same for float32 logits of bfloat16 factors: the logit, its gradient rounded to a factor, and
+copies of factors where the CPU has no product of its own for them."""
 BYTES_WITH_REFERENCE = 20
 """The same where the reference's logits are computed beside the policy's."""
 
@@ -58,15 +61,15 @@ class LogitMemory:
         """What an earlier user left is gone once this has grown."""
         self._memory: Tensor | None = None
 
-    def take(self, like: Tensor, rows: int, ids: int) -> Tensor:
-        """[rows, ids] in the dtype and on the device of `like`, which hold anything."""
+    def take(self, like: Tensor, dtype: torch.dtype, rows: int, ids: int) -> Tensor:
+        """[rows, ids] of that dtype on the device of `like`, which hold anything."""
         self.uses += 1
         size = rows * ids
         kept = self._memory
-        if kept is None or kept.numel() < size or kept.dtype is not like.dtype:
+        if kept is None or kept.numel() < size or kept.dtype is not dtype:
             # The smaller one goes first: two at once would cost memory.
             self._memory = kept = None
-            self._memory = kept = like.new_empty(size)
+            self._memory = kept = like.new_empty(size, dtype=dtype)
         return kept[:size].view(rows, ids)
 
     def free(self) -> None:
@@ -91,6 +94,8 @@ class OutputLayer:
     differentiates_entropy: bool = False
     reference: ReferenceLayer | None = None
     """What the policy is compared with; its vocabulary is cut and padded in the same way."""
+    logits_dtype: torch.dtype | None = None
+    """What logits are rounded to before the softmax; None: the dtype of the weight."""
     memory: LogitMemory = field(default_factory=LogitMemory)
     """Shared by the microbatches of a step."""
 
@@ -116,7 +121,10 @@ class OutputLayer:
 
     def pass_rows(self, hidden: Tensor) -> int:
         """Of a long pass."""
-        n_bytes = BYTES_WITH_LOOPS[hidden.dtype] if is_read_only(hidden) else BYTES
+        n_bytes = BYTES
+        if is_read_only(hidden):
+            is_widened = self.logits_dtype not in (None, hidden.dtype)
+            n_bytes = BYTES_WIDENED_WITH_LOOPS if is_widened else BYTES_WITH_LOOPS[hidden.dtype]
         if self.reference is not None:
             n_bytes = BYTES_WITH_REFERENCE
         return max(1, self.chunk_tokens * 4 // n_bytes)
@@ -124,11 +132,14 @@ class OutputLayer:
     def take_memory(self, hidden: Tensor) -> Tensor:
         """For the logits of any one pass; the reference's lie behind the policy's."""
         rows = self.pass_rows(hidden) * (1 if self.reference is None else 2)
-        return self.memory.take(hidden, rows, len(self.true_weight))
+        dtype = self.logits_dtype or hidden.dtype
+        return self.memory.take(hidden, dtype, rows, len(self.true_weight))
 
     def logits(self, hidden: Tensor, memory: Tensor) -> Tensor:
         """[rows, this rank's ids] of a pass, in that memory."""
-        return torch.mm(hidden, self.true_weight.t(), out=memory[: len(hidden)])
+        logits = memory[: len(hidden)]
+        write_product(logits, hidden, self.true_weight)
+        return logits
 
     def reference_logits(self, span: slice, memory: Tensor) -> Tensor:
         """[rows of the span, this rank's ids] of the reference, in the other half of it."""
@@ -237,6 +248,8 @@ class _Logprobs(torch.autograd.Function):
                 bonus=bonus and bonus.rows(span),
                 divergence=divergence,
             )
+            # Float32 logits have float32 gradients; both products take the factors' dtype.
+            rows = rows.to(weight.dtype)
             torch.mm(rows, weight, out=grad_hidden[span])
             add_product(grad_weight[: len(weight)], rows, part)
         handed_on = None

@@ -135,6 +135,8 @@ def open_policy(cfg: Config) -> Iterator[Policy]:
     shape = read_shape(cfg.model.path)
     check_parallel(shape, cfg.parallel)
     backend = select_backend(cfg.model)
+    if cfg.train.deterministic:
+        backend.make_deterministic()
     backend.check_offload(cfg.optimizer)
     backend.check_offload(cfg.sft.optimizer)
     if cfg.parallel.overlap_tensor:

@@ -112,6 +112,38 @@ def test_a_reference_that_follows_the_policy_and_a_value_are_resumed(
     check(dense, tmp_path / "c", held, splits_of_ranks)
 
 
+def average_of(cfg: Config, folder: Path, is_saving: bool) -> list[torch.Tensor]:
+    """This rank's part of the average, before it is saved or after it was read back."""
+    with open_policy(cfg) as policy:
+        trainer = new_trainer(cfg, policy)
+        if is_saving:
+            take_steps(trainer, 0, SAVED_AT)
+            folder.mkdir(exist_ok=True)
+            save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder)
+            assert save.wait(time.monotonic() + 30)
+            save.finalize()
+        else:
+            restore(trainer, folder)
+        return trainer.reference._weights
+
+
+def test_the_average_of_a_bfloat16_policy_is_resumed_bit_for_bit(
+    dense: Path, tmp_path: Path
+) -> None:
+    ema = [
+        "algorithm.preset=dro",
+        "algorithm.reference.policy=ema",
+        "algorithm.reference.decay=0.9",
+    ]
+    given = ["model.dtype=bfloat16", "parallel.tensor=2", "train.deterministic=true"]
+    cfg = config(dense, *given, *ema)
+    saved, resumed = (run_ranks(average_of, 2, cfg, tmp_path / "c", way) for way in (True, False))
+    for before, after in zip(saved, resumed, strict=True):
+        assert all(map(torch.equal, before, after))
+        # Else any dtype would do.
+        assert not all(torch.equal(part, part.bfloat16().float()) for part in before)
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixture")

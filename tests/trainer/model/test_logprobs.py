@@ -105,6 +105,29 @@ def test_bfloat16_products_are_reduced_in_float32() -> None:
         assert error < 0.02
 
 
+def errors_of_heads(temperature: float) -> dict[torch.dtype, tuple[float, float]]:
+    """Of logprobs and entropies by the dtype of the logits, against float64."""
+    dist.init_process_group("gloo")
+    hidden, weight, targets = make_inputs(torch.bfloat16)
+    rows = torch.log_softmax(hidden.double() @ weight[:VOCAB].double().t() / temperature, -1)
+    exact = rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(-1)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = OutputLayer(weight, VOCAB, dist.group.WORLD, temperature, 24, logits_dtype=dtype)
+        values = token_logprobs(hidden, targets, layer)
+        pairs = zip((values.logprobs, values.entropy), exact, strict=True)
+        found[dtype] = tuple(float((one - other).abs().max()) for one, other in pairs)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_float32_logits_of_bfloat16_factors_are_those_of_float64(temperature: float) -> None:
+    (found,) = run_ranks(errors_of_heads, 1, temperature)
+    assert max(found[torch.float32]) < 2e-5
+    # Logits of up to 16 are rounded to the next multiple of 1/16.
+    assert found[torch.bfloat16][0] > 1e-2
+
+
 def results_without_targets() -> tuple[int, bool, bool]:
     dist.init_process_group("gloo")
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
@@ -119,14 +142,18 @@ def test_ranks_without_targets_take_part_and_add_nothing() -> None:
     assert run_ranks(results_without_targets, 2) == [(0, False, True)] * 2
 
 
-def overhead_of_rank(dtype: torch.dtype, n_tokens: int, chunk_tokens: int) -> tuple[float, float]:
+def overhead_of_rank(
+    dtype: torch.dtype, n_tokens: int, chunk_tokens: int, logits_dtype: torch.dtype
+) -> tuple[float, float]:
     """A rank's memory for logits, and the peak of its extra memory, over the bound."""
     dist.init_process_group("gloo")
     n_ids, n_hidden = 4096 // dist.get_world_size(), 64
     hidden = torch.randn(n_tokens, n_hidden, dtype=dtype, requires_grad=True)
     weight = torch.randn(n_ids, n_hidden, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, 4000, (n_tokens,))
-    layer = OutputLayer(weight, 4000, dist.group.WORLD, 1.0, chunk_tokens)
+    layer = OutputLayer(
+        weight, 4000, dist.group.WORLD, 1.0, chunk_tokens, logits_dtype=logits_dtype
+    )
     # Apart, so that it is counted below too.
     of_logits = replace(layer, memory=LogitMemory()).take_memory(hidden).nbytes / (
         chunk_tokens * n_ids * 4
@@ -134,15 +161,24 @@ def overhead_of_rank(dtype: torch.dtype, n_tokens: int, chunk_tokens: int) -> tu
     return of_logits, logprob_peak_over_bound(hidden, targets, layer)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "logits_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_peak_memory_stays_below_the_chunk_whatever_the_count_of_tokens(
-    dtype: torch.dtype, ranks: int
+    dtype: torch.dtype, logits_dtype: torch.dtype, ranks: int
 ) -> None:
     for n_tokens in (300, 3000):
-        for of_logits, of_all in run_ranks(overhead_of_rank, ranks, dtype, n_tokens, 128):
+        for of_logits, of_all in run_ranks(
+            overhead_of_rank, ranks, dtype, n_tokens, 128, logits_dtype
+        ):
             # A pass holds logits of a third of the chunk or more: else nothing was measured.
-            assert 0.95 * dtype.itemsize / 12 < of_logits
+            assert 0.95 * logits_dtype.itemsize / 12 < of_logits
             assert 0.95 * of_logits < of_all <= 1.0
 
 
