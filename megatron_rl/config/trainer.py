@@ -161,6 +161,10 @@ class TrainConfig(Section):
     record_tokens: bool = True
     """Write the policy's logprob and entropy and the advantage of every token that is trained on to
     rollouts/, for `megatron-rl view`: 12 bytes a token."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step, from 1, that torch's profiler records; without it none. One rank of each
+    pipeline stage writes RUN/profile/stage_N.json, which opens in Perfetto. Two steps are enough:
+    recording slows them."""
     max_mismatch: float = Field(default=0.0, ge=0)
     """The run stops where |trainer - generator logprob| of tokens sampled under the current version
     is above this on average, in nats; 0: never."""
@@ -173,6 +177,15 @@ class TrainConfig(Section):
     collective_timeout_s: PositiveFloat = 600.0
     """Seconds that a collective among trainer ranks may take; a longer one ends the run. Raise it
     when ranks read a checkpoint, or compile, at very different speeds."""
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> Self:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"train.profile_steps={list(self.profile_steps)}: the first step is after the last "
+                f"one; set {sorted(self.profile_steps)}"
+            )
+        return self
 
 
 class SftConfig(Section):

@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from megatron_rl.backend.profiling import span
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import CheckpointConfig
 from megatron_rl.protocol import checkpoint_folder
@@ -110,6 +111,7 @@ class Checkpoints:
             checkpoint_folder.clear_after(self._folder, step)
         return step
 
+    @span("checkpoint")
     def save_if_due(self, step: int, trainer: Trainer) -> None:
         """Save after batch number `step` where that is due; the files are written meanwhile.
 
