@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from megatron_rl.backend import cpu_adam, cpu_layers, cpu_patches, fusions
 from megatron_rl.backend.environment import DETERMINISTIC
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.gpus import named_peak
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 
 Layers = Literal["local", "transformer_engine"]
@@ -95,6 +96,13 @@ class Backend:
         """A copy in host memory that the device reads and writes while the host goes on."""
         copy = tensor.detach().to("cpu", dtype, copy=True)
         return copy if self.device.type == "cpu" else copy.pin_memory()
+
+    def peak_flops(self, model: ModelConfig) -> float | None:
+        """Peak FLOP/s of one rank in the model's products; None where it is not known."""
+        if self.device.type == "cpu":
+            return None
+        name = torch.cuda.get_device_name(self.device)
+        return named_peak(name, is_fp8=model.fp8 != "none")
 
     def wait(self) -> None:
         """Wait for all work that this rank has given to the device."""

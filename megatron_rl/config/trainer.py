@@ -200,6 +200,10 @@ class TrainConfig(Section):
     with the same parallel sizes: Megatron, TransformerEngine, cuBLAS, NCCL and torch take their
     deterministic kernels, which are slower, and torch raises an error where it has none. On the CPU
     steps repeat without it."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step, from 1, that torch's profiler records; without it none. One rank of each
+    pipeline stage writes RUN/profile/stage_N.json, which opens in Perfetto. Two steps are enough:
+    recording slows them."""
     max_mismatch: float = Field(default=0.0, ge=0)
     """The run stops where |trainer - generator logprob| of tokens sampled under the current version
     is above this on average, in nats; 0: never."""
@@ -212,6 +216,15 @@ class TrainConfig(Section):
     collective_timeout_s: PositiveFloat = 600.0
     """Seconds that a collective among trainer ranks may take; a longer one ends the run. Raise it
     when ranks read a checkpoint, or compile, at very different speeds."""
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> Self:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"train.profile_steps={list(self.profile_steps)}: the first step is after the last "
+                f"one; set {sorted(self.profile_steps)}"
+            )
+        return self
 
 
 class SftConfig(Section):

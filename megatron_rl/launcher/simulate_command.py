@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.gpus import GPUS
 from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.command_line.command import command
@@ -24,7 +25,6 @@ from megatron_rl.launcher.command_line.parameters import ConfigFile, Json, Overr
 from megatron_rl.launcher.command_line.progress import counted, progress
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_command import KEYS_HELP
-from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.simulation.advice import best_of, reasons

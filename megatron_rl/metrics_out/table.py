@@ -128,6 +128,10 @@ TRAINER = (
           "(train.pad_microbatches)", "below 0.05",
           "a larger train.microbatch_tokens; `megatron-rl plan` says what it costs"),
     Known("train/tokens_per_s", "positions a second of a trainer rank's update"),
+    Known("train/tokens_per_s_per_gpu", "the same of all replicas together over the trainer ranks"),
+    Known("train/mfu", "FLOPs of the model over the peak of the trainer's GPUs during updates; "
+          "only where their peak is known", "above 0.3 for dense models",
+          "`megatron-rl plan`; train.profile_steps shows what takes the time"),
     Known("train/update_s", "seconds of the step's updates"),
     Known("train/optimizer_s", "seconds of them that do not grow with the tokens: the optimizer"),
     Known("wait/batch_s", "seconds that the trainer waited for the batch",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.sizing.flops import (
     BACKWARD,
@@ -21,7 +22,6 @@ from megatron_rl.launcher.sizing.generator import (
     engine_rank_bytes,
     kv_bytes_per_token,
 )
-from megatron_rl.launcher.sizing.gpus import find_gpu
 from megatron_rl.launcher.sizing.parameters import model_parameters
 from megatron_rl.launcher.sizing.publish import publish_rate
 from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES

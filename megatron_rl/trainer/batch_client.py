@@ -10,6 +10,7 @@ decodes once.
 import time
 from collections.abc import Callable
 
+from megatron_rl.backend.profiling import span
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.closing import Closing
 from megatron_rl.protocol.keys import Keys
@@ -62,6 +63,7 @@ class BatchClient(Closing):
             self._dealer.send(NextBatch(step, self._dp_rank, self._dp_size))
         self._requested_step = step
 
+    @span("wait for batch")
     def next(self, step: int, meanwhile: Callable[[], None] | None = None) -> RankBatch | None:
         """This rank's share of the batch of `step`; None when training ends.
 

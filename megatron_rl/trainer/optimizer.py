@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron_rl.backend.profiling import span
 from megatron_rl.config.tree import OptimizerConfig
 
 
@@ -91,6 +92,7 @@ def zero_gradients(model: Sequence[DistributedDataParallel], optimizer: Megatron
     optimizer.zero_grad()
 
 
+@span("optimizer")
 @torch.no_grad()
 def step_if_finite(
     optimizer: MegatronOptimizer, *, lr: float, skip_norm: float = 0.0

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.backend.context import shard_positions
+from megatron_rl.backend.profiling import span
 from megatron_rl.config.tree import TrainConfig
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.kept_reference import kept_weight, with_weight_on
@@ -104,6 +105,7 @@ class Passes:
         rank = parallel_state.get_context_parallel_rank()
         return context_shard(batch, shard_positions(batch.sequence_starts, rank, ranks))
 
+    @span("pass")
     def run(self, inputs: PassInputs, step: ForwardStep, *, is_training: bool) -> list[Any]:
         """Each microbatch through the pipeline; what `step` reports of it, on last stages."""
         # Megatron keeps replayed choices in lists until they are recomputed from, if they ever are.

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.algorithms.soft_value import SoftValues, soft_values
 from megatron_rl.algorithms.tokens import Tokens
+from megatron_rl.backend.profiling import span
 from megatron_rl.config.tree import OptimizerConfig, TrainConfig
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.types import MinibatchShare
@@ -41,8 +42,10 @@ from megatron_rl.trainer.optimizer import (
 from megatron_rl.trainer.passes import Passes, PassInput, PassInputs
 from megatron_rl.trainer.reference import Reference, open_reference
 from megatron_rl.trainer.scored_reference import ScoredReference
+from megatron_rl.trainer.step_profile import StepProfile
 from megatron_rl.trainer.teacher import Teacher
 from megatron_rl.trainer.token_record import TokenRecord
+from megatron_rl.trainer.utilisation import Utilisation
 from megatron_rl.trainer.value_head import ValueHead, first_tokens
 
 
@@ -54,6 +57,7 @@ class Totals:
     """loss; entropy in nats; tokens; padded_tokens (positions); filling (positions beside these,
     `train.pad_microbatches`); the objective's own."""
     mismatch: Tensor  # as mismatch_sums gives it, on the host
+    flops: float  # of the model, forward and backward, without recomputation
 
 
 class Trainer:
@@ -85,6 +89,8 @@ class Trainer:
         self._passes = Passes(policy, objective, train)
         self._sums = SumsLayout.of(objective)
         self._guard = StepGuard(train, run_dir / "skipped")
+        self.profile = StepProfile(train.profile_steps, run_dir / "profile")
+        self._utilisation = Utilisation.of(policy)
         self._record = record
         self.reference = reference or open_reference(policy, objective, train)
         self.value_head: ValueHead | None = None
@@ -113,6 +119,7 @@ class Trainer:
         """Of the wait for a scorer, in the last `prepare`."""
         return self.reference.metrics if isinstance(self.reference, ScoredReference) else []
 
+    @span("prepare")
     def prepare(
         self,
         minibatches: Sequence[MinibatchShare],
@@ -143,6 +150,7 @@ class Trainer:
         found = self._passes.all_values(self._passes.inputs(minibatch))
         return [values.logprobs for values in found]
 
+    @span("update")
     def update(
         self,
         minibatch: MinibatchShare,
@@ -183,6 +191,11 @@ class Trainer:
             *mismatch_metrics(totals.mismatch),
             Metric("train/lr", lr),
             *_speed(totals.sums["padded_tokens"], ended - started),
+            *self._utilisation.metrics(
+                flops=totals.flops,
+                tokens=totals.sums["padded_tokens"],
+                seconds=ended - started,
+            ),
             *self._filling(totals.sums),
             # What does not grow with the tokens of a minibatch.
             Metric("train/optimizer_s", ended - passed, "sum"),
@@ -203,6 +216,7 @@ class Trainer:
         if self._record is not None:
             self._record.write(step)
 
+    @span("accumulate")
     def accumulate(
         self,
         minibatch: MinibatchShare,
@@ -225,13 +239,15 @@ class Trainer:
         if self._record is not None:
             self._record.end_minibatch(minibatch)
         size = len(self._sums.names)
-        local = torch.zeros(size + MISMATCH_SIZE, dtype=torch.float64, device=self.policy.device)
+        entries = size + MISMATCH_SIZE
+        local = torch.zeros(entries + 1, dtype=torch.float64, device=self.policy.device)
         if reports and _reports():
-            local += torch.stack(reports).sum(0)
+            local[:entries] += torch.stack(reports).sum(0)
+            local[entries] = self._utilisation.flops(minibatch)
         # One reduction for all metrics; only last stages hold reports.
         dist.all_reduce(local)
-        sums, mismatch = local.cpu().split([size, MISMATCH_SIZE])
-        return Totals(self._sums.named(sums), mismatch)
+        sums, mismatch, flops = local.cpu().split([size, MISMATCH_SIZE, 1])
+        return Totals(self._sums.named(sums), mismatch, float(flops))
 
     @torch.no_grad()
     def _with_soft_values(self, inputs: PassInputs, minibatch: MinibatchShare) -> PassInputs:

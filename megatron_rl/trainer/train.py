@@ -78,6 +78,7 @@ def train(
     batches.announce(step, is_final=step == steps.stop)
     metrics.flush(step, weights.metrics)
     while (batch := batches.next(step, weights.admit)) is not None:
+        trainer.profile.begin_step(step + 1)
         weights.release()
         prepared = trainer.prepare(batch.minibatches, before_swap=weights.join)
         metrics.add(trainer.reference_metrics)
@@ -130,6 +131,7 @@ def main(cfg: Config) -> None:
         with (
             open_batches(cfg, replica) as batches,
             open_checkpoints(cfg, control, batches) as checkpoints,
+            trainer.profile,
         ):
             steps = range(checkpoints.resume(trainer), cfg.train.steps)
             with open_publisher(cfg, policy, control) as weights:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.gpus import GPUS
 from megatron_rl.launcher import cli
-from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.simulation.hardware import MEMORY_BYTES_PER_S
 from megatron_rl.simulation.variants import parse_sweep
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.gpus import GPUS
 from megatron_rl.launcher.sizing.flops import product_flops, step_flops
-from megatron_rl.launcher.sizing.gpus import GPUS
 from megatron_rl.protocol.packing import deal
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.simulation.hardware import Assumptions, cluster_model

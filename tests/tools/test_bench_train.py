@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.tree import OptimizerConfig
-from megatron_rl.launcher.sizing.gpus import find_gpu
 from megatron_rl.launcher.sizing.parameters import model_parameters
 from megatron_rl.launcher.sizing.trainer_memory import fullest_rank, setting_of
 from megatron_rl.protocol.types import TrainSequence

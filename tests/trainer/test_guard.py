@@ -1,5 +1,6 @@
 """Updates that are skipped: what they leave alone, and when and how the run ends."""
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -302,6 +303,23 @@ def test_a_skipped_update_keeps_its_place_among_the_versions(
     assert announced == [Published(v, is_final=v == 3) for v in range(4)]
     rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row]
     assert [(row["step"], row["train/skipped_steps"]) for row in rows] == [(1, 0), (2, 1), (3, 0)]
+
+
+def test_a_profile_holds_the_chosen_steps(model_folder: Path, tmp_path: Path) -> None:
+    cfg = load(model_folder, tmp_path, "train.profile_steps=[2, 3]")
+    run_ranks(run_loop, 1, cfg, [1.0, 1.0, -1.0, 1.0])
+    [trace] = (tmp_path / "profile").iterdir()
+    assert trace.name == "stage_0.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert [spans.count(name) for name in ("prepare", "update", "optimizer")] == [2, 2, 2]
+    # In the middle of the window, and after the last step of it.
+    assert spans.count("wait for batch") == 1 + 1
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row]
+    for row in rows:
+        assert row["train/tokens_per_s_per_gpu"] == row["train/tokens_per_s"] > 0
+        # Nobody knows the peak of a CPU.
+        assert "train/mfu" not in row
 
 
 def run_overlapped(cfg: Config, advantages: list[float]) -> tuple[list, list[tuple[str, int]]]:

@@ -1,12 +1,17 @@
 """What the trainer writes down of a step."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_rl.protocol.metrics import Metric
+from megatron_rl.protocol.sequence_cost import SequenceCost
+from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.metrics import StepMetrics
+from megatron_rl.trainer.utilisation import Utilisation
 from tests.distributed import run_ranks
 
 VALUES = {
@@ -31,3 +36,23 @@ def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     for name, value in VALUES.items():
         assert abs(row[name] - value) <= 1e-11 * value, name
+
+
+def test_utilisation_is_three_passes_over_the_peak_of_all_ranks() -> None:
+    def sequence(length: int) -> TrainSequence:
+        ids = np.zeros(length, np.int32)
+        return TrainSequence(ids, 1, np.zeros(length - 1, np.float32), ids[1:], 0.0, 1.0)
+
+    share = MinibatchShare([[sequence(3), sequence(5)], [], [sequence(4)]])
+    # Pairs of a query and a key: 6, 15 and 10.
+    known = Utilisation(SequenceCost(per_token=10, per_pair=2), ranks=4, peak_flops=50.0)
+    flops = known.flops(share)
+    assert flops == 3 * (10 * 12 + 2 * 31)
+    found = {m.name: m.value / m.count for m in known.metrics(flops=flops, tokens=16, seconds=2.0)}
+    assert found == {
+        "train/tokens_per_s_per_gpu": 16 / (4 * 2),
+        "train/mfu": 546 / (4 * 2 * 50),
+    }
+    unknown = replace(known, peak_flops=None)
+    [speed] = unknown.metrics(flops=flops, tokens=16, seconds=2.0)
+    assert speed.name == "train/tokens_per_s_per_gpu"

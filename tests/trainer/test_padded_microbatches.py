@@ -39,7 +39,12 @@ SETTINGS = [
     "optimizer.warmup_steps=0",
     "optimizer.lr=0.01",
 ]
-TIMED = {"train/tokens_per_s", "train/update_s", "train/optimizer_s"}
+TIMED = {
+    "train/tokens_per_s",
+    "train/tokens_per_s_per_gpu",
+    "train/update_s",
+    "train/optimizer_s",
+}
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ Weights are those of `megatron-rl plan-weights`: the slices that each engine ran
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.gpus import GIB, MIB
 from megatron_rl.config.tree import GeneratorConfig
-from megatron_rl.launcher.sizing.gpus import GIB, MIB
 from megatron_rl.weights.layout.engine_layout import engine_slices, hf_slices
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.tensor_shards import Share

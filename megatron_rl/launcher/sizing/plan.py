@@ -6,6 +6,7 @@ Used by `megatron-rl plan`. Pure, but that it reads the model's config.json.
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.gpus import GIB, Gpu, find_gpu
 from megatron_rl.config.staging import longest_stage, name_of, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.sizing.fit import HOST_GPUS, nearest_engine_fit, nearest_fit
@@ -18,7 +19,6 @@ from megatron_rl.launcher.sizing.flops import (
     step_seconds,
 )
 from megatron_rl.launcher.sizing.generator import EngineMemory, engine_memory
-from megatron_rl.launcher.sizing.gpus import GIB, Gpu, find_gpu
 from megatron_rl.launcher.sizing.padding import Padding, find_padding, padding_advice
 from megatron_rl.launcher.sizing.parameters import active_parameters, model_parameters
 from megatron_rl.launcher.sizing.publish import Publish, publish_cost

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Column, Table
 
-from megatron_rl.launcher.sizing.gpus import GIB
+from megatron_rl.config.gpus import GIB
 from megatron_rl.launcher.sizing.plan import PlannedStage, SizingPlan
 from megatron_rl.launcher.sizing.publish import PAPER_PUBLISH_S
 

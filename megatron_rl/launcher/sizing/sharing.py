@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from megatron_rl.config.gpus import GIB, Gpu
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.sizing.generator import EngineMemory
-from megatron_rl.launcher.sizing.gpus import GIB, Gpu
 from megatron_rl.launcher.sizing.trainer_memory import RankMemory
 
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from megatron_rl.config.gpus import GIB
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.sizing.activations import (
     Microbatch,
@@ -11,7 +12,6 @@ from megatron_rl.launcher.sizing.activations import (
     logits_bytes,
 )
 from megatron_rl.launcher.sizing.division import Division, division_of
-from megatron_rl.launcher.sizing.gpus import GIB
 from megatron_rl.launcher.sizing.padding import overlap_buffer_bytes
 from megatron_rl.launcher.sizing.parameters import stage_parameters
 from megatron_rl.launcher.sizing.states import StateBytes, state_bytes

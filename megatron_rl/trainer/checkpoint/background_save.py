@@ -4,8 +4,9 @@ Runs in trainer ranks.
 
 | thread | does                                                           | waits for             |
 |--------|----------------------------------------------------------------|-----------------------|
-| main   | plans with all ranks, copies to host memory; later writes the  | the writer, in `wait` |
-|        | metadata with all ranks                                        | with its deadline     |
+| main   | plans with all ranks, until two checkpoints had the same plan; | the writer, in `wait` |
+|        | copies to host memory; later writes the metadata with all      | with its deadline     |
+|        | ranks                                                          |                       |
 | writer | one a save: writes this rank's file, syncs it, takes its digest | nothing              |
 
 The writer touches only the copies and issues no collective. A thread rather than Megatron's forked
@@ -16,11 +17,13 @@ computes. It cannot outlive the rank, so a killed one leaves nothing that still 
 import io
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -39,6 +42,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -52,16 +56,9 @@ class SaveFailed(RuntimeError):
 class BackgroundSave:
     """One save in flight on this rank."""
 
-    def __init__(self, state: dict[str, Any], folder: Path) -> None:
+    def __init__(self, state: dict[str, Any], folder: Path, plans: "SavePlans") -> None:
         """Copy the state and start to write it to an empty folder. Collective over all ranks."""
-        strategy = _HostCopyStrategy("torch_dist", 1)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        # Replicas write a part each of what they all hold.
-        shared = FullyParallelSaveStrategyWrapper(strategy, group)
-        request = dist_checkpointing.save(state, str(folder), shared, async_sharded_save=True)
-        assert request is not None and strategy.writer is not None
-        self._finalize = request.finalize_fns
-        self._writer = strategy.writer
+        self._finalize, self._writer = plans.begin(state, folder)
         self._thread = threading.Thread(target=self._writer.write, name="checkpoint", daemon=True)
         self._started = time.monotonic()
         self._thread.start()
@@ -100,10 +97,43 @@ class BackgroundSave:
             raise SaveFailed(causes or "another rank could not write its part") from error
 
 
+class SavePlans:
+    """Which rank writes what: of checkpoints of one run, which all hold the same tensors."""
+
+    def __init__(self) -> None:
+        self._strategy = _HostCopyStrategy("torch_dist", 1)
+        self._is_first = True
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # Replicas write a part each of what they all hold.
+        self._shared = FullyParallelSaveStrategyWrapper(
+            self._strategy, group, do_cache_distribution=True
+        )
+
+    def begin(
+        self, state: dict[str, Any], folder: Path
+    ) -> tuple[list[Callable[..., None]], "_HostCopyWriter"]:
+        """What finalizes the save, and its writer with copies. Collective over all ranks."""
+        request = dist_checkpointing.save(
+            state,
+            str(folder),
+            self._shared,
+            async_sharded_save=True,
+            # All ranks tell each other all their shards.
+            validate_access_integrity=self._is_first,
+        )
+        self._is_first = False
+        assert request is not None and self._strategy.writer is not None
+        return request.finalize_fns, self._strategy.writer
+
+
 class _HostCopyStrategy(TorchDistSaveShardedStrategy):
     """Megatron's strategy with another writer, which does not fork."""
 
     writer: "_HostCopyWriter | None" = None
+    _cached: tuple[SavePlan | None, SavePlan | None, bool] = (None, None, False)
+    """This rank's part of the global plan, its local plan, and whether all ranks may reuse them."""
+    _metadata: Metadata | None = None
+    """Of the global plan, on rank 0."""
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -114,10 +144,27 @@ class _HostCopyStrategy(TorchDistSaveShardedStrategy):
         )
         self.writer = _HostCopyWriter(checkpoint_dir)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        planned, *_ = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(flat, False), self.writer, None, 0, planner=planner
+        is_known = self._cached[2]
+        (writer, metadata, wrapper), *plans, is_same, _ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(flat, False),
+            self.writer,
+            None,
+            0,
+            planner=planner,
+            cached_ckpt_structure=self._cached,
         )
-        return AsyncRequest(None, (), [partial(save_state_dict_async_finalize, *planned)])
+        if not is_known:
+            self._metadata = metadata
+            self._cached = (*plans, _on_all_ranks(is_same))
+        finalize = partial(save_state_dict_async_finalize, writer, self._metadata, wrapper)
+        return AsyncRequest(None, (), [finalize])
+
+
+def _on_all_ranks(claim: bool) -> bool:
+    """Whether it holds on all ranks: one that plans waits for the others."""
+    claims = [False] * dist.get_world_size()
+    dist.all_gather_object(claims, claim)
+    return all(claims)
 
 
 class _HostCopyWriter(FileSystemWriter):

@@ -17,13 +17,18 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from megatron_rl.backend.profiling import span
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import CheckpointConfig
 from megatron_rl.protocol import checkpoint_folder
 from megatron_rl.protocol.checkpoint_folder import FileRecord
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SaveFailed
+from megatron_rl.trainer.checkpoint.background_save import (
+    BackgroundSave,
+    SaveFailed,
+    SavePlans,
+)
 from megatron_rl.trainer.checkpoint.trainer_state import restore, sharded_state
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.publish.control import Control
@@ -83,6 +88,7 @@ class Checkpoints:
         self._companion = companion
         self._last_step = last_step
         self._flight: _Flight | None = None
+        self._plans: SavePlans | None = None
         self.metrics: list[Metric] = []
         """Of the last call of save_if_due."""
 
@@ -105,6 +111,7 @@ class Checkpoints:
             checkpoint_folder.clear_after(self._folder, step)
         return step
 
+    @span("checkpoint")
     def save_if_due(self, step: int, trainer: Trainer) -> None:
         """Save after batch number `step` where that is due; the files are written meanwhile.
 
@@ -145,8 +152,9 @@ class Checkpoints:
         deadline = time.monotonic() + self._cfg.write_timeout_s
         self._on_rank_0(step, lambda: _make_empty(folder))
         content = sharded_state(trainer, step)
+        self._plans = self._plans or SavePlans()
         try:
-            save = BackgroundSave(content, folder)
+            save = BackgroundSave(content, folder, self._plans)
         # torch's archive writer turns a failed write into a RuntimeError.
         except (OSError, RuntimeError) as error:
             raise self._failure(step, str(error)) from error

@@ -18,6 +18,10 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.trainer.checkpoint.optimizer_state import (
@@ -73,7 +77,7 @@ def restore(trainer: Trainer, folder: Path) -> int:
     if is_same_split:
         wanted["random"] = _random_state(trainer.policy)
     try:
-        loaded = dist_checkpointing.load(wanted, str(folder))
+        loaded = dist_checkpointing.load(wanted, str(folder), _shared_load(folder))
     except (CheckpointingException, KeyError) as error:
         raise InputError(f"{folder} does not fit the model to be trained: {error}") from error
     _restore_average(trainer, loaded)
@@ -92,6 +96,14 @@ def restore(trainer: Trainer, folder: Path) -> int:
     else:
         log.info("other tensor or pipeline sizes than in %s: random states start anew", folder)
     return common["step"]
+
+
+def _shared_load(folder: Path) -> FullyParallelLoadStrategyWrapper:
+    """Each replica reads a part of what all replicas hold, and gives it to the others."""
+    return FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(folder)),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
 
 
 def _chunks(policy: Policy) -> dict[str, Any]:

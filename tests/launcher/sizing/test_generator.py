@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.gpus import GIB
 from megatron_rl.config.tree import GeneratorConfig
 from megatron_rl.launcher.plan_weights import forecast
 from megatron_rl.launcher.sizing.generator import (
@@ -16,7 +17,6 @@ from megatron_rl.launcher.sizing.generator import (
     kv_bytes_per_token,
     sglang_reserve_bytes,
 )
-from megatron_rl.launcher.sizing.gpus import GIB
 from megatron_rl.launcher.sizing.publish import publish_cost
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import QWEN3_MOE, write_model

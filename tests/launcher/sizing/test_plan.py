@@ -9,11 +9,11 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
+from megatron_rl.config.gpus import GIB, GPUS
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import cli
 from megatron_rl.launcher.sizing.fit import recomputations
-from megatron_rl.launcher.sizing.gpus import GIB, GPUS
 from megatron_rl.launcher.sizing.plan import Hardware, SizingPlan, make_plan
 from megatron_rl.launcher.sizing.report import as_tree
 from megatron_rl.protocol.process import EXIT_BAD_INPUT

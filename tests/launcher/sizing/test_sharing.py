@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.files import load_config
+from megatron_rl.config.gpus import GIB, find_gpu
 from megatron_rl.launcher.sizing.generator import EngineMemory
-from megatron_rl.launcher.sizing.gpus import GIB, find_gpu
 from megatron_rl.launcher.sizing.plan import Hardware, SizingPlan, make_plan
 from megatron_rl.launcher.sizing.sharing import SharedMemory, shared_memory
 from megatron_rl.launcher.sizing.states import StateBytes

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from torch import Tensor
 
 from megatron_rl.config.tree import ParallelConfig
-from megatron_rl.trainer.checkpoint.background_save import BackgroundSave
+from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SavePlans
 from megatron_rl.trainer.checkpoint.boxes import boxes_of
 from megatron_rl.trainer.checkpoint.optimizer_state import _by_parameter
 from megatron_rl.weights.folders.load import unwrap
@@ -48,7 +48,7 @@ def save_and_load(folder: Path, target: Path) -> tuple[int, bool, bool]:
     values = [torch.randn(parameter.shape) for parameter in owners]
     state = cut(owners, values, seed=1)
     target.mkdir()
-    save = BackgroundSave({"optimizer": state}, target)
+    save = BackgroundSave({"optimizer": state}, target, SavePlans())
     assert save.wait(time.monotonic() + 30)
     save.finalize()
     whole = {

@@ -4,11 +4,15 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.errors import InputError
@@ -22,7 +26,9 @@ from megatron_rl.protocol.checkpoint_folder import (
 from megatron_rl.protocol.queue_state import PromptCursor, QueueState
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint import background_save
+from megatron_rl.trainer.checkpoint.background_save import SavePlans
 from megatron_rl.trainer.checkpoint.checkpoints import Checkpoints
+from megatron_rl.trainer.checkpoint.trainer_state import restore
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.publish.control import Control
@@ -53,6 +59,73 @@ def open_all(cfg: Config, policy: Any, last_step: int = 100) -> tuple[Trainer, C
         cfg.checkpoint, cfg.run.dir, control, companion=state_at, last_step=last_step
     )
     return trainer, checkpoints
+
+
+def planning_of_saves(cfg: Config) -> tuple[list[int], list[bool]]:
+    """Collectives that plan, of each of four saves; and whether each is read back as it was."""
+    plans: list[int] = []
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            plans[-1] += 1
+            return real(*args, **options)
+
+        return call
+
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        parameters = list(policy.chunks[0].parameters())
+        begin = SavePlans.begin
+        SavePlans.begin = lambda *args: plans.append(0) or begin(*args)
+        dist.all_gather_object = counted(dist.all_gather_object)
+        _DistWrapper.reduce_scatter = counted(_DistWrapper.reduce_scatter)
+        is_read = []
+        for step in (2, 4, 6, 8):
+            for parameter in parameters:
+                parameter.data.fill_(step)
+            checkpoints.save_if_due(step, trainer)
+            found = list(plans)
+            checkpoints._await_flight()
+            for parameter in parameters:
+                parameter.data.zero_()
+            plans.append(0)
+            restore(trainer, cfg.run.dir / CHECKPOINTS / f"step_{step:06}")
+            is_read.append(all(bool((parameter == step).all()) for parameter in parameters))
+            plans = found
+    return plans, is_read
+
+
+def test_the_third_checkpoint_of_a_run_is_not_planned_again(model: Path, tmp_path: Path) -> None:
+    cfg = config(model, tmp_path, "parallel.data=2", "parallel.distributed_optimizer=true")
+    for plans, is_read in run_ranks(planning_of_saves, 2, cfg):
+        assert plans[0] > plans[1] > 0 and plans[2:] == [0, 0]
+        assert is_read == [True] * 4
+
+
+def reads_of_replicas(cfg: Config) -> int:
+    """Bytes of tensors that this rank reads from the files of a checkpoint."""
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy)
+        with checkpoints:
+            checkpoints.save_if_due(2, trainer)
+        found = [0]
+        real = MCoreLoadPlanner.resolve_tensor
+
+        def resolved(self: Any, item: Any) -> torch.Tensor:
+            tensor = real(self, item)
+            found[0] += tensor.nbytes
+            return tensor
+
+        MCoreLoadPlanner.resolve_tensor = resolved
+        restore(trainer, cfg.run.dir / CHECKPOINTS / "step_000002")
+        return found[0]
+
+
+def test_each_replica_reads_a_part_of_what_all_hold(model: Path, tmp_path: Path) -> None:
+    alone = run_ranks(reads_of_replicas, 1, config(model, tmp_path / "one"))[0]
+    both = run_ranks(reads_of_replicas, 2, config(model, tmp_path / "two", "parallel.data=2"))
+    assert sum(both) == alone
+    assert max(both) < 2 * min(both)
 
 
 def run_of_seven_steps(cfg: Config) -> list[str]:

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config, OptimizerConfig, ParallelConfig
-from megatron_rl.trainer.checkpoint.background_save import BackgroundSave
+from megatron_rl.trainer.checkpoint.background_save import BackgroundSave, SavePlans
 from megatron_rl.trainer.checkpoint.optimizer_state import (
     adam_steps,
     restore_optimizer_state,
@@ -51,7 +51,7 @@ def saving_run(cfg: Config, folder: Path) -> list[tuple[float, float, float]]:
         take_steps(trainer, 0, SAVED_AT)
         torch.rand(3)
         folder.mkdir(exist_ok=True)
-        save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder)
+        save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder, SavePlans())
         drawn = torch.rand(4).tolist()
         taken = take_steps(trainer, SAVED_AT, STEPS)
         assert save.wait(time.monotonic() + 30)
@@ -267,7 +267,7 @@ def host_bytes(cfg: Config, folder: Path) -> tuple[int, int, int]:
         foreign = sum(s.data.untyped_storage().data_ptr() not in own for s in shards)
         size = sum(s.data.numel() * s.data.element_size() for s in shards)
         folder.mkdir(exist_ok=True)
-        save = BackgroundSave(state, folder)
+        save = BackgroundSave(state, folder, SavePlans())
         copied = sum(
             item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
             for item in save._writer._plan.items

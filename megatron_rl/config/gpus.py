@@ -1,5 +1,6 @@
 """What GPUs offer, by name. Pure."""
 
+import re
 from dataclasses import dataclass
 
 from megatron_rl.config.errors import InputError
@@ -36,3 +37,27 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise InputError(f"--gpu {name!r} is not known; known: {', '.join(GPUS)}")
     return GPUS[name]
+
+
+_SXM_NAMES = {
+    r"\bA100\b": "a100-80g",
+    r"\bL40S\b": "l40s-48g",
+    r"\bH100\b": "h100-80g",
+    r"\bH200\b": "h200-141g",
+    r"\bB200\b": "b200-180g",
+}
+"""Pattern of the driver's name -> a GPU with that peak."""
+
+
+def named_peak(device: str, *, is_fp8: bool) -> float | None:
+    """Peak FLOP/s of a device by the driver's name; None where it is not known.
+
+    PCIe and NVL models of H100 and H200 have other peaks.
+    """
+    if re.search(r"\bH[12]00\b.*(PCIe|NVL)", device):
+        return None
+    found = (GPUS[name] for pattern, name in _SXM_NAMES.items() if re.search(pattern, device))
+    gpu = next(found, None)
+    if gpu is None:
+        return None
+    return gpu.fp8_flops if is_fp8 else gpu.bf16_flops
