@@ -1,6 +1,6 @@
 """`megatron-rl status RUN`: how a run stands, from any shell or host that sees its folder.
 
-Reads metrics.jsonl, the lock and the notes of errors; asks no process.
+Reads metrics.jsonl, the lock and heartbeat of the folder, and the notes of errors; asks no process.
 """
 
 import json
@@ -20,8 +20,9 @@ from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Json, RunFolder
 from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
+from megatron_rl.launcher.heartbeat import PREPARED, read_beat
 from megatron_rl.launcher.live_view import evaluation_line, step_line
-from megatron_rl.launcher.run_folder import is_locked
+from megatron_rl.launcher.run_folder import is_running
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, read_jsonl, without_superseded
 
@@ -34,7 +35,7 @@ class Status:
     """How a run stands; also what `--json` prints."""
 
     state: str
-    """running, complete, or stopped."""
+    """prepared, running, complete, or stopped."""
     step: int
     """Steps that were taken."""
     steps: int
@@ -55,6 +56,8 @@ class Status:
     """Groups that were not trained on, by reason."""
     warnings: list[str] = field(default_factory=list)
     """Each with what to do."""
+    phase: str = ""
+    """What a run that goes on does now."""
     error: str = ""
     """Of a run that stopped: what was noted first."""
 
@@ -87,8 +90,15 @@ def read_status(run_dir: Path, now: float) -> Status:
     config = load_config(saved)
     rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
     is_complete = (run_dir / "summary.json").exists()
-    state = "running" if is_locked(run_dir) else "complete" if is_complete else "stopped"
+    state = "complete" if is_complete else "stopped"
+    if is_running(run_dir):
+        state = "running"
+    beat = read_beat(run_dir)
+    phase = beat.phase if beat is not None else ""
+    if phase == PREPARED and not is_complete:
+        state = PREPARED
     status = of_rows(rows, config, state=state, now=now)
+    status.phase = phase if state == "running" else ""
     if state == "stopped":
         failure = first_failure(run_dir / "logs" / "failures", 0.0)
         status.error = "no process noted an error: see logs/"
@@ -131,6 +141,8 @@ def of_rows(rows: list[Row], config: Config, *, state: str, now: float) -> Statu
 def describe(status: Status) -> list[str]:
     """Lines for people."""
     lines = [f"{status.state}, step {status.step} of {status.steps}"]
+    if status.phase:
+        lines[0] += f", {status.phase}"
     if status.step_s is not None:
         lines[0] += f", {status.step_s:.1f} s a step"
     if status.left_s is not None:
