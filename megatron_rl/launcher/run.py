@@ -60,7 +60,7 @@ from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
-from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.metrics import read_jsonl, stream_rows
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.rollout_queue.replay.traces import prepare_traces
 from megatron_rl.weights.folders.staging import recover
@@ -170,7 +170,7 @@ def log_into(path: Path) -> None:
 
 def write_summary(run_dir: Path, facts: RunFacts) -> dict[str, Any]:
     """Sum up a run that has ended, in RUN/summary.json."""
-    summary = summarize(read_jsonl(run_dir / "metrics.jsonl"), facts)
+    summary = summarize(stream_rows(run_dir / "metrics.jsonl"), facts)
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
