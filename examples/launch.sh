@@ -89,4 +89,3 @@ cli "${PREPARE[@]}"
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \
     'exec "$@" --host "$SLURM_NODEID" --hosts "$SLURM_NNODES"' task \
     "$PYTHON" -m megatron_rl.launcher.cli host "$RUN_DIR" "${GPUS_PER_NODE[@]}"
-cli report "$RUN_DIR"

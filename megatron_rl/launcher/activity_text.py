@@ -37,6 +37,17 @@ class ActivityTotals:
         self._sums.update(counts)
         return True
 
+    def after_evaluation(self) -> "ActivityTotals":
+        """Totals of what follows an evaluation; these where training goes on beside it."""
+        is_alone = self.count("rollouts_for_evaluation") == self.count("rollouts_scored")
+        return self.next_part() if is_alone else self
+
+    def next_part(self) -> "ActivityTotals":
+        """Totals of what follows, with nothing counted; a fault that was named stays named."""
+        found = ActivityTotals()
+        found.diagnosis = self.diagnosis
+        return found
+
     def counts(self) -> dict[str, int]:
         """All sums by name without the prefix; `of_counts` reads them again."""
         return {name: int(value) for name, value in self._sums.items() if name != "seconds"}

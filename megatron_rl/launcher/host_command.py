@@ -47,7 +47,7 @@ def prepare(options: PrepareOptions, console: Console) -> int:
     if options.dry_run:
         return dry_run(config, console, machines)
     machines.place(config)
-    config = hosts.prepare(config)
+    config = hosts.prepare(config, console)
     console.print(f"{config.run.dir}: {ports_text(config.ports)}", soft_wrap=True, highlight=False)
     return 0
 
@@ -81,6 +81,7 @@ def host(options: HostOptions, console: Console) -> int:
     return until_death(
         lambda: hosts.run_host(
             options.run_dir,
+            console,
             host=options.host,
             hosts=options.hosts,
             gpus_per_host=options.gpus_per_host,

@@ -19,8 +19,9 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.hosts import HostsConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.closing import Closing
-from megatron_rl.protocol.host_messages import HostState, PhaseKind, RunPhase
+from megatron_rl.protocol.host_messages import HostState, PhaseKind, RoleRestart, RunPhase
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.types import AnyMessage
@@ -28,6 +29,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireErro
 
 BEAT_S = 1.0
 _ERROR_CHARS = 4000
+_TOLD_RESTARTS = 64
 Look = Callable[[], None]
 """Waits a moment, sees to the host's processes, and calls `exchange`."""
 
@@ -46,6 +48,7 @@ class Attendance:
         self._opened_at = now
         self._states: dict[int, HostState] = {}
         self._heard_at: dict[int, float] = {}
+        self._restarts: list[Restart] = []
 
     def note(self, state: HostState, now: float) -> None:
         """Take in a host's state. Raises InputError for a host that cannot be one of the run's."""
@@ -59,7 +62,18 @@ class Attendance:
             raise InputError(f"--host {state.host} was started twice: give each its own place")
         if known is None:
             log.info("host %d is there", state.host)
+        last = known.restarts[-1].number if known is not None and known.restarts else 0
+        self._restarts += [
+            Restart(one.role, one.exit_code, one.count, one.limit)
+            for one in state.restarts
+            if one.number > last
+        ]
         self._states[state.host], self._heard_at[state.host] = state, now
+
+    def take_restarts(self) -> list[Restart]:
+        """What other hosts have started again since this was asked last."""
+        taken, self._restarts = self._restarts, []
+        return taken
 
     def find_lost(self, now: float) -> str:
         """Which host is gone, and how that is known; "": none."""
@@ -159,6 +173,10 @@ class FirstHost(HostLink):
         assert self._phase is not None
         self._tell(msgspec.structs.replace(self._phase, is_ending=True))
 
+    def take_restarts(self) -> list[Restart]:
+        """What other hosts have started again since this was asked last."""
+        return self._attendance.take_restarts()
+
     def exchange(self, now: float) -> None:
         while (received := self._router.receive(0)) is not None:
             peer, message = received
@@ -198,6 +216,7 @@ class OtherHost(HostLink):
         self._state = HostState(host, hosts, session=time.time_ns(), ended=0)
         self._heard_at = time.monotonic()
         self._next_beat_at = 0.0
+        self._restarts = 0
 
     def next_phase(self, look: Look) -> RunPhase:
         """Say that the phase before has ended here; what comes next.
@@ -234,6 +253,14 @@ class OtherHost(HostLink):
         if message.error:
             raise HostLost(f"the first host has left the run: {message.error}")
         self._phase = message
+
+    def tell_restart(self, restart: Restart) -> None:
+        """Tell the first host of a role that was started again here."""
+        self._restarts += 1
+        told = RoleRestart(
+            self._restarts, restart.role, restart.exit_code, restart.count, restart.limit
+        )
+        self._say(restarts=(*self._state.restarts, told)[-_TOLD_RESTARTS:])
 
     def leave(self, error: str) -> None:
         self._say(error=error)

@@ -39,12 +39,13 @@ from megatron_rl.launcher.cold_start import (
     is_evaluated,
     is_trained,
 )
-from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.host_link import FirstHost, HostLink, OtherHost
+from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.placement import EngineNode, HostRoles, gpu_environment
-from megatron_rl.launcher.restarts import RestartRule
-from megatron_rl.launcher.run import eval_limit_s, write_summary
-from megatron_rl.launcher.run_folder import CONFIG
+from megatron_rl.launcher.restarts import Restart, RestartRule
+from megatron_rl.launcher.run import eval_limit_s
+from megatron_rl.launcher.run_folder import CONFIG, FolderLock
+from megatron_rl.launcher.session import record_restart
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.protocol.exports import CONTROL, candidate_name
 from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
@@ -83,7 +84,17 @@ class Share:
         time.sleep(POLL_S)
         for restart in self.supervisor.check():
             log.warning("restarted %s, %d of %d", restart.role, restart.count, restart.limit)
+            self.record(restart)
         self.beat()
+
+    def record(self, restart: Restart) -> None:
+        """Tell the first host of a role that was started again."""
+        assert isinstance(self.link, OtherHost)
+        self.link.tell_restart(restart)
+
+    def show(self, phase: str) -> None:
+        """Say what this host does now."""
+        log.info("%s", phase)
 
     def beat(self) -> None:
         """Tell the other hosts that this one lives. Raises HostLost."""
@@ -103,7 +114,35 @@ class Share:
         self.wall_s[name] = self.wall_s.get(name, 0.0) + time.monotonic() - started
 
 
-def lead(own: Share, link: FirstHost, is_resumed: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FirstShare(Share):
+    """That of the first host, which shows and records how the run goes."""
+
+    view: LiveView
+    lock: FolderLock
+    """Of the run folder."""
+
+    def look(self) -> None:
+        """As every host does; then show what is new. Raises FolderTaken."""
+        super().look()
+        assert isinstance(self.link, FirstHost)
+        for restart in self.link.take_restarts():
+            self.record(restart)
+        self.view.refresh(self.supervisor.roles)
+        self.lock.heartbeat.check()
+
+    def record(self, restart: Restart) -> None:
+        """Write a row about a role of any host that was started again."""
+        record_restart(self.run_dir, self.view.last_step, restart)
+
+    def show(self, phase: str) -> None:
+        """Say what the run does now."""
+        super().show(phase)
+        self.view.enter_phase(phase)
+        self.lock.heartbeat.phase = phase
+
+
+def lead(own: FirstShare, link: FirstHost, is_resumed: bool) -> None:
     """All phases, in order, as the first host decides them."""
     config, started = own.config, time.monotonic()
     if config.sft.candidates and is_due(config, is_resumed=is_resumed):
@@ -118,8 +157,7 @@ def lead(own: Share, link: FirstHost, is_resumed: bool) -> None:
         if config.eval.is_wanted:
             _begin(own, link, PhaseKind.EVALUATION, label=CONTROL)
     link.begin(RunPhase(0, PhaseKind.END), own.look)
-    wall_s = own.wall_s | {"total": time.monotonic() - started}
-    write_summary(own.run_dir, run_facts(config, own.run_dir, wall_s, find_export(own.run_dir)))
+    own.wall_s["total"] = time.monotonic() - started
 
 
 def follow(own: Share, link: OtherHost) -> None:
@@ -153,10 +191,13 @@ def _take_part(own: Share, phase: RunPhase) -> None:
     """What this host does in a phase, until nothing of it runs here."""
     match phase.kind:
         case PhaseKind.COLD_START:
+            own.show("supervised cold start")
             _tune(own, SFT)
         case PhaseKind.CONTROL:
+            own.show("control: the cold start goes on")
             _tune(own, "sft-control", "--control", override("model.path", phase.model))
         case PhaseKind.EVALUATION:
+            own.show(f"evaluation of {phase.label}")
             _await_folder(own, own.run_dir / "hf" / phase.label)
             queue = _start_serving(own, phase)
             _wait(own, queue, limit_s=eval_limit_s(own.config))
@@ -183,9 +224,11 @@ def _tune(own: Share, name: str, *arguments: str) -> None:
 def _train(own: Share, phase: RunPhase) -> None:
     """Reinforcement learning; the engines load during a cold start that comes before it."""
     queue = _start_serving(own, phase)
+    if phase.has_cold_start:
+        own.show("supervised cold start")
+        _tune(own, SFT)
+    own.show("reinforcement learning")
     if own.roles.trainer_ranks:
-        if phase.has_cold_start:
-            _tune(own, SFT)
         _await_folder(own, Path(phase.model))
         name = TRAINER if own.host == 0 else f"{TRAINER}-host-{own.host}"
         model = override("model.path", phase.model)
@@ -307,7 +350,7 @@ def _wait(own: Share, queue: str, limit_s: float | None = None) -> None:
     limit_s: within which the queue must end; None: its own deadlines and those of the trainer
     bound it. Raises RoleDied, HostLost, DeadlineExceeded.
     """
-    started, ends_at, is_told = time.monotonic(), None, False
+    started, ends_at, is_told, is_shown = time.monotonic(), None, False, False
     while running := [
         name
         for name, role in own.supervisor.roles.items()
@@ -317,6 +360,10 @@ def _wait(own: Share, queue: str, limit_s: float | None = None) -> None:
         now = time.monotonic()
         if limit_s is not None and queue in running and now - started > limit_s:
             raise DeadlineExceeded(f"{queue} has not ended after {limit_s:.0f} s")
+        is_trained = TRAINER in own.supervisor.roles and TRAINER not in running
+        if is_trained and own.config.eval.is_wanted and not is_shown:
+            own.show("evaluation after the last step")
+            is_shown = True
         if isinstance(own.link, FirstHost) and not is_told and {queue, TRAINER}.isdisjoint(running):
             own.link.end_phase()
             is_told = True

@@ -7,78 +7,69 @@ when they have; when one dies, or another host is lost, it ends the others of it
 with an error. One process, one thread.
 """
 
-import logging
 from pathlib import Path
+
+from rich.console import Console
 
 from megatron_rl.backend.environment import collective_environment
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.cold_start import is_due, left_behind_text, steps_left_behind
+from megatron_rl.launcher.cold_start import is_due
+from megatron_rl.launcher.heartbeat import PREPARED
 from megatron_rl.launcher.host_link import FirstHost, OtherHost
-from megatron_rl.launcher.host_phases import QUEUE, Share, follow, lead
+from megatron_rl.launcher.host_phases import QUEUE, FirstShare, Share, follow, lead
+from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.placement import HostRoles, listed_gpus, place
-from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
-from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
+from megatron_rl.launcher.ports import ports_text
+from megatron_rl.launcher.prompt_record import pin_revisions
+from megatron_rl.launcher.run import begin, conclude, log_into
 from megatron_rl.launcher.run_folder import (
     CONFIG,
     check_run_folder,
-    set_aside,
-    write_config,
+    locked,
     write_evaluation_config,
 )
 from megatron_rl.launcher.scorer_checks import refuse_hosts
 from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.protocol.checkpoint_folder import find_resume
-from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
+from megatron_rl.protocol.exports import CONTROL, candidate_name
 from megatron_rl.protocol.keys import make_keys
 from megatron_rl.protocol.wire import LOOPBACK
-from megatron_rl.rollout_queue.dropped_prompts import write_dropped
-from megatron_rl.rollout_queue.replay.traces import prepare_traces
-from megatron_rl.weights.folders.staging import recover
-
-log = logging.getLogger(__name__)
 
 
-def prepare(config: Config) -> Config:
+def prepare(config: Config, console: Console) -> Config:
     """Check the configuration, choose ports on this host, make keys, write the run folder.
 
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
-    run goes on. Raises InputError.
+    run goes on. Raises InputError, also where a run is going on in the folder.
     """
     refuse(config)
     config = pin_revisions(config)
     prompts = preflight.check(config)
-    beginning = check_run_folder(config)
-    resumed = beginning.checkpoint
-    if beginning.is_again and resumed is None:
-        _begin_anew(config)
-    run_dir = config.run.dir.resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    ports = draw_label(resolve_ports(config)).ports
-    if ports.host not in LOOPBACK and ports.keys_dir is None:
-        ports = ports.model_copy(update={"keys_dir": run_dir / "keys"})
-        try:
-            if not beginning.is_again or not ports.keys_dir.exists():
-                make_keys(ports.keys_dir)
-        except FileExistsError as error:
-            raise InputError(f"{ports.keys_dir} exists: name another run folder") from error
-    run = config.run.model_copy(update={"dir": run_dir})
-    resolved = config.model_copy(update={"run": run, "ports": ports})
-    (run_dir / "logs").mkdir(exist_ok=True)
-    for name in (COLD_START, CONTROL, FINAL):
-        recover(run_dir / "hf" / name)
-    # Now, so that every host sees them when it begins an evaluation.
-    for label in evaluations_of(resolved):
-        write_evaluation_config(resolved, label, run_dir / "hf" / label)
-    record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
-    write_config(resolved, resumed)
-    write_dropped(run_dir, prompts.dropped)
-    notes = [*prompts.notes, *prepare_traces(resolved)]
-    for note in notes:
-        log.info("%s", note)
+    with locked(config.run.dir, PREPARED):
+        beginning = check_run_folder(config)
+        config = _with_keys(config, is_again=beginning.is_again)
+        resolved = begin(config, beginning, prompts, console)
+        # Now, so that every host sees them when it begins an evaluation.
+        for label in evaluations_of(resolved):
+            write_evaluation_config(resolved, label, resolved.run.dir / "hf" / label)
     return resolved
+
+
+def _with_keys(config: Config, *, is_again: bool) -> Config:
+    """The config with a folder of keys where other hosts can reach its sockets."""
+    ports = config.ports
+    if ports.host in LOOPBACK or ports.keys_dir is not None:
+        return config
+    keys = config.run.dir.resolve() / "keys"
+    if not is_again or not keys.exists():
+        try:
+            make_keys(keys)
+        except FileExistsError as error:
+            raise InputError(f"{keys} exists: name another run folder") from error
+    return config.model_copy(update={"ports": ports.model_copy(update={"keys_dir": keys})})
 
 
 def refuse(config: Config) -> None:
@@ -92,20 +83,6 @@ def evaluations_of(config: Config) -> list[str]:
     """Labels of the evaluations that are phases of their own, and names of their models."""
     control = [CONTROL] if config.sft.control and config.eval.is_wanted else []
     return [*map(candidate_name, config.sft.candidates), *control]
-
-
-def _begin_anew(config: Config) -> None:
-    """Go on with the cold start of an earlier attempt; without one, raise InputError."""
-    run_dir, steps = config.run.dir, steps_left_behind(config)
-    if not steps:
-        # No lock says whether the hosts of the first attempt have ended.
-        raise InputError(
-            f"{run_dir} was prepared before, and its run has no complete checkpoint to resume "
-            "from: name another folder with --run-dir DIR, or remove this one"
-        )
-    kept = left_behind_text(config, steps)
-    aside = set_aside(run_dir, steps)
-    log.warning("the run in %s begins anew, %s; what else there was is in %s", run_dir, kept, aside)
 
 
 def describe_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None) -> list[str]:
@@ -125,7 +102,9 @@ def describe_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | 
     ]
 
 
-def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None) -> None:
+def run_host(
+    run_dir: Path, console: Console, *, host: int, hosts: int, gpus_per_host: int | None
+) -> None:
     """Start this host's roles of a prepared run and wait until all have ended in good order.
 
     host: its place among `hosts`, from 0; gpus_per_host: None: as many as this host lists. Raises
@@ -135,15 +114,29 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
     environment = collective_environment(
         config.ports.host, config.weights.deadline_s, deterministic=config.train.deterministic
     )
-    with Supervisor(config.run.dir / "logs", extra_environment=environment) as supervisor:
-        # The link closes first: others are told of an error before this host ends its processes.
-        if host == 0:
-            is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
-            with FirstHost(config, hosts) as link:
-                lead(Share(config, roles, host, gpus, supervisor, link), link, is_resumed)
-        else:
-            with OtherHost(config, host, hosts) as link:
-                follow(Share(config, roles, host, gpus, supervisor, link), link)
+    logs = config.run.dir / "logs"
+    # The link closes first: others are told of an error before this host ends its processes.
+    if host:
+        log_into(logs / f"launch-host-{host}.log")
+        with (
+            Supervisor(logs, extra_environment=environment) as supervisor,
+            OtherHost(config, host, hosts) as link,
+        ):
+            follow(Share(config, roles, host, gpus, supervisor, link), link)
+        return
+    with locked(config.run.dir) as lock, LiveView(config, console) as view:
+        log_into(logs / "launch.log")
+        # An earlier launcher has shown them.
+        view.skip_rows()
+        is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
+        inherited = (lock.descriptor,)
+        with (
+            Supervisor(logs, extra_environment=environment, inherited=inherited) as supervisor,
+            FirstHost(config, hosts) as link,
+        ):
+            own = FirstShare(config, roles, host, gpus, supervisor, link, view=view, lock=lock)
+            lead(own, link, is_resumed)
+    conclude(config, own.wall_s, console)
 
 
 def _placed(

@@ -67,7 +67,7 @@ class LiveView:
         self._warnings: deque[str] = deque(maxlen=_SHOWN_WARNINGS)
         self._sft: Row | None = None
         self._activity = ActivityTotals()
-        """Since the last step."""
+        """Since the last step or evaluation."""
         self._diagnosis = ""
         self._progress = EvaluationProgress()
         self._health: dict[str, str] = {}
@@ -141,6 +141,8 @@ class LiveView:
             self._progress.note(row)
             if "eval/n" in row:
                 self._evaluations.append(row)
+                self._activity = self._activity.after_evaluation()
+                self._has_news &= bool(self._activity.counts())
                 self._say(evaluation_line(row))
             elif RESTARTS in row or SCORER_RESTARTS in row:
                 self._warnings.append(restart_line(row))
@@ -150,9 +152,7 @@ class LiveView:
                 self._note_activity()
             elif row["source"] == "trainer" and "train/loss" in row:
                 self._steps.append(row)
-                # What follows the step counts anew; a fault that was named stays named.
-                self._activity, self._has_news = ActivityTotals(), False
-                self._activity.diagnosis = self._diagnosis
+                self._activity, self._has_news = self._activity.next_part(), False
                 if self._live is None:
                     self._say(step_line(row, self._config.train.steps))
                 self._note_health()

@@ -40,12 +40,15 @@ from megatron_rl.launcher.cold_start import (
     left_behind_text,
     steps_left_behind,
 )
+from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.placement import ONE_HOST
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.run_folder import (
     CONFIG,
+    Beginning,
+    FolderLock,
     check_run_folder,
     locked,
     set_aside,
@@ -57,7 +60,7 @@ from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
-from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.metrics import read_jsonl, stream_rows
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
 from megatron_rl.rollout_queue.replay.traces import prepare_traces
 from megatron_rl.weights.folders.staging import recover
@@ -81,13 +84,24 @@ def run(config: Config, console: Console) -> None:
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
         beginning = check_run_folder(config)
-        resumed = beginning.checkpoint
-        if beginning.is_again and resumed is None:
-            console.print(begin_anew(config), highlight=False, soft_wrap=True)
-        config = prepare_run_folder(config, resumed, prompts, console)
-        if resumed is not None:
-            console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
-        _run_phases(config, console, lock=lock, is_resumed=resumed is not None)
+        config = begin(config, beginning, prompts, console)
+        _run_phases(config, console, lock=lock, is_resumed=beginning.checkpoint is not None)
+
+
+def begin(
+    config: Config, beginning: Beginning, prompts: preflight.PromptReport, console: Console
+) -> Config:
+    """Prepare the run folder, and say where the run begins; returns what `prepare_run_folder` does.
+
+    The caller has the lock of the folder.
+    """
+    resumed = beginning.checkpoint
+    if beginning.is_again and resumed is None:
+        console.print(begin_anew(config), highlight=False, soft_wrap=True)
+    config = prepare_run_folder(config, resumed, prompts, console)
+    if resumed is not None:
+        console.print(_resumption_text(config, resumed), highlight=False, soft_wrap=True)
+    return config
 
 
 def begin_anew(config: Config) -> str:
@@ -107,7 +121,7 @@ def _resumption_text(config: Config, resumed: Path) -> str:
     )
 
 
-def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool) -> None:
+def _run_phases(config: Config, console: Console, *, lock: FolderLock, is_resumed: bool) -> None:
     with Session(config, console, lock=lock, is_resumed=is_resumed) as session:
         session.start_metrics()
         if config.train.steps:
@@ -117,9 +131,19 @@ def _run_phases(config: Config, console: Console, *, lock: int, is_resumed: bool
         # The control spends what reinforcement learning spent: without a step there is none.
         if config.sft.control and config.train.steps and config.eval.is_wanted:
             _evaluate_control(session)
-    summary = write_summary(config.run.dir, session.facts())
+    conclude(config, session.wall_s, console)
+
+
+def conclude(config: Config, wall_s: dict[str, float], console: Console) -> None:
+    """Write and print the summary of a run that has ended. wall_s: seconds of its phases."""
+    run_dir = config.run.dir
+
+    def facts() -> RunFacts:
+        return run_facts(config, run_dir, wall_s, find_export(run_dir))
+
+    summary = write_summary(run_dir, facts())
     # Found anew: the summary is one of the files that the text names.
-    text = f"{render_text(summary, session.facts())}\n{_next_commands(config.run.dir)}"
+    text = f"{render_text(summary, facts())}\n{_next_commands(run_dir)}"
     console.print("\n" + text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -133,9 +157,20 @@ def _next_commands(run_dir: Path) -> str:
     return f"Look at it          {command} report {run_dir} (plots), view {run_dir} (rollouts)"
 
 
+def log_into(path: Path) -> None:
+    """Append what this launcher logs to a file."""
+    path.parent.mkdir(exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s launch %(levelname)s %(name)s: %(message)s")
+    )
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("megatron_rl").setLevel(logging.INFO)
+
+
 def write_summary(run_dir: Path, facts: RunFacts) -> dict[str, Any]:
     """Sum up a run that has ended, in RUN/summary.json."""
-    summary = summarize(read_jsonl(run_dir / "metrics.jsonl"), facts)
+    summary = summarize(stream_rows(run_dir / "metrics.jsonl"), facts)
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -308,12 +343,7 @@ def prepare_run_folder(
         write_config(resolved, resumed)
     write_dropped(resolved.run.dir, prompts.dropped)
     notes = [*prompts.notes, *prepare_traces(resolved)]
-    handler = logging.FileHandler(resolved.run.dir / "logs" / "launch.log")
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s launch %(levelname)s %(name)s: %(message)s")
-    )
-    logging.getLogger().addHandler(handler)
-    logging.getLogger("megatron_rl").setLevel(logging.INFO)
+    log_into(resolved.run.dir / "logs" / "launch.log")
     log.info("ports: %s", ports_text(resolved.ports))
     for note in notes:
         log.info("%s", note)

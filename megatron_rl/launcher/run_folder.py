@@ -4,6 +4,7 @@ Used by the launcher.
 """
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -13,11 +14,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_of_cold_start, rows_of_cold_start
+from megatron_rl.launcher.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, read_jsonl
@@ -27,6 +30,10 @@ SUMMARY = "summary.json"
 _LOCK = "lock"
 _LOCK_WAIT_S = 20.0
 """Processes of a run whose launcher was killed hold the lock until they have noticed."""
+STATUS_WATCH_S = 10.0
+"""So long a look at a run on another host takes, at most."""
+# Of flock on Lustre without -o flock, and on NFS without its lock service.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 log = logging.getLogger(__name__)
 
@@ -139,34 +146,50 @@ def step_of(checkpoint: Path) -> int:
     return completion.step
 
 
-@contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[int]:
-    """Keep other launchers out of the folder; gives a descriptor that children may inherit.
+class FolderLock(NamedTuple):
+    """What keeps other launchers out of a folder."""
 
-    The lock holds as long as one process has the descriptor open. Raises InputError when another
-    launcher, or what it left behind, does not let go of it.
+    descriptor: int
+    """Children may inherit it: the lock holds as long as one process has it open."""
+    heartbeat: Heartbeat
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path, phase: str = "") -> Iterator[FolderLock]:
+    """Keep other launchers out of the folder, those on other hosts by a heartbeat.
+
+    Raises InputError when another launcher, or what it left behind, does not let go of it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
+    # A lock need not be seen from another host.
+    if (other := find_living(run_dir)) is not None:
+        raise InputError(f"{_second_text(run_dir)} (it is {other.describe()})")
     descriptor = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(descriptor):
             if time.monotonic() > deadline:
-                raise InputError(
-                    f"a run is going on in {run_dir}: end it first, or name another folder with "
-                    "--run-dir DIR"
-                )
+                raise InputError(_second_text(run_dir))
             time.sleep(0.2)
-        yield descriptor
+        with Heartbeat(run_dir, phase) as heartbeat:
+            yield FolderLock(descriptor, heartbeat)
     finally:
         os.close(descriptor)
 
 
-def is_locked(run_dir: Path) -> bool:
-    """Whether a launcher, or what it left behind, holds the folder. Raises InputError.
+def _second_text(run_dir: Path) -> str:
+    return (
+        f"a run is going on in {run_dir}: end it first, or name another folder with --run-dir DIR"
+    )
 
-    Of another user's run, too: reading the lock is enough on a local disk.
-    """
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a launcher on any host, or what it left behind, has the folder. Raises InputError."""
+    return _is_locked(run_dir) or find_living(run_dir, watch_s=STATUS_WATCH_S) is not None
+
+
+def _is_locked(run_dir: Path) -> bool:
+    """Of another user's run, too: reading the lock is enough on a local disk."""
     path = run_dir / _LOCK
     try:
         if not path.exists():
@@ -185,6 +208,14 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        log.warning(
+            "the file system of the run folder has no locks (%s): %s alone keeps a second run "
+            "out. Mount Lustre with -o flock, NFS with a lock service",
+            error.strerror, ALIVE,
+        )  # fmt: skip
     return True
 
 

@@ -21,11 +21,11 @@ from megatron_rl.backend.environment import (
     role_environment,
 )
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
 from megatron_rl.launcher.restarts import Restart, RestartRule
-from megatron_rl.launcher.summary import RESTARTS, SCORER_RESTARTS, RunFacts
+from megatron_rl.launcher.run_folder import FolderLock
+from megatron_rl.launcher.summary import RESTARTS, SCORER_RESTARTS
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.wire import DeadlineExceeded
@@ -40,9 +40,9 @@ class Session:
     """The children of a run, ended when it is left; a context manager."""
 
     def __init__(
-        self, config: Config, console: Console, *, lock: int, is_resumed: bool = False
+        self, config: Config, console: Console, *, lock: FolderLock, is_resumed: bool = False
     ) -> None:
-        """lock: descriptor that keeps other launchers out of the run folder."""
+        """lock: of the run folder."""
         self.config = config
         self.is_resumed = is_resumed
         self.wall_s: dict[str, float] = {}
@@ -53,8 +53,9 @@ class Session:
                 config.weights.deadline_s,
                 deterministic=config.train.deterministic,
             ),
-            inherited=(lock,),
+            inherited=(lock.descriptor,),
         )
+        self._lock = lock
         self._view = LiveView(config, console)
         self._gpus = listed_gpus()
         self._device = device_of_host(self._gpus)
@@ -153,19 +154,9 @@ class Session:
     def _look(self) -> None:
         time.sleep(POLL_S)
         for restart in self._supervisor.check():
-            self._count(restart)
+            record_restart(self.config.run.dir, self._view.last_step, restart)
         self._view.refresh(self._supervisor.roles)
-
-    def _count(self, restart: Restart) -> None:
-        values = {
-            (SCORER_RESTARTS if restart.role.startswith("scorer") else RESTARTS): 1,
-            "role": restart.role,
-            "exit_code": restart.exit_code,
-            "restart": restart.count,
-            "max_restarts": restart.limit,
-        }
-        with closing(JsonlWriter(self.config.run.dir / "metrics.jsonl", "launch")) as metrics:
-            metrics.write(self._view.last_step, values)
+        self._lock.heartbeat.check()
 
     def engine_gpus(self) -> dict[int, range]:
         """GPUs of each generator; {} on a host without any. Raises InputError."""
@@ -185,6 +176,7 @@ class Session:
         """Measure a phase and show its name."""
         started = time.monotonic()
         self._view.enter_phase(text)
+        self._lock.heartbeat.phase = text
         yield
         self.wall_s[name] = time.monotonic() - started
 
@@ -192,7 +184,15 @@ class Session:
         """Where the ranks export a model."""
         return self.config.run.dir / "hf" / name
 
-    def facts(self) -> RunFacts:
-        """What the summary needs beside the metrics."""
-        run_dir = self.config.run.dir
-        return run_facts(self.config, run_dir, self.wall_s, find_export(run_dir))
+
+def record_restart(run_dir: Path, step: int, restart: Restart) -> None:
+    """Write a row about a role that was started again, after this step."""
+    values = {
+        (SCORER_RESTARTS if restart.role.startswith("scorer") else RESTARTS): 1,
+        "role": restart.role,
+        "exit_code": restart.exit_code,
+        "restart": restart.count,
+        "max_restarts": restart.limit,
+    }
+    with closing(JsonlWriter(run_dir / "metrics.jsonl", "launch")) as metrics:
+        metrics.write(step, values)

@@ -1,10 +1,12 @@
 """`megatron-rl status RUN`: how a run stands, from any shell or host that sees its folder.
 
-Reads metrics.jsonl, the lock and the notes of errors; asks no process.
+Reads metrics.jsonl, the lock and heartbeat of the folder, and the notes of errors; asks no process.
 """
 
+import collections
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,12 @@ from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Json, RunFolder
 from megatron_rl.launcher.evaluation_progress import EvaluationProgress
-from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
+from megatron_rl.launcher.health import RECENT, duration_text, step_seconds, warnings_of
+from megatron_rl.launcher.heartbeat import PREPARED, read_beat
 from megatron_rl.launcher.live_view import evaluation_line, step_line
-from megatron_rl.launcher.run_folder import is_locked
+from megatron_rl.launcher.run_folder import is_running
 from megatron_rl.protocol.failure import first_failure
-from megatron_rl.protocol.metrics import GROUPS_DROPPED, read_jsonl, without_superseded
+from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
 
 app = plain_app()
 Row = dict[str, Any]
@@ -34,7 +37,7 @@ class Status:
     """How a run stands; also what `--json` prints."""
 
     state: str
-    """running, complete, or stopped."""
+    """prepared, running, complete, or stopped."""
     step: int
     """Steps that were taken."""
     steps: int
@@ -47,7 +50,7 @@ class Status:
     """Seconds since each role wrote its last row; of a run that goes on."""
     last_step: str = ""
     activity: str = ""
-    """Since the last step."""
+    """Since the last step or evaluation."""
     evaluation: str = ""
     """How far the one is that goes on."""
     evaluations: list[str] = field(default_factory=list)
@@ -55,6 +58,8 @@ class Status:
     """Groups that were not trained on, by reason."""
     warnings: list[str] = field(default_factory=list)
     """Each with what to do."""
+    phase: str = ""
+    """What a run that goes on does now."""
     error: str = ""
     """Of a run that stopped: what was noted first."""
 
@@ -85,10 +90,17 @@ def read_status(run_dir: Path, now: float) -> Status:
     if not saved.is_file():
         raise InputError(f"{run_dir} holds no run: it has no config.toml")
     config = load_config(saved)
-    rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
+    rows = stream_rows(run_dir / "metrics.jsonl")
     is_complete = (run_dir / "summary.json").exists()
-    state = "running" if is_locked(run_dir) else "complete" if is_complete else "stopped"
+    state = "complete" if is_complete else "stopped"
+    if is_running(run_dir):
+        state = "running"
+    beat = read_beat(run_dir)
+    phase = beat.phase if beat is not None else ""
+    if phase == PREPARED and not is_complete:
+        state = PREPARED
     status = of_rows(rows, config, state=state, now=now)
+    status.phase = phase if state == "running" else ""
     if state == "stopped":
         failure = first_failure(run_dir / "logs" / "failures", 0.0)
         status.error = "no process noted an error: see logs/"
@@ -97,40 +109,55 @@ def read_status(run_dir: Path, now: float) -> Status:
     return status
 
 
-def of_rows(rows: list[Row], config: Config, *, state: str, now: float) -> Status:
+def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> Status:
     """What the metrics tell. Pure."""
-    steps = [row for row in rows if row["source"] == "trainer" and "train/loss" in row]
-    status = Status(state, steps[-1]["step"] if steps else 0, config.train.steps)
-    since = steps[-1]["time"] if steps else 0.0
-    activity = ActivityTotals(row for row in rows if row["time"] > since)
+    status = Status(state, 0, config.train.steps)
+    steps: collections.deque[Row] = collections.deque(maxlen=RECENT + 1)
+    activity, progress = ActivityTotals(), EvaluationProgress()
+    last: dict[str, float] = {}
+    for row in rows:
+        last[row["source"]] = row["time"]
+        progress.note(row)
+        if row["source"] == "trainer" and "train/loss" in row:
+            steps.append(row)
+            _add_dropped(status.dropped, row)
+            activity = activity.next_part()
+        elif "eval/n" in row:
+            status.evaluations.append(evaluation_line(row))
+            activity = activity.after_evaluation()
+        else:
+            activity.take(row)
     status.activity = activity_line(activity) if activity.counts() else ""
-    status.last_step = step_line(steps[-1], config.train.steps) if steps else ""
-    status.evaluations = [evaluation_line(row) for row in rows if "eval/n" in row]
-    for row in steps:
-        for name, count in row.items():
-            if name.startswith(GROUPS_DROPPED):
-                reason = name.removeprefix(GROUPS_DROPPED)
-                status.dropped[reason] = status.dropped.get(reason, 0) + int(count)
-    status.step_s = step_seconds(steps)
+    if steps:
+        status.step = steps[-1]["step"]
+        status.last_step = step_line(steps[-1], config.train.steps)
+        status.step_s = step_seconds(list(steps))
     if state == "running":
         if status.step_s is not None:
             status.left_s = status.step_s * (status.steps - status.step)
-        progress = EvaluationProgress()
-        for row in rows:
-            status.silent_s[row["source"]] = now - row["time"]
-            progress.note(row)
-        status.evaluation = progress.text()
         # What ended in good order is silent for good.
-        for over in ("sft", "control", "launch"):
-            status.silent_s.pop(over, None)
+        status.silent_s = {
+            role: now - at for role, at in last.items() if role not in ("sft", "control", "launch")
+        }
+        status.evaluation = progress.text()
     diagnosis = [activity.diagnosis] if activity.diagnosis else []
-    status.warnings = [*diagnosis, *warnings_of(steps, config).values()]
+    status.warnings = [*diagnosis, *warnings_of(list(steps), config).values()]
     return status
+
+
+def _add_dropped(dropped: dict[str, int], step: Row) -> None:
+    """Add the groups that a step counts as dropped, by reason."""
+    for name, count in step.items():
+        if name.startswith(GROUPS_DROPPED):
+            reason = name.removeprefix(GROUPS_DROPPED)
+            dropped[reason] = dropped.get(reason, 0) + int(count)
 
 
 def describe(status: Status) -> list[str]:
     """Lines for people."""
     lines = [f"{status.state}, step {status.step} of {status.steps}"]
+    if status.phase:
+        lines[0] += f", {status.phase}"
     if status.step_s is not None:
         lines[0] += f", {status.step_s:.1f} s a step"
     if status.left_s is not None:

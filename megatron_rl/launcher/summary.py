@@ -17,7 +17,6 @@ from megatron_rl.protocol.metrics import (
     GROUPS_DROPPED,
     MAJ_AT,
     PASS_AT,
-    without_superseded,
 )
 from megatron_rl.rollout_queue.diagnosis import reasons_text
 
@@ -58,13 +57,16 @@ class RunFacts:
     """What the run folder holds beside the exported model, for the text."""
 
 
-def summarize(rows: list[Row], facts: RunFacts) -> dict[str, Any]:
-    """The content of summary.json."""
-    rows = without_superseded(rows)
+def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
+    """The content of summary.json. given: rows of the run, without superseded ones."""
+    activity, rows = ActivityTotals(), []
+    for row in given:
+        # The queue writes one every few seconds: there are too many to keep them.
+        if not activity.take(row):
+            rows.append(row)
     trainer = [row for row in rows if row.get("source") == "trainer"]
     steps = [row for row in trainer if "train/loss" in row]
     start = next((row for row in trainer if "model/parameters" in row), {})
-    activity = ActivityTotals(rows)
     rewards = [row["rollout/reward"] for row in steps if "rollout/reward" in row]
     return {
         "engine": start.get("engine"),

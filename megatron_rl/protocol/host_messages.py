@@ -18,6 +18,19 @@ class PhaseKind(enum.StrEnum):
     END = "end"
 
 
+class RoleRestart(msgspec.Struct, frozen=True):
+    """A role of a host that was started again."""
+
+    number: int
+    """From 1, over all of the host."""
+    role: str
+    exit_code: int
+    """Of its predecessor; minus the signal's number when a signal ended it."""
+    count: int
+    """Restarts of the replica so far."""
+    limit: int
+
+
 class HostState(msgspec.Struct, frozen=True, tag="HostState"):
     """How a host stands: sent about once a second, after every change, and when it ends early."""
 
@@ -31,6 +44,8 @@ class HostState(msgspec.Struct, frozen=True, tag="HostState"):
     """Number of the phase whose processes it has ended; 0: none yet."""
     error: str = ""
     """Why it leaves the run."""
+    restarts: tuple[RoleRestart, ...] = ()
+    """The latest ones: each is said several times, and counts once by its number."""
 
 
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):

@@ -7,7 +7,7 @@ reduced from its sum and count, never as a mean of means.
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -31,6 +31,8 @@ EVALUATION_RUNNING = "eval/running"
 COMPLETIONS_DONE = "eval/completions_done"
 COMPLETIONS_WANTED = "eval/completions_wanted"
 _SHOWN_BYTES = 80
+_TAKEN_AGAIN = ("trainer", "queue")
+"""Sources whose rows a resumed run writes anew."""
 
 _ROW = "a JSON object; take a line out that a crash has damaged"
 Reduce = Literal["mean", "sum", "max"]
@@ -134,7 +136,7 @@ def without_superseded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept = [
                 old
                 for old in kept
-                if old["step"] <= row["step"] or old["source"] not in ("trainer", "queue")
+                if old["step"] <= row["step"] or old["source"] not in _TAKEN_AGAIN
             ]
         kept.append(row)
     return kept
@@ -145,20 +147,44 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
     Raises InputError for a file that may not be read, and for a line that is damaged.
     """
-    if not path.exists():
-        return []
+    return [_row(path, number, line) for number, line in _lines(path)]
+
+
+def stream_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a run one at a time, as `without_superseded` gives them; raises as `read_jsonl`.
+
+    A run of weeks leaves more rows than fit into memory.
+    """
+    mark = RESUMED.encode()
+    resumptions = [
+        (number, _row(path, number, line)["step"]) for number, line in _lines(path) if mark in line
+    ]
+    for number, line in _lines(path):
+        row = _row(path, number, line)
+        if row.get("source") not in _TAKEN_AGAIN or not any(
+            number < later and row["step"] > step for later, step in resumptions
+        ):
+            yield row
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number and text of all complete lines but empty ones."""
     try:
-        # Not splitlines(), which also splits at U+2028 inside JSON strings. What a line that is
-        # damaged holds is no text, perhaps.
-        lines = path.read_text(errors="replace").split("\n")[:-1]
+        # By newlines alone: JSON strings may hold other separators, such as U+2028.
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n") and line != b"\n":
+                    yield number, line
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-    return [_row(path, number, line) for number, line in enumerate(lines, 1) if line]
 
 
-def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        # What a damaged line holds is no text, perhaps.
+        row = json.loads(line.decode(errors="replace"))
     except json.JSONDecodeError as error:
         raise line_error(path, number, error, expected=_ROW) from error
     if not isinstance(row, dict):

@@ -39,6 +39,8 @@ from megatron_rl.rollout_queue.record import Recorder
 log = logging.getLogger(__name__)
 
 PREFIX = "activity/"
+ACTIVITY_S = "activity/seconds"
+"""In each row of an activity."""
 DIAGNOSIS = "activity/diagnosis"
 ROW_S = 5.0
 """Rows are at least so far apart, but for the first."""

@@ -171,7 +171,7 @@ def test_launch_gives_every_command_all_files_and_overrides(tmp_path: Path, node
     prepare = f"{cli} prepare {files} --hosts 2 --gpus-per-host 4 ports.host=127.0.0.1 {given}"
     assert calls[:3] == [plan, f"{prepare} --dry-run", prepare]
     assert calls[3].endswith(f"{cli[7:]} host {tmp_path}/run --gpus-per-host 4")
-    assert calls[4] == f"{cli} report {tmp_path}/run"
+    assert len(calls) == 4
 
 
 # Stands for the launcher alone, which would train for minutes; tools run as they are.

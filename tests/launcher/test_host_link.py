@@ -12,6 +12,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.hosts import HostsConfig
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher.host_link import Attendance, FirstHost, HostLost, OtherHost
+from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.host_messages import HostState, PhaseKind, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
@@ -149,6 +150,29 @@ def test_no_phase_begins_before_all_hosts_have_ended_the_one_before() -> None:
             ended = dict(one.ended)
             assert ended[PhaseKind.COLD_START] <= begun[PhaseKind.EVALUATION]
             assert ended[PhaseKind.EVALUATION] <= begun[PhaseKind.TRAINING]
+
+
+def test_the_first_host_hears_once_of_each_restart_elsewhere() -> None:
+    cfg, wanted = config(), [Restart("generator-3", -9, number, 3) for number in range(1, 101)]
+    with FirstHost(cfg, 2) as first, OtherHost(cfg, 1, 2) as other:
+        heard: list[Restart] = []
+        for restart in wanted:
+            other.tell_restart(restart)
+            look(other)
+            look(first)
+            heard += first.take_restarts()
+        for _ in range(200):
+            if len(heard) == len(wanted):
+                break
+            look(other)
+            look(first)
+            heard += first.take_restarts()
+        assert heard == wanted
+        # What it says from now on holds the same ones.
+        for _ in range(3):
+            other._say()
+            look(first)
+        assert first.take_restarts() == []
 
 
 def lose(first: FirstHost, within_s: float) -> HostLost:

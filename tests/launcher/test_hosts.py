@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
@@ -25,7 +26,7 @@ def test_what_several_hosts_cannot_run_is_refused(
 ) -> None:
     config = load_config(None, [f"run.dir={tmp_path}/run", *overrides])
     with pytest.raises(InputError, match=message):
-        cluster.prepare(config)
+        cluster.prepare(config, Console())
     assert not (tmp_path / "run").exists()
 
 
@@ -33,16 +34,16 @@ def test_a_host_needs_a_prepared_run_its_place_and_its_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match="is no prepared run"):
-        cluster.run_host(tmp_path, host=0, hosts=2, gpus_per_host=1)
+        cluster.run_host(tmp_path, Console(), host=0, hosts=2, gpus_per_host=1)
     (tmp_path / "config.toml").write_text(dump_toml(Config()))
     with pytest.raises(InputError, match="hosts are counted from 0"):
-        cluster.run_host(tmp_path, host=2, hosts=2, gpus_per_host=1)
+        cluster.run_host(tmp_path, Console(), host=2, hosts=2, gpus_per_host=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(InputError, match="lists 0 GPUs: give --gpus-per-host"):
-        cluster.run_host(tmp_path, host=0, hosts=2, gpus_per_host=None)
+        cluster.run_host(tmp_path, Console(), host=0, hosts=2, gpus_per_host=None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(InputError, match="lists 2 GPUs"):
-        cluster.run_host(tmp_path, host=0, hosts=2, gpus_per_host=8)
+        cluster.run_host(tmp_path, Console(), host=0, hosts=2, gpus_per_host=8)
 
 
 def test_an_engine_across_hosts_is_led_from_its_first(monkeypatch: pytest.MonkeyPatch) -> None:

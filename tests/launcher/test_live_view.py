@@ -14,6 +14,7 @@ from megatron_rl.launcher.live_view import (
     restart_line,
 )
 from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.status_command import of_rows
 from megatron_rl.launcher.supervisor import Role
 
 STEP = {
@@ -192,6 +193,24 @@ def test_lines_after_a_step_count_from_that_step(tmp_path: Path) -> None:
             look_every_second(view, clock, 1)
         look_every_second(view, clock, 11)
     assert output.getvalue().splitlines()[-1].endswith(f"s] after step 7: {ROLLOUTS_LINE}")
+
+
+def test_lines_of_an_evaluation_count_from_its_beginning(tmp_path: Path) -> None:
+    output, clock = io.StringIO(), Clock()
+    config = load_config(None, [f'run.dir="{tmp_path}"'])
+    evaluated = ROLLOUTS | {"activity/rollouts_for_evaluation": 10}
+    rows = [evaluated, evaluated, EVALUATION, evaluated]
+    with LiveView(config, Console(file=output, width=80), clock=clock) as view:
+        for row in rows:
+            append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+            look_every_second(view, clock, 1)
+        look_every_second(view, clock, 11)
+    assert "12 generated, 10 scored (10 of an evaluation)" in output.getvalue().splitlines()[-1]
+    status = of_rows([*rows, EVALUATION], config, state="complete", now=0.0)
+    assert status.activity == "" and len(status.evaluations) == 2
+    # Training that goes on beside an evaluation is counted on.
+    mixed = of_rows([ROLLOUTS, EVALUATION], config, state="running", now=0.0)
+    assert "12 generated, 10 scored: " in mixed.activity
 
 
 def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: Path) -> None:

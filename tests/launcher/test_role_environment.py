@@ -17,6 +17,7 @@ from megatron_rl.launcher.host_link import FirstHost, HostLink
 from megatron_rl.launcher.host_phases import Share
 from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.ports import resolve_ports
+from megatron_rl.launcher.run_folder import locked
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
@@ -54,13 +55,15 @@ def make_config(folder: Path) -> Config:
 
 def start_on_one_host(folder: Path) -> None:
     config = make_config(folder)
-    session = Session(config, Console(), lock=0)
-    session._supervisor.log_dir.mkdir(parents=True)
-    roles = place(config, hosts=1, gpus_per_host=8)[0]
-    session.start("queue", "megatron_rl.rollout_queue.server", session.config_path)
-    session.start("generator-0", "generation.worker", session.config_path, gpus=roles.engines[0])
-    session.start("verifier-0", "verification.worker", session.config_path)
-    session.start_ranks("trainer", "megatron_rl.trainer.train", [])
+    with locked(folder) as lock:
+        session = Session(config, Console(), lock=lock)
+        session._supervisor.log_dir.mkdir(parents=True)
+        roles = place(config, hosts=1, gpus_per_host=8)[0]
+        path = session.config_path
+        session.start("queue", "megatron_rl.rollout_queue.server", path)
+        session.start("generator-0", "generation.worker", path, gpus=roles.engines[0])
+        session.start("verifier-0", "verification.worker", path)
+        session.start_ranks("trainer", "megatron_rl.trainer.train", [])
 
 
 def start_on_the_first_of_two(folder: Path) -> None:
@@ -92,7 +95,8 @@ def start_by_the_host_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(hosts, "_placed", lambda *_, **__: (config, roles, gpus))
     monkeypatch.setattr(hosts, "lead", start_all)
-    hosts.run_host(folder, host=0, hosts=1, gpus_per_host=8)
+    monkeypatch.setattr(hosts, "conclude", lambda *_: None)
+    hosts.run_host(folder, Console(), host=0, hosts=1, gpus_per_host=8)
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -150,7 +150,7 @@ def test_folder_is_locked_until_the_last_child_is_gone(
     program = "import sys; sys.stdin.read()"
     with locked(tmp_path) as lock:
         child = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, pass_fds=(lock,)
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, pass_fds=(lock.descriptor,)
         )
         with pytest.raises(InputError, match="a run is going on in"), locked(tmp_path):
             pass

@@ -1,3 +1,5 @@
+import json
+import tracemalloc
 from pathlib import Path
 
 from megatron_rl.protocol.metrics import (
@@ -6,6 +8,7 @@ from megatron_rl.protocol.metrics import (
     Metric,
     MetricSet,
     read_jsonl,
+    stream_rows,
     without_superseded,
 )
 
@@ -41,7 +44,7 @@ def test_rows_are_appended_by_several_writers_and_a_torn_line_is_left_out(tmp_pa
     assert read_jsonl(tmp_path / "none.jsonl") == []
 
 
-def test_steps_that_were_taken_again_after_resuming_count_once() -> None:
+def test_steps_that_were_taken_again_after_resuming_count_once(tmp_path: Path) -> None:
     def row(step: int, source: str = "trainer", **more: int) -> dict:
         return {"source": source, "step": step, **more}
 
@@ -50,6 +53,21 @@ def test_steps_that_were_taken_again_after_resuming_count_once() -> None:
     third = [row(5)]
     marks = [row(2, "launch", **{RESUMED: 1}), row(4, "launch", **{RESUMED: 1})]
     assert without_superseded(first) == first
-    assert without_superseded([*first, marks[0], *second, marks[1], *third]) == [
-        *first[:4], first[6], marks[0], *second, marks[1], *third,
-    ]  # fmt: skip
+    rows = [*first, marks[0], *second, marks[1], *third]
+    kept = [*first[:4], first[6], marks[0], *second, marks[1], *third]
+    assert without_superseded(rows) == kept
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows) + '{"source": "torn')
+    assert list(stream_rows(path)) == kept
+    assert list(stream_rows(tmp_path / "none.jsonl")) == []
+
+
+def test_rows_are_streamed_without_holding_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = json.dumps({"source": "queue", "step": 1, "text": "x" * 200})
+    path.write_text(f"{line}\n" * 20_000)
+    tracemalloc.start()
+    assert sum(row["step"] for row in stream_rows(path)) == 20_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 10

@@ -16,7 +16,7 @@ from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.audit.findings import Findings
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, PARTIAL, read_complete_mark
-from megatron_rl.protocol.metrics import read_jsonl, without_superseded
+from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
     RolloutFile,
@@ -25,6 +25,7 @@ from megatron_rl.protocol.rollout_files import (
     read_records,
     rollout_files,
 )
+from megatron_rl.rollout_queue.activity import ACTIVITY_S
 
 Row = dict[str, Any]
 Report = Callable[[int, int | None], None]
@@ -40,7 +41,12 @@ def audit_records(run_dir: Path, report: Report) -> Findings:
     if not (run_dir / "config.toml").is_file():
         raise InputError(f"{run_dir} holds no run: it has no config.toml")
     config, findings = load_config(run_dir / "config.toml"), Findings()
-    rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
+    rows = []
+    for row in stream_rows(run_dir / "metrics.jsonl"):
+        bad = [name for name, value in row.items() if _is_bad_number(value)]
+        findings.check("metrics are numbers", not bad, f"step {row['step']}: {bad}")
+        if ACTIVITY_S not in row:
+            rows.append(row)
     steps = {row["step"]: row for row in rows if "queue/rollouts_trained" in row}
     _check_steps(rows, config, run_dir, findings)
     if (run_dir / FOLDER).is_dir():
@@ -65,9 +71,6 @@ def _check_steps(rows: list[Row], config: Config, run_dir: Path, findings: Findi
             "a run that ended took all steps", len(taken) == config.train.steps,
             f"{len(taken)} of train.steps={config.train.steps}",
         )  # fmt: skip
-    for row in rows:
-        bad = [name for name, value in row.items() if _is_bad_number(value)]
-        findings.check("metrics are numbers", not bad, f"step {row['step']}: {bad}")
 
 
 def _is_bad_number(value: object) -> bool:

@@ -23,7 +23,7 @@ from megatron_rl.launcher.evaluation.tables import print_report
 from megatron_rl.launcher.intentions import NOTHING, evaluation_lines, say
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import eval_limit_s, prepare_run_folder, serve_evaluation
-from megatron_rl.launcher.run_folder import CONFIG, locked
+from megatron_rl.launcher.run_folder import CONFIG, FolderLock, locked
 from megatron_rl.launcher.session import Session
 from megatron_rl.rollout_queue.evaluated import read_evaluated
 from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
@@ -135,7 +135,7 @@ def _again_text(config: Config, missing: int) -> str:
     return f"Going on with the evaluation in {config.run.dir}: {missing} problems are missing."
 
 
-def _generate(config: Config, label: str, console: Console, *, lock: int) -> None:
+def _generate(config: Config, label: str, console: Console, *, lock: FolderLock) -> None:
     with (
         Session(config, console, lock=lock) as session,
         session.phase("evaluation", f"evaluation {label}"),

@@ -20,7 +20,7 @@ from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.report.material import read_material
 from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
-from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.metrics import stream_rows
 
 app = plain_app()
 FILE = "report.html"
@@ -119,7 +119,7 @@ def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
         summary = _read_summary(summary_path) | {"hf_export": export}
         return summary, run_facts(config, run_dir, summary["wall_s"], export)
     facts = run_facts(config, run_dir, {}, export)
-    return summarize(read_jsonl(run_dir / "metrics.jsonl"), facts), facts
+    return summarize(stream_rows(run_dir / "metrics.jsonl"), facts), facts
 
 
 def _read_summary(path: Path) -> dict:

@@ -14,8 +14,9 @@ import msgspec
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.line_errors import line_error
-from megatron_rl.protocol.metrics import read_jsonl, without_superseded
+from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.rollout_files import FOLDER, rollout_files
+from megatron_rl.rollout_queue.activity import ACTIVITY_S
 
 Row = dict[str, Any]
 Kind = TypeVar("Kind")
@@ -92,7 +93,7 @@ class Run:
 
 def read_material(folder: Path, config: Config, name: str) -> Run:
     """Read a run folder; one that goes on gives what there is so far."""
-    rows = without_superseded(read_jsonl(folder / "metrics.jsonl"))
+    rows = [row for row in stream_rows(folder / "metrics.jsonl") if ACTIVITY_S not in row]
     run = Run(name, folder, config, rows)
     decoder = msgspec.json.Decoder(Record)
     for file in rollout_files(folder) if (folder / FOLDER).is_dir() else []:

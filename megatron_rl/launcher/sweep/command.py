@@ -133,7 +133,7 @@ def _sweep_locked(folder: Path) -> Iterator[int]:
                 f"a sweep is going on in {folder}: end it first, or name another folder with "
                 "--sweep-dir DIR"
             ) from error
-        yield lock
+        yield lock.descriptor
 
 
 def _say_what_is_odd(plan: Plan, console: Console) -> None:

@@ -17,8 +17,6 @@ from megatron_rl.launcher.run_folder import CONFIG, SUMMARY
 from megatron_rl.launcher.sweep.measures import read_summary
 from megatron_rl.launcher.sweep.plan import PlannedRun
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, complete_checkpoints
-from megatron_rl.protocol.metrics import read_jsonl, without_superseded
-from megatron_rl.protocol.wire import LOOPBACK
 
 FAILURE = "sweep_failure.txt"
 """File of a run folder: why the last attempt failed."""
@@ -49,15 +47,10 @@ def state_of(run: PlannedRun) -> State:
 
 def _has_ended(run: PlannedRun) -> bool:
     folder = run.run_dir
-    if not (folder / CONFIG).exists():
+    if not (folder / CONFIG).exists() or not (folder / SUMMARY).exists():
         return False
-    is_of_one_host = load_config(folder / CONFIG).ports.host in LOOPBACK
-    if is_of_one_host and not (folder / SUMMARY).exists():
-        return False
-    # Several hosts leave no summary: the last evaluation is the last that they do.
-    summary = read_summary(folder, without_superseded(read_jsonl(folder / "metrics.jsonl")))
-    is_evaluated = summary["accuracy_after"] is not None or not run.config.eval.prompts
-    return summary["steps"] >= run.config.train.steps and (is_of_one_host or is_evaluated)
+    steps: int = read_summary(folder)["steps"]
+    return steps >= run.config.train.steps
 
 
 def failure_of(run: PlannedRun) -> str:

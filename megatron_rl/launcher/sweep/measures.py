@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config.errors import InputError
 from megatron_rl.launcher.summary import RunFacts, summarize
 from megatron_rl.launcher.sweep.estimates import mean_of
-from megatron_rl.protocol.metrics import RESUMED, read_jsonl, without_superseded
+from megatron_rl.protocol.metrics import RESUMED, stream_rows
 
 STEP_S = "step_s"
 """Metric: median seconds from the end of a step to that of the next."""
@@ -41,19 +41,14 @@ def check_metric(name: str) -> None:
 
 def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
     """The metrics of a run; None where it has none."""
-    rows = without_superseded(read_jsonl(run_dir / "metrics.jsonl"))
-    summary = read_summary(run_dir, rows)
+    rows = list(stream_rows(run_dir / "metrics.jsonl"))
+    summary = read_summary(run_dir)
     return {name: _value(name, summary, rows) for name in names}
 
 
-def read_summary(run_dir: Path, rows: list[Row]) -> dict[str, Any]:
-    """summary.json; of a run on several hosts, which writes none, what its metrics tell.
-
-    Raises InputError for one that a crash of the host cut short.
-    """
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json. Raises InputError for one that a crash of the host cut short."""
     path = run_dir / "summary.json"
-    if not path.exists():
-        return summarize(rows, RunFacts())
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:

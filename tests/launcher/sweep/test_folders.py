@@ -47,18 +47,20 @@ def test_a_summary_that_was_cut_short_is_named(tmp_path: Path) -> None:
         state_of(run)
 
 
-def test_a_run_of_several_hosts_is_complete_with_its_last_evaluation(tmp_path: Path) -> None:
+def test_a_run_of_several_hosts_is_complete_by_its_summary_as_any_other(tmp_path: Path) -> None:
     run = plan_of(tmp_path).runs[0]
     save_config(run, PortsConfig(host="10.0.0.7"))
+    # All of its steps and its last evaluation: not yet what a run leaves at its end.
     rows = [
         {"source": "trainer", "step": k, "time": k, "train/loss": 0.0, "publish/s": 0.1}
         for k in (1, 2, 3)
     ]
     rows.append({"source": "queue", "step": 3, "time": 9, "label": "after", "eval/accuracy": 0.5})
-    for count, state in ((2, State.STARTED), (3, State.STARTED), (4, State.COMPLETE)):
-        text = "".join(json.dumps(row) + "\n" for row in rows[:count])
-        (run.run_dir / "metrics.jsonl").write_text(text)
-        assert state_of(run) is state
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run.run_dir / "metrics.jsonl").write_text(text)
+    assert state_of(run) is State.STARTED
+    save_summary(run, 3)
+    assert state_of(run) is State.COMPLETE
 
 
 def test_a_changed_variant_is_refused_with_the_keys_and_the_cure(tmp_path: Path) -> None:

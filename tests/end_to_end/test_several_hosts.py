@@ -1,16 +1,19 @@
-"""A run on two hosts, here two processes: the Slurm script, encrypted sockets, roles apart."""
+"""A run on several hosts, here processes: the Slurm script, encrypted sockets, roles apart."""
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_rl.config.files import load_config
+from megatron_rl.launcher.status_command import describe, read_status
 from megatron_rl.protocol.metrics import read_jsonl
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(300)]
@@ -100,23 +103,51 @@ def prepare(config_path: Path, run_dir: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_run_on_two_hosts_trains_and_ends_on_both(config_path: Path, tmp_path: Path) -> None:
+def test_a_run_on_three_hosts_trains_and_is_watched_as_on_one(
+    config_path: Path, tmp_path: Path
+) -> None:
     run_dir, inputs = tmp_path / "a run", config_path.parent
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
-    # The trainer fills the first node of one GPU, the generator is on the second.
+    # The trainer fills the first node of one GPU, each other one has a generator.
     job = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable,
-        "SLURM_JOB_NUM_NODES": "2", "HEAD_ADDRESS": ADDRESS, "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_NUM_NODES": "3", "HEAD_ADDRESS": ADDRESS, "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", "examples/launch.sh", str(config_path), "--model", str(inputs / "model"),
-         "--prompts", str(inputs / "prompts.jsonl"), "--run-dir", str(run_dir),
-         "--gpus-per-node", "1", "train.minibatches=2"],
-        cwd=ROOT, capture_output=True, text=True, timeout=250, env=os.environ | job,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"RL steps +{STEPS}, {STEPS * 8} rollouts trained", done.stdout), done.stdout
+    command = [
+        "bash", "examples/launch.sh", str(config_path), "--model", str(inputs / "model"),
+        "--prompts", str(inputs / "prompts.jsonl"), "--run-dir", str(run_dir),
+        "--gpus-per-node", "1", "train.minibatches=2", "generator.replicas=2",
+    ]  # fmt: skip
+    states, told, second = [], set(), None
+    with (tmp_path / "job.log").open("w") as output:
+        run = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=output, stderr=subprocess.STDOUT,
+            env=os.environ | job,
+        )  # fmt: skip
+        while run.poll() is None:
+            if (run_dir / "config.toml").exists():
+                status = read_status(run_dir, time.time())
+                states.append(status.state)
+                told.add(describe(status)[0])
+                if status.state == "running" and second is None:
+                    second = start("prepare", "--config", str(config_path), "--run-dir",
+                                   str(run_dir), f"ports.host={ADDRESS}",
+                                   "generator.replicas=2", "train.minibatches=2")  # fmt: skip
+            time.sleep(0.1)
+    assert second is not None
+    refusal, _ = second.communicate(timeout=60)
+    assert second.returncode == 2 and f"a run is going on in {run_dir}: end it" in refusal
+    text = (tmp_path / "job.log").read_text()
+    assert run.returncode == 0, text
+    # What `status` says of a healthy run, from the first process of it to the last.
+    assert [state for state, _ in itertools.groupby(states)] == ["prepared", "running", "complete"]
+    assert any(line.startswith("running, step 0 of 3, reinforcement learning") for line in told)
+    # What one host shows, once: the phase, a line a step, the summary.
+    assert len(re.findall(r"^\[ +[\d.]+ s\] reinforcement learning$", text, re.MULTILINE)) == 1
+    assert re.findall(r"^step (\d)/3: reward ", text, re.MULTILINE) == ["1", "2", "3"]
+    assert len(re.findall(rf"RL steps +{STEPS}, {STEPS * 8} rollouts trained", text)) == 1
+    assert "phase 1: training" in (run_dir / "logs" / "launch.log").read_text()
     config = load_config(run_dir / "config.toml")
     assert (config.ports.host, config.train.minibatches) == (ADDRESS, 2)
     keys = config.ports.keys_dir
@@ -124,8 +155,8 @@ def test_a_run_on_two_hosts_trains_and_ends_on_both(config_path: Path, tmp_path:
     rows = read_jsonl(run_dir / "metrics.jsonl")
     assert max(row["step"] for row in rows if "train/loss" in row) == STEPS
     outputs = {path.name for path in (run_dir / "logs").glob("*.out")}
-    assert outputs == {"queue.out", "trainer.out", "generator-0.out", "verifier-0.out",
-                       "verifier-1.out"}  # fmt: skip
+    assert outputs == {"queue.out", "trainer.out", "generator-0.out", "generator-1.out",
+                       "verifier-0.out", "verifier-1.out", "verifier-2.out"}  # fmt: skip
     assert (run_dir / "hf" / "final" / "config.json").exists()
 
 

@@ -1,0 +1,198 @@
+"""RUN/alive.json: which launcher has a run folder, and that it lives. Seen from every host.
+
+Used by the launcher, and by `megatron-rl status`. Clocks of hosts differ: whether a launcher on
+another host lives is judged by whether the file changes while one looks, never by its age.
+
+| thread    | does                                                        | ends            |
+|-----------|-------------------------------------------------------------|-----------------|
+| main      | opens and closes the heartbeat, names the phase             | with the block  |
+| heartbeat | writes the file every BEAT_S; a slow disk delays it alone   | told by `close` |
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.protocol.closing import Closing
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+ALIVE = "alive.json"
+PREPARED = "prepared"
+"""Phase of a run on several hosts that was prepared, and whose first host has not begun."""
+BEAT_S = 1.0
+LOST_S = 20.0
+"""A launcher whose heartbeat stands still for this long is taken for dead."""
+_LOOK_S = 0.2
+_JOIN_S = 5.0
+# Always the same number of bytes, written in place: NFS shows a rename later than a changed file.
+_BYTES = 1024
+
+log = logging.getLogger(__name__)
+
+
+class FolderTaken(DeadlineExceeded):
+    """Another launcher has taken the run folder, because this one was silent for too long."""
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """What the file says of a launcher."""
+
+    host: str
+    pid: int
+    machine: str
+    """Names a boot of a host and a PID namespace of it: where they are the same, so are pids."""
+    born: int
+    """When the process started, in clock ticks since the boot."""
+    started: float
+    """Unix seconds at which the launcher took the folder, by its own clock."""
+    phase: str = ""
+    """What the run does now."""
+    count: int = 0
+    """Rises with each beat."""
+    has_ended: bool = False
+
+    def is_of(self, other: "Beat") -> bool:
+        """Whether both are of the same launcher."""
+        mine, theirs = (
+            (beat.host, beat.pid, beat.machine, beat.born, beat.started) for beat in (self, other)
+        )
+        return mine == theirs
+
+    def describe(self) -> str:
+        """Which process it is."""
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
+        return f"pid {self.pid} on {self.host}, since {at}"
+
+
+def read_beat(run_dir: Path) -> Beat | None:
+    """The latest beat of a folder; None where there is none that can be read."""
+    try:
+        return msgspec.json.decode((run_dir / ALIVE).read_bytes(), type=Beat)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    except OSError as error:
+        raise InputError(f"cannot read {run_dir / ALIVE}: {error.strerror}") from error
+
+
+def find_living(
+    run_dir: Path, *, watch_s: float = LOST_S, wait: Callable[[float], None] = time.sleep
+) -> Beat | None:
+    """The beat of the launcher that has the folder; None: none lives.
+
+    watch_s: how long a launcher on another host is watched before it is taken for dead. Raises
+    InputError.
+    """
+    first = read_beat(run_dir)
+    if first is None or first.has_ended:
+        return None
+    if first.machine and first.machine == _machine():
+        return first if _born(first.pid) == first.born else None
+    for _ in range(round(watch_s / _LOOK_S)):
+        wait(_LOOK_S)
+        now = read_beat(run_dir)
+        if now is not None and now != first:
+            return None if now.has_ended else now
+    return None
+
+
+class Heartbeat(Closing):
+    """That of this launcher, from now until it is closed."""
+
+    def __init__(self, run_dir: Path, phase: str = "") -> None:
+        """Raises InputError where the file cannot be written."""
+        self._path = run_dir / ALIVE
+        self._beat = Beat(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            machine=_machine(),
+            born=_born(os.getpid()) or 0,
+            started=time.time(),
+            phase=phase,
+        )
+        self.phase = phase
+        """What the run does now."""
+        self._taken_by: Beat | None = None
+        try:
+            self._write()
+        except OSError as error:
+            raise InputError(f"cannot write {self._path}: {error.strerror}") from error
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise FolderTaken when another launcher has the folder."""
+        if self._taken_by is not None:
+            raise FolderTaken(
+                f"{self._path.parent} was taken by another launcher "
+                f"({self._taken_by.describe()}): this one was silent for more than {LOST_S:.0f} s, "
+                "or both started at once. Start one run a folder"
+            )
+
+    def _renew(self) -> None:
+        has_failed = False
+        while not self._closed.wait(BEAT_S):
+            try:
+                self._renew_once()
+                has_failed = False
+            except (OSError, InputError) as error:
+                if not has_failed:
+                    log.warning("cannot renew %s: %s", self._path, error)
+                has_failed = True
+
+    def _renew_once(self) -> None:
+        there = read_beat(self._path.parent)
+        if there is not None and not there.is_of(self._beat):
+            self._taken_by = there
+        if self._taken_by is None:
+            self._advance()
+
+    def _advance(self, *, has_ended: bool = False) -> None:
+        self._beat = msgspec.structs.replace(
+            self._beat, phase=self.phase, count=self._beat.count + 1, has_ended=has_ended
+        )
+        self._write()
+
+    def _write(self) -> None:
+        data = msgspec.json.encode(self._beat).ljust(_BYTES)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(descriptor, data, 0)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Say that this launcher has ended."""
+        self._closed.set()
+        self._thread.join(_JOIN_S)
+        if self._taken_by is None and not self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                self._advance(has_ended=True)
+
+
+def _machine() -> str:
+    """A name of this boot and PID namespace; "" where the system tells none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _born(pid: int) -> int | None:
+    """Clock ticks after the boot at which a process started; None: it does not run."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # proc(5): behind the name in brackets, which may hold anything, come fields 3 (state) to 22.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
