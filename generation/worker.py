@@ -98,6 +98,8 @@ class GeneratorWorker:
         self._queue = queue
         self._capacity = capacity
         self._session = time.time_ns()
+        self._owed: dict[int, set[int]] = {}
+        """Lease -> indices of the completions that the queue waits for."""
         self._activity = Activity()
         self._weights: WeightClient | None = None
 
@@ -113,8 +115,9 @@ class GeneratorWorker:
         if self._engine.version >= 0:
             self._activity.start(time.monotonic())
         is_held = self._weights is not None and self._weights.is_held
+        owed = [lease_id for lease_id, waiting in self._owed.items() if waiting]
         self._queue.send(
-            GeneratorReady(self._capacity, self._engine.version, self._session, is_held)
+            GeneratorReady(self._capacity, self._engine.version, self._session, is_held, owed)
         )
 
     def _hold(self, *, is_held: bool) -> None:
@@ -141,9 +144,10 @@ class GeneratorWorker:
                 message = await self._queue.next_message(RECEIVE_S)
                 match message:
                     case Lease():
+                        self._owed[message.lease_id] = set(message.indices)
                         task = leases.create_task(self._serve(message))
                         serving[message.lease_id] = task
-                        task.add_done_callback(partial(_forget, serving, message.lease_id))
+                        task.add_done_callback(partial(self._forget, serving, message.lease_id))
                     case Cancel(lease_id):
                         # None: it finished while the message was on its way.
                         if (task := serving.get(lease_id)) is not None:
@@ -163,7 +167,7 @@ class GeneratorWorker:
 
     async def _serve(self, lease: Lease) -> None:
         """Generate the completions of a lease; each failure goes back with its reason."""
-        waiting = set(lease.indices)
+        waiting = self._owed.setdefault(lease.lease_id, set(lease.indices))
         began_at = time.monotonic()
         self._activity.change(began_at, len(waiting))
         try:
@@ -186,6 +190,11 @@ class GeneratorWorker:
             self._fail(lease, waiting, str(error), drop_as=PROMPT_UNRENDERABLE)
         finally:
             self._activity.change(time.monotonic(), -len(waiting))
+
+    def _forget(self, serving: dict[int, asyncio.Task[None]], lease_id: int, task: object) -> None:
+        del serving[lease_id]
+        # One that was cancelled before it began too.
+        self._owed.pop(lease_id, None)
 
     def _fail(self, lease: Lease, waiting: set[int], reason: str, drop_as: str = "") -> None:
         log.warning("lease %d of prompt %s: %s", lease.lease_id, lease.prompt.id, reason)
@@ -250,10 +259,6 @@ class GeneratorWorker:
 
     async def _watch_engine(self) -> None:
         raise EngineError(await self._engine.failed())
-
-
-def _forget(serving: dict[int, asyncio.Task[None]], lease_id: int, task: object) -> None:
-    del serving[lease_id]
 
 
 async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:

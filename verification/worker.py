@@ -34,6 +34,7 @@ from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import note_started, run_main, set_up_logging
 from megatron_rl.protocol.types import (
     AnyMessage,
+    ClassDone,
     ClassRequest,
     ScoreDone,
     ScoreFailed,
@@ -75,7 +76,9 @@ class Verifier:
         self._pool = pool
         self._desk = desk
         self._rules = rules
-        self._ready = VerifierReady(capacity=capacity, session=time.time_ns())
+        self._capacity, self._session = capacity, time.time_ns()
+        self._owed: set[int] = set()
+        """Requests that the queue waits for."""
         self._next_heartbeat_s = 0.0
         self._scored = 0
 
@@ -100,10 +103,9 @@ class Verifier:
             self._send_answers(own)
         self._send_answers(self._desk.advance(time.monotonic()))
 
-    def _send_answers(self, answers: Sequence[AnyMessage]) -> None:
+    def _send_answers(self, answers: Sequence[ScoreDone | ScoreFailed | ClassDone]) -> None:
         for answer in answers:
-            self._dealer.send(answer)
-            self._scored += 1
+            self._answer(answer)
 
     def _patience_ms(self) -> int:
         if self._desk.has_work:
@@ -116,7 +118,7 @@ class Verifier:
     def _send_heartbeat_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._next_heartbeat_s:
-            self._dealer.send(self._ready)
+            self._dealer.send(VerifierReady(self._capacity, self._session, sorted(self._owed)))
             self._next_heartbeat_s = now + HEARTBEAT_S
 
     def _receive(self) -> Stop | None:
@@ -132,6 +134,7 @@ class Verifier:
     def _take(self, message: AnyMessage) -> None:
         if not isinstance(message, ScoreRequest | ClassRequest):
             raise WireError(f"the verifier received {type(message).__name__} from the queue")
+        self._owed.add(message.request_id)
         try:
             if isinstance(message, ClassRequest):
                 self._take_classes(message)
@@ -141,22 +144,26 @@ class Verifier:
                 self._submit(found)
                 return
         except GradingError as error:
-            self._dealer.send(ScoreFailed(message.request_id, str(error)))
+            self._answer(ScoreFailed(message.request_id, str(error)))
             return
-        self._dealer.send(ScoreDone(message.request_id, found))
+        self._answer(ScoreDone(message.request_id, found))
+
+    def _answer(self, answer: ScoreDone | ScoreFailed | ClassDone) -> None:
+        self._dealer.send(answer)
+        self._owed.discard(answer.request_id)
         self._scored += 1
 
     def _take_classes(self, request: ClassRequest) -> None:
         self._rules.task(request.task)  # GradingError where it is unknown.
         lane = self._rules.reward.class_step(request.task).lane
-        if self._desk.pending >= MAX_OVERBOOKING * self._ready.capacity[lane]:
+        if self._desk.pending >= MAX_OVERBOOKING * self._capacity[lane]:
             raise GradingError(f"{self._desk.pending} class requests are pending: no room")
         self._desk.take(request)
 
     def _submit(self, draft: Draft) -> None:
         for _, lane in draft.steps:
             taken = self._pool.taken[lane]
-            if taken >= MAX_OVERBOOKING * self._ready.capacity[lane]:
+            if taken >= MAX_OVERBOOKING * self._capacity[lane]:
                 raise GradingError(f"{taken} requests are pending: no room in lane {lane!r}")
         self._pool.submit(draft)
 

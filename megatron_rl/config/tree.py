@@ -71,6 +71,9 @@ class QueueConfig(Section):
     max_attempts: PositiveInt = 3
     """Times a completion is tried before its group is dropped and counted; a score, before its
     completion is; and the classes of a group's answers, before the group is."""
+    max_lost_attempts: PositiveInt = 30
+    """Times a generator or verifier may lose a completion that it works on, before it is given up
+    as by max_attempts: the process restarts, falls silent, or its engine fails all there is."""
     score_patience_s: PositiveFloat = 300.0
     """A completion that cannot be graded is neither tried again nor replaced when it was first
     asked for so long ago: well below train.batch_timeout_s, so that none delays a batch until the

@@ -49,6 +49,9 @@ QUEUE = (
     Known("queue/messages_turned_away", "messages of processes of another phase or start of the "
           "run, which are not heard", "0", "end what an earlier job left: logs/queue.log names it",
           "count"),
+    Known("queue/messages_refused", "messages that could not be read or had no place: they cost "
+          "their peer what it holds, and end the run after 100", "0",
+          "logs/queue.log names the peer: another version, or a stranger?", "count"),
     Known("queue/loop_stalled_s", "seconds for which the queue's loop stood still, which count as "
           "nobody's silence", "0", "a slow disk under the run folder, or an overloaded host",
           "count"),

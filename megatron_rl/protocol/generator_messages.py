@@ -23,6 +23,8 @@ class GeneratorReady(msgspec.Struct, frozen=True, tag="GeneratorReady"):
     """Differs after a restart: leases of the earlier session are lost."""
     is_held: bool = False
     """It keeps this version; the publisher was told so before."""
+    leases: list[int] | None = None
+    """Ids of the leases of which it still owes completions; None: it does not say."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag="Hold"):

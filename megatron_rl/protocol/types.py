@@ -232,6 +232,8 @@ class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
     """Lane of grading -> requests it accepts at once."""
     session: int
     """Differs after a restart: requests of the earlier session are lost."""
+    requests: list[int] | None = None
+    """Ids of the requests that it still owes an answer; None: it does not say."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, tag="ScoreRequest"):
@@ -295,11 +297,18 @@ class ScoreFailed(msgspec.Struct, frozen=True, tag="ScoreFailed"):
 
 
 class NextBatch(msgspec.Struct, frozen=True, tag="NextBatch"):
-    """A leader asks for its share of the batch of `step`; answered by RankBatch or Stop."""
+    """A leader asks for its share of the batch of `step`; answered by RankBatch or Stop.
+
+    It asks again every few seconds until an answer comes, so that no lost message ends the run.
+    """
 
     step: int
     dp_rank: int
     dp_size: int
+    held_version: int = -1
+    """The last version that was published, in case that Published was lost; -1: not said."""
+    is_final: bool = False
+    """As in Published, of held_version."""
 
 
 class Published(msgspec.Struct, frozen=True, tag="Published"):

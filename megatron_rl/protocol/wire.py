@@ -33,8 +33,25 @@ HIGH_WATER_MESSAGES = 20_000
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _LABEL_MARK = "@"
 _TURNED_AWAY = b"\xc1"
-"""The first of two frames, of which the other one is the label that is expected: no message begins
-so, as msgpack never uses this byte."""
+"""The first of two frames, of which the other one is empty: a stranger is not told the label. No
+message begins so, as msgpack never uses this byte."""
+_TURNED_AWAY_NAMES = 1_000
+"""Strangers are counted by name up to so many names; further ones as OTHERS."""
+OTHERS = "(others)"
+_HEARTBEAT_MS = 15_000
+_SILENCE_MS = 120_000
+"""A connection whose other end says nothing for this long, heartbeats of zmq's own neither, is
+closed and made anew. A process that is merely stopped for a minute keeps it."""
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 60,
+    zmq.TCP_KEEPALIVE_INTVL: 15,
+    zmq.TCP_KEEPALIVE_CNT: 4,
+    zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+    zmq.HEARTBEAT_TIMEOUT: _SILENCE_MS,
+    zmq.HEARTBEAT_TTL: _SILENCE_MS,
+}
+"""Options by which half-open connections are noticed."""
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +76,11 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
     def open(self, kind: int) -> zmq.Socket[bytes]:
         """The socket."""
         self._own = self.socket(kind)
+        self._own.setsockopt(zmq.LINGER, 2_000)
+        self._own.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
+        self._own.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+        for option, value in _KEEPALIVE.items():
+            self._own.setsockopt(option, value)
         return self._own
 
     def destroy(self, linger: int | None = None) -> None:
@@ -75,10 +97,9 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[Frame]:
 def check_welcome(frames: list[Frame], address: str, label: str) -> None:
     """Raise TurnedAway where a ROUTER of another label has answered."""
     if len(frames) == 2 and bytes(frames[0]) == _TURNED_AWAY:
-        expected = bytes(frames[1]).decode(errors="replace")
         raise TurnedAway(
-            f"{address} serves {expected or 'no label'!r}, this process is of "
-            f"{label or 'no label'!r} (ports.label): it is left over from an earlier phase or job, "
+            f"{address} does not serve {label or 'no label'!r}, of which this process is "
+            "(ports.label): it is left over from an earlier phase or job, "
             "or two runs share a port; end it, or choose other ports"
         )
 
@@ -109,9 +130,6 @@ class Router(Closing):
         """Messages that were not heard, by the identity of their sender."""
         self._context = _Context()
         self.socket = self._context.open(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 2_000)
-        self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-        self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A restarted peer takes over the identity of its dead predecessor.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -173,11 +191,13 @@ class Router(Closing):
 
     def _turn_away(self, identity: bytes) -> None:
         name = identity.decode(errors="replace")
+        if name not in self.turned_away and len(self.turned_away) >= _TURNED_AWAY_NAMES:
+            name = OTHERS
         if name not in self.turned_away:
             log.warning("%s is turned away: this is %r (ports.label)", name, self._label)
         self.turned_away[name] += 1
         try:
-            self._send_now([identity, _TURNED_AWAY, self._label.encode()])
+            self._send_now([identity, _TURNED_AWAY, b""])
         except zmq.ZMQError as error:
             # It is gone, or takes no answers: it gets one to its next message.
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
@@ -201,9 +221,6 @@ class Dealer(Closing):
         self._context = _Context()
         self.socket = self._context.open(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, labelled(identity, label))
-        self.socket.setsockopt(zmq.LINGER, 2_000)
-        self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-        self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         if keys is not None:

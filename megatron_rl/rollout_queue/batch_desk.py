@@ -27,6 +27,10 @@ class BatchDesk:
         self._batch: list[RankBatch] = []
         self._stopped: set[int] = set()
         self._dp_size = 0
+        self._answered: dict[int, int] = {}
+        """Rank -> step of the request that was answered last."""
+        self._repeated: set[int] = set()
+        """Ranks whose last request was an old one."""
 
     @property
     def formed_steps(self) -> int:
@@ -44,6 +48,8 @@ class BatchDesk:
                 f"{peer} asks as data-parallel rank {request.dp_rank} of {request.dp_size}, others "
                 f"as ranks of {self._dp_size}"
             )
+        if self._is_repeated(request):
+            return
         if request.step < self.formed_steps - bool(self._batch):
             raise WireError(
                 f"{peer} asks for the batch of step {request.step}, but that of step "
@@ -52,6 +58,20 @@ class BatchDesk:
             )
         self._dp_size = request.dp_size
         self._requests[request.dp_rank] = _Request(peer, request.step, request.dp_size)
+
+    def _is_repeated(self, request: NextBatch) -> bool:
+        """Whether an answer crossed this request, which was late: it was asked twice.
+
+        A trainer that went back asks again and again.
+        """
+        rank, step = request.dp_rank, request.step
+        if step >= self._answered.get(rank, -1):
+            self._repeated.discard(rank)
+            return False
+        if rank in self._repeated:
+            return False
+        self._repeated.add(rank)
+        return True
 
     def next_to_form(self) -> tuple[int, int] | None:
         """(step, dp_size) of the batch that somebody waits for and that is not formed yet."""
@@ -75,6 +95,7 @@ class BatchDesk:
                 answers.append((request.peer, self._batch[rank]))
             else:
                 continue
+            self._answered[rank] = request.step
             del self._requests[rank]
         return answers
 

@@ -47,6 +47,9 @@ from megatron_rl.rollout_queue.ungraded import Tellers
 
 log = logging.getLogger(__name__)
 
+_FENCE_PUBLISHES = 1.5
+"""A fenced generator, which the next publish may serve again, keeps its leases for so many."""
+
 
 class _Saving(NamedTuple):
     """A state that a trainer asked for."""
@@ -116,8 +119,9 @@ class Coordinator:
         self._patience = Patience(config, now)
         self._judged_at = now
         self._states: list[_Saving] = []
+        self._saved_step = -1
         self._first_version = 0
-        self._published = -1
+        self._published, self._published_at = -1, now
         self._finished_at = now if evaluate_only else None
         self.is_over = False
         """Training and all evaluations are done."""
@@ -162,6 +166,7 @@ class Coordinator:
                     self._ends.close(group)
             case "prompts", GeneratorReady():
                 self._leases.announce(peer, message, now)
+                self._evaluations.evaluators.correct(peer, is_held=message.is_held)
             case "verify", VerifierReady():
                 self._scoring.announce(peer, message, now)
             case "prompts", RolloutFailed():
@@ -171,6 +176,7 @@ class Coordinator:
                 if self._scoring.take_failure(peer, message, now):
                     self._patience.note_progress(now)
             case "batches", NextBatch():
+                self._on_published(Published(message.held_version, message.is_final), now)
                 self._desk.ask(peer, message)
             case "batches", Published():
                 self._on_published(message, now)
@@ -203,13 +209,18 @@ class Coordinator:
             self._ends.close(group)
 
     def _on_published(self, published: Published, now: float) -> None:
+        # It is said again with each request, and messages of two sockets may overtake each other.
+        if published.version <= self._published:
+            return
         self._patience.note_progress(now)
         if self._published < 0 and published.version != self._first_version:
             raise WireError(
                 f"the trainer begins with version {published.version}, the queue with "
                 f"{self._first_version}: start both with the same checkpoint.resume"
             )
-        self._published = published.version
+        grace_s = _FENCE_PUBLISHES * (now - self._published_at)
+        self._leases.fence_grace_s = max(grace_s, self._config.queue.heartbeat_timeout_s)
+        self._published, self._published_at = published.version, now
         # Only now, not when the batch was formed: until then its groups count against admission, as
         # everything opened meanwhile will be one version older.
         self._groups.finish_training(published.version)
@@ -220,6 +231,11 @@ class Coordinator:
         self._evaluations.ask(published.version, is_final=published.is_final)
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
+        if any(one.peer == peer and one.state.step == asked.step for one in self._states):
+            return
+        if asked.step == self._saved_step < self._desk.formed_steps:
+            log.info("%s asked twice for the state after step %d", peer, asked.step)
+            return
         self._patience.note_progress(now)
         # With a later batch formed, its groups would be neither trained on nor unfinished: a run
         # that is resumed here would lose them.
@@ -228,6 +244,7 @@ class Coordinator:
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
             )
         counts = {"groups_opened": self._openings.count, "evaluated": list(self._evaluations.done)}
+        self._saved_step = asked.step
         state = self._training.state(asked.step, self._groups, **counts)
         # A run that is resumed here does not write them again: see `_written_states`.
         self._states.append(_Saving(peer, state, self._recorder.put))

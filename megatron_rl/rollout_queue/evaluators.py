@@ -39,6 +39,11 @@ class Evaluators:
         self._orders += [(name, Hold(is_held=True)) for name in sorted(self.names)]
         log.info("version %d is measured by %s alone", version, ", ".join(sorted(self.names)))
 
+    def correct(self, name: str, *, is_held: bool) -> None:
+        """Repeat an order that a generator's state contradicts: it may have been lost."""
+        if is_held != (name in self.names):
+            self._orders.append((name, Hold(is_held=name in self.names)))
+
     def note(self, generators: Iterable[Peer]) -> None:
         """Take in the state of all live generators."""
         live = {peer.name: peer for peer in generators}

@@ -14,6 +14,8 @@ EVALUATOR_LOST = "evaluator_lost"
 """The generators that held the version of an evaluation are gone."""
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 """A completion failed as often as queue.max_attempts allows."""
+LOSSES_EXHAUSTED = "losses_exhausted"
+"""Generators lost a completion as often as queue.max_lost_attempts allows."""
 CLASSES_UNGRADABLE = "classes_ungradable"
 """By our own fault it is not known which answers of a group are the same."""
 CLASSES_NOT_GRADED = "classes_not_graded"
@@ -25,8 +27,8 @@ class GroupFailure(NamedTuple):
 
     group: Group
     reason: str
-    """ATTEMPTS_EXHAUSTED, CLASSES_UNGRADABLE, CLASSES_NOT_GRADED, what a generator wants it dropped
-    as, or why too few of its completions are graded."""
+    """ATTEMPTS_EXHAUSTED, LOSSES_EXHAUSTED, CLASSES_UNGRADABLE, CLASSES_NOT_GRADED, what a
+    generator wants it dropped as, or why too few of its completions are graded."""
     detail: str
 
 

@@ -5,9 +5,11 @@ for, down to a single one, so that no slot of an engine waits for the room of a 
 first generator that holds some of a group is its home and gets the others as its slots come free:
 there the prompt's keys and values are in the prefix cache.
 
-A completion is leased again when its generator restarts (changed session), falls silent, reports a
-failure, or returns nothing of the lease for too long; after queue.max_attempts tries its group
-fails. Whoever still generates what nobody waits for is told to stop.
+A completion is leased again when its generator reports a failure, or returns nothing of the lease
+for too long; after queue.max_attempts tries its group fails. What a generator loses is no attempt:
+it restarts (changed session), falls silent, is fenced for long, or its heartbeats do not name the
+lease. Such losses have their own limit, queue.max_lost_attempts. Whoever still generates what
+nobody waits for is told to stop.
 """
 
 import dataclasses
@@ -19,13 +21,22 @@ import msgspec
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Cancel, GeneratorReady, Lease, Rollout, RolloutFailed
 from megatron_rl.rollout_queue.admission import LeaseRules
-from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED, GroupFailure
+from megatron_rl.rollout_queue.engine_breaker import EngineBreaker, Failed
+from megatron_rl.rollout_queue.failures import (
+    ATTEMPTS_EXHAUSTED,
+    LOSSES_EXHAUSTED,
+    GroupFailure,
+    TooManyFailures,
+)
 from megatron_rl.rollout_queue.groups import Group, Origin, find_fault
 from megatron_rl.rollout_queue.peers import Peer, Peers
 from megatron_rl.rollout_queue.rooms import Selection
 from megatron_rl.rollout_queue.waiting import Able, LeasedGroup, WaitingGroups
 
 log = logging.getLogger(__name__)
+
+ABSENT_S = 5.0
+"""A lease that heartbeats of its generator do not name for this long was lost on the way."""
 
 
 @dataclasses.dataclass
@@ -35,6 +46,8 @@ class _OpenLease:
     generator: str
     leased_at: float
     active_at: float
+    absent_since: float | None = None
+    """Since when heartbeats of its generator do not name it; None: they do."""
 
 
 class Leases:
@@ -42,6 +55,10 @@ class Leases:
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
+        self.fence_grace_s = config.lease_timeout_s
+        """A generator without weights keeps its leases for this long."""
+        self._breaker = EngineBreaker()
+        self._last_failure = ""
         self._generators = Peers("generator")
         self._open: dict[int, _OpenLease] = {}
         self._groups: dict[int, LeasedGroup] = {}
@@ -53,7 +70,9 @@ class Leases:
         """Rollouts of leases that had been given up."""
 
     def announce(self, name: str, ready: GeneratorReady, now: float) -> None:
-        """Take in a generator's state."""
+        """Take in a generator's state, and correct what it and the queue do not agree about."""
+        if name in self._generators and self._generators[name].session != ready.session:
+            self._breaker.forget(name)
         lost = self._generators.announce(
             name,
             capacity=ready.capacity,
@@ -63,6 +82,25 @@ class Leases:
             is_held=ready.is_held,
         )
         self._lose(lost, f"generator {name} restarted")
+        if ready.leases is not None:
+            self._reconcile(name, set(ready.leases), now)
+
+    def _reconcile(self, name: str, reported: set[int], now: float) -> None:
+        """Cancel what a generator works on in vain; lease again what it does not have."""
+        held = self._generators[name].held
+        self._cancels += [(name, Cancel(lease_id)) for lease_id in sorted(reported - held.keys())]
+        absent = []
+        for lease_id in held:
+            lease = self._open[lease_id]
+            if lease_id in reported:
+                lease.absent_since = None
+            elif lease.absent_since is None:
+                # Perhaps the lease is on its way still.
+                lease.absent_since = now
+            elif now - lease.absent_since >= ABSENT_S:
+                absent.append(lease_id)
+        self._take_back(absent)
+        self._lose(absent, f"a message of it was lost between {name} and the queue")
 
     # --- handing out ----------------------------------------------------------------------------
 
@@ -96,6 +134,7 @@ class Leases:
         where that costs nothing, and no slot idles while a completion waits. The groups that come
         before an older one are those of its own version, and no more than admission lets be opened.
         """
+        self._limit_engines(now)
         if not self._generators.select().has_room:
             return None
         able = self._all_able(rules)
@@ -106,12 +145,16 @@ class Leases:
         choice = choice or self._waiting.choose(rules, able, anywhere=True)
         return self._lease(*choice, now) if choice is not None else None
 
+    def _limit_engines(self, now: float) -> None:
+        for name, limit in self._breaker.limits(now).items():
+            self._generators.limit(name, limit)
+
     def _lease(self, held: LeasedGroup, name: str, now: float) -> tuple[str, Lease]:
         count = min(len(held.unleased), self._generators[name].room)
         indices, held.unleased = held.unleased[:count], held.unleased[count:]
         if not held.unleased:
             self._waiting.remove(held)
-        if held.home == held.shunned or held.home not in self._generators:
+        if held.home in held.shunned or held.home not in self._generators:
             self._waiting.settle(held, name)
         held.attempts.update(indices)
         group = held.group
@@ -134,12 +177,15 @@ class Leases:
             return None
         if self._is_mixed(rollout):
             why = "its tokens are not all of the version that is measured"
-            self.take_failure(name, RolloutFailed(rollout.lease_id, rollout.index, why), now)
+            failure = RolloutFailed(rollout.lease_id, rollout.index, why)
+            self.take_failure(name, failure, now, is_engine_fault=False)
             return None
         lease = self._return(name, rollout.lease_id, rollout.index, now)
         if lease is None:
             self.late_rollouts += 1
             return None
+        if self._breaker.note_success(name):
+            self._generators.limit(name, None)
         held = lease.holder
         held.group.origins[rollout.index] = Origin(name, lease.leased_at, now)
         held.unreturned -= 1
@@ -154,7 +200,9 @@ class Leases:
             return False
         return any(span.version != lease.holder.group.opened_version for span in rollout.spans)
 
-    def take_failure(self, name: str, failure: RolloutFailed, now: float) -> None:
+    def take_failure(
+        self, name: str, failure: RolloutFailed, now: float, *, is_engine_fault: bool = True
+    ) -> None:
         """Queue a failed completion to be leased again, unless its group is to be dropped."""
         lease = self._return(name, failure.lease_id, failure.index, now)
         if lease is None:
@@ -164,15 +212,33 @@ class Leases:
             self._fail(held, failure.drop_as, failure.reason)
             return
         self._waiting.shun(held, name)
-        self._repeat(held, [failure.index], f"{name} failed: {failure.reason}")
+        self._last_failure = f"{name} failed: {failure.reason}"
+        if is_engine_fault:
+            failed = Failed(held, failure.index)
+            for forgiven in self._breaker.note_failure(name, failed, lease.leased_at, now):
+                _count_as_lost(forgiven.holder, [forgiven.index])
+        self._repeat(held, [failure.index], self._last_failure, is_lost=False)
 
     def expire(self, now: float) -> None:
-        """Give up the leases of silent generators, and those that returned nothing for long."""
+        """Give up the leases of silent generators, and those that returned nothing for long.
+
+        Raises TooManyFailures when every engine fails all that it gets.
+        """
+        if self._breaker.are_hopeless(self._generators.names):
+            raise TooManyFailures(
+                f"no generator can generate any more, the last failure: {self._last_failure!r}. "
+                "Look into the logs of generators and of their engines"
+            )
         config = self._config
         silent = self._generators.drop_silent(now, config.heartbeat_timeout_s)
         # It may live on behind a slow network, and hears this when it is back.
         self._take_back(silent)
         self._lose(silent, "its generator fell silent")
+        for peer in self._generators.all:
+            if peer.fenced_at is not None and now - peer.fenced_at > self.fence_grace_s:
+                fenced = list(peer.held)
+                self._take_back(fenced)
+                self._lose(fenced, f"{peer.name} had no weights for {self.fence_grace_s:.0f} s")
         stuck = [
             lease_id
             for lease_id, lease in self._open.items()
@@ -182,7 +248,7 @@ class Leases:
         for lease_id in stuck:
             lease = self._open[lease_id]
             self._waiting.shun(lease.holder, lease.generator)
-        self._lose(stuck, f"nothing came for {config.lease_timeout_s:.0f} s")
+        self._lose(stuck, f"nothing came for {config.lease_timeout_s:.0f} s", is_lost=False)
 
     def drop_generator(self, name: str) -> None:
         """Forget a generator that cannot be reached."""
@@ -204,20 +270,28 @@ class Leases:
         lease = self._open.pop(lease_id)
         lease.holder.lease_ids.remove(lease_id)
 
-    def _lose(self, lease_ids: list[int], why: str) -> None:
+    def _lose(self, lease_ids: list[int], why: str, *, is_lost: bool = True) -> None:
         for lease_id in lease_ids:
             # A group that failed meanwhile took its other leases with it.
             lease = self._open.get(lease_id)
             if lease is not None:
                 self._close(lease_id)
-                self._repeat(lease.holder, sorted(lease.missing), why)
+                self._repeat(lease.holder, sorted(lease.missing), why, is_lost=is_lost)
 
-    def _repeat(self, held: LeasedGroup, indices: list[int], why: str) -> None:
+    def _repeat(self, held: LeasedGroup, indices: list[int], why: str, *, is_lost: bool) -> None:
+        """Queue completions again; is_lost: by no fault of theirs, so that it was no attempt."""
         prompt_id = held.group.prompt.id
+        if is_lost:
+            _count_as_lost(held, indices)
         attempts = max(held.attempts[index] for index in indices)
+        losses = max(held.losses[index] for index in indices)
         if attempts >= self._config.max_attempts:
             tried = f"completions {indices} were tried {attempts} times (queue.max_attempts)"
             self._fail(held, ATTEMPTS_EXHAUSTED, f"{tried}; last: {why}")
+            return
+        if losses >= self._config.max_lost_attempts:
+            lost = f"completions {indices} were lost {losses} times (queue.max_lost_attempts)"
+            self._fail(held, LOSSES_EXHAUSTED, f"{lost}; last: {why}")
             return
         log.warning("leasing completions %s of prompt %r again: %s", indices, prompt_id, why)
         self._put_back(held, indices)
@@ -233,7 +307,7 @@ class Leases:
         if held is None:
             held = self._groups[group.number] = LeasedGroup(group, [], 0)
         held.unreturned += 1
-        del held.attempts[index]
+        del held.attempts[index], held.losses[index]
         self._put_back(held, [index])
 
     # --- giving up ------------------------------------------------------------------------------
@@ -316,3 +390,9 @@ class Leases:
             f"{self._leased} completions in {len(self._open)} leases, {self.waiting} wait for one; "
             f"generators: {self._generators.describe(now)}"
         )
+
+
+def _count_as_lost(held: LeasedGroup, indices: list[int]) -> None:
+    """The latest attempts of these were none."""
+    held.attempts.subtract(indices)
+    held.losses.update(indices)

@@ -30,11 +30,16 @@ class Peer:
     """Id of a lease or a request -> items of it still out."""
     outstanding: int = 0
     """Items handed out and not returned: the sum of `held`."""
+    limit: int | None = None
+    """Items it may hold where that is less than its capacity."""
+    fenced_at: float | None = None
+    """Since when a generator has no version; None: it has one."""
 
     @property
     def room(self) -> int:
         """Items it can take; 0 too where it announced less than it holds."""
-        return max(0, self.capacity - self.outstanding)
+        allowed = self.capacity if self.limit is None else min(self.limit, self.capacity)
+        return max(0, allowed - self.outstanding)
 
 
 class Peers:
@@ -76,6 +81,10 @@ class Peers:
             self._next_place = max(self._next_place, place + 1)
         known.capacity, known.version, known.heard_at = capacity, version, now
         known.is_held = is_held
+        if version >= 0:
+            known.fenced_at = None
+        elif known.fenced_at is None:
+            known.fenced_at = now
         self._index(known)
         return lost
 
@@ -88,6 +97,13 @@ class Peers:
             room=peer.room,
             place=peer.place,
         )
+
+    def limit(self, name: str, items: int | None) -> None:
+        """Let a peer hold at most so many items; None: its capacity. Harmless when it is gone."""
+        peer = self._peers.get(name)
+        if peer is not None and peer.limit != items:
+            peer.limit = items
+            self._index(peer)
 
     def hear(self, name: str, now: float) -> None:
         """Note a sign of life."""

@@ -6,7 +6,7 @@ version and by whether they are set apart (to evaluate); there are as many class
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -44,15 +44,20 @@ class Selection:
         """Whether any of them can take an item."""
         return any(one.entries for one in self._classes)
 
-    def find_roomiest(self, shunned: str = "") -> str | None:
+    def has_other(self, shunned: Collection[str]) -> bool:
+        """Whether any of them is not shunned, full or not."""
+        return len(self) > sum(name in self for name in shunned)
+
+    def find_roomiest(self, shunned: Collection[str] = ()) -> str | None:
         """Who has most room, the earliest of equals; None when all are full.
 
-        shunned: not this one, unless it is alone, full or not.
+        shunned: none of these, unless there is no other, full or not.
         """
-        if shunned and len(self) == (shunned in self):
-            shunned = ""
+        if shunned and not self.has_other(shunned):
+            shunned = ()
+        reach = len(shunned) + 1
         firsts = (
-            next((entry for entry in one.entries[:2] if entry.name != shunned), None)
+            next((entry for entry in one.entries[:reach] if entry.name not in shunned), None)
             for one in self._classes
         )
         first = min(filter(None, firsts), default=None)

@@ -32,6 +32,9 @@ from megatron_rl.rollout_queue.verifiers import Verifiers
 
 log = logging.getLogger(__name__)
 
+ABSENT_S = 5.0
+"""A request that heartbeats of its verifier do not name for this long was lost on the way."""
+
 
 @dataclasses.dataclass
 class _Pending:
@@ -42,6 +45,8 @@ class _Pending:
     lanes: frozenset[str]
     """Lanes in which it needs room."""
     attempts: int = 0
+    losses: int = 0
+    """Times a verifier took it along."""
     turn: int = 0
     """Grows with each request and each retry: the lowest is asked next, so that no retry comes
     before a fresh one. What a verifier loses keeps its turn: nobody has tried it to the end."""
@@ -50,6 +55,8 @@ class _Pending:
     verifier: str = ""
     """Who grades it; empty while it waits."""
     asked_at: float = 0.0
+    absent_since: float | None = None
+    """Since when heartbeats of its verifier do not name it; None: they do."""
     first_asked_at: float | None = None
 
 
@@ -81,8 +88,26 @@ class Scoring:
         """Scores of requests that had been given to another verifier."""
 
     def announce(self, name: str, ready: VerifierReady, now: float) -> None:
-        """Take in a verifier's state."""
+        """Take in a verifier's state, and ask again what it never got."""
         self._lose(self._verifiers.announce(name, ready, now), f"verifier {name} restarted")
+        if ready.requests is not None:
+            self._reconcile(name, set(ready.requests), now)
+
+    def _reconcile(self, name: str, reported: set[int], now: float) -> None:
+        absent = []
+        for request_id, pending in self._pending.items():
+            if pending.verifier != name:
+                continue
+            if request_id in reported:
+                pending.absent_since = None
+            elif pending.absent_since is None:
+                # Perhaps the request is on its way still.
+                pending.absent_since = now
+            elif now - pending.absent_since >= ABSENT_S:
+                absent.append(request_id)
+        for request_id in absent:
+            self._verifiers.give_back(name, request_id)
+        self._lose(absent, f"a message of it was lost between {name} and the queue")
 
     def submit(self, group: Group, rollout: Rollout) -> None:
         """Queue a rollout for grading."""
@@ -132,7 +157,7 @@ class Scoring:
         self._waiting[pending.lanes].remove(request_id)
         pending.attempts += 1
         pending.verifier = name
-        pending.asked_at = now
+        pending.asked_at, pending.absent_since = now, None
         if pending.first_asked_at is None:
             pending.first_asked_at = now
         self._verifiers.hand_out(name, request_id, pending.lanes)
@@ -216,9 +241,11 @@ class Scoring:
         return True
 
     def _lose(self, request_ids: list[int], why: str) -> None:
-        """Ask again what a verifier took with it."""
+        """Ask again what a verifier took with it: nobody has tried it to the end."""
         for request_id in request_ids:
             pending = self._pending[request_id]
+            pending.attempts -= 1
+            pending.losses += 1
             if self._may_repeat(ScoreFailed(request_id, why)):
                 line = self._waiting[pending.lanes]
                 bisect.insort(line, request_id, key=lambda n: self._pending[n].turn)
@@ -237,13 +264,17 @@ class Scoring:
         group, config = pending.group, self._config
         why = failure.reason
         is_late = tried_for_s >= config.score_patience_s
-        if not (group.is_abandoned or is_late or pending.attempts >= config.max_attempts):
+        is_lost = pending.losses >= config.max_lost_attempts
+        is_tried = pending.attempts >= config.max_attempts
+        if not (group.is_abandoned or is_late or is_lost or is_tried):
             what = "score" if pending.rollout else "classes"
             log.warning("asking for the %s of prompt %r again: %r", what, group.prompt.id, why)
             return True
         del self._pending[failure.request_id]
         if not group.is_abandoned:
             tried = f"grading was tried {pending.attempts} times (queue.max_attempts)"
+            if is_lost:
+                tried = f"verifiers lost it {pending.losses} times (queue.max_lost_attempts)"
             if is_late:
                 tried += f" in {tried_for_s:.0f} s (queue.score_patience_s)"
             self._give_up(pending, failure.kind, f"{tried}; last: {why}", is_late=is_late)

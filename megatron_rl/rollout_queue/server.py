@@ -26,7 +26,8 @@ from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.process import note_started, raise_file_limit, run_main, set_up_logging
 from megatron_rl.protocol.rollout_files import FOLDER
-from megatron_rl.protocol.wire import Router
+from megatron_rl.protocol.types import AnyMessage
+from megatron_rl.protocol.wire import Router, WireError
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
 from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.loop_clock import LoopClock
@@ -48,6 +49,10 @@ TURNED_AWAY = "queue/messages_turned_away"
 """Metric: messages of peers that belong to another phase or start of the run."""
 FILES = 512
 """Files and sockets of the queue, not counting two sockets to each of its peers."""
+REFUSED = "queue/messages_refused"
+"""Metric: messages that could not be read, or had no place."""
+MAX_REFUSED = 100
+"""The run ends with the next one: somebody speaks another protocol."""
 STALLED = "queue/loop_stalled_s"
 """Metric: seconds for which the loop stood still."""
 _RECORDED_BATCHES = 2
@@ -72,36 +77,90 @@ def serve(
     note_started()
     clock.start()
     tick_at = clock.read()
-    counts = _Counts(routers, clock, metrics)
+    inbox = _Inbox(coordinator, routers, clock, metrics)
     while not coordinator.is_over:
         poller.poll(max(0.0, tick_at - clock.read()) * 1000)
-        _receive_bursts(coordinator, routers, clock)
+        inbox.receive_bursts()
         now = clock.read()
         if now >= tick_at:
             if cold_start is not None and cold_start.exists():
                 coordinator.expect_trainer(now)
                 cold_start = None
-            has_heard_all = _drain(coordinator, routers, clock)
+            has_heard_all = inbox.drain()
             now = clock.read()
             coordinator.tick(now, has_heard_all=has_heard_all)
-            counts.write()
+            inbox.write_counts()
             tick_at = now + _TICK_S
         _send(coordinator, routers, coordinator.outgoing(now))
-    counts.write()
+    inbox.write_counts()
     _send(coordinator, routers, coordinator.farewell(clock.read()))
 
 
-class _Counts:
-    """Writes what the server counts, each time what came since the last row."""
+class _Inbox:
+    """Reads what peers say, and counts what is not handed on."""
 
-    def __init__(self, routers: dict[str, Router], clock: LoopClock, metrics: JsonlWriter) -> None:
-        self._routers, self._clock, self._metrics = routers, clock, metrics
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        routers: dict[str, Router],
+        clock: LoopClock,
+        metrics: JsonlWriter,
+    ) -> None:
+        self._coordinator, self._routers = coordinator, routers
+        self._clock, self._metrics = clock, metrics
+        self._refused = 0
         self._told: dict[str, float] = {}
 
-    def write(self) -> None:
-        """Write a row if anything grew."""
+    def drain(self) -> bool:
+        """Read what waits; whether nothing waits any more. Raises WireError."""
+        until = time.monotonic() + DRAIN_S
+        while self.receive_bursts():
+            if time.monotonic() > until:
+                return False
+        return True
+
+    def receive_bursts(self) -> bool:
+        """Read from every endpoint for a while; whether more may wait. Raises WireError."""
+        return any([self._receive_burst(*endpoint) for endpoint in self._routers.items()])
+
+    def _receive_burst(self, endpoint: str, router: Router) -> bool:
+        until = time.monotonic() + BURST_S
+        while time.monotonic() < until:
+            try:
+                received = router.receive(timeout_s=0)
+            except WireError as error:
+                self._refuse(endpoint, error.peer, error)
+                continue
+            if received is None:
+                return False
+            self._hand_on(endpoint, *received)
+        return True
+
+    def _hand_on(self, endpoint: str, peer: str, message: AnyMessage) -> None:
+        try:
+            self._coordinator.handle(endpoint, peer, message, self._clock.read())
+        except WireError as error:
+            # Where trainer and queue contradict each other, neither can go on.
+            if endpoint == BATCHES:
+                raise
+            self._refuse(endpoint, peer, error)
+
+    def _refuse(self, endpoint: str, peer: str, error: WireError) -> None:
+        """Such a message costs its peer what it holds; the others go on. Raises WireError."""
+        self._refused += 1
+        log.error("a message of %s is refused: %s", peer, error)
+        self._coordinator.lose(endpoint, peer)
+        if self._refused > MAX_REFUSED:
+            raise WireError(
+                f"{self._refused} messages were refused, which is the limit; the last one, of "
+                f"{peer}: {error}"
+            ) from error
+
+    def write_counts(self) -> None:
+        """Write what grew since the last row."""
         counts = {
             TURNED_AWAY: sum(router.turned_away.total() for router in self._routers.values()),
+            REFUSED: self._refused,
             STALLED: round(self._clock.stalled_s, 3),
         }
         grown = {
@@ -112,36 +171,6 @@ class _Counts:
         self._told = counts
         if grown:
             self._metrics.write(0, grown)
-
-
-def _drain(coordinator: Coordinator, routers: dict[str, Router], clock: LoopClock) -> bool:
-    """Read what waits; whether nothing waits any more."""
-    until = time.monotonic() + DRAIN_S
-    while _receive_bursts(coordinator, routers, clock):
-        if time.monotonic() > until:
-            return False
-    return True
-
-
-def _receive_bursts(coordinator: Coordinator, routers: dict[str, Router], clock: LoopClock) -> bool:
-    """Read from every endpoint for a while; whether more may wait."""
-    return any([
-        _receive_burst(coordinator, endpoint, router, clock)
-        for endpoint, router in routers.items()
-    ])  # fmt: skip
-
-
-def _receive_burst(
-    coordinator: Coordinator, endpoint: str, router: Router, clock: LoopClock
-) -> bool:
-    until = time.monotonic() + BURST_S
-    while time.monotonic() < until:
-        received = router.receive(timeout_s=0)
-        if received is None:
-            return False
-        peer, message = received
-        coordinator.handle(endpoint, peer, message, clock.read())
-    return True
 
 
 def _send(

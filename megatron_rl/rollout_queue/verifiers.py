@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from megatron_rl.config.reward import LANES
 from megatron_rl.protocol.types import VerifierReady
+from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.peers import Peers
 
 
@@ -22,7 +23,12 @@ class Verifiers:
         """By lane: who is there, with how much room in that lane."""
 
     def announce(self, name: str, ready: VerifierReady, now: float) -> list[int]:
-        """Take in a verifier's state; the requests that an earlier session of it lost."""
+        """Take in a verifier's state; the requests that an earlier session of it lost.
+
+        Raises WireError.
+        """
+        if unknown := sorted(ready.capacity.keys() - self._lanes.keys()):
+            raise WireError(f"{name} grades in lanes {unknown}; there are {sorted(self._lanes)}")
         lost: list[int] = []
         for lane, capacity in ready.capacity.items():
             lost += self._lanes[lane].announce(

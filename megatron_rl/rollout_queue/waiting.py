@@ -26,13 +26,15 @@ class LeasedGroup:
     """Indices that no generator has."""
     unreturned: int
     attempts: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    """By index."""
+    """Times an index was leased, those not counted that its generator lost. By index."""
+    losses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    """Times a generator lost it by no fault of the completion: silence, restart. By index."""
     lease_ids: set[int] = dataclasses.field(default_factory=set)
     """Of its open leases."""
     home: str = ""
     """The generator that got completions of it first; empty before. `WaitingGroups` sets it."""
-    shunned: str = ""
-    """The generator that failed one last; others get it, if there are any. Likewise."""
+    shunned: frozenset[str] = frozenset()
+    """The generators that failed one; others get it, if there are any. Likewise."""
     is_waiting: bool = False
     """`WaitingGroups` has it."""
 
@@ -86,9 +88,9 @@ class WaitingGroups:
         self._file(held)
 
     def shun(self, held: LeasedGroup, generator: str) -> None:
-        """Set whom a group shuns, queued or not."""
+        """Let a group shun one more generator, queued or not."""
         self._unfile(held)
-        held.shunned = generator
+        held.shunned |= {generator}
         self._file(held)
 
     def choose(
@@ -113,7 +115,7 @@ class WaitingGroups:
         """The first of a part of the queue, anywhere."""
         if not able.has_room:
             return None
-        # Only who shuns the one generator with room is passed over.
+        # Only who shuns all generators with room is passed over.
         for place in range(begin, end):
             held = self._queue[place]
             generator = find_generator(held, able, anywhere=True)
@@ -175,11 +177,11 @@ def _remove(line: list[LeasedGroup], held: LeasedGroup) -> None:
 def find_generator(held: LeasedGroup, able: Selection, *, anywhere: bool) -> str | None:
     """The generator that gets completions of a group now; None: it waits.
 
-    Its home, if that has room; the roomiest, where it has no home any more, or anywhere is set. Not
-    the one that it shuns, unless there is no other.
+    Its home, if that has room; the roomiest, where it has no home any more, or anywhere is set.
+    None that it shuns, unless there is no other.
     """
     home = held.home if held.home in able else ""
-    if home == held.shunned and len(able) > 1:
+    if home in held.shunned and able.has_other(held.shunned):
         home = ""
     if home and able.with_room((home,)):
         return home

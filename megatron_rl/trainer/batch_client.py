@@ -3,10 +3,13 @@
 Runs in trainer ranks. Exchanges NextBatch / RankBatch / Stop, Published, and SaveState / QueueState
 with the queue. One leader per data-parallel replica (its first rank) talks to the queue and
 broadcasts each answer, in the bytes that came, to all ranks that work on the same sequences
-(tensor, context, pipeline). So the queue sees one peer per data-parallel rank, and every rank
-decodes once.
+(tensor, context, pipeline). So the queue sees one peer per data-parallel rank.
+
+A message may be lost with a connection: a leader asks again every REASK_S for what it waits for,
+and drops answers to what it does not wait for any more.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -17,16 +20,22 @@ from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
+    AnyMessage,
     NextBatch,
     Published,
     RankBatch,
     SaveState,
     Stop,
 )
-from megatron_rl.protocol.wire import DeadlineExceeded, WireError
+from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.leader import TURN_S, FromLeader
 
 _ANSWER = RankBatch | Stop
+REASK_S = 5.0
+STOP_S = 15.0
+"""After the last publish the queue may be gone with its Stop: it is not awaited for longer."""
+
+log = logging.getLogger(__name__)
 
 
 class BatchClient(Closing):
@@ -52,6 +61,9 @@ class BatchClient(Closing):
         self._dealer = self._connect(self._name) if self._replica.is_leader else None
         self._aside: wire.Dealer | None = None
         self._requested_step = -1
+        self._asked_at = 0.0
+        self._held_version, self._is_final = -1, False
+        """What was announced last."""
         self.metrics: list[Metric] = []
 
     def _connect(self, name: str) -> wire.Dealer:
@@ -60,8 +72,14 @@ class BatchClient(Closing):
     def request(self, step: int) -> None:
         """Ask for the batch of `step` before it is needed: it comes while others work."""
         if self._dealer is not None and self._requested_step != step:
-            self._dealer.send(NextBatch(step, self._dp_rank, self._dp_size))
+            self._ask(self._dealer, step)
         self._requested_step = step
+
+    def _ask(self, dealer: wire.Dealer, step: int) -> None:
+        self._asked_at = time.monotonic()
+        # Data-parallel rank 0 alone announces versions.
+        held = (self._held_version, self._is_final) if self._dp_rank == 0 else (-1, False)
+        dealer.send(NextBatch(step, self._dp_rank, self._dp_size, *held))
 
     @span("wait for batch")
     def next(self, step: int, meanwhile: Callable[[], None] | None = None) -> RankBatch | None:
@@ -76,14 +94,14 @@ class BatchClient(Closing):
         # While the queue has no batch the leader broadcasts nothing, again and again: the others
         # wait in short collectives, so that the collective timeout can stay short too.
         while not self._replica.all_have(
-            frame := frame or self._replica.broadcast(self._receive())
+            frame := frame or self._replica.broadcast(self._receive(step, started))
         ):
             if meanwhile is not None:
                 meanwhile()
             if time.monotonic() - started > self._timeout_s:
                 raise DeadlineExceeded(
                     f"the queue had no batch for step {step} in {self._timeout_s:.0f} s "
-                    "(train.batch_timeout_s + eval.timeout_s): see logs/queue.log"
+                    "(train.batch_timeout_s + eval.timeout_s for each set): see logs/queue.log"
                 )
         batch = wire.decode_frames(wire.split_frames(frame), _ANSWER)
         self.metrics = [Metric("wait/batch_s", time.monotonic() - started, "max")]
@@ -91,11 +109,13 @@ class BatchClient(Closing):
 
     def announce(self, version: int, *, is_final: bool) -> None:
         """Tell the queue that all generators hold `version`."""
+        self._held_version, self._is_final = version, is_final
         if self._dealer is not None and self._dp_rank == 0:
             self._dealer.send(Published(version, is_final))
 
     def announce_aside(self, version: int) -> None:
         """As `announce`, by a thread other than the one that calls the other methods."""
+        self._held_version = version
         if self._dealer is not None and self._dp_rank == 0:
             # A socket serves one thread at a time, and `next` may be waiting at the other one.
             if self._aside is None:
@@ -109,17 +129,46 @@ class BatchClient(Closing):
         """
         if self._dealer is None or self._dp_rank != 0:
             return None
-        answer = self._dealer.request(SaveState(step), timeout_s)
-        if not isinstance(answer, QueueState):
-            raise WireError(f"the queue answered SaveState by {type(answer).__name__}")
-        return answer
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self._dealer.send(SaveState(step))
+            ask_at = min(deadline, time.monotonic() + REASK_S)
+            while (wait_s := ask_at - time.monotonic()) > 0:
+                answer = self._dealer.receive(wait_s)
+                if isinstance(answer, QueueState) and answer.step == step:
+                    return answer
+                self._note_dropped(answer)
+        raise DeadlineExceeded(
+            f"the queue did not tell its state after step {step} in {timeout_s:.0f} s "
+            "(checkpoint.queue_timeout_s): see logs/queue.log"
+        )
 
-    def _receive(self) -> bytearray | None:
-        """On the leader a message's frames joined, empty when none came for a while; else None."""
+    def _receive(self, step: int, started: float) -> bytearray | None:
+        """On the leader the answer's frames joined, or empty when none came for a while; else None.
+
+        started: when the wait for the batch of this step began.
+        """
         if self._dealer is None:
             return None
+        now = time.monotonic()
+        if self._is_final and now - started > STOP_S:
+            log.warning("all is published, and the queue does not say stop: it may have ended")
+            return wire.join_frames(wire.encode_frames(Stop("all is published")))
+        if now - self._asked_at > REASK_S:
+            self._ask(self._dealer, step)
         frames = self._dealer.receive_frames(TURN_S)
-        return bytearray() if frames is None else wire.join_frames(frames)
+        if frames is None:
+            return bytearray()
+        answer = wire.decode_frames(frames)
+        if isinstance(answer, Stop) or (isinstance(answer, RankBatch) and answer.step == step):
+            return wire.join_frames(frames)
+        self._note_dropped(answer)
+        return bytearray()
+
+    def _note_dropped(self, answer: AnyMessage | None) -> None:
+        """An answer to a question that was asked twice, or before."""
+        if answer is not None:
+            log.info("%s came late or twice and is dropped", type(answer).__name__)
 
     def close(self) -> None:
         """Close the leader's sockets."""

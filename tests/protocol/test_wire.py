@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import time
+from collections import Counter
 from typing import Any, get_args
 
 import msgspec
@@ -101,7 +102,7 @@ def plain(kind: type) -> Any:
     values = {
         PhaseKind: PhaseKind.CONTROL,
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
-        list[int]: [0, -1],
+        list[int]: [0, -1], list[int] | None: [7, 2**40],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"},
         LengthRule | None: LengthRule(8, 2, 0.1),
@@ -243,10 +244,12 @@ def test_a_peer_of_another_phase_is_turned_away_and_never_heard() -> None:
             assert router.receive(0.05) is None
         assert router.turned_away == {"generator-0@a1.step_1": 3, "generator-0": 2}
         assert router.send("generator-0", Stop("x")) and own.receive(5.0) == Stop("x")
-        expected = r"serves 'a1.step_2', this process is of 'a1.step_1' \(ports.label\)"
-        with pytest.raises(TurnedAway, match=expected):
+        expected = r"does not serve 'a1.step_1', of which this process is \(ports.label\)"
+        with pytest.raises(TurnedAway, match=expected) as refused:
             late.receive(5.0)
-        with pytest.raises(TurnedAway, match="is of 'no label'"):
+        # A stranger is not told the label under which it would be heard.
+        assert "step_2" not in str(refused.value)
+        with pytest.raises(TurnedAway, match="serve 'no label'"):
             unlabelled.receive(5.0)
         assert own.receive(0.0) is None
 
@@ -266,3 +269,13 @@ def test_turning_strangers_away_does_not_keep_the_receiver() -> None:
         before = router.turned_away.total()
         assert router.receive(0.0) is None
         assert router.turned_away.total() <= before + 1
+
+
+def test_strangers_of_many_names_are_counted_under_a_bounded_number_of_names() -> None:
+    router = object.__new__(Router)
+    router._label, router.turned_away = "a", Counter()
+    router._send_now = lambda frames: None
+    for number in range(1500):
+        router._turn_away(f"stranger-{number}".encode())
+    assert len(router.turned_away) == 1001 and router.turned_away.total() == 1500
+    assert router.turned_away["(others)"] == 500

@@ -252,7 +252,8 @@ def test_silent_generator_is_told_to_stop_should_it_come_back() -> None:
 
 @pytest.mark.parametrize("how", ["restart", "silence", "timeout", "unreachable"])
 def test_leases_of_one_group_that_are_lost_together_fail_it_once(how: str) -> None:
-    leases = Leases(CONFIG.model_copy(update={"max_attempts": 1}))
+    limits = {"max_attempts": 1, "max_lost_attempts": 1}
+    leases = Leases(CONFIG.model_copy(update=limits))
     leases.announce("g", GeneratorReady(2, 0, session=1), 0.0)
     group = new_group(3)
     _, lease_id, indices = issue_group(leases, group)
@@ -268,7 +269,9 @@ def test_leases_of_one_group_that_are_lost_together_fail_it_once(how: str) -> No
         if how == "timeout":
             leases.announce("g", GeneratorReady(2, 0, session=1), 50.0)
         leases.expire(50.0)
-    assert [failure.group for failure in leases.pop_failures()] == [group]
+    [failure] = leases.pop_failures()
+    reason = "attempts_exhausted" if how == "timeout" else "losses_exhausted"
+    assert (failure.group, failure.reason) == (group, reason)
     assert leases.outstanding == 0
     leases.announce("g", GeneratorReady(2, 0, session=2), 51.0)
     assert issue(leases, new_group(number=1), now=51.0) is not None

@@ -60,7 +60,7 @@ def test_workers_of_the_evaluation_before_do_not_touch_the_next_one(tmp_path: Pa
             generator.send(RolloutDone(wrong_rollout(number)))
             verifier.send(ScoreDone(number, Score(0.0, {}, "wrong_answer")))
         for stranger in (generator, verifier):
-            with pytest.raises(TurnedAway, match=r"serves 'a1\.step_2', this process is of"):
+            with pytest.raises(TurnedAway, match=r"does not serve 'a1\.step_1'"):
                 stranger.receive(20.0)
         peers = ScriptedPeers(config, trains=False)
         stack.callback(peers.close)

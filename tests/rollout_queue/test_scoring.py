@@ -118,6 +118,11 @@ def test_lost_score_is_asked_for_again_and_its_late_answer_ignored(how: str) -> 
     assert again is not None and again[1].request_id == request_id
     assert scoring.pop_failures() == []
     scoring.take_failure(again[0], ScoreFailed(request_id, "pool died"), 18.0)
+    if how in ("restart", "silence", "unreachable"):
+        # What a verifier lost was no attempt.
+        assert scoring.pop_failures() == []
+        again = scoring.next_request(18.0)
+        scoring.take_failure(again[0], ScoreFailed(request_id, "pool died"), 18.0)
     [failure] = scoring.pop_failures()
     assert failure.reason == "ungradable" and scoring.outstanding == 0
     tried = "grading was tried 2 times (queue.max_attempts)"

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from megatron_rl.protocol.metrics import read_jsonl
-from megatron_rl.protocol.types import GeneratorReady, Published
+from megatron_rl.protocol.types import GeneratorReady, NextBatch, Published, VerifierReady
+from megatron_rl.protocol.wire import encode_frames, labelled
 from megatron_rl.rollout_queue.dropped_prompts import DroppedPrompt, write_dropped
 from tests.rollout_queue.scripted_peers import ScriptedPeers, start_queue, write_config
 
@@ -224,3 +226,33 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a running process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_what_cannot_be_read_costs_its_peer_and_ends_nothing(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path, 40, 0, train=TRAIN, queue={"max_staleness": 1}, eval={"prompts": 0},
+        generator={"max_running": 64},
+    )  # fmt: skip
+    queue = start_queue(config)
+    peers = ScriptedPeers(config)
+    context = zmq.Context()
+    try:
+        for port in (config.ports.prompts, config.ports.verify, config.ports.batches):
+            stranger = context.socket(zmq.DEALER)
+            stranger.setsockopt(zmq.IDENTITY, labelled("stranger", config.ports.label))
+            stranger.connect(f"tcp://{config.ports.host}:{port}")
+            stranger.send(b"\x00")
+            stranger.send_multipart([b"", b"", b"x"])
+            # A known kind at the wrong place, and a lane that there is not.
+            if port != config.ports.batches:
+                stranger.send_multipart(encode_frames(NextBatch(0, 0, 1)))
+                stranger.send_multipart(encode_frames(VerifierReady({"x": 1}, 1)))
+        assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
+    finally:
+        context.destroy(linger=0)
+        queue.kill()
+        peers.close()
+    assert len(peers.batches) == TRAIN["steps"]
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert sum(row.get("queue/messages_refused", 0) for row in rows) == 3 * 2 + 2 * 2
+    assert "is refused" in queue.stderr.read()

@@ -59,7 +59,7 @@ class SlowLeases(Leases):
             if peer.version >= rules.oldest_version(is_evaluation=is_evaluation)
             and rules.may_take(peer.name, is_evaluation=is_evaluation)
         ]
-        able = [peer for peer in able if peer.name != held.shunned] or able
+        able = [peer for peer in able if peer.name not in held.shunned] or able
         home = next((peer for peer in able if peer.name == held.home), None)
         if home is not None and (home.room or not anywhere):
             return home if home.room else None
@@ -152,6 +152,7 @@ class Play:
 
     def issue(self) -> bool:
         fresh = [self.open_group()] if self.chance.random() < 0.3 else []
+        self.leases._limit_engines(self.now)
         expected = self.leases.check_choice(self.rules, bool(fresh))
         open_group = lambda: fresh.pop() if fresh else None  # noqa: E731
         was_fresh = len(fresh)

@@ -264,4 +264,4 @@ def test_a_verifier_of_another_phase_ends_with_exit_code_2(tmp_path: Path) -> No
         assert process.wait(1) == 2
         assert set(router.turned_away) == {"verifier@a.step_1"}
     log = (tmp_path / "logs" / "verifier.log").read_text()
-    assert "serves 'a.step_2', this process is of 'a.step_1'" in log and "Traceback" not in log
+    assert "does not serve 'a.step_1'" in log and "Traceback" not in log
