@@ -10,6 +10,7 @@ other host raises HostLost, and ends its own processes.
 import logging
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -76,6 +77,10 @@ class Attendance:
                 return f"host {host} has been silent for {silent_s:.0f} s"
         return ""
 
+    def given_up(self) -> Counter[str]:
+        """Replicas of each kind that the other hosts continue without."""
+        return sum((Counter(state.given_up) for state in self._states.values()), Counter())
+
     def behind(self, number: int) -> list[int]:
         """Hosts that have not ended the processes of that phase."""
         return [
@@ -89,6 +94,14 @@ class HostLink(Closing):
     """A host's end of the link; says why when it is left with an error."""
 
     _phase: RunPhase | None = None
+
+    def __init__(self) -> None:
+        self.given_up: dict[str, int] = {}
+        """Replicas of each kind that this host continues without; told to the others."""
+        self.given_up_elsewhere: dict[str, int] = {}
+        """The same of all other hosts."""
+        self.missing: list[str] = []
+        """Replicas that the queue misses; the first host says which."""
 
     @property
     def is_ending(self) -> bool:
@@ -129,6 +142,7 @@ class FirstHost(HostLink):
     """The end of the host that decides."""
 
     def __init__(self, config: Config, hosts: int) -> None:
+        super().__init__()
         ports = config.ports
         self._limits = config.hosts
         self._router = Router(ports.host, ports.hosts, load_keys(ports.keys_dir), label=ports.label)
@@ -167,9 +181,14 @@ class FirstHost(HostLink):
             self._attendance.note(message, now)
             self._peers.add(peer)
             if self._phase is not None:
-                self._router.send(peer, self._phase)
+                self._router.send(peer, self._told(self._phase))
+        self.given_up_elsewhere = dict(self._attendance.given_up())
         if lost := self._attendance.find_lost(now):
             raise HostLost(lost)
+
+    def _told(self, phase: RunPhase) -> RunPhase:
+        given_up = dict(Counter(self.given_up) + self._attendance.given_up())
+        return msgspec.structs.replace(phase, given_up=given_up, missing=self.missing)
 
     def leave(self, error: str) -> None:
         phase = self._phase or RunPhase(number=0, kind=PhaseKind.END)
@@ -189,6 +208,7 @@ class OtherHost(HostLink):
     """The end of a host that does what the first one says."""
 
     def __init__(self, config: Config, host: int, hosts: int) -> None:
+        super().__init__()
         ports = config.ports
         self._limits = config.hosts
         self._dealer = Dealer(
@@ -212,7 +232,7 @@ class OtherHost(HostLink):
 
     def exchange(self, now: float) -> None:
         if now >= self._next_beat_at:
-            self._dealer.send(self._state)
+            self._say(given_up=self.given_up)
             self._next_beat_at = now + BEAT_S
         while (message := self._dealer.receive(0)) is not None:
             self._take(message)
@@ -233,7 +253,8 @@ class OtherHost(HostLink):
             raise WireError(f"the first host sent {type(message).__name__}")
         if message.error:
             raise HostLost(f"the first host has left the run: {message.error}")
-        self._phase = message
+        self._phase, self.missing = message, message.missing
+        self.given_up_elsewhere = dict(Counter(message.given_up) - Counter(self._state.given_up))
 
     def leave(self, error: str) -> None:
         self._say(error=error)

@@ -42,13 +42,16 @@ from megatron_rl.launcher.cold_start import (
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.host_link import FirstHost, HostLink, OtherHost
 from megatron_rl.launcher.placement import EngineNode, HostRoles, gpu_environment
-from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.restarts import follower_rule, generator_rule, verifier_rule
+from megatron_rl.launcher.roster import Roster, last_step, write_restart
 from megatron_rl.launcher.run import eval_limit_s, write_summary
 from megatron_rl.launcher.run_folder import CONFIG
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.metrics_out.follow import Follower
 from megatron_rl.protocol.exports import CONTROL, candidate_name
 from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.process import verifier_name
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 QUEUE = "queue"
@@ -72,6 +75,12 @@ class Share:
     gpus: list[str]
     supervisor: Supervisor
     link: HostLink
+    hosts: int = 1
+    """Of the run."""
+    rows: Follower | None = None
+    """New rows of the run's metrics; on the first host alone."""
+    roster: Roster = field(default_factory=Roster)
+    """What the rows say of engines and verifiers."""
     wall_s: dict[str, float] = field(default_factory=dict)
     """Seconds of each kind of phase so far."""
 
@@ -83,11 +92,20 @@ class Share:
         time.sleep(POLL_S)
         for restart in self.supervisor.check():
             log.warning("restarted %s, %d of %d", restart.role, restart.count, restart.limit)
+            write_restart(self.run_dir, last_step(self.run_dir), restart)
         self.beat()
+        if self.rows is not None:
+            for row in self.rows.read():
+                self.roster.note(row)
+            self.link.missing = list(self.roster.missing)
+        self.supervisor.end_silent(self.link.missing)
 
     def beat(self) -> None:
         """Tell the other hosts that this one lives. Raises HostLost."""
+        replicas = self.supervisor.replicas
+        self.link.given_up = replicas.given_up
         self.link.exchange(time.monotonic())
+        replicas.given_up_elsewhere = self.link.given_up_elsewhere
 
     @property
     def run_dir(self) -> Path:
@@ -250,20 +268,22 @@ def _start_serving(own: Share, phase: RunPhase) -> str:
     for index, gpus in own.roles.engines.items():
         part, command = engine_command(own.config, name, index, own.roles.nodes.get(index))
         role = f"{part}{suffix}"
+        rule_of = generator_rule if part == f"generator-{index}" else follower_rule
         own.supervisor.start(
             role,
             [*python, *command],
-            restarts=RestartRule(
-                replica=part,
-                limit=own.config.generator.max_restarts,
-                until=queue if label else TRAINER,
-                ready_path=own.run_dir / "logs" / f"{role}.ready",
-            ),
+            restarts=rule_of(own.config, part, role=role, until=queue if label else TRAINER),
             environment=role_environment(device) | gpu_environment(gpus, own.gpus),
         )
     verifier = [*python, "verification.worker", *common, "--index", str(own.host)]
+    role = f"verifier-{own.host}{suffix}"
     own.supervisor.start(
-        f"verifier-{own.host}{suffix}", verifier, environment=role_environment("cpu")
+        role,
+        verifier,
+        restarts=verifier_rule(
+            own.config, verifier_name(own.host), role=role, until=queue, replicas=own.hosts
+        ),
+        environment=role_environment("cpu"),
     )
     return queue
 

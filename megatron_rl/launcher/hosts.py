@@ -30,6 +30,7 @@ from megatron_rl.launcher.run_folder import (
 )
 from megatron_rl.launcher.scorer_checks import refuse_hosts
 from megatron_rl.launcher.supervisor import Supervisor
+from megatron_rl.metrics_out.follow import Follower
 from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
 from megatron_rl.protocol.keys import make_keys
@@ -133,10 +134,24 @@ def run_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None)
         if host == 0:
             is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
             with FirstHost(config, hosts) as link:
-                lead(Share(config, roles, host, gpus, supervisor, link), link, is_resumed)
+                rows = Follower(config.run.dir / "metrics.jsonl")
+                # Of an earlier start of the run.
+                rows.skip()
+                own = Share(config, roles, host, gpus, supervisor, link, hosts, rows)
+                lead(own, link, is_resumed)
         else:
             with OtherHost(config, host, hosts) as link:
-                follow(Share(config, roles, host, gpus, supervisor, link), link)
+                follow(Share(config, roles, host, gpus, supervisor, link, hosts), link)
+
+
+def last_words(run_dir: Path, host: int) -> str:
+    """What becomes of a run that has ended early, on the first host; "" elsewhere."""
+    if host or not (run_dir / CONFIG).exists():
+        return ""
+    checkpoint = find_resume(load_config(run_dir / CONFIG).checkpoint, run_dir)
+    if checkpoint is None:
+        return "Nothing is saved: no checkpoint is complete yet."
+    return f"`megatron-rl prepare`, then the same command on each host, resume from {checkpoint}."
 
 
 def _placed(

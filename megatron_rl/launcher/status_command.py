@@ -21,6 +21,7 @@ from megatron_rl.launcher.command_line.parameters import Json, RunFolder
 from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.live_view import evaluation_line, step_line
+from megatron_rl.launcher.roster import Roster
 from megatron_rl.launcher.run_folder import is_locked
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, read_jsonl, without_superseded
@@ -53,6 +54,8 @@ class Status:
     evaluations: list[str] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     """Groups that were not trained on, by reason."""
+    peers: str = ""
+    """How many engines and verifiers live, and which are missing; of a run that goes on."""
     warnings: list[str] = field(default_factory=list)
     """Each with what to do."""
     error: str = ""
@@ -115,11 +118,13 @@ def of_rows(rows: list[Row], config: Config, *, state: str, now: float) -> Statu
     if state == "running":
         if status.step_s is not None:
             status.left_s = status.step_s * (status.steps - status.step)
-        progress = EvaluationProgress()
+        progress, roster = EvaluationProgress(), Roster()
         for row in rows:
+            roster.note(row)
             status.silent_s[row["source"]] = now - row["time"]
             progress.note(row)
         status.evaluation = progress.text()
+        status.peers = roster.text()
         # What ended in good order is silent for good.
         for over in ("sft", "control", "launch"):
             status.silent_s.pop(over, None)
@@ -136,6 +141,8 @@ def describe(status: Status) -> list[str]:
     if status.left_s is not None:
         lines[0] += f", about {duration_text(status.left_s)} left"
     lines += [f"warning: {text}" for text in status.warnings]
+    if status.peers:
+        lines.append(status.peers)
     if status.silent_s:
         ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
         lines.append(f"last news of: {ages}")

@@ -31,6 +31,8 @@ class HostState(msgspec.Struct, frozen=True, tag="HostState"):
     """Number of the phase whose processes it has ended; 0: none yet."""
     error: str = ""
     """Why it leaves the run."""
+    given_up: dict[str, int] = {}
+    """Kind of role -> replicas that used up their restarts there."""
 
 
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
@@ -49,3 +51,7 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """Its queue has ended: what it told to stop closes."""
     error: str = ""
     """Why the first host leaves the run."""
+    given_up: dict[str, int] = {}
+    """As in HostState, summed over all hosts."""
+    missing: list[str] = []
+    """Replicas that the queue has heard before and does not hear now."""
