@@ -10,6 +10,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
 
+MOST_PASSED_BY = 8
+"""Publishes that pass by a generator that failed several in a row, before it is served again."""
+
 
 def refuse_relay(quantization: str) -> None:
     """Raise InputError where engines have no slices that they could pass on."""

@@ -4,10 +4,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.protocol.types import Hello
-
-MOST_PASSED_BY = 8
-"""Publishes that pass a generator by before it gets another chance."""
 
 
 class Member(msgspec.Struct, frozen=True):
