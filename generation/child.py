@@ -7,11 +7,15 @@ Linux to kill the process when its parent dies, then becomes the server.
 import asyncio
 import ctypes
 import os
+import select
 import signal
 import sys
 from collections import deque
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
 _END_S = 30.0
@@ -51,6 +55,37 @@ class ServerChild:
         code = await self._process.wait()
         return f"the server ended with exit code {code}; {self.log_tail()}"
 
+    async def lost(self, title: str) -> str:
+        """Wait until the server ends, or a process of it whose title begins so; says how.
+
+        A server may outlive by seconds the process that does its work, and answers until then.
+        """
+        assert self._process is not None
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        with ExitStack() as stack:
+            names = {}
+            for part in _descendants(self._process.pid):
+                if not part.name.startswith(title):
+                    continue
+                try:
+                    descriptor = os.pidfd_open(part.pid)
+                except ProcessLookupError:
+                    return f"its process {part.name} ended; {self.log_tail()}"
+                stack.callback(os.close, descriptor)
+                loop.add_reader(descriptor, ended.set)
+                stack.callback(loop.remove_reader, descriptor)
+                names[descriptor] = part.name
+            ends = [asyncio.ensure_future(self.exited()), asyncio.ensure_future(ended.wait())]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if ends[0].done():
+                    return ends[0].result()
+                gone = [names[fd] for fd in select.select(list(names), [], [], 0)[0]]
+                return f"its process {', '.join(gone)} ended; {self.log_tail()}"
+            finally:
+                for end in ends:
+                    end.cancel()
+
     def log_tail(self, lines: int = 25) -> str:
         """The last lines of the log, introduced by its path."""
         with self._log_path.open(errors="replace") as log:
@@ -66,6 +101,23 @@ class ServerChild:
         except ProcessLookupError:
             pass
         await asyncio.wait_for(self._process.wait(), _END_S)
+
+
+class _Part(NamedTuple):
+    pid: int
+    name: str
+
+
+def _descendants(pid: int) -> list[_Part]:
+    """Live processes below one, with their titles."""
+    found = []
+    try:
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found.append(_Part(process.pid, " ".join(process.cmdline()).strip()))
+    except psutil.NoSuchProcess:
+        pass
+    return found
 
 
 def give_way(nice: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling, VersionSpan
 from megatron_rl.protocol.wire import LOOPBACK
@@ -23,6 +24,10 @@ ENGINES = {
 
 class EngineError(RuntimeError):
     """The engine could not do what it was asked; the text says why, in the engine's own words."""
+
+
+class EngineTimeout(EngineError):
+    """The engine gave no answer in time: it may hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,8 @@ class EngineSetup:
     """Whether the trainer computes on its GPUs."""
     releases_memory: bool = False
     """Whether it is asked to give the memory of weights and KV cache back for a while."""
+    watchdog_timeout_s: float = 300.0
+    """SGLang ends a server that has completions and makes no pass for so long; a pause counts."""
     may_exceed_model: bool = False
     """Whether context_tokens may be more than config.json says that the model was made for."""
 
@@ -206,7 +213,21 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         shares_gpus=generator.shares_gpus,
         has_wide_head=config.model.has_wide_head,
         returns_expert_choices=config.train.router_replay,
+        watchdog_timeout_s=longest_pause_s(config),
     )
+
+
+def longest_pause_s(config: Config) -> float:
+    """Longest that an engine in good order may stay paused with completions in it.
+
+    A generator that a publish has lost stays paused until it is served again. Meanwhile the trainer
+    serves the others, writes a checkpoint and waits for a batch, once for each publish that passes
+    the generator by.
+    """
+    publish_s = config.weights.deadline_s * config.generator.replicas
+    wait_s = config.weights.join_timeout_s + config.train.batch_timeout_s
+    step_s = publish_s + wait_s + config.checkpoint.write_timeout_s
+    return (1 + MOST_PASSED_BY) * step_s
 
 
 def load_engine(name: str) -> type[Engine]:

@@ -16,6 +16,7 @@ from generation.child import ServerChild
 from generation.engine import EngineSetup, engine_setup
 from generation.meeting import answer, call_path
 from generation.sglang_command import server_command, server_environment
+from generation.sglang_engine import PARTS
 from generation.sglang_hosts import node_setup
 from generation.sglang_orders import LOADER
 from generation.worker import end_with_first, interrupted
@@ -50,7 +51,7 @@ async def follow(setup: EngineSetup, call: Path, node: int, nodes: int) -> None:
             await child.start(
                 server_command(mine, LOADER), server_environment(mine), nice=mine.nice
             )
-            died = asyncio.ensure_future(child.exited())
+            died = asyncio.ensure_future(child.lost(PARTS))
             await asyncio.wait({waiting, died}, return_when=asyncio.FIRST_COMPLETED)
             if died.done():
                 log.error("part %d of the engine ended: %s", node, died.result())

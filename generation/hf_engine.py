@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from generation.engine import Completion, EngineError, EngineSetup
+from generation.engine import Completion, EngineError, EngineSetup, EngineTimeout
 from generation.weight_versions import spans_from_cuts
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
 from megatron_rl.weights.exchange.engine_rank import EngineRank
@@ -371,7 +371,8 @@ class HFEngine:
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError as error:
-            raise EngineError(f"the hf engine was busy for more than {timeout_s:.0f} s") from error
+            text = f"the hf engine was busy for more than {timeout_s:.0f} s"
+            raise EngineTimeout(text) from error
 
 
 def _first_token_at(timestamps: list[float] | None, tokens: int) -> float:

@@ -40,6 +40,8 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         "--max-total-tokens": setup.kv_tokens,
         "--random-seed": setup.seed,
         "--log-level": "warning",
+        # Its watchdog takes a pause for a hang; `health.py` notices those.
+        "--watchdog-timeout": setup.watchdog_timeout_s,
         # Each completion is one event at its end (and one at its first token).
         "--stream-interval": NEVER_STREAM_TOKENS if _reports_spans() else 1,
     }

@@ -28,7 +28,7 @@ from generation.engine import Completion, EngineError, EngineSetup
 from generation.sglang_answers import Arrival, read_complete_mark, read_ended
 from generation.sglang_command import RELEASED, parse_release, server_command, server_environment
 from generation.sglang_direct import DirectRequests, direct_request
-from generation.sglang_http import post, request_body, stream_events
+from generation.sglang_http import load_time, post, request_body, stream_events
 from generation.sglang_messages import SOCKET_VARIABLE
 from generation.sglang_orders import LOADER, NO_TENSORS, Nothing, Order, orders_path, write_order
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 POLL_READY_S = 0.25
 REGENERATE_LIMIT = 3
+PARTS = "sglang::"
+"""How the titles of the server's own processes begin."""
 NEEDS_BEGIN_SINCE = (0, 5, 21)
 # We close idle connections, the server never does first: a request that is sent over one which
 # the server is about to close (by default after 5 s) is lost with "connection reset".
@@ -339,13 +341,10 @@ class SGLangEngine:
     async def join_group(self, message: JoinGroup) -> None:
         """Join the group of a broadcast."""
         body = {
-            "master_address": message.address,
-            "master_port": message.port,
-            "rank_offset": message.rank_offset,
-            "world_size": message.world_size,
-            "group_name": message.group_name,
-            "backend": message.backend,
-        }
+            "master_address": message.address, "master_port": message.port,
+            "rank_offset": message.rank_offset, "world_size": message.world_size,
+            "group_name": message.group_name, "backend": message.backend,
+        }  # fmt: skip
         await self._post("/init_weights_update_group", body, message.timeout_s)
         self._group_name = message.group_name
 
@@ -386,8 +385,12 @@ class SGLangEngine:
         await post(self._session, path, body, timeout_s or self._setup.weights_timeout_s)
 
     async def failed(self) -> str:
-        """Return the reason when the server has ended."""
-        return f"SGLang died: {await self._child.exited()}"
+        """Return the reason when the server, or a process of it, has ended."""
+        return f"SGLang died: {await self._child.lost(PARTS)}"
+
+    async def count_passes(self) -> float | None:
+        """When the scheduler last told its load, which it does with its passes."""
+        return await load_time(self._session)
 
     async def close(self) -> None:
         """Kill the server and its processes."""

@@ -9,10 +9,12 @@ from typing import Any
 
 import aiohttp
 
-from generation.engine import EngineError, EngineSetup
+from generation.engine import EngineError, EngineSetup, EngineTimeout
 from generation.event_stream import EventStream
 from generation.sglang_answers import check_answer, read_event
 from megatron_rl.protocol.types import Sampling
+
+LOAD_S = 5.0
 
 
 def request_body(
@@ -72,6 +74,18 @@ async def post(
         async with session.post(path, json=body, timeout=timeout) as response:
             check_answer(path, response.status, await response.text())
     except TimeoutError as error:
-        raise EngineError(f"{path}: no answer in {timeout_s:.0f} s") from error
+        raise EngineTimeout(f"{path}: no answer in {timeout_s:.0f} s") from error
     except aiohttp.ClientError as error:
         raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+async def load_time(session: aiohttp.ClientSession) -> float | None:
+    """When the scheduler told its load last: it does with every few passes. None: no answer."""
+    timeout = aiohttp.ClientTimeout(total=LOAD_S)
+    try:
+        async with session.get("/v1/loads?include=core", timeout=timeout) as response:
+            body = await response.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return None
+    loads = body.get("loads") or [{}]
+    return loads[0].get("timestamp")

@@ -9,7 +9,7 @@ answer, a lost connection, or its deadline.
 import asyncio
 import itertools
 
-from generation.engine import EngineError
+from generation.engine import EngineError, EngineTimeout
 from generation.sglang_direct import DirectRequests
 from generation.vllm_messages import READY, Answer, Ask, Ends, Order, told_decoder
 
@@ -37,7 +37,7 @@ class VLLMChannel(DirectRequests):
             await self._answer(number, timeout_s)
         except TimeoutError as error:
             name = type(order).__name__
-            raise EngineError(f"{name}: vLLM did not answer in {timeout_s:.0f} s") from error
+            raise EngineTimeout(f"{name}: vLLM did not answer in {timeout_s:.0f} s") from error
 
     async def _answer(self, number: int, timeout_s: float) -> None:
         future = asyncio.get_running_loop().create_future()

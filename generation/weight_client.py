@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generation.async_dealer import AsyncDealer
-from generation.engine import Engine, EngineError, ReleasingEngine
+from generation.engine import Engine, EngineError, EngineTimeout, ReleasingEngine
 from megatron_rl.protocol.nccl_settings import own_settings
 from megatron_rl.protocol.types import (
     Ack,
@@ -41,6 +41,7 @@ from megatron_rl.protocol.types import (
 log = logging.getLogger(__name__)
 
 HELLO_S = 2.0
+MOST_UNANSWERED = 2
 HELLO_KNOWN_S = 20.0
 """A restarted publisher, whose predecessor never sent LeaveGroup, finds us by this."""
 
@@ -56,6 +57,10 @@ class WeightClient:
         self._is_known = False
         """Whether a publisher has answered and counts on us."""
         self._session = time.time_ns()
+        self._unanswered = 0
+        """Calls in a row that the engine left without an answer, since it last resumed."""
+        self.is_paused = False
+        """Whether the engine may have been told to stop, or obeys a call now."""
         self.is_held = False
         """Whether publishers are asked to pass us by."""
 
@@ -65,7 +70,7 @@ class WeightClient:
         self._dealer.send(self._hello())
 
     async def run(self) -> None:
-        """Serve publishers for ever."""
+        """Serve publishers for ever. Raises EngineError for an engine that answers no more."""
         while True:
             self._dealer.send(self._hello())
             wait_s = HELLO_KNOWN_S if self._is_known else HELLO_S
@@ -95,6 +100,12 @@ class WeightClient:
             log.error("%s failed: %s", name, error)
             self._stand_apart()
             self._dealer.send(Failed(name, str(error)))
+            self._unanswered += isinstance(error, EngineTimeout)
+            if self._unanswered >= MOST_UNANSWERED:
+                raise EngineError(
+                    f"the engine hangs: it left {self._unanswered} calls about weights without an "
+                    f"answer, the last one {name}: {error}"
+                ) from error
             return
         if not isinstance(message, LeaveGroup | Fence | Ping | MayStart):
             self._dealer.send(Ack(name))
@@ -105,7 +116,7 @@ class WeightClient:
                 # The latter answers one of several requests, of which another one was answered.
                 pass
             case Pause():
-                self._is_known = True
+                self._is_known = self.is_paused = True
                 await self._engine.pause()
             case Receive():
                 await self._engine.receive(message)
@@ -123,10 +134,11 @@ class WeightClient:
                 await self._engine.load(Path(message.folder), message.version)
             case Resume():
                 await self._engine.resume(message.version)
+                self._unanswered, self.is_paused = 0, False
                 self._on_version()
                 log.info("holds version %d", message.version)
             case Release():
-                self._is_known = True
+                self._is_known = self.is_paused = True
                 await self._releasing().release()
                 log.info("gave its memory back")
             case Reclaim():

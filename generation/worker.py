@@ -13,6 +13,7 @@ Concurrency, one event loop:
 | `_report`     | a clock                      | GeneratorReady, metrics    | never              |
 | weight client | the publisher's next message | Ack, Failed; new versions  | never              |
 | engine watch  | the death of the engine      | EngineError                | then               |
+| `watch_work`  | a clock                      | EngineError                | when it hangs      |
 | `interrupted` | SIGTERM, SIGINT              | the signal's number        | then               |
 
 The first of these but `_serve` to end ends the process: the others are cancelled, the sockets and
@@ -40,6 +41,7 @@ from generation.activity import Activity
 from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
 from generation.gold_answers import find_gold
+from generation.health import EngineHealth, watch_work
 from generation.meeting import call_path
 from generation.sglang_hosts import SpreadSGLangEngine
 from generation.turn import start_engine
@@ -77,6 +79,8 @@ log = logging.getLogger(__name__)
 READY_S = 2.0
 METRICS_S = 5.0
 RECEIVE_S = 60.0
+FAIL_PAUSE_S = 1.0
+"""Before a failure of the engine is reported: SGLang's server outlives its scheduler by less."""
 
 
 class GeneratorWorker:
@@ -90,8 +94,13 @@ class GeneratorWorker:
         capacity: int,
         *,
         gold: GoldConfig | None = None,
+        request_timeout_s: float = 300.0,
     ) -> None:
-        """gold: find the place of the reference answer in completions."""
+        """gold: find the place of the reference answer in completions.
+
+        request_timeout_s: of the engine, by which it is known to hang.
+        """
+        self._health = EngineHealth.of(engine, request_timeout_s)
         self._gold = gold
         self._engine = engine
         self._renderer = renderer
@@ -104,10 +113,14 @@ class GeneratorWorker:
         self._weights: WeightClient | None = None
 
     async def run(self, weights: AsyncDealer, metrics: JsonlWriter) -> None:
-        """Serve until the queue says Stop. Raises EngineError when the engine dies."""
+        """Serve until the queue says Stop. Raises EngineError when the engine dies or hangs."""
         self._weights = WeightClient(weights, self._engine, self.announce)
         await end_with_first(
-            self._receive(), self._report(metrics), self._weights.run(), self._watch_engine()
+            self._receive(),
+            self._report(metrics),
+            self._weights.run(),
+            self._watch_engine(),
+            watch_work(self._engine, self._health, self._activity, self._weights),
         )
 
     def announce(self) -> None:
@@ -121,7 +134,7 @@ class GeneratorWorker:
         )
 
     def _hold(self, *, is_held: bool) -> None:
-        assert self._weights is not None, "messages are received once there is a client"
+        assert self._weights is not None
         # The publisher hears it first: once the queue knows, it lets a later version come.
         self._weights.hold(is_held=is_held)
         self.announce()
@@ -152,6 +165,7 @@ class GeneratorWorker:
                         # None: it finished while the message was on its way.
                         if (task := serving.get(lease_id)) is not None:
                             log.info("lease %d is cancelled", lease_id)
+                            self._health.note_progress()
                             task.cancel()
                     case Hold(is_held):
                         self._hold(is_held=is_held)
@@ -181,10 +195,13 @@ class GeneratorWorker:
             async with aclosing(answers):
                 async for completion in answers:
                     waiting.discard(completion.index)
+                    self._health.note_progress()
                     self._activity.change(time.monotonic(), -1, len(completion.token_ids))
                     rollout = self._rollout(lease, prompt_ids, completion, began_at=began_at)
                     self._queue.send(RolloutDone(rollout))
         except EngineError as error:
+            # An engine that is dying fails all at once: its end, noticed meanwhile, ends this task.
+            await asyncio.sleep(FAIL_PAUSE_S)
             self._fail(lease, waiting, str(error))
         except RenderError as error:
             self._fail(lease, waiting, str(error), drop_as=PROMPT_UNRENDERABLE)
@@ -232,13 +249,9 @@ class GeneratorWorker:
         if self._gold is None:
             return None
         return find_gold(
-            token_ids,
-            text,
-            answer=answer,
-            cfg=self._gold,
-            renderer=self._renderer,
+            token_ids, text, answer=answer, cfg=self._gold, renderer=self._renderer,
             room_tokens=room_tokens,
-        )
+        )  # fmt: skip
 
     async def _report(self, metrics: JsonlWriter) -> None:
         next_row = time.monotonic() + METRICS_S
@@ -332,6 +345,7 @@ async def generate_for(
                     queue,
                     config.generator.max_running,
                     gold=config.algorithm.used_gold,
+                    request_timeout_s=config.generator.request_timeout_s,
                 )
                 await worker.run(weights, metrics)
         if isinstance(engine, SpreadSGLangEngine):

@@ -31,7 +31,13 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.reward import LANES
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
-from megatron_rl.protocol.process import note_started, run_main, set_up_logging
+from megatron_rl.protocol.process import (
+    note_ready,
+    note_started,
+    run_main,
+    set_up_logging,
+    verifier_name,
+)
 from megatron_rl.protocol.types import (
     AnyMessage,
     ClassDone,
@@ -51,7 +57,6 @@ from verification.score import screen
 from verification.settings import check_sources
 from verification.verdict import GradingError
 
-ROLE = "verifier"
 HEARTBEAT_S = 2.0
 BURST_MESSAGES = 64
 """Requests taken before the pool gets its turn."""
@@ -180,6 +185,7 @@ def serve(config: Config, role: str) -> None:
     ):
         capacity = {name: config.verifier.lane(name).max_pending for name in LANES}
         log.info("verifier serves %s, room by lane: %s", address, capacity)
+        note_ready()
         desk = ClassDesk(pool, rules, answer_within_s=config.verifier.answer_within_s)
         Verifier(dealer, pool, desk, rules=rules, capacity=capacity).run()
 
@@ -191,7 +197,7 @@ def main() -> int:
     parser.add_argument("--index", type=int, default=0, help="which verifier of the run this is")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_intermixed_args()
-    role = f"{ROLE}-{arguments.index}" if arguments.index else ROLE
+    role = verifier_name(arguments.index)
     return run_main(role, lambda: _main(arguments.config, arguments.overrides, role))
 
 

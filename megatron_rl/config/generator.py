@@ -10,6 +10,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.section import Section
 
+MOST_PASSED_BY = 8
+"""Publishes that pass by a generator that failed several in a row, before it is served again."""
+
 
 def refuse_relay(quantization: str) -> None:
     """Raise InputError where engines have no slices that they could pass on."""
@@ -79,13 +82,28 @@ class GeneratorConfig(Section):
     """An engine that is not ready after this many seconds has failed. A first start on a GPU
     compiles kernels: minutes; later ones find them in ~/.cache."""
     max_restarts: int = Field(default=3, ge=0)
-    """Times a run that each generator which dies is started again, after 1, 2, 4 ... s; 0: its
-    death ends the run. Its new engine must start and get weights within train.batch_timeout_s."""
+    """Restarts of a generator within generator.restart_window_s: one that dies is started again
+    after 1, 2, 4 ... at most 60 s. When they are used up, the run continues without it until the
+    window allows another restart; see generator.min_replicas."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds over which restarts of a generator are counted."""
+    min_replicas: PositiveInt = 1
+    """Generators that the run needs: at the start, once weights.join_timeout_s has passed, and when
+    others have used up their restarts. With fewer it ends."""
     request_timeout_s: PositiveFloat = 300.0
     """A completion that takes longer has failed; its engine stops it. Below
     queue.lease_timeout_s."""
     wait_for_publish: bool = True
     """Serve only after the trainer's first publish; false serves the folder's own weights."""
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.min_replicas > self.replicas:
+            raise ValueError(
+                f"generator.min_replicas={self.min_replicas} is more than "
+                f"generator.replicas={self.replicas}: lower it, or start more generators"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:

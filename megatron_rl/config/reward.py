@@ -196,6 +196,12 @@ class VerifierConfig(Section):
     answer_within_s: PositiveFloat = 600.0
     """A request that is open for so long is answered: the host had no time to grade it. Below
     queue.score_timeout_s."""
+    max_restarts: int = Field(default=10, ge=0)
+    """Restarts of a verifier within verifier.restart_window_s: one that dies is started again after
+    1, 2, 4 ... at most 60 s. When they are used up, the run continues with the verifiers of other
+    hosts; without any it ends."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds over which restarts of a verifier are counted."""
     answers: LaneConfig = LaneConfig()
     """Math, exact, reasoning_gym."""
     language: LaneConfig = LaneConfig(timeout_s=1.0)

@@ -30,8 +30,10 @@ class ScorerConfig(Section):
     start_timeout_s: PositiveFloat = 600.0
     """An engine that is not ready by then has failed."""
     max_restarts: int = Field(default=3, ge=0)
-    """Times a run that it is started again when it dies, after 1, 2, 4 ... s; 0: its death ends the
-    run. What was asked of it is asked again."""
+    """Restarts of the scorer within scorer.restart_window_s, after 1, 2, 4 ... at most 60 s; then
+    its death ends the run. The trainer repeats the requests that the dead scorer had."""
+    restart_window_s: PositiveFloat = 3600.0
+    """Seconds over which restarts of the scorer are counted."""
     request_timeout_s: PositiveFloat = 120.0
     """An engine that takes longer for one sequence has failed; the run ends."""
     answer_within_s: PositiveFloat = 900.0

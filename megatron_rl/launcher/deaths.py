@@ -12,7 +12,8 @@ from pathlib import Path
 from megatron_rl.launcher.command_line.command import PROGRAM
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.failure import Failure
-from megatron_rl.protocol.process import EXIT_BAD_INPUT, EXIT_FAILED
+from megatron_rl.protocol.process import EXIT_FAILED, Interrupted
+from megatron_rl.protocol.wire import DeadlineExceeded
 
 TAIL_LINES = 15
 # torchrun prints the exit code of a failed rank, then a traceback of its own and a list of ranks.
@@ -42,19 +43,27 @@ class RoleDied(RuntimeError):
         self.name = name
         self.exit_code = exit_code
 
-    @property
-    def launcher_exit_code(self) -> int:
-        """2 when the role refused its input, else 1."""
-        return EXIT_BAD_INPUT if self.exit_code == EXIT_BAD_INPUT else EXIT_FAILED
+
+class RunFailed(RuntimeError):
+    """An error ended the run after its first process had started."""
 
 
-def until_death(work: Callable[[], None]) -> int:
-    """Exit code of work whose processes may die: 0, or that of the first death, which is logged."""
+def until_death(work: Callable[[], None], last_words: Callable[[], str] = lambda: "") -> int:
+    """Exit code of work whose processes may die: 0, or 1 when one died or a deadline passed.
+
+    last_words: what a person can do then; logged after the error, and after a signal. Refused input
+    is raised while nothing has started, so that exit code 2 means that nothing has.
+    """
+    log = logging.getLogger(PROGRAM)
     try:
         work()
-    except RoleDied as death:
-        logging.getLogger(PROGRAM).error("%s", death)
-        return death.launcher_exit_code
+    except Interrupted as stop:
+        log.error("%s", f"ended by signal {int(str(stop.code)) - 128}. {last_words()}".rstrip())
+        raise
+    except (RoleDied, RunFailed, DeadlineExceeded) as error:
+        for text in filter(None, [str(error), last_words()]):
+            log.error("%s", text)
+        return EXIT_FAILED
     return 0
 
 

@@ -65,7 +65,7 @@ class HostOptions:
 
 @command(app, "host", "Several hosts: then, on each.")
 def host(options: HostOptions, console: Console) -> int:
-    """Exit code: 0, 1 (a role died), 2 (bad input)."""
+    """Exit code: 0, 1 (the run failed), 2 (bad input, nothing was started)."""
     from megatron_rl.launcher import hosts
     from megatron_rl.launcher.deaths import until_death
 
@@ -85,5 +85,6 @@ def host(options: HostOptions, console: Console) -> int:
             host=options.host,
             hosts=options.hosts,
             gpus_per_host=options.gpus_per_host,
-        )
+        ),
+        lambda: hosts.last_words(options.run_dir, options.host),
     )

@@ -10,6 +10,7 @@ other host raises HostLost, and ends its own processes.
 import logging
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -64,7 +65,7 @@ class Attendance:
             log.info("host %d is there", state.host)
         last = known.restarts[-1].number if known is not None and known.restarts else 0
         self._restarts += [
-            Restart(one.role, one.exit_code, one.count, one.limit)
+            Restart(one.role, one.kind, one.exit_code, one.count, one.limit)
             for one in state.restarts
             if one.number > last
         ]
@@ -90,6 +91,10 @@ class Attendance:
                 return f"host {host} has been silent for {silent_s:.0f} s"
         return ""
 
+    def given_up(self) -> Counter[str]:
+        """Replicas of each kind that the other hosts continue without."""
+        return sum((Counter(state.given_up) for state in self._states.values()), Counter())
+
     def behind(self, number: int) -> list[int]:
         """Hosts that have not ended the processes of that phase."""
         return [
@@ -103,6 +108,14 @@ class HostLink(Closing):
     """A host's end of the link; says why when it is left with an error."""
 
     _phase: RunPhase | None = None
+
+    def __init__(self) -> None:
+        self.given_up: dict[str, int] = {}
+        """Replicas of each kind that this host continues without; told to the others."""
+        self.given_up_elsewhere: dict[str, int] = {}
+        """The same of all other hosts."""
+        self.missing: list[str] = []
+        """Replicas that the queue misses; the first host says which."""
 
     @property
     def is_ending(self) -> bool:
@@ -143,6 +156,7 @@ class FirstHost(HostLink):
     """The end of the host that decides."""
 
     def __init__(self, config: Config, hosts: int) -> None:
+        super().__init__()
         ports = config.ports
         self._limits = config.hosts
         self._router = Router(ports.host, ports.hosts, load_keys(ports.keys_dir), label=ports.label)
@@ -185,9 +199,14 @@ class FirstHost(HostLink):
             self._attendance.note(message, now)
             self._peers.add(peer)
             if self._phase is not None:
-                self._router.send(peer, self._phase)
+                self._router.send(peer, self._told(self._phase))
+        self.given_up_elsewhere = dict(self._attendance.given_up())
         if lost := self._attendance.find_lost(now):
             raise HostLost(lost)
+
+    def _told(self, phase: RunPhase) -> RunPhase:
+        given_up = dict(Counter(self.given_up) + self._attendance.given_up())
+        return msgspec.structs.replace(phase, given_up=given_up, missing=self.missing)
 
     def leave(self, error: str) -> None:
         phase = self._phase or RunPhase(number=0, kind=PhaseKind.END)
@@ -207,6 +226,7 @@ class OtherHost(HostLink):
     """The end of a host that does what the first one says."""
 
     def __init__(self, config: Config, host: int, hosts: int) -> None:
+        super().__init__()
         ports = config.ports
         self._limits = config.hosts
         self._dealer = Dealer(
@@ -231,7 +251,7 @@ class OtherHost(HostLink):
 
     def exchange(self, now: float) -> None:
         if now >= self._next_beat_at:
-            self._dealer.send(self._state)
+            self._say(given_up=self.given_up)
             self._next_beat_at = now + BEAT_S
         while (message := self._dealer.receive(0)) is not None:
             self._take(message)
@@ -252,13 +272,19 @@ class OtherHost(HostLink):
             raise WireError(f"the first host sent {type(message).__name__}")
         if message.error:
             raise HostLost(f"the first host has left the run: {message.error}")
-        self._phase = message
+        self._phase, self.missing = message, message.missing
+        self.given_up_elsewhere = dict(Counter(message.given_up) - Counter(self._state.given_up))
 
     def tell_restart(self, restart: Restart) -> None:
         """Tell the first host of a role that was started again here."""
         self._restarts += 1
         told = RoleRestart(
-            self._restarts, restart.role, restart.exit_code, restart.count, restart.limit
+            self._restarts,
+            restart.role,
+            restart.kind,
+            restart.exit_code,
+            restart.count,
+            restart.limit,
         )
         self._say(restarts=(*self._state.restarts, told)[-_TOLD_RESTARTS:])
 

@@ -42,14 +42,20 @@ from megatron_rl.launcher.cold_start import (
 from megatron_rl.launcher.host_link import FirstHost, HostLink, OtherHost
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.placement import EngineNode, HostRoles, gpu_environment
-from megatron_rl.launcher.restarts import Restart, RestartRule
+from megatron_rl.launcher.restarts import (
+    Restart,
+    follower_rule,
+    generator_rule,
+    verifier_rule,
+)
+from megatron_rl.launcher.roster import write_restart
 from megatron_rl.launcher.run import eval_limit_s
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
-from megatron_rl.launcher.session import record_restart
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.protocol.exports import CONTROL, candidate_name
 from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.process import verifier_name
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 QUEUE = "queue"
@@ -73,6 +79,8 @@ class Share:
     gpus: list[str]
     supervisor: Supervisor
     link: HostLink
+    hosts: int = 1
+    """Of the run."""
     wall_s: dict[str, float] = field(default_factory=dict)
     """Seconds of each kind of phase so far."""
 
@@ -86,6 +94,7 @@ class Share:
             log.warning("restarted %s, %d of %d", restart.role, restart.count, restart.limit)
             self.record(restart)
         self.beat()
+        self.supervisor.end_silent(self.link.missing)
 
     def record(self, restart: Restart) -> None:
         """Tell the first host of a role that was started again."""
@@ -98,7 +107,10 @@ class Share:
 
     def beat(self) -> None:
         """Tell the other hosts that this one lives. Raises HostLost."""
+        replicas = self.supervisor.replicas
+        self.link.given_up = replicas.given_up
         self.link.exchange(time.monotonic())
+        replicas.given_up_elsewhere = self.link.given_up_elsewhere
 
     @property
     def run_dir(self) -> Path:
@@ -129,11 +141,12 @@ class FirstShare(Share):
         for restart in self.link.take_restarts():
             self.record(restart)
         self.view.refresh(self.supervisor.roles)
+        self.link.missing = list(self.view.roster.missing)
         self.lock.heartbeat.check()
 
     def record(self, restart: Restart) -> None:
         """Write a row about a role of any host that was started again."""
-        record_restart(self.run_dir, self.view.last_step, restart)
+        write_restart(self.run_dir, self.view.last_step, restart)
 
     def show(self, phase: str) -> None:
         """Say what the run does now."""
@@ -294,20 +307,22 @@ def _start_serving(own: Share, phase: RunPhase) -> str:
     for index, gpus in own.roles.engines.items():
         part, command = engine_command(own.config, name, index, own.roles.nodes.get(index))
         role = f"{part}{suffix}"
+        rule_of = generator_rule if part == f"generator-{index}" else follower_rule
         own.supervisor.start(
             role,
             [*python, *command],
-            restarts=RestartRule(
-                replica=part,
-                limit=own.config.generator.max_restarts,
-                until=queue if label else TRAINER,
-                ready_path=own.run_dir / "logs" / f"{role}.ready",
-            ),
+            restarts=rule_of(own.config, part, role=role, until=queue if label else TRAINER),
             environment=role_environment(device) | gpu_environment(gpus, own.gpus),
         )
     verifier = [*python, "verification.worker", *common, "--index", str(own.host)]
+    role = f"verifier-{own.host}{suffix}"
     own.supervisor.start(
-        f"verifier-{own.host}{suffix}", verifier, environment=role_environment("cpu")
+        role,
+        verifier,
+        restarts=verifier_rule(
+            own.config, verifier_name(own.host), role=role, until=queue, replicas=own.hosts
+        ),
+        environment=role_environment("cpu"),
     )
     return queue
 

@@ -122,7 +122,7 @@ def run_host(
             Supervisor(logs, extra_environment=environment) as supervisor,
             OtherHost(config, host, hosts) as link,
         ):
-            follow(Share(config, roles, host, gpus, supervisor, link), link)
+            follow(Share(config, roles, host, gpus, supervisor, link, hosts), link)
         return
     with locked(config.run.dir) as lock, LiveView(config, console) as view:
         log_into(logs / "launch.log")
@@ -134,9 +134,21 @@ def run_host(
             Supervisor(logs, extra_environment=environment, inherited=inherited) as supervisor,
             FirstHost(config, hosts) as link,
         ):
-            own = FirstShare(config, roles, host, gpus, supervisor, link, view=view, lock=lock)
+            own = FirstShare(
+                config, roles, host, gpus, supervisor, link, hosts, view=view, lock=lock
+            )
             lead(own, link, is_resumed)
     conclude(config, own.wall_s, console)
+
+
+def last_words(run_dir: Path, host: int) -> str:
+    """What becomes of a run that has ended early, on the first host; "" elsewhere."""
+    if host or not (run_dir / CONFIG).exists():
+        return ""
+    checkpoint = find_resume(load_config(run_dir / CONFIG).checkpoint, run_dir)
+    if checkpoint is None:
+        return "Nothing is saved: no checkpoint is complete yet."
+    return f"`megatron-rl prepare`, then the same command on each host, resume from {checkpoint}."
 
 
 def _placed(

@@ -19,10 +19,9 @@ from rich.text import Text
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
 from megatron_rl.launcher.awaited import Awaited
-from megatron_rl.launcher.deaths import how_it_ended
 from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
-from megatron_rl.launcher.summary import RESTARTS, SCORER_RESTARTS
+from megatron_rl.launcher.roster import Roster, is_restart, restart_line
 from megatron_rl.launcher.supervisor import Role
 from megatron_rl.metrics_out.follow import Follower
 
@@ -73,6 +72,7 @@ class LiveView:
         self._health: dict[str, str] = {}
         """Warnings about the latest steps, by metric."""
         self._awaited = Awaited(config)
+        self.roster = Roster()
         self._phase = "starting"
         self._started = self._said_at = clock()
         self._next_refresh = 0.0
@@ -139,15 +139,15 @@ class LiveView:
         for row in self._tail.read():
             self._awaited.note(row)
             self._progress.note(row)
+            for name in self.roster.note(row):
+                self._warn(self.roster.missing_line(name))
             if "eval/n" in row:
                 self._evaluations.append(row)
                 self._activity = self._activity.after_evaluation()
                 self._has_news &= bool(self._activity.counts())
                 self._say(evaluation_line(row))
-            elif RESTARTS in row or SCORER_RESTARTS in row:
-                self._warnings.append(restart_line(row))
-                if self._live is None:
-                    self._say(restart_line(row))
+            elif is_restart(row):
+                self._warn(restart_line(row))
             elif self._activity.take(row):
                 self._note_activity()
             elif row["source"] == "trainer" and "train/loss" in row:
@@ -160,6 +160,11 @@ class LiveView:
                 self._sft = row
                 if self._live is None and row["step"] % _SFT_LINE_EVERY == 0:
                     self._say(sft_line(row))
+
+    def _warn(self, line: str) -> None:
+        self._warnings.append(line)
+        if self._live is None:
+            self._say(line)
 
     def _note_health(self) -> None:
         """Say what has come to be wrong; what stays so is not said again."""
@@ -187,7 +192,8 @@ class LiveView:
 
     def _say_activity(self) -> None:
         self._has_news = False
-        self._say(f"{self._elapsed()} {self._activity_line()}")
+        missing = f"; {self.roster.text()}" if self.roster.missing else ""
+        self._say(f"{self._elapsed()} {self._activity_line()}{missing}")
 
     def _activity_line(self) -> str:
         since = f"after step {self.last_step}: " if self._steps else ""
@@ -216,6 +222,8 @@ class LiveView:
         elapsed = self._clock() - self._started
         head = f"{self._phase}   {elapsed:.0f} s{self._left_text()}   {self._config.run.dir}"
         parts: list[Any] = [Text(head), Text(self._draw_roles(roles))]
+        if self.roster.text():
+            parts.append(Text(self.roster.text()))
         health = [f"warning: {text}" for text in self._health.values()]
         warnings = filter(None, [*self._warnings, *health, self._diagnosis_line()])
         parts += [Text(line, style="yellow") for line in warnings]
@@ -247,7 +255,7 @@ class LiveView:
         for role in roles.values():
             state = "running" if role.ended is None else f"ended {role.exit_code}"
             if role.restart_at is not None:
-                state += ", restarts"
+                state += ", given up for now" if role.is_given_up else ", restarts"
             states.append(f"{role.name} {state}")
         return "   ".join(states)
 
@@ -279,15 +287,6 @@ def evaluation_line(row: Row) -> str:
         f"{row.get('eval/accuracy_se', 0.0):.3f} on {row.get('eval/n', 0)} {what}, "
         f"format {_cell(row, 'eval/format', '.3f')}, "
         f"length {_cell(row, 'eval/length_tokens', '.1f')}{ungraded}"
-    )
-
-
-def restart_line(row: Row) -> str:
-    """One plain line about a generator that was started again."""
-    when = f"after step {row['step']}" if row["step"] >= 0 else "before the first step"
-    return (
-        f"warning: {row['role']} ended with {how_it_ended(row['exit_code'])} {when}; "
-        f"restart {row['restart']} of {row['max_restarts']}"
     )
 
 

@@ -71,11 +71,16 @@ def _alive(
     return found
 
 
-def wait_for_none(find: Callable[[], list[psutil.Process]], timeout_s: float) -> bool:
-    """Whether `find` finds nothing any more within timeout_s."""
+def wait_for_none(
+    find: Callable[[], list[psutil.Process]],
+    timeout_s: float,
+    *,
+    unless: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Whether `find` finds nothing any more within timeout_s; False at once when `unless` holds."""
     deadline = time.monotonic() + timeout_s
     while find():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or unless():
             return False
         time.sleep(_LOOK_S)
     return True

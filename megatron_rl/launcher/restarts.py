@@ -1,10 +1,15 @@
 """Which deaths of a role are answered by a restart, and when. Pure; used by `supervisor.py`."""
 
-from dataclasses import dataclass
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from megatron_rl.config.tree import Config
+
 _FACTOR = 2.0
+_LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -12,15 +17,75 @@ class RestartRule:
     """When a role that died is started again."""
 
     replica: str
-    """Restarts are counted under this name, over all phases of the run."""
+    """Restarts are counted under this name, over all phases of the run; the queue knows it too."""
     limit: int
-    """Restarts a run; after them a death ends the run."""
+    """Restarts of the replica within window_s."""
+    window_s: float
     until: str
     """Name of the role whose end makes a restart pointless; it may not have been started yet."""
     ready_path: Path
-    """The role leaves this file when it is ready; until then only signals count as accidents."""
-    key: str = "generator.max_restarts"
-    """Of the configuration, where the limit comes from."""
+    """The role leaves this file when it is ready."""
+    kind: str = "generator"
+    """Replicas of one kind do the same work: one can take over what another one leaves."""
+    section: str = "generator"
+    """Of the configuration, where the limits come from."""
+    replicas: int = 1
+    """Of this kind in the run, on all hosts."""
+    min_replicas: int = 1
+    """The run continues without this one while so many others are not given up."""
+
+
+def generator_rule(config: Config, replica: str, *, role: str, until: str) -> RestartRule:
+    """The rule of a generator, as [generator] sets it."""
+    generator = config.generator
+    return RestartRule(
+        replica=replica,
+        limit=generator.max_restarts,
+        window_s=generator.restart_window_s,
+        until=until,
+        ready_path=_ready_path(config, role),
+        replicas=generator.replicas,
+        min_replicas=generator.min_replicas,
+    )
+
+
+def follower_rule(config: Config, replica: str, *, role: str, until: str) -> RestartRule:
+    """The rule of another host's part of an engine; its leader's rule decides for the engine."""
+    rule = generator_rule(config, replica, role=role, until=until)
+    return replace(rule, kind="follower", replicas=1, min_replicas=0)
+
+
+def verifier_rule(
+    config: Config, replica: str, *, role: str, until: str, replicas: int = 1
+) -> RestartRule:
+    """The rule of a verifier, as [verifier] sets it; replicas: one on each host."""
+    return RestartRule(
+        replica=replica,
+        limit=config.verifier.max_restarts,
+        window_s=config.verifier.restart_window_s,
+        until=until,
+        ready_path=_ready_path(config, role),
+        kind="verifier",
+        section="verifier",
+        replicas=replicas,
+    )
+
+
+def scorer_rule(config: Config, role: str, *, until: str) -> RestartRule:
+    """The rule of the scorer, as [scorer] sets it."""
+    return RestartRule(
+        replica=role,
+        limit=config.scorer.max_restarts,
+        window_s=config.scorer.restart_window_s,
+        until=until,
+        ready_path=_ready_path(config, role),
+        kind="scorer",
+        section="scorer",
+    )
+
+
+def _ready_path(config: Config, role: str) -> Path:
+    return config.run.dir / "logs" / f"{role}.ready"
 
 
 @dataclass(frozen=True)
@@ -28,10 +93,12 @@ class Restart:
     """A role that was started again."""
 
     role: str
+    kind: str
+    """Of `RestartRule`."""
     exit_code: int
     """Of its predecessor; minus the signal's number when a signal ended it."""
     count: int
-    """Restarts of the replica so far."""
+    """Restarts of the replica within the rule's window, this one included."""
     limit: int
 
 
@@ -39,7 +106,8 @@ class Answer(Enum):
     """What the death of a role leads to."""
 
     RESTART = "restart"
-    GO_ON = "go on without it"
+    GIVE_UP = "continue without it until its window allows another restart"
+    GO_ON = "continue without it"
     END_RUN = "end the run"
 
 
@@ -49,36 +117,101 @@ class Death:
 
     exit_code: int
     """Minus the signal's number when a signal ended the role."""
-    was_ready: bool
+    can_start: bool
+    """A replica of its kind has been ready in this run, or another one may still become ready."""
     restarts: int
-    """Of the replica so far."""
+    """Of the replica within the rule's window."""
     is_run_ending: bool
     """The role that tells this one to end has ended in good order."""
     is_too_late: bool
     """`RestartRule.until` has ended."""
-    has_siblings: bool
-    """Another replica runs, which can take over the work."""
+    others: int
+    """Other replicas of its kind, on all hosts, that are not given up."""
 
 
-def answer_death(death: Death, limit: int, key: str = RestartRule.key) -> tuple[Answer, str]:
-    """The answer to a death under a limit of restarts, and the reason when it is no restart.
-
-    key: of the configuration, where the limit comes from.
-    """
-    if limit == 0:
-        return Answer.END_RUN, ""
+def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
+    """The answer to a death under a rule, and the reason when it is no restart."""
     if death.is_run_ending:
         return Answer.GO_ON, "the run is ending"
     if death.is_too_late:
         reason = "it is too late for a restart: nobody would publish weights to it"
-        return (Answer.GO_ON if death.has_siblings else Answer.END_RUN), reason
-    if death.exit_code > 0 and not death.was_ready:
+        return (Answer.GO_ON if death.others else Answer.END_RUN), reason
+    if death.exit_code > 0 and not death.can_start:
         return Answer.END_RUN, "not restarted, because it was never ready"
-    if death.restarts >= limit:
-        return Answer.END_RUN, f"its restarts are used up ({key} = {limit})"
-    return Answer.RESTART, ""
+    if death.restarts < rule.limit:
+        return Answer.RESTART, ""
+    why = (
+        f"its restarts are used up ({rule.section}.max_restarts = {rule.limit} within "
+        f"{rule.section}.restart_window_s = {rule.window_s:g})"
+    )
+    if not rule.limit:
+        why = f"it is not restarted ({rule.section}.max_restarts = 0)"
+    left = f"{death.others} of {rule.replicas} {rule.kind}s"
+    if death.others >= rule.min_replicas:
+        return Answer.GIVE_UP, f"{why}; the run continues with {left}"
+    if rule.replicas == 1:
+        return Answer.END_RUN, why
+    return Answer.END_RUN, f"{why}, and {left} are fewer than {rule.min_replicas}"
 
 
 def pause_before(restarts: int, first_pause_s: float) -> float:
-    """Seconds to wait before the next restart of a replica that had so many."""
-    return first_pause_s * _FACTOR**restarts
+    """Seconds to wait before the next restart of a replica that had that many in its window."""
+    return min(_LONGEST_PAUSE_S, first_pause_s * _FACTOR**restarts)
+
+
+class Replicas:
+    """What a launcher remembers of the replicas that it may restart. Times: monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._restarted_at: dict[str, list[float]] = collections.defaultdict(list)
+        """Of each replica, over all phases."""
+        self._given_up: dict[str, set[str]] = collections.defaultdict(set)
+        """Replicas of each kind that wait for their window."""
+        self._proven: set[str] = set()
+        """Kinds of which a replica has been ready."""
+        self.given_up_elsewhere: Mapping[str, int] = {}
+        """Replicas of each kind that launchers of other hosts have given up."""
+
+    def restarts(self, rule: RestartRule, now: float) -> int:
+        """Restarts of the replica within the rule's window."""
+        times = self._restarted_at[rule.replica]
+        times[:] = [at for at in times if now - at < rule.window_s]
+        return len(times)
+
+    def note_restart(self, rule: RestartRule, now: float) -> int:
+        """Count a restart; how many there are now within the window."""
+        self.take_back(rule)
+        self._restarted_at[rule.replica].append(now)
+        return self.restarts(rule, now)
+
+    def give_up(self, rule: RestartRule) -> float | None:
+        """Continue without the replica; when its window allows a restart, None: never."""
+        self._given_up[rule.kind].add(rule.replica)
+        times = self._restarted_at[rule.replica]
+        return times[0] + rule.window_s if rule.limit else None
+
+    def take_back(self, rule: RestartRule) -> None:
+        """The replica is started: in another phase, or again."""
+        self._given_up[rule.kind].discard(rule.replica)
+
+    @property
+    def given_up(self) -> dict[str, int]:
+        """Replicas of each kind that this launcher has given up."""
+        return {kind: len(names) for kind, names in self._given_up.items() if names}
+
+    def others(self, rule: RestartRule) -> int:
+        """Replicas of the kind but this one, on all hosts, that are not given up."""
+        own = len(self._given_up[rule.kind] - {rule.replica})
+        return rule.replicas - 1 - own - self.given_up_elsewhere.get(rule.kind, 0)
+
+    def note_ready(self, kind: str) -> None:
+        """A replica of the kind has been ready: the configuration is not what keeps others back."""
+        self._proven.add(kind)
+
+    def can_start(self, rule: RestartRule, starting_here: int, of_this_host: int) -> bool:
+        """Whether a replica of the kind has been ready, or another one may still become so.
+
+        starting_here: others of this host in their first start; of_this_host: all of this host.
+        """
+        elsewhere = rule.replicas - of_this_host - self.given_up_elsewhere.get(rule.kind, 0)
+        return rule.kind in self._proven or starting_here > 0 or elsewhere > 0

@@ -12,9 +12,9 @@ Used by `megatron-rl run`, and in part by `megatron-rl eval`. One process, one t
 
 Serving roles: queue, generators, verifier. Beside the trainer ranks runs the scorer, where
 `[algorithm.reference]` asks for one. All processes read RUN_DIR/config.toml, but those that
-evaluate a model without training, which read RUN_DIR/config.LABEL.toml. A generator or scorer that
-dies is started again, `max_restarts` times; any other role that ends otherwise than expected ends
-the run.
+evaluate a model without training, which read RUN_DIR/config.LABEL.toml. A generator, verifier or
+scorer that dies is started again (`restarts.py` says when); the death of any other role ends the
+run.
 """
 
 import json
@@ -44,9 +44,10 @@ from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.placement import ONE_HOST
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
-from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.restarts import generator_rule, scorer_rule, verifier_rule
 from megatron_rl.launcher.run_folder import (
     CONFIG,
+    SUMMARY,
     Beginning,
     FolderLock,
     check_run_folder,
@@ -59,6 +60,7 @@ from megatron_rl.launcher.run_folder import (
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl, stream_rows
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
@@ -119,6 +121,24 @@ def _resumption_text(config: Config, resumed: Path) -> str:
         f"Resuming {config.run.dir} after step {step_of(resumed)} of {config.train.steps}, from "
         f"{resumed}. What was generated but not trained on is generated again."
     )
+
+
+def last_words(config: Config) -> str:
+    """What becomes of a run that has ended early: where the same command resumes it."""
+    run_dir = config.run.dir
+    if not (run_dir / CONFIG).exists() or (run_dir / SUMMARY).exists():
+        return ""
+    checkpoint = find_resume(config.checkpoint, run_dir)
+    if checkpoint is not None:
+        step = f"step {step_of(checkpoint)} of {config.train.steps}"
+        return f"The same command resumes the run after {step}, from {checkpoint}."
+    every = config.checkpoint.every_steps
+    why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
+    if not every:
+        why = "no checkpoints are made (checkpoint.every_steps=0)"
+    steps = steps_left_behind(config)
+    kept = f", {left_behind_text(config, steps)}" if steps else ""
+    return f"Nothing is saved: {why}. The same command begins the run anew{kept}."
 
 
 def _run_phases(config: Config, console: Console, *, lock: FolderLock, is_resumed: bool) -> None:
@@ -205,13 +225,7 @@ def _train(session: Session) -> None:
 def _start_scorer(session: Session, arguments: Sequence[str]) -> None:
     """Beside the trainer, which waits for it and tells it to end."""
     config = session.config
-    rule = RestartRule(
-        replica=SCORER,
-        limit=config.scorer.max_restarts,
-        until=TRAINER,
-        ready_path=config.run.dir / "logs" / f"{SCORER}.ready",
-        key="scorer.max_restarts",
-    )
+    rule = scorer_rule(config, SCORER, until=TRAINER)
     session.start(
         SCORER, "generation.scorer", session.config_path, arguments,
         outlives=TRAINER, restarts=rule, gpus=session.scorer_gpus(),
@@ -297,18 +311,16 @@ def _start_serving(
     gpus = session.engine_gpus()
     for i in range(session.config.generator.replicas):
         name = f"generator-{i}{suffix}"
-        rule = RestartRule(
-            replica=f"generator-{i}",
-            limit=session.config.generator.max_restarts,
-            # The trainer's publishes are where a new one gets its weights, if not from the folder.
-            until=queue if only else TRAINER,
-            ready_path=session.config.run.dir / "logs" / f"{name}.ready",
-        )
+        # The trainer's publishes are where a new one gets its weights, if not from the folder.
+        until = queue if only else TRAINER
+        rule = generator_rule(session.config, f"generator-{i}", role=name, until=until)
         session.start(
             name, "generation.worker", config_path, ["--index", str(i)],
             outlives=queue, restarts=rule, gpus=gpus.get(i, range(0)),
         )  # fmt: skip
-    session.start(f"verifier{suffix}", "verification.worker", config_path, outlives=queue)
+    name = f"verifier{suffix}"
+    rule = verifier_rule(session.config, "verifier", role=name, until=queue)
+    session.start(name, "verification.worker", config_path, outlives=queue, restarts=rule)
     return queue
 
 

@@ -51,16 +51,15 @@ class RunOptions:
     epilog=_EXAMPLES + KEYS_HELP,
 )  # fmt: skip
 def run(options: RunOptions, console: Console) -> int:
-    """Exit code: 0, 1 (a role died), 2 (bad input)."""
+    """Exit code: 0, 1 (the run failed), 2 (bad input, nothing was started)."""
     from megatron_rl.launcher import run as launch
     from megatron_rl.launcher.deaths import until_death
     from megatron_rl.launcher.dry_run import dry_run
 
+    config = load(options.config, options.overrides, options.run_dir)
     if options.dry_run:
-        return dry_run(load(options.config, options.overrides, options.run_dir), console)
-    return until_death(
-        lambda: launch.run(load(options.config, options.overrides, options.run_dir), console)
-    )
+        return dry_run(config, console)
+    return until_death(lambda: launch.run(config, console), lambda: launch.last_words(config))
 
 
 def load(config: list[str], overrides: list[str], run_dir: Path | None) -> "Config":

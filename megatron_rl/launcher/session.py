@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,11 +23,10 @@ from megatron_rl.backend.environment import (
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
-from megatron_rl.launcher.restarts import Restart, RestartRule
+from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.roster import write_restart
 from megatron_rl.launcher.run_folder import FolderLock
-from megatron_rl.launcher.summary import RESTARTS, SCORER_RESTARTS
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
-from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 # A role that was told to stop has this long to close its children before they are ended.
@@ -154,8 +153,9 @@ class Session:
     def _look(self) -> None:
         time.sleep(POLL_S)
         for restart in self._supervisor.check():
-            record_restart(self.config.run.dir, self._view.last_step, restart)
+            write_restart(self.config.run.dir, self._view.last_step, restart)
         self._view.refresh(self._supervisor.roles)
+        self._supervisor.end_silent(self._view.roster.missing)
         self._lock.heartbeat.check()
 
     def engine_gpus(self) -> dict[int, range]:
@@ -183,16 +183,3 @@ class Session:
     def hf_folder(self, name: str) -> Path:
         """Where the ranks export a model."""
         return self.config.run.dir / "hf" / name
-
-
-def record_restart(run_dir: Path, step: int, restart: Restart) -> None:
-    """Write a row about a role that was started again, after this step."""
-    values = {
-        (SCORER_RESTARTS if restart.role.startswith("scorer") else RESTARTS): 1,
-        "role": restart.role,
-        "exit_code": restart.exit_code,
-        "restart": restart.count,
-        "max_restarts": restart.limit,
-    }
-    with closing(JsonlWriter(run_dir / "metrics.jsonl", "launch")) as metrics:
-        metrics.write(step, values)

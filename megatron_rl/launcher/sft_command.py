@@ -43,7 +43,7 @@ class SftOptions:
     epilog=_EXAMPLES + KEYS_HELP,
 )  # fmt: skip
 def sft(options: SftOptions, console: Console) -> int:
-    """Exit code: 0, 1 (a role died), 2 (bad input)."""
+    """Exit code: 0, 1 (the run failed), 2 (bad input, nothing was started)."""
     from megatron_rl.launcher import preflight
     from megatron_rl.launcher import run as launch
     from megatron_rl.launcher.cold_start import cold_start_folder
@@ -57,7 +57,7 @@ def sft(options: SftOptions, console: Console) -> int:
         found = preflight.check(config)
         say([*found.notes, *run_lines(config), NOTHING], console)
         return 0
-    code = until_death(lambda: launch.run(config, console))
+    code = until_death(lambda: launch.run(config, console), lambda: launch.last_words(config))
     if code == 0:
         say([f"Model: {cold_start_folder(config)}"], console)
     return code

@@ -24,6 +24,7 @@ from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import RECENT, duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.heartbeat import PREPARED, read_beat
 from megatron_rl.launcher.live_view import evaluation_line, step_line
+from megatron_rl.launcher.roster import Roster
 from megatron_rl.launcher.run_folder import is_running
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
@@ -56,6 +57,8 @@ class Status:
     evaluations: list[str] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
     """Groups that were not trained on, by reason."""
+    peers: str = ""
+    """How many engines and verifiers live, and which are missing; of a run that goes on."""
     warnings: list[str] = field(default_factory=list)
     """Each with what to do."""
     phase: str = ""
@@ -113,11 +116,12 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
     """What the metrics tell. Pure."""
     status = Status(state, 0, config.train.steps)
     steps: collections.deque[Row] = collections.deque(maxlen=RECENT + 1)
-    activity, progress = ActivityTotals(), EvaluationProgress()
+    activity, progress, roster = ActivityTotals(), EvaluationProgress(), Roster()
     last: dict[str, float] = {}
     for row in rows:
         last[row["source"]] = row["time"]
         progress.note(row)
+        roster.note(row)
         if row["source"] == "trainer" and "train/loss" in row:
             steps.append(row)
             _add_dropped(status.dropped, row)
@@ -139,7 +143,7 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
         status.silent_s = {
             role: now - at for role, at in last.items() if role not in ("sft", "control", "launch")
         }
-        status.evaluation = progress.text()
+        status.evaluation, status.peers = progress.text(), roster.text()
     diagnosis = [activity.diagnosis] if activity.diagnosis else []
     status.warnings = [*diagnosis, *warnings_of(list(steps), config).values()]
     return status
@@ -163,6 +167,8 @@ def describe(status: Status) -> list[str]:
     if status.left_s is not None:
         lines[0] += f", about {duration_text(status.left_s)} left"
     lines += [f"warning: {text}" for text in status.warnings]
+    if status.peers:
+        lines.append(status.peers)
     if status.silent_s:
         ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
         lines.append(f"last news of: {ages}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rl.launcher.activity_text import ActivityTotals, groups_text, rollouts_text
 from megatron_rl.launcher.choice import choice_lines, difference_of, summarize_choice
+from megatron_rl.launcher.roster import RESTARTS
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
     GROUPS_DROPPED,
@@ -22,11 +23,6 @@ from megatron_rl.rollout_queue.diagnosis import reasons_text
 
 Row = dict[str, Any]
 Interval = tuple[float, float]
-
-RESTARTS = "launch/generator_restarts"
-"""Metric of the launcher: generators that died and were started again."""
-SCORER_RESTARTS = "launch/scorer_restarts"
-"""The same of the scorer."""
 
 CONTROL_TEXT = (
     "instead of RL, the cold start goes on, on the same traces, for as much compute as RL took "

@@ -7,13 +7,12 @@ died becomes a child of the launcher instead of escaping, so `stop` finds every 
 role is started again only when nothing is left of its predecessor.
 """
 
-import collections
 import logging
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -22,7 +21,14 @@ from typing import Self
 import psutil
 
 import megatron_rl
-from megatron_rl.launcher.deaths import Ending, RoleDied, explain_death, how_it_ended
+from megatron_rl.config.errors import ConfigError, InputError
+from megatron_rl.launcher.deaths import (
+    Ending,
+    RoleDied,
+    RunFailed,
+    explain_death,
+    how_it_ended,
+)
 from megatron_rl.launcher.process_tree import (
     find_descendants,
     find_orphans,
@@ -34,13 +40,15 @@ from megatron_rl.launcher.process_tree import (
 from megatron_rl.launcher.restarts import (
     Answer,
     Death,
+    Replicas,
     Restart,
     RestartRule,
     answer_death,
     pause_before,
 )
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
-from megatron_rl.protocol.process import READY_FILE_VARIABLE
+from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE
+from megatron_rl.protocol.wire import WireError
 
 TERM_GRACE_S = 6.0
 POLL_S = 0.2
@@ -75,6 +83,19 @@ class Role:
     """time.monotonic() when it is to be started again."""
     is_death_answered: bool = False
     """Its death was noticed, and the run goes on."""
+    is_restarted: bool = False
+    """It is not the first process of its phase."""
+    silent_since: float | None = None
+    """time.monotonic() since when the queue has missed it although it runs."""
+    is_given_up: bool = False
+    """It used up its restarts: the run continues without it until its window allows another one."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it runs and has said that it is ready, where a restart waits for that."""
+        return (
+            self.ended is None and self.restarts is not None and self.restarts.ready_path.exists()
+        )
 
     @property
     def exit_code(self) -> int | None:
@@ -84,20 +105,28 @@ class Role:
 
 @dataclass
 class Supervisor:
-    """Owner of all children; a context manager that leaves none behind."""
+    """Owner of all children; a context manager that leaves none behind.
+
+    Input that is refused once a role has started leaves it as RunFailed.
+    """
 
     log_dir: Path
     extra_environment: dict[str, str] = field(default_factory=dict)
     """Of all children."""
     early_end_grace_s: float = 30.0
     """A role may end this long before the one that it must outlive."""
+    silence_s: float = 60.0
+    """A role that the queue has missed for so long is killed; before it, the queue waits for
+    queue.heartbeat_timeout_s."""
     first_pause_s: float = 1.0
     """Before the first restart of a role; doubles for each further one."""
     inherited: tuple[int, ...] = ()
     """File descriptors that all children hold too."""
     roles: dict[str, Role] = field(default_factory=dict)
-    _restarts: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Of each replica, over all phases."""
+    replicas: Replicas = field(default_factory=Replicas)
+    """Over all phases."""
+    _has_started: bool = False
+    """Whether a role ever was: from then on nothing is refused, it fails."""
     _not_ours: set[psutil.Process] = field(default_factory=set)
     _opened_s: float = 0.0
     """time.time() when it was opened; errors that were noted before are of another run."""
@@ -119,6 +148,8 @@ class Supervisor:
             self.stop()
         finally:
             set_subreaper(False)
+        if self._has_started and isinstance(error, ConfigError | InputError | WireError):
+            raise RunFailed(str(error)) from error
 
     def start(
         self, name: str, command: list[str], *,
@@ -128,6 +159,7 @@ class Supervisor:
         """Start a child; its stdout and stderr are appended to `log_dir/<name>.out`."""
         if restarts is not None:
             restarts.ready_path.unlink(missing_ok=True)
+            self.replicas.take_back(restarts)
         role = self._start(name, command, outlives, restarts, dict(environment))
         role.is_expendable = is_expendable
         return role
@@ -152,6 +184,7 @@ class Supervisor:
                 process_group=0,
                 pass_fds=self.inherited,
             )
+        self._has_started = True
         started = time.monotonic()
         role = Role(
             name, command, process, log_path, log_start, started, outlives, restarts, environment
@@ -196,28 +229,40 @@ class Supervisor:
             return
         if rule is None:
             raise self._explain(role)
-        death = Death(
-            exit_code=role.exit_code or 0,
-            was_ready=rule.ready_path.exists(),
-            restarts=self._restarts[rule.replica],
-            is_run_ending=self._has_ended_well(role.outlives),
-            is_too_late=self._has_ended_well(rule.until),
-            has_siblings=any(
-                other.restarts is not None and other.ended is None for other in self.roles.values()
-            ),
-        )
-        answer, remark = answer_death(death, rule.limit, rule.key)
+        answer, remark = answer_death(self._death_of(role, rule, now), rule)
         if answer is Answer.END_RUN:
             raise self._explain(role, remark)
         role.is_death_answered = True
         if answer is Answer.RESTART:
-            pause_s = pause_before(death.restarts, self.first_pause_s)
+            pause_s = pause_before(self.replicas.restarts(rule, now), self.first_pause_s)
             role.restart_at = now + pause_s
             remark = f"to be restarted in {pause_s:.0f} s"
+        else:
+            role.is_given_up = True
+            again_at = self.replicas.give_up(rule)
+            role.restart_at = again_at if answer is Answer.GIVE_UP else None
         log.warning("%s", self._explain(role, remark))
         # The run goes on: this error is not the cause of a later one.
         clear_failures(self.log_dir / _FAILURES, role.name)
         self._end_orphans(role)
+
+    def _death_of(self, role: Role, rule: RestartRule, now: float) -> Death:
+        same = [
+            other
+            for other in self.roles.values()
+            if other.restarts is not None and other.restarts.kind == rule.kind
+        ]
+        if any(other.is_ready for other in same) or rule.ready_path.exists():
+            self.replicas.note_ready(rule.kind)
+        starting = [other for other in same if other.ended is None and not other.is_restarted]
+        return Death(
+            exit_code=role.exit_code or 0,
+            can_start=self.replicas.can_start(rule, len(starting), len(same)),
+            restarts=self.replicas.restarts(rule, now),
+            is_run_ending=self._has_ended_well(role.outlives),
+            is_too_late=self._has_ended_well(rule.until),
+            others=self.replicas.others(rule),
+        )
 
     def _explain(self, role: Role, remark: str = "") -> RoleDied:
         ending = Ending(role.name, role.exit_code or 0, role.log_path, role.log_start)
@@ -242,13 +287,31 @@ class Supervisor:
             raise self._explain(
                 role, f"not restarted, because pids {pids} of it could not be ended"
             )
-        self._restarts[rule.replica] += 1
-        count = self._restarts[rule.replica]
+        if rule.ready_path.exists():
+            self.replicas.note_ready(rule.kind)
+            rule.ready_path.unlink()
+        count = self.replicas.note_restart(rule, time.monotonic())
         with role.log_path.open("a") as out:
             how = how_it_ended(role.exit_code)
             out.write(f"--- ended with {how}; restart {count} of {rule.limit} ---\n")
-        self._start(role.name, role.command, role.outlives, rule, role.environment)
-        return Restart(role.name, role.exit_code, count, rule.limit)
+        new = self._start(role.name, role.command, role.outlives, rule, role.environment)
+        new.is_restarted = True
+        return Restart(role.name, rule.kind, role.exit_code, count, rule.limit)
+
+    def end_silent(self, missing: Collection[str]) -> None:
+        """Kill roles that hang: they run and are ready, but the queue has long not heard them.
+
+        missing: names of replicas that the queue misses. `check` starts the killed ones again.
+        """
+        now = time.monotonic()
+        for role in self.roles.values():
+            if not role.is_ready or role.restarts is None or role.restarts.replica not in missing:
+                role.silent_since = None
+            elif role.silent_since is None:
+                role.silent_since = now
+            elif now - role.silent_since > self.silence_s and role.ended is None:
+                log.warning("%s hangs: the queue does not hear it. It is killed", role.name)
+                role.process.kill()
 
     def is_running(self, name: str) -> bool:
         """Whether the role was started and has not been seen to end."""
@@ -257,16 +320,21 @@ class Supervisor:
     def stop(self) -> None:
         """End every descendant within 10 s: SIGTERM to the roles, SIGKILL to what is left.
 
-        A second Ctrl-C or SIGTERM meanwhile is ignored: it could only leave processes behind. The
-        Supervisor can start others afterwards.
+        Another signal to the launcher meanwhile ends them at once. The Supervisor can start others
+        afterwards.
         """
-        handlers = {number: _ignore(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        arrived: list[int] = []
+
+        def note(number: int, frame: object) -> None:
+            arrived.append(number)
+
+        handlers = {number: signal.signal(number, note) for number in ENDING_SIGNALS}
         try:
             for role in self.roles.values():
                 if role.process.poll() is None:
                     role.process.terminate()
-            if not wait_for_none(self.descendants, TERM_GRACE_S):
-                kill_all(self.descendants, "deaf to SIGTERM")
+            if not wait_for_none(self.descendants, TERM_GRACE_S, unless=lambda: bool(arrived)):
+                kill_all(self.descendants, "a second signal" if arrived else "deaf to SIGTERM")
             self.roles.clear()
         finally:
             for number, handler in handlers.items():
@@ -293,7 +361,3 @@ def child_environment() -> dict[str, str]:
         "MEGATRON_RL_LAUNCHED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }
-
-
-def _ignore(number: int) -> "signal._HANDLER":
-    return signal.signal(number, signal.SIG_IGN)

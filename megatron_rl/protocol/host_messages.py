@@ -24,6 +24,8 @@ class RoleRestart(msgspec.Struct, frozen=True):
     number: int
     """From 1, over all of the host."""
     role: str
+    kind: str
+    """Replicas of one kind do the same work: "generator", "verifier"."""
     exit_code: int
     """Of its predecessor; minus the signal's number when a signal ended it."""
     count: int
@@ -46,6 +48,8 @@ class HostState(msgspec.Struct, frozen=True, tag="HostState"):
     """Why it leaves the run."""
     restarts: tuple[RoleRestart, ...] = ()
     """The latest ones: each is said several times, and counts once by its number."""
+    given_up: dict[str, int] = {}
+    """Kind of role -> replicas that used up their restarts there."""
 
 
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
@@ -64,3 +68,7 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     """Its queue has ended: what it told to stop closes."""
     error: str = ""
     """Why the first host leaves the run."""
+    given_up: dict[str, int] = {}
+    """As in HostState, summed over all hosts."""
+    missing: list[str] = []
+    """Replicas that the queue has heard before and does not hear now."""

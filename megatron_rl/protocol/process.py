@@ -27,6 +27,8 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 READY_FILE_VARIABLE = "MEGATRON_RL_READY_FILE"
 """Environment variable: the file by which a restartable role tells the launcher it was ready."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that end a process in good order. SIGHUP: the terminal is gone, but for `nohup`."""
 ORPHAN_END_S = 12.0
 """What a process has to end itself once its launcher has died. The next launcher waits longer."""
 _PR_SET_PDEATHSIG = 1
@@ -37,7 +39,12 @@ class TrainingStopped(RuntimeError):
 
 
 class Interrupted(SystemExit):
-    """SIGTERM or SIGINT arrived."""
+    """One of ENDING_SIGNALS arrived."""
+
+
+def verifier_name(index: int) -> str:
+    """Name of a verifier in its log, to the queue, and to the launcher; index: of its host."""
+    return f"verifier-{index}" if index else "verifier"
 
 
 def die_with_parent() -> None:
@@ -141,15 +148,17 @@ def run_main(role: str, main: Callable[[], None]) -> int:
 
     Bad input is an error before `note_started`; a full disk in the middle of a run is a failure.
 
-    SIGTERM and SIGINT raise Interrupted inside `main`, so that context managers close what they
+    ENDING_SIGNALS raise Interrupted inside `main`, so that context managers close what they
     opened; a second signal is not awaited. Once its launcher has died it has ORPHAN_END_S for that.
     """
     launcher = None
     if os.environ.get("MEGATRON_RL_LAUNCHED"):
         launcher = os.getppid()
         die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, partial(_interrupt, launcher))
+    for number in ENDING_SIGNALS:
+        # A process under `nohup` outlives its terminal.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, partial(_interrupt, launcher))
     log = logging.getLogger(role)
     try:
         with failures_noted():

@@ -41,6 +41,7 @@ from megatron_rl.rollout_queue.patience import Patience
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay.draw import NoReplay, open_replay
+from megatron_rl.rollout_queue.roll_call import RollCall
 from megatron_rl.rollout_queue.scoring import Scoring
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from megatron_rl.rollout_queue.ungraded import Tellers
@@ -118,6 +119,7 @@ class Coordinator:
             self._formation = Formation(config, self._training, self._groups, self._replay, fill)
         self._patience = Patience(config, now)
         self._judged_at = now
+        self._roll_call = RollCall(config.generator.replicas)
         self._states: list[_Saving] = []
         self._saved_step = -1
         self._first_version = 0
@@ -354,6 +356,8 @@ class Coordinator:
             self._ends.drop_failed()
         self._activity.trouble = self._breaker.find_trouble()
         self._activity.write(self._published, now, in_flight=self._leases.outstanding)
+        if row := self._roll_call.take_row(self._leases.generators, self._scoring.verifiers):
+            self._metrics.write(self._published, row)
         state = self.describe(now)
         self._evaluations.check_deadline(now, state)
         is_work_out = bool(

@@ -171,6 +171,7 @@ def open_publisher(cfg: Config, policy: Policy, control: Control) -> Iterator[We
             control,
             link,
             replicas=cfg.generator.replicas,
+            min_replicas=cfg.generator.min_replicas,
             join_timeout_s=cfg.weights.join_timeout_s,
             overlapping=method if cfg.weights.overlap and isinstance(method, Reshard) else None,
             turns=open_turns(cfg, policy, control=control, link=link),

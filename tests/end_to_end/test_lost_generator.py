@@ -1,4 +1,4 @@
-"""The whole system, on a tiny random model, while its generator is killed."""
+"""The whole system, on a tiny random model, while its generators and verifier are killed."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import pytest
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end import commands
 
-pytestmark = [pytest.mark.slow(150), pytest.mark.exhaustive, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow(300), pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS, GROUPS, GROUP_SIZE = 20, 4, 8
@@ -90,13 +90,14 @@ def wait_until(is_true: Callable[[], bool], run: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
+def children_of(run: subprocess.Popen[str], module: str) -> list[psutil.Process]:
+    """Processes that the launcher started to run a module."""
+    return [one for one in psutil.Process(run.pid).children() if module in one.cmdline()]
+
+
 def kill_generator(run: subprocess.Popen[str]) -> list[psutil.Process]:
     """Kill the generator alone; what it leaves behind."""
-    [generator] = [
-        process
-        for process in psutil.Process(run.pid).children()
-        if "generation.worker" in process.cmdline()
-    ]
+    [generator] = children_of(run, "generation.worker")
     left_behind = generator.children(recursive=True)
     os.kill(generator.pid, signal.SIGKILL)
     return left_behind
@@ -113,9 +114,9 @@ def contains(path: Path, text: str) -> bool:
     return path.exists() and text in path.read_text()
 
 
-def restarts(run_dir: Path) -> list[dict]:
+def restarts(run_dir: Path, kind: str = "generator") -> list[dict]:
     rows = read_jsonl(run_dir / "metrics.jsonl")
-    return [row for row in rows if "launch/generator_restarts" in row]
+    return [row for row in rows if f"launch/{kind}_restarts" in row]
 
 
 @pytest.mark.parametrize(("engine", "processes"), [("hf", 0), ("sglang", 2)])
@@ -150,16 +151,53 @@ def test_training_survives_the_death_of_its_generator(folder: Path, tmp_path: Pa
         kill_generator(run)
         output, _ = run.communicate(timeout=200)
     assert run.returncode == 0, output
+    check_trained(run_dir, STEPS)
+    assert len(restarts(run_dir)) == 1
+
+
+def check_trained(run_dir: Path, steps: int) -> None:
+    """Every step was taken, on rollouts that were each trained on once."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["generator_restarts"] == len(restarts(run_dir)) == 1
-    assert summary["steps"] == STEPS
+    assert summary["generator_restarts"] == len(restarts(run_dir))
+    assert summary["steps"] == steps
     records = [
         record
         for path in (run_dir / "rollouts").glob("step_*.jsonl")
         for record in read_jsonl(path)
     ]
-    assert len(records) == STEPS * GROUPS * GROUP_SIZE == summary["rollouts_trained"]
+    assert len(records) == steps * GROUPS * GROUP_SIZE == summary["rollouts_trained"]
     assert len({(record["group"], record["index"]) for record in records}) == len(records)
+
+
+KILLS = 10
+MANY_STEPS = 150
+"""They last longer than the kills."""
+
+
+def test_training_survives_ten_deaths_of_its_verifier_and_ten_of_its_generators(
+    folder: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    # The window keeps the pauses short, and lets no generator be given up.
+    given = [f"train.steps={MANY_STEPS}", "generator.replicas=2", "generator.max_restarts=10",
+             "generator.restart_window_s=5", "verifier.restart_window_s=5"]  # fmt: skip
+    with launched(folder, "run", run_dir, *given) as run:
+        wait_until(lambda: contains(run_dir / "metrics.jsonl", "train/loss"), run)
+        for number in range(KILLS):
+            for kind, module in (
+                ("verifier", "verification.worker"),
+                ("generator", "generation.worker"),
+            ):
+                wait_until(lambda module=module: bool(children_of(run, module)), run)
+                os.kill(children_of(run, module)[0].pid, signal.SIGKILL)
+                wait_until(lambda kind=kind: len(restarts(run_dir, kind)) > number, run)  # noqa: B023
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    assert len(restarts(run_dir)) == len(restarts(run_dir, "verifier")) == KILLS
+    check_trained(run_dir, MANY_STEPS)
+    with commands.launched("audit", run_dir) as audit:
+        found, _ = audit.communicate(timeout=100)
+    assert audit.returncode == 0, found
 
 
 def test_engine_that_cannot_be_started_ends_the_run_at_once(

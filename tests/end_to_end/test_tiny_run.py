@@ -172,7 +172,7 @@ def test_a_run_that_trains_while_weights_travel_agrees_with_itself(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_run_leaves_no_process_within_ten_seconds(
+def test_run_outlives_its_verifier_and_when_stopped_leaves_no_process_within_ten_seconds(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path, number: signal.Signals
 ) -> None:
     command = run_command(finished[0], tmp_path / "stopped")
@@ -182,6 +182,7 @@ def test_stopped_run_leaves_no_process_within_ten_seconds(
     )  # fmt: skip
     try:
         wait_for_a_step(tmp_path / "stopped", run)
+        kill_the_verifier(tmp_path / "stopped", run)
         children = psutil.Process(run.pid).children(recursive=True)
         assert len(children) >= 6  # queue, generator, SGLang's own, verifier, torchrun, two ranks
         run.send_signal(number)
@@ -213,6 +214,24 @@ def run_command(finished: Path, run_dir: Path) -> list[str]:
 def wait_for_a_step(run_dir: Path, run: subprocess.Popen) -> None:
     deadline = time.monotonic() + 150
     while not any("train/loss" in row for row in training_rows(run_dir)):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def kill_the_verifier(run_dir: Path, run: subprocess.Popen) -> None:
+    """Returns when another one was started and steps have followed."""
+    [verifier] = [
+        child
+        for child in psutil.Process(run.pid).children()
+        if "verification.worker" in child.cmdline()
+    ]
+    verifier.kill()
+    deadline = time.monotonic() + 100
+    while True:
+        rows = read_jsonl(run_dir / "metrics.jsonl")
+        restarted = [n for n, row in enumerate(rows) if "launch/verifier_restarts" in row]
+        if restarted and sum("train/loss" in row for row in rows[restarted[0] :]) > 2:
+            break
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.5)
 

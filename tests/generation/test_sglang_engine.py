@@ -1,5 +1,6 @@
 """What is read from SGLang's answers, and what it is started with; no server is needed."""
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -9,10 +10,11 @@ import pytest
 from sglang.srt.environ import envs
 
 from generation import sglang_cpu
-from generation.engine import EngineError, EngineSetup
+from generation.engine import EngineError, EngineSetup, engine_setup
 from generation.sglang_answers import Arrival, check_answer, read_complete_mark, read_event
 from generation.sglang_command import parse_release, server_command, server_environment
 from generation.sglang_orders import LOADER
+from megatron_rl.config.files import load_config
 from megatron_rl.protocol.types import VersionSpan
 
 META = {
@@ -141,6 +143,21 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     assert "--enable-fp32-lm-head" not in command
     wide = dataclasses.replace(setup, has_wide_head=True)
     assert "--enable-fp32-lm-head" in server_command(wide, LOADER)
+
+
+def test_sglangs_watchdog_is_slower_than_the_longest_pause() -> None:
+    given = ["generator.replicas=3", "weights.deadline_s=100", "weights.join_timeout_s=300",
+             "train.batch_timeout_s=600", "checkpoint.write_timeout_s=1800"]  # fmt: skip
+    setup = engine_setup(load_config(None, given), 0, ())
+    flags = [flag for flag in server_command(setup, LOADER) if "watchdog" in flag]
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    parsed = parser.parse_args(["--model-path=/m", *flags])
+    # Three transfers, a missing generator, a batch and a checkpoint; nine times, since eight
+    # publishes may pass a generator by.
+    assert parsed.watchdog_timeout == 9 * (3 * 100 + 300 + 600 + 1800)
 
 
 def test_two_ranks_are_pinned_to_two_cores() -> None:

@@ -207,6 +207,45 @@ def test_sglang_worker_serves_two_publishers_and_leaves_nothing_when_killed(
         assert not still_running(processes, timeout_s=5.0)
 
 
+def scheduler_of(process: subprocess.Popen[str]) -> tuple[psutil.Process, psutil.Process]:
+    """SGLang's main process and its scheduler."""
+    [scheduler] = [p for p in descendants(process) if "sglang::sched" in " ".join(p.cmdline())]
+    return scheduler.parent(), scheduler
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_worker_ends_at_once_with_its_scheduler_and_soon_when_that_hangs(
+    models_dir: Path, tmp_path: Path, hangs: bool
+) -> None:
+    # A quarter of 24 s without a pass is a hang.
+    config = make_config(models_dir, tmp_path / "run", wait_for_publish=False, request_timeout_s=24)
+    with (
+        Router(config.ports.host, config.ports.prompts) as queue,
+        worker_process(config) as process,
+    ):
+        await_kind(queue, GeneratorReady, START_S)
+        queue.send("generator-0", lease(1, 2))
+        await_rollouts(queue, 2)
+        queue.send("generator-0", lease(2, 16, max_new_tokens=200))
+        main, scheduler = scheduler_of(process)
+        killed_at = time.monotonic()
+        if hangs:
+            scheduler.suspend()
+        else:
+            # It would end itself within a second or two, and then be missed all the same.
+            main.suspend()
+            scheduler.kill()
+        _, stderr = process.communicate(timeout=30)
+        seconds = time.monotonic() - killed_at
+        assert process.returncode == 1
+        assert ("the engine hangs" if hangs else "its process sglang::scheduler") in stderr
+        assert 6 < seconds < 16 if hangs else seconds < 5
+        while (received := queue.receive(0.1)) is not None:
+            assert not isinstance(received[1], RolloutFailed)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.exhaustive
 def test_hf_worker_reports_bad_prompts_writes_metrics_and_stops(

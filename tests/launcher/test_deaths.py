@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.deaths import Ending, explain_death
+from megatron_rl.launcher.deaths import Ending, RoleDied, explain_death, until_death
+from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, Failure, first_failure
-from megatron_rl.protocol.process import failures_noted
+from megatron_rl.protocol.process import Interrupted, failures_noted, run_main
 
 # Rank 0 waits for a byte of rank 1, which does what argv says; then its connection breaks.
 RANKS = """
@@ -57,7 +58,7 @@ with Supervisor(folder / 'logs') as supervisor:
             supervisor.check()
         except RoleDied as death:
             print(death)
-            sys.exit(death.launcher_exit_code)
+            sys.exit(1)
         time.sleep(0.1)
 """
 
@@ -128,15 +129,44 @@ def test_what_earlier_starts_left_in_the_log_is_not_blamed(tmp_path: Path) -> No
     with log.open("a") as file:
         file.write("the port is taken\n")
     death = explain_death(Ending("trainer", 1, log, start), None)
-    assert (death.exit_code, death.launcher_exit_code) == (1, 1)
+    assert death.exit_code == 1
     assert str(death).endswith(f"The end of {log}:\n    the port is taken")
 
 
 def test_a_role_may_die_of_what_ended_another(tmp_path: Path) -> None:
     first = Failure(5.0, "queue", 2, "no such task: maths", 7)
     death = explain_death(Ending("trainer", 1, tmp_path / "none", 0), first, "a remark")
-    assert death.launcher_exit_code == 2
+    assert death.exit_code == 2
     assert str(death) == (
         "trainer ended with exit code 2; a remark. queue failed first "
         f"(all output: {tmp_path / 'none'}):\n    no such task: maths"
     )
+
+
+def test_exit_code_2_is_for_what_was_refused_before_anything_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*, is_started: bool) -> None:
+        with Supervisor(tmp_path / "logs") as supervisor:
+            if is_started:
+                supervisor.start("queue", [sys.executable, "-c", "import time; time.sleep(60)"])
+            raise InputError("disk full")
+
+    def die() -> None:
+        raise RoleDied("trainer", 2, "trainer ended with exit code 2")
+
+    assert run_main("launcher", lambda: refuse(is_started=False)) == 2
+    for work in (lambda: refuse(is_started=True), die):
+        assert until_death(work, lambda: "The same command resumes.") == 1
+        assert caplog.messages[-1] == "The same command resumes."
+
+
+def test_a_signal_ends_with_the_words_of_what_can_be_done(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def interrupt() -> None:
+        raise Interrupted(128 + 15)
+
+    with pytest.raises(Interrupted):
+        until_death(interrupt, lambda: "The same command resumes.")
+    assert caplog.messages == ["ended by signal 15. The same command resumes."]

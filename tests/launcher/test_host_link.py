@@ -153,7 +153,8 @@ def test_no_phase_begins_before_all_hosts_have_ended_the_one_before() -> None:
 
 
 def test_the_first_host_hears_once_of_each_restart_elsewhere() -> None:
-    cfg, wanted = config(), [Restart("generator-3", -9, number, 3) for number in range(1, 101)]
+    cfg = config()
+    wanted = [Restart("generator-3", "generator", -9, number, 3) for number in range(1, 101)]
     with FirstHost(cfg, 2) as first, OtherHost(cfg, 1, 2) as other:
         heard: list[Restart] = []
         for restart in wanted:
@@ -173,6 +174,20 @@ def test_the_first_host_hears_once_of_each_restart_elsewhere() -> None:
             other._say()
             look(first)
         assert first.take_restarts() == []
+
+
+def test_hosts_know_what_the_others_have_given_up_and_whom_the_queue_misses() -> None:
+    cfg = config()
+    with FirstHost(cfg, 2) as first, OtherHost(cfg, 1, 2) as second:
+        first.given_up, second.given_up = {"generator": 1}, {"generator": 2, "verifier": 1}
+        first.missing = ["verifier-1"]
+        first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
+        until = time.monotonic() + 10
+        while not (first.given_up_elsewhere and second.missing) and time.monotonic() < until:
+            look(first)
+            look(second)
+        assert first.given_up_elsewhere == {"generator": 2, "verifier": 1}
+        assert (second.given_up_elsewhere, second.missing) == ({"generator": 1}, ["verifier-1"])
 
 
 def lose(first: FirstHost, within_s: float) -> HostLost:

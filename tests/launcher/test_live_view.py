@@ -1,5 +1,6 @@
 """What the view reads and prints."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -11,9 +12,9 @@ from megatron_rl.config.files import load_config
 from megatron_rl.launcher.live_view import (
     LiveView,
     evaluation_line,
-    restart_line,
 )
-from megatron_rl.launcher.restarts import RestartRule
+from megatron_rl.launcher.restarts import generator_rule
+from megatron_rl.launcher.roster import restart_line
 from megatron_rl.launcher.status_command import of_rows
 from megatron_rl.launcher.supervisor import Role
 
@@ -153,6 +154,38 @@ def test_restart_of_a_generator_is_a_warning(tmp_path: Path, is_terminal: bool) 
     assert RESTART_LINE in output.getvalue()
 
 
+PEERS = {
+    "time": 5.0, "source": "queue", "step": 7, "peers/generators": 2, "peers/generators_wanted": 2,
+    "peers/verifiers": 1, "peers/verifiers_wanted": 1, "peers/missing": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_engines_and_verifiers_that_the_queue_misses_are_named_and_counted(
+    tmp_path: Path, is_terminal: bool
+) -> None:
+    output, clock = io.StringIO(), Clock()
+    config = load_config(None, [f'run.dir="{tmp_path}"', "train.steps=40"])
+    console = Console(file=output, width=160, force_terminal=is_terminal)
+    gone = {"peers/verifiers": 0, "peers/missing": "verifier"}
+    with LiveView(config, console, clock=clock) as view:
+        append(tmp_path / "metrics.jsonl", json.dumps(PEERS) + "\n")
+        look_every_second(view, clock, 2)
+        assert "warning" not in output.getvalue()
+        append(tmp_path / "metrics.jsonl", json.dumps(PEERS | gone) + "\n")
+        look_every_second(view, clock, 1)
+        assert list(view.roster.missing) == ["verifier"]
+        append(tmp_path / "metrics.jsonl", json.dumps(PEERS) + "\n")
+        look_every_second(view, clock, 1)
+        assert not view.roster.missing
+    shown = output.getvalue()
+    assert (
+        "warning: the queue hears verifier no more, its work goes to others; engines 2 of 2, "
+        "verifiers 0 of 1: see logs/verifier*"
+    ) in shown
+    assert ("engines 2 of 2, verifiers 0 of 1 (missing: verifier)" in shown) == is_terminal
+
+
 def test_restart_before_the_first_step_says_so() -> None:
     assert restart_line(RESTART | {"step": -1}).endswith("before the first step; restart 2 of 3")
 
@@ -217,7 +250,8 @@ def test_plain_log_is_never_silent_for_15_s_and_says_what_is_awaited(tmp_path: P
     output, clock = io.StringIO(), Clock()
     config = load_config(None, [f'run.dir="{tmp_path}"', "generator.start_timeout_s=180"])
     ready = tmp_path / "generator-0.ready"
-    rule = RestartRule(replica="generator-0", limit=3, until="trainer", ready_path=ready)
+    rule = generator_rule(config, "generator-0", role="generator-0", until="trainer")
+    rule = dataclasses.replace(rule, ready_path=ready)
     generator = Role("generator-0", [], None, tmp_path, 0, 0.0, restarts=rule)
     trainer = Role("trainer", [], None, tmp_path, 0, 0.0)
     roles = {"generator-0": generator, "trainer": trainer}

@@ -13,7 +13,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
-from megatron_rl.launcher.restarts import Answer, Death, answer_death
+from megatron_rl.launcher.restarts import Answer, Death, answer_death, scorer_rule
 from megatron_rl.launcher.scorer_checks import refuse_hosts
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
 
@@ -136,10 +136,10 @@ def test_a_scorer_has_three_ports(overrides: list[str]) -> None:
     assert first not in {config.ports.engine, config.ports.engine + 1}
 
 
-def test_used_up_restarts_name_their_key() -> None:
+def test_used_up_restarts_name_their_key(overrides: list[str]) -> None:
+    config = load_config(None, [*overrides, "scorer.max_restarts=1"])
     death = Death(
-        exit_code=-9, was_ready=True, restarts=1, is_run_ending=False, is_too_late=False,
-        has_siblings=True,
-    )  # fmt: skip
-    answer, reason = answer_death(death, 1, "scorer.max_restarts")
+        exit_code=-9, can_start=True, restarts=1, is_run_ending=False, is_too_late=False, others=0
+    )
+    answer, reason = answer_death(death, scorer_rule(config, "scorer-0", until="trainer"))
     assert answer is Answer.END_RUN and "scorer.max_restarts = 1" in reason

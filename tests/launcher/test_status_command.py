@@ -32,6 +32,16 @@ def test_speed_time_left_and_silence_follow_from_the_rows() -> None:
     assert describe(status)[0] == "running, step 5 of 10, 10.0 s a step, about 50 s left"
 
 
+def test_engines_and_verifiers_are_counted_and_missing_ones_named() -> None:
+    row = {
+        "source": "queue", "step": 5, "peers/generators": 1, "peers/generators_wanted": 2,
+        "peers/verifiers": 1, "peers/verifiers_wanted": 1, "peers/missing": "generator-1",
+    }  # fmt: skip
+    status = of_rows([row | {"time": 7.0}], CONFIG, state="running", now=11.0)
+    assert "engines 1 of 2, verifiers 1 of 1 (missing: generator-1)" in describe(status)
+    assert of_rows([row | {"time": 7.0}], CONFIG, state="stopped", now=11.0).peers == ""
+
+
 def test_a_running_evaluation_is_told_with_how_far_it_is() -> None:
     row = {
         "source": "queue", "step": 5, "activity/seconds": 5.0, "eval/running": "step_5",

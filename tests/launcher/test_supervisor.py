@@ -72,7 +72,7 @@ try:
     sys.exit(run_main('launcher', main))
 except RoleDied as death:
     print(death)
-    sys.exit(death.launcher_exit_code)
+    sys.exit(1)
 """
 
 
@@ -123,14 +123,17 @@ def test_stubborn_child_and_grandchild_are_gone_within_ten_seconds(tmp_path: Pat
     assert alive_after(processes, 0.2) == []
 
 
-def test_second_interrupt_during_the_stop_leaves_nothing(tmp_path: Path) -> None:
+def test_second_interrupt_during_the_stop_ends_all_at_once(tmp_path: Path) -> None:
     launcher = start_launcher(tmp_path, {"stubborn": STUBBORN})
     wait_until_ready(tmp_path)
     processes = started_processes(tmp_path)
     launcher.send_signal(signal.SIGINT)
     time.sleep(1.0)
+    asked = time.monotonic()
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(15) == 128 + signal.SIGINT
+    # The first one alone gives a process that ignores it 6 s.
+    assert time.monotonic() - asked < 3.0
     assert alive_after(processes, 0.2) == []
 
 
@@ -144,10 +147,8 @@ def test_children_that_obey_end_at_once(tmp_path: Path) -> None:
     assert alive_after(processes, 0.2) == []
 
 
-@pytest.mark.parametrize(("code", "expected"), [(2, 2), (3, 1)])
-def test_death_of_one_role_ends_the_others_and_shows_its_log(
-    tmp_path: Path, code: int, expected: int
-) -> None:
+@pytest.mark.parametrize("code", [2, 3])
+def test_death_of_one_role_ends_the_others_and_shows_its_log(tmp_path: Path, code: int) -> None:
     dying = SLEEPER.replace(
         "time.sleep(300)", f"time.sleep(1); print('the disk is full'); sys.exit({code})"
     )
@@ -155,7 +156,7 @@ def test_death_of_one_role_ends_the_others_and_shows_its_log(
     wait_until_ready(tmp_path)
     processes = started_processes(tmp_path)
     output, _ = launcher.communicate(timeout=20)
-    assert launcher.returncode == expected
+    assert launcher.returncode == 1
     assert f"dying ended with exit code {code}" in output
     assert "the disk is full" in output
     assert alive_after(processes, 0.2) == []
@@ -231,7 +232,7 @@ with Supervisor(folder / 'logs') as supervisor:
             supervisor.check()
         except RoleDied as death:
             print(death)
-            sys.exit(death.launcher_exit_code)
+            sys.exit(1)
         time.sleep(0.1)
 """
 
@@ -245,7 +246,7 @@ def test_exit_code_and_words_of_a_failed_rank_come_through_torchrun(tmp_path: Pa
         timeout=55,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     assert "trainer ended with exit code 2" in done.stdout
     assert "rank 1: parallel.tensor does not fit" in done.stdout
     assert "ChildFailedError" not in done.stdout

@@ -106,17 +106,22 @@ class GeneratorLink:
             log.warning("%s: its engine is not ready, and keeps the memory that it has", peer)
         self._starting.clear()
 
-    def await_peers(self, number: int, limit_s: float) -> None:
-        """Wait until so many generators have said Hello. Raises DeadlineExceeded."""
+    def await_peers(self, number: int, limit_s: float, *, least: int | None = None) -> None:
+        """Wait until so many generators have said Hello, or limit_s has passed.
+
+        least: how many must have by then; None: all. Raises DeadlineExceeded.
+        """
         ends_at = time.monotonic() + limit_s
-        while len(self.peers) < number:
-            left_s = ends_at - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineExceeded(
-                    f"{len(self.peers)} of {number} generators said hello in {limit_s:.0f} s "
-                    "(weights.join_timeout_s): see logs/generator-*.log"
-                )
+        while len(self.peers) < number and (left_s := ends_at - time.monotonic()) > 0:
             self.listen(left_s)
+        if (found := len(self.peers)) < number:
+            text = (
+                f"{found} of {number} generators said hello in {limit_s:.0f} s "
+                "(weights.join_timeout_s): see logs/generator-*.log"
+            )
+            if found < (number if least is None else least):
+                raise DeadlineExceeded(text)
+            log.warning("training begins without the others: %s", text)
 
     def begin(self, peer: str, session: int) -> None:
         """Serve a generator anew: what it answered to earlier requests no longer counts.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from megatron_rl.config.generator import MOST_PASSED_BY
 from megatron_rl.protocol.types import Hello
 
 
@@ -12,6 +13,42 @@ class Member(msgspec.Struct, frozen=True):
 
     name: str
     hello: Hello
+
+
+class Backoff:
+    """Which generators the next publishes pass by, as they failed several in a row. Pure.
+
+    A publish waits for a generator that does not answer until its deadline. All others would wait
+    at each publish, where one fails each time.
+    """
+
+    def __init__(self) -> None:
+        self._publishes = 0
+        self._failures: dict[tuple[str, int], int] = {}
+        """Of each life of a generator, since it was served last."""
+        self._due_at: dict[tuple[str, int], int] = {}
+        """Number of the publish that includes it again."""
+
+    def begin_publish(self) -> None:
+        """Another version is published."""
+        self._publishes += 1
+
+    def note_failed(self, name: str, session: int) -> int:
+        """How many publishes pass it by: none after its first failure, then 2, 4, at most 8."""
+        life = name, session
+        self._failures[life] = failures = self._failures.get(life, 0) + 1
+        passed_by = min(MOST_PASSED_BY, 2 ** (failures - 1)) if failures > 1 else 0
+        self._due_at[life] = self._publishes + passed_by + bool(passed_by)
+        return passed_by
+
+    def note_served(self, name: str, session: int) -> None:
+        """It took a version."""
+        self._failures.pop((name, session), None)
+        self._due_at.pop((name, session), None)
+
+    def is_due(self, name: str, session: int) -> bool:
+        """Whether it takes part now. A restarted one does: its session is another one."""
+        return self._publishes >= self._due_at.get((name, session), 0)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from megatron_rl.protocol.types import Hello
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.weights.publish.control import Control
 from megatron_rl.weights.publish.link import GeneratorLink
-from megatron_rl.weights.publish.members import Member, Outcome
+from megatron_rl.weights.publish.members import Backoff, Member, Outcome
 from megatron_rl.weights.publish.turns import MemoryTurns
 
 log = logging.getLogger(__name__)
@@ -71,11 +71,13 @@ class WeightPublisher(Closing):
         *,
         replicas: int,
         join_timeout_s: float,
+        min_replicas: int | None = None,
         overlapping: OverlappingMethod | None = None,
         turns: MemoryTurns | None = None,
     ) -> None:
         """link: on rank 0 only. replicas: generators that are waited for at the beginning.
 
+        min_replicas: of them, those without which training does not begin; None: all.
         overlapping: the method, if publishes may overlap with training. turns: if engines give
         their memory back meanwhile, which excludes the former.
         """
@@ -91,6 +93,8 @@ class WeightPublisher(Closing):
         """By the trainer, since the metrics of the last publish."""
         self._method, self._control, self._link = method, control, link
         self._replicas, self._join_timeout_s = replicas, join_timeout_s
+        self._min_replicas = min_replicas or replicas
+        self._backoff = Backoff()
         self._sessions: dict[str, int] = {}
         self._held: dict[str, int] = {}
         """Version that each generator of the last publish holds."""
@@ -107,14 +111,15 @@ class WeightPublisher(Closing):
         return list(self._link.peers.values()) if self._link is not None else []
 
     def await_generators(self) -> None:
-        """Wait until all generators have said hello. Raises DeadlineExceeded. Every rank calls it.
+        """Wait until all generators have said hello, at most weights.join_timeout_s.
 
+        Every rank calls it. Raises DeadlineExceeded with fewer than min_replicas by then.
         With `turns` they start their engines only now.
         """
         if self._turns is not None:
             self._turns.begin_engines_turn()
         if self._link is not None:
-            self._link.await_peers(self._replicas, self._join_timeout_s)
+            self._link.await_peers(self._replicas, self._join_timeout_s, least=self._min_replicas)
 
     def publish(self, version: int) -> None:
         """Bring all generators to `version`. Every rank calls it.
@@ -124,6 +129,7 @@ class WeightPublisher(Closing):
         self.join()
         started = time.monotonic()
         self._version = version
+        self._backoff.begin_publish()
         self._held.clear()
         if self._turns is not None:
             self._turns.begin_engines_turn()
@@ -167,6 +173,7 @@ class WeightPublisher(Closing):
         self._note()
         started = time.monotonic()
         self._version = version
+        self._backoff.begin_publish()
         served = {name: self._sessions[name] for name in self._held}
         self._held.clear()
         self._flight, self._then = self._members(late_only=False), then
@@ -244,6 +251,9 @@ class WeightPublisher(Closing):
             # Late are those that came back since the last publish, or came for the first time.
             if late_only:
                 members = [member for member in members if not self._is_current(member)]
+            due = [m for m in members if self._backoff.is_due(m.name, m.hello.session)]
+            # With nobody else, each gets its chance.
+            members = due if due or self._held else members
         members = self._control.share(members, list[Member])
         for member in members:
             # Groups hold connections to the process that died; a restarted one needs new groups.
@@ -280,6 +290,7 @@ class WeightPublisher(Closing):
             reason = found.failed.get(member.name)
             if reason is None:
                 self._held[member.name] = self._version
+                self._backoff.note_served(member.name, member.hello.session)
                 continue
             self._drop(member.name, reason)
         # Late publishes have no row of metrics of their own: they count in the next publish's.
@@ -296,7 +307,9 @@ class WeightPublisher(Closing):
         """Go on without a generator."""
         # Nothing of it is kept: it comes back with a new Hello, as if it were another one.
         self._dropped += 1
-        log.warning("dropped from publishing: %s", reason)
+        passed_by = self._backoff.note_failed(name, self._sessions[name])
+        again = f"; the next {passed_by} publishes pass it by" if passed_by else ""
+        log.warning("dropped from publishing: %s%s", reason, again)
         self._outcome.failed[name] = reason
         self._held.pop(name, None)
         self._method.forget(name)

@@ -3,6 +3,7 @@
 What a whole publish does to generators is in test_exchange.py.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -47,8 +48,9 @@ class Scene:
     """A publisher of one rank, and generators that say hello."""
 
     def __init__(
-        self, *, replicas: int, join_timeout_s: float = WAIT_S, takes_turns: bool = False
-    ) -> None:
+        self, *, replicas: int, join_timeout_s: float = WAIT_S, takes_turns: bool = False,
+        min_replicas: int | None = None,
+    ) -> None:  # fmt: skip
         port = free_port()
         dist.init_process_group("gloo")
         self.address = f"127.0.0.1:{port}"
@@ -61,7 +63,7 @@ class Scene:
         )
         self.publisher = WeightPublisher(
             self.method, control, self.link, replicas=replicas, join_timeout_s=join_timeout_s,
-            turns=turns if takes_turns else None,
+            turns=turns if takes_turns else None, min_replicas=min_replicas,
         )  # fmt: skip
         self._dealers: dict[str, Dealer] = {}
 
@@ -170,8 +172,58 @@ def test_a_publish_without_a_generator_ends_with_the_last_reason() -> None:
     assert 1 <= seconds < 3 and calls == [("publish", [4, "a"]), ("forget", "a")]
 
 
-def first_is_missing() -> str:
-    scene = Scene(replicas=2, join_timeout_s=0.3)
+def always_failing() -> list[tuple[str, Any]]:
+    scene = Scene(replicas=2)
+    scene.failing = {"b"}
+    for version in range(12):
+        scene.hello("a")
+        scene.hello("b")
+        scene.publisher.publish(version)
+    scene.failing = set()
+    scene.hello("b")
+    scene.publisher.publish(12)
+    scene.hello("b", session=2)
+    scene.publisher.publish(13)
+    return scene.method.calls
+
+
+def test_a_generator_that_fails_again_and_again_is_passed_by_for_longer_each_time() -> None:
+    [calls] = run_ranks(always_failing, 1)
+    served = [what[0] for kind, what in calls if kind == "publish" and "b" in what]
+    # 0 and 1 fail, then 2 publishes pass it by, then 4, then 8; a restarted one is served at once.
+    assert served == [0, 1, 4, 9, 13]
+    assert [what[0] for kind, what in calls if kind == "publish" and "a" in what] == [*range(14)]
+
+
+def alone_and_failing() -> list[int]:
+    scene = Scene(replicas=1, join_timeout_s=3.0)
+    scene.hello("a")
+    scene.failing = {"a"}
+    thread = threading.Thread(target=let_it_succeed, args=(scene,))
+    thread.start()
+    scene.publisher.publish(0)
+    thread.join()
+    return [what[0] for kind, what in scene.method.calls if kind == "publish"]
+
+
+def let_it_succeed(scene: Scene) -> None:
+    """Say Hello again after each failure; the fourth publish succeeds."""
+    dealer = Dealer(scene.address, "a")
+    for tries in range(1, 4):
+        while len([None for kind, _ in scene.method.calls if kind == "forget"]) < tries:
+            time.sleep(0.01)
+        if tries == 3:
+            scene.failing = set()
+        dealer.send(Hello(1, "scripted", "1", session=1))
+
+
+def test_the_only_generator_is_never_passed_by() -> None:
+    [versions] = run_ranks(alone_and_failing, 1)
+    assert versions == [0] * 4
+
+
+def first_is_missing(min_replicas: int | None = None) -> str:
+    scene = Scene(replicas=2, join_timeout_s=0.3, min_replicas=min_replicas)
     scene.hello("a")
     try:
         scene.publisher.await_generators()
@@ -183,3 +235,7 @@ def first_is_missing() -> str:
 def test_a_missing_generator_is_a_deadline_that_says_where_to_look() -> None:
     [error] = run_ranks(first_is_missing, 1)
     assert "1 of 2 generators said hello" in error and "logs/generator-*.log" in error
+
+
+def test_training_begins_with_as_many_generators_as_it_needs() -> None:
+    assert run_ranks(first_is_missing, 1, 1) == [""]
