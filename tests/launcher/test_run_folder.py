@@ -14,7 +14,10 @@ from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import run_folder
 from megatron_rl.launcher.hosts import evaluations_of
 from megatron_rl.launcher.ports import draw_label
+from megatron_rl.launcher.run import last_words
 from megatron_rl.launcher.run_folder import (
+    CONFIG,
+    SUMMARY,
     Beginning,
     check_run_folder,
     locked,
@@ -69,6 +72,24 @@ def test_a_line_that_a_crash_tore_does_not_swallow_the_next_row(
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert lines[0] == whole and [json.loads(line)["source"] for line in lines[1:]] == ["launch"]
     assert "torn last line" in caplog.text
+
+
+def test_last_words_say_where_the_same_command_resumes(run_dir: Path, tmp_path: Path) -> None:
+    resumes = last_words(config(run_dir))
+    assert resumes.startswith("The same command resumes the run after step 6 of ")
+    assert resumes.endswith(f"from {run_dir / CHECKPOINTS / 'step_000006'}.")
+    new = tmp_path / "new"
+    assert last_words(config(new)) == ""  # nothing was prepared
+    new.mkdir()
+    (new / CONFIG).write_text("")
+    for every, why in (
+        (0, "no checkpoints are made (checkpoint.every_steps=0)"),
+        (5, "no checkpoint is complete yet (checkpoint.every_steps=5)"),
+    ):
+        said = last_words(config(new, f"checkpoint.every_steps={every}"))
+        assert said == f"Nothing is saved: {why}. The same command begins the run anew."
+    (new / SUMMARY).write_text("{}")
+    assert last_words(config(new)) == ""
 
 
 def test_new_folder_may_begin_at_a_checkpoint_of_another(run_dir: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_our_own_fault_keeps_its_traceback_and_exits_1(tmp_path: Path) -> None:
     assert process.returncode == 1 and "Traceback" in errors and output == "closed\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_closes_resources_and_gives_its_exit_code(tmp_path: Path, number: int) -> None:
     process = start(tmp_path, "print('open', flush=True); time.sleep(30)")
     assert process.stdout.readline() == "open\n"
