@@ -188,7 +188,7 @@ class Replicas:
         """Continue without the replica; when its window allows a restart, None: never."""
         self._given_up[rule.kind].add(rule.replica)
         times = self._restarted_at[rule.replica]
-        return times[0] + rule.window_s if rule.limit else None
+        return times[0] + rule.window_s if times else None
 
     def take_back(self, rule: RestartRule) -> None:
         """The replica is started: in another phase, or again."""
