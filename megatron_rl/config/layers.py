@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.presets import PRESETS
 
 OVERRIDE = "command line"
 DEFAULT = "default"
+_DERIVED = "derived"
 _PRESET = "algorithm.preset="
-_MAGISTRAL = "magistral"
 
 
 class Layers:
@@ -75,9 +76,15 @@ class Layers:
         if key in self._origins:
             return self._origins[key]
         algorithm = self.tree.get("algorithm", {})
-        preset = algorithm.get("preset", _MAGISTRAL) if isinstance(algorithm, dict) else _MAGISTRAL
+        preset = (
+            algorithm.get("preset", DEFAULT_PRESET)
+            if isinstance(algorithm, dict)
+            else DEFAULT_PRESET
+        )
         filled = {f"algorithm.{leaf}" for leaf, _ in leaves(PRESETS[preset].values, "")}
-        return f"preset {preset}" if key in filled else DEFAULT
+        if key in filled:
+            return f"preset {preset}"
+        return _DERIVED if key in DERIVED else DEFAULT
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, Any]]:

@@ -50,7 +50,9 @@ def sft(options: SftOptions, console: Console) -> int:
     from megatron_rl.launcher.deaths import until_death
     from megatron_rl.launcher.intentions import NOTHING, run_lines, say
 
-    config = cold_start_alone(load(options.config, options.overrides, options.run_dir))
+    config = cold_start_alone(
+        load(options.config, options.overrides, options.run_dir, is_dry=options.dry_run)
+    )
     if options.dry_run:
         found = preflight.check(config)
         say([*found.notes, *run_lines(config), NOTHING], console)

@@ -65,7 +65,8 @@ def test_diff_finds_exactly_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_takes_layers_and_names(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text("[train]\nsteps = 3\n")
-    options = parse(["run", "--config", "tiny", "--config", str(mine), "run.seed=4"])
+    options = parse(["run", "--config", "tiny", "--config", str(mine), "run.seed=4",
+                     "model.path=m", "run.dir=r"])  # fmt: skip
     config = load(options.config, options.overrides, options.run_dir)
     tiny = load_config(shipped()["tiny"])
     assert (config.train.steps, config.run.seed) == (3, 4)
