@@ -124,7 +124,7 @@ def test_recorded_choices_are_taken_again_under_other_weights(folder: Path) -> N
 def totals(cfg: Config, replays: bool) -> tuple[float, float]:
     """Loss and norm of the gradient of the same minibatch."""
     with open_policy(cfg) as policy:
-        train = TrainConfig(router_replay=replays)
+        train = TrainConfig(router_replay=replays, max_mismatch=0)
         trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1, train=train)
         sequences = make_sequences()
         dealt = deal(
