@@ -27,6 +27,10 @@ def _count(tree: _Tree, name: str) -> int:
     return found if isinstance(found, int) else 1
 
 
+def _samples(tree: _Tree) -> int:
+    return 1 if _section(tree, "eval").get("temperature") == 0 else 4
+
+
 def _correction(tree: _Tree) -> str:
     """truncated where ratios compare with the trainer's own logprobs, so that nothing else would.
 
@@ -53,6 +57,7 @@ DERIVED: dict[str, Callable[[_Tree], Any]] = {
     "parallel.distributed_optimizer": _shares_data,
     "parallel.overlap_gradients": _shares_data,
     "algorithm.correction.name": _correction,
+    "eval.samples": _samples,
 }
 """By key: its value in a tree that does not give it."""
 

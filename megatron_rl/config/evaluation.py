@@ -40,8 +40,8 @@ class EvalConfig(Section):
     prompts: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Number of held-out prompts to evaluate on. auto: all, at most 256; 0: none. A hash holds out
     no prompts beyond this number; with auto and eval.sets, none at all."""
-    samples: _Samples = 4
-    """Completions a prompt."""
+    samples: _Samples = 1
+    """Number of completions a prompt. auto: 4; 1 with temperature 0, which repeats itself."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy, which makes reasoning models repeat themselves."""
     top_p: float = Field(default=1.0, gt=0, le=1)

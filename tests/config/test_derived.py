@@ -75,6 +75,8 @@ def test_supervised_steps_have_their_own_rate_and_the_rest_of_the_defaults() -> 
     assert (config.sft.optimizer.lr, config.optimizer.lr) == (1e-5, 1e-6)
     assert (config.checkpoint.every_steps, config.train.max_mismatch) == (20, 0.5)
     assert (config.eval.temperature, config.eval.samples) == (1.0, 4)
+    assert load_config(None, ["eval.temperature=0"]).eval.samples == 1
+    assert load_config(None, ["eval.temperature=0", "eval.samples=3"]).eval.samples == 3
 
 
 @pytest.mark.parametrize(
@@ -135,4 +137,5 @@ def test_derived_values_are_shown_as_such() -> None:
     layers = read_layers(None, ["parallel.tensor=2", "parallel.overlap_gradients=false"])
     assert layers.origin_of("parallel.sequence") == "derived"
     assert layers.origin_of("parallel.overlap_gradients") == "command line"
-    assert load_config(None) == Config()
+    found = load_config(None)
+    assert found == Config().model_copy(update={"eval": found.eval})

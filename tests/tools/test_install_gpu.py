@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.stub_project import GPU_PINS, Project, write_program, write_wheel
+from tests.tools.stub_project import GPU_PINS, ROOT, Project, write_program, write_wheel
 
 NVCC = 'echo "Cuda compilation tools, release {release}, V{release}.88"'
 
