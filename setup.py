@@ -75,7 +75,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
     # No `install_requires`: CPU and GPU need different builds of the same components. The extra
     # `cpu` lacks SGLang, which only tools/install.sh can add: see requirements/cpu-nodeps.txt.
     extras_require={name: read_pins(name) for name in ("cpu", "gpu", "dev")},

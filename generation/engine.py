@@ -55,6 +55,8 @@ class EngineSetup:
     version: int
     """Policy version of the folder's own weights; -1 when they are to be replaced first."""
     log_path: Path
+    takes_all_memory: bool = False
+    """Whether on a GPU the KV cache holds what its memory has room for, not kv_tokens."""
     expert_parallel: int = 1
     """Among how many of its ranks whole experts are divided."""
     nodes: int = 1
@@ -194,7 +196,8 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         tensor_parallel=generator.tensor_parallel,
         expert_parallel=generator.expert_parallel,
         max_running=generator.max_running,
-        kv_tokens=generator.kv_tokens,
+        kv_tokens=generator.bounded_kv_tokens,
+        takes_all_memory=generator.takes_all_memory,
         context_tokens=generator.context_tokens,
         nice=generator.nice,
         start_timeout_s=generator.start_timeout_s,

@@ -37,7 +37,6 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         "--ep-size": setup.expert_parallel,
         "--context-length": setup.context_tokens,
         "--max-running-requests": setup.max_running,
-        "--max-total-tokens": setup.kv_tokens,
         "--random-seed": setup.seed,
         "--log-level": "warning",
         # Its watchdog takes a pause for a hang; `health.py` notices those.
@@ -45,6 +44,9 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
         # Each completion is one event at its end (and one at its first token).
         "--stream-interval": NEVER_STREAM_TOKENS if _reports_spans() else 1,
     }
+    if sglang_cpu.is_needed() or not setup.takes_all_memory:
+        # Without it the cache is what SGLang's --mem-fraction-static leaves of a GPU.
+        values["--max-total-tokens"] = setup.kv_tokens
     if setup.nodes > 1:
         values |= {
             "--nnodes": setup.nodes,

@@ -17,6 +17,13 @@ from megatron_rl.trainer.model.build import build_model, packed
 from megatron_rl.weights.folders.load import load_weights
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
 
+PLAIN = [
+    "parallel.sequence=false",
+    "parallel.distributed_optimizer=false",
+    "parallel.overlap_gradients=false",
+    "train.max_mismatch=0",
+]
+"""What derived defaults would add to a split that a test names, and to made-up logprobs."""
 VOCAB = 250
 SIZES = {
     "vocab_size": VOCAB,

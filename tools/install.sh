@@ -5,13 +5,18 @@
 # Without a mode: that of the .venv there is, or cpu.
 # Safe to repeat: when nothing changed it only prints the versions. A run that was interrupted is
 # started over. Parallel runs wait for each other. Environment:
-#   MEGATRON_RL_PYTHON       interpreter to use (default: the first that will do: Python >= 3.11;
-#                            with gpu 3.11 or 3.12)
+#   MEGATRON_RL_PYTHON       interpreter to use (default: the first that will do: Python 3.11 to
+#                            3.13; with gpu 3.11 or 3.12)
 #   MEGATRON_RL_WHEELS       folder that holds every package (tools/fetch_wheels.sh): no index is asked
 #   MEGATRON_RL_APT=0        never call apt-get; list what is missing instead
 #   MEGATRON_RL_LOCK_WAIT_S  seconds to wait for another installation (default 1800)
 set -euo pipefail
 
+# Before anything that bash 3.2 of macOS does not know.
+if [ "$(uname -sm)" != "Linux x86_64" ]; then
+    echo "[install] error: this host is $(uname -sm): only Linux on x86-64 will do, a container or a virtual machine too" >&2
+    exit 1
+fi
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
 MODE_FILE=$VENV/.mode # of .venv, also of one that is half made
@@ -27,8 +32,8 @@ BROKEN=$VENV/.installing  # present while packages are being changed
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 # Of .venv when it is ready: cpu 2.6 GiB, gpu 10.1 GiB; and what is unpacked meanwhile.
 declare -A NEEDED_GIB=([cpu]=5 [gpu]=14)
-# The first that is refused: the packages for GPUs have no wheels for it.
-declare -A PYTHON_BELOW=([cpu]=4 [gpu]=3.13)
+# The first that is refused: some packages have no wheels for it.
+declare -A PYTHON_BELOW=([cpu]=3.14 [gpu]=3.13)
 BUILT_HERE=transformer-engine-torch # compiled on the host, against the torch that is there
 TOOLKIT=
 UV_PIN=uv==0.13.9 # installs the components in a third of pip's time
@@ -54,7 +59,7 @@ fail() {
 
 find_python() {
     local candidate
-    for candidate in ${MEGATRON_RL_PYTHON:-python3.11 python3 python3.12 python3.13 python3.14}; do
+    for candidate in ${MEGATRON_RL_PYTHON:-python3.11 python3 python3.12 python3.13}; do
         # Running it matters: a version manager's stub may exist without the version behind it.
         if "$candidate" -c 'import sys
 below = tuple(map(int, sys.argv[1].split(".")))
@@ -101,7 +106,7 @@ ensure_system() {
 }
 
 known_pythons() {
-    if [ "$MODE" = gpu ]; then echo "3.11 or 3.12"; else echo ">= 3.11"; fi
+    if [ "$MODE" = gpu ]; then echo "3.11 or 3.12"; else echo "3.11 to 3.13"; fi
 }
 
 # Refuses a host whose Python is another one: Debian's package would not change that.

@@ -88,7 +88,9 @@ class CorrectionConfig(Part):
     """
 
     name: str = "none"
-    """Entry of CORRECTIONS (none, truncated, masked), or package.module:function."""
+    """Entry of CORRECTIONS (none, truncated, masked), or package.module:function. auto: that of the
+    preset; without one, truncated where surrogate.old_logprobs="recompute" and queue.max_staleness
+    is above 0, else none."""
     level: Literal["token", "sequence"] = "token"
     """Whose ratio: each token's, or the geometric mean over its sequence."""
     low: NonNegativeFloat = 0.5

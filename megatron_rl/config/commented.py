@@ -8,13 +8,16 @@ from typing import Any
 
 import tomli_w
 
+from megatron_rl.config.derived import DERIVED
+from megatron_rl.config.files import REQUIRED
 from megatron_rl.config.reference import ITEM, Entry, Table, tables
 
 _WIDTH = 100
 _PRESET = "algorithm.preset"
 _HEAD = """\
-# Every key with its default. Keys behind "# " are not set: either they have no default, or the
-# preset of [algorithm] fills them in, or they belong to a table that is there when you write it.
+# Every key with its default. Keys behind "# " are not set: they have no default, or follow from
+# other keys ("auto"), or the preset of [algorithm] fills them in, or they belong to a table that is
+# there when you write it.
 """
 _PAGE = """\
 # Configuration
@@ -43,7 +46,8 @@ def _table(table: Table) -> str:
     lines = [*_comment(table.meaning), _mark(_heading(table.key), is_set=table.is_given)]
     for entry in table.entries:
         lines += _comment(explain(entry))
-        is_set = table.is_given and entry.default is not None and not _is_of_preset(entry.key)
+        is_open = entry.default is None or entry.key in DERIVED or entry.key in REQUIRED
+        is_set = table.is_given and not is_open and not _is_of_preset(entry.key)
         name = entry.key.rpartition(".")[2]
         lines.append(_mark(f"{name} = {value_text(entry.default, entry)}", is_set=is_set))
     return "\n".join(lines) + "\n"

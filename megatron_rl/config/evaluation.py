@@ -41,9 +41,9 @@ class EvalConfig(Section):
     """Number of held-out prompts to evaluate on. auto: all, at most 256; 0: none. A hash holds out
     no prompts beyond this number; with auto and eval.sets, none at all."""
     samples: _Samples = 1
-    """Completions a prompt."""
-    temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy."""
+    """Number of completions a prompt. auto: 4; 1 with temperature 0, which repeats itself."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy, which makes reasoning models repeat themselves."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus."""
     max_new_tokens: PositiveInt | None = None

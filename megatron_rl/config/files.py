@@ -10,11 +10,28 @@ from pathlib import Path
 import pydantic
 import tomli_w
 
+from megatron_rl.config.derived import fill_in
 from megatron_rl.config.errors import ConfigError
-from megatron_rl.config.layers import Layers, parse_value
+from megatron_rl.config.layers import DEFAULT, Layers, parse_value
 from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.staging import check_stages
 from megatron_rl.config.tree import Config
+
+REQUIRED = {
+    "model.path": "a model folder, such as model.path=/models/Qwen2.5-1.5B-Instruct",
+    "run.dir": "a new folder for what the run leaves, such as run.dir=runs/first",
+}
+"""Keys without a default that fits anybody: what to give."""
+
+
+def require(layers: Layers, keys: Sequence[str]) -> None:
+    """Raise ConfigError where keys of REQUIRED are not given."""
+    missing = [key for key in keys if layers.origin_of(key) == DEFAULT]
+    if missing:
+        raise ConfigError(
+            "; ".join(f"{key} is not given: give {REQUIRED[key]}" for key in missing)
+            + ". A file sets it too ([model] path, [run] dir)"
+        )
 
 
 def load_config(
@@ -43,7 +60,7 @@ def read_layers(
 def resolve(layers: Layers) -> Config:
     """The checked configuration. Raises ConfigError."""
     try:
-        config = Config.model_validate(layers.tree)
+        config = Config.model_validate(fill_in(layers.tree))
         check_stages(config)
     except pydantic.ValidationError as error:
         raise ConfigError(_explain(error)) from error

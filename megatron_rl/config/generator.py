@@ -41,6 +41,9 @@ def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
         )
 
 
+_BOUNDED_KV_TOKENS = 65_536
+
+
 class GeneratorConfig(Section):
     """Engine replicas."""
 
@@ -72,8 +75,10 @@ class GeneratorConfig(Section):
     then counts to the newer ones."""
     max_running: PositiveInt = 64
     """Completions in flight in one engine."""
-    kv_tokens: PositiveInt = 65_536
-    """Tokens that the KV cache holds (all completions in flight)."""
+    kv_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Number of tokens that the KV cache of an engine holds, of all completions in flight. auto:
+    with SGLang on GPUs of its own, what its memory holds; else 65,536, or generator.context_tokens
+    where that is more."""
     context_tokens: PositiveInt = 2048
     """Longest prompt plus completion."""
     nice: int = Field(default=0, ge=0, le=19)
@@ -95,6 +100,18 @@ class GeneratorConfig(Section):
     queue.lease_timeout_s."""
     wait_for_publish: bool = True
     """Serve only after the trainer's first publish; false serves the folder's own weights."""
+
+    @property
+    def takes_all_memory(self) -> bool:
+        """Whether the cache of an engine on a GPU is as large as that leaves room for."""
+        return self.kv_tokens == "auto" and self.engine == "sglang" and not self.shares_gpus
+
+    @property
+    def bounded_kv_tokens(self) -> int:
+        """Tokens that the KV cache holds where memory does not say it."""
+        if self.kv_tokens == "auto":
+            return max(_BOUNDED_KV_TOKENS, self.context_tokens)
+        return self.kv_tokens
 
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.derived import DEFAULT_PRESET, DERIVED
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.paths import with_absolute_paths
 from megatron_rl.config.presets import PRESETS
 
 OVERRIDE = "command line"
 DEFAULT = "default"
+_DERIVED = "derived"
 _PRESET = "algorithm.preset="
-_MAGISTRAL = "magistral"
 _TABLES = ("prompts", "stages", "eval.sets")
 """Lists of tables, to which an override may append."""
 
@@ -57,7 +58,7 @@ class Layers:
     def _forget_other_preset(self, asked: object) -> None:
         """A file that states the whole of one preset would leave nothing of the one asked for."""
         section = self.tree.get("algorithm")
-        if isinstance(section, dict) and section.get("preset", _MAGISTRAL) != asked:
+        if isinstance(section, dict) and section.get("preset", DEFAULT_PRESET) != asked:
             self.tree["algorithm"] = {}
             self._forget("algorithm")
 
@@ -79,9 +80,15 @@ class Layers:
         if key in self._origins:
             return self._origins[key]
         algorithm = self.tree.get("algorithm", {})
-        preset = algorithm.get("preset", _MAGISTRAL) if isinstance(algorithm, dict) else _MAGISTRAL
+        preset = (
+            algorithm.get("preset", DEFAULT_PRESET)
+            if isinstance(algorithm, dict)
+            else DEFAULT_PRESET
+        )
         filled = {f"algorithm.{leaf}" for leaf, _ in leaves(PRESETS[preset].values, "")}
-        return f"preset {preset}" if key in filled else DEFAULT
+        if key in filled:
+            return f"preset {preset}"
+        return _DERIVED if key in DERIVED else DEFAULT
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, Any]]:

@@ -36,11 +36,14 @@ class ParallelConfig(Section):
     """How tokens travel to their experts and back. deepep: by the kernels of the package of that
     name (CUDA), which want the router's scores in float32."""
     sequence: bool = False
-    """Megatron sequence parallelism inside the tensor-parallel group; experts need it there."""
+    """Megatron sequence parallelism inside the tensor-parallel group; experts need it there. auto:
+    true with tensor above 1."""
     distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel and context ranks."""
+    """Shard optimizer state over the data-parallel and context ranks. auto: true with data above
+    1."""
     overlap_gradients: bool = False
-    """Reduce gradients while the backward pass of the last microbatch goes on."""
+    """Reduce gradients while the backward pass of the last microbatch runs. auto: true with data
+    above 1."""
     overlap_parameters: bool = False
     """Gather updated parameters while the next forward pass goes on; needs
     distributed_optimizer and overlap_gradients."""

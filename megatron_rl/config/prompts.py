@@ -4,7 +4,7 @@ Imported by every process, as part of the configuration tree.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat
 
@@ -150,6 +150,10 @@ class Demonstrations(Section):
     none: Demonstration | None = None
 
 
+_FOLLOWS_FROM = 500_000_000
+"""Parameters from which a model is not shown an exchange."""
+
+
 class RenderConfig(Section):
     """How messages become token ids."""
 
@@ -158,9 +162,10 @@ class RenderConfig(Section):
     Not given: the text of render.system_prompts for the gate of the prompt's task."""
     system_prompts: SystemPrompts = SystemPrompts()
     """By gate."""
-    demonstrate: bool = True
+    demonstrate: bool | Literal["auto"] = "auto"
     """Show the exchange of render.demonstrations between such a system prompt and the prompt; a
-    system_prompt of your own comes without."""
+    system_prompt of your own comes without. auto: to models of fewer than 500 million parameters,
+    which copy a form and hardly follow a description of it."""
     demonstrations: Demonstrations = Demonstrations()
     """By gate."""
     form_known: bool = False
@@ -168,6 +173,12 @@ class RenderConfig(Section):
     `megatron-rl run --dry-run` then takes the form for given. Nothing else reads it."""
     chat_template: str = ""
     """Jinja chat template that replaces the tokenizer's own; empty keeps that."""
+
+    def for_model(self, parameters: int) -> Self:
+        """The same with `demonstrate` decided, for a model of so many parameters."""
+        if self.demonstrate != "auto":
+            return self
+        return self.model_copy(update={"demonstrate": parameters < _FOLLOWS_FROM})
 
     def system_prompt_of(self, gate: str) -> str:
         """What is put before a prompt whose task has this gate; empty for nothing."""
@@ -178,6 +189,7 @@ class RenderConfig(Section):
 
     def demonstration_of(self, gate: str) -> Demonstration | None:
         """The exchange that is shown before a prompt whose task has this gate."""
+        assert self.demonstrate != "auto", "for_model decides"
         if self.system_prompt is not None or not self.demonstrate:
             return None
         exchange: Demonstration | None = getattr(self.demonstrations, gate)

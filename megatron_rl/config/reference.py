@@ -15,6 +15,8 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megatron_rl.config.derived import AUTO, DERIVED
+from megatron_rl.config.files import REQUIRED
 from megatron_rl.config.section import Section
 from megatron_rl.config.tree import Config
 
@@ -123,11 +125,14 @@ def _entry(key: str, field: FieldInfo, value: Section | None) -> Entry:
     # A path as the field states it: in the section it is absolute.
     if value is not None and not isinstance(default, Path):
         default = value.model_dump(mode="json")[name]
+    kind = _kind(field.annotation, field.metadata)
+    if key in DERIVED:
+        kind, default = f'{kind} | "{AUTO}"', AUTO
     return Entry(
         key,
-        _kind(field.annotation, field.metadata),
+        kind,
         str(default) if isinstance(default, Path) else default,
-        field.is_required(),
+        field.is_required() or key in REQUIRED,
         _text(field.description),
     )
 

@@ -172,8 +172,9 @@ def longest_program_s(compile_s: float, tests_s: float, factor: float = WALL_FAC
 class LaneConfig(Section):
     """Processes for one kind of grading; slow kinds never hold up quick ones."""
 
-    workers: PositiveInt = 1
-    """Processes."""
+    workers: PositiveInt | Literal["auto"] = "auto"
+    """Number of processes. auto: half of the host's cores for code; a quarter, at most 8, for the
+    others."""
     timeout_s: PositiveFloat = 3.0
     """Limit of one step of grading: CPU time; for code and custom rewards, which wait for other
     processes, elapsed time less that for which the host kept them from a core."""
@@ -188,6 +189,13 @@ class LaneConfig(Section):
     """Address space of one process; for code that of a compiler, tests have their own limit."""
     max_pending: PositiveInt = 1024
     """Requests accepted at once; one counts in every lane that a step of its task needs."""
+
+    def with_workers(self, lane: str, cores: int) -> Self:
+        """The same with a number of processes, on a host with so many cores for the verifier."""
+        if self.workers != "auto":
+            return self
+        share = cores // 2 if lane == CODE else min(8, cores // 4)
+        return self.model_copy(update={"workers": max(1, share)})
 
 
 class VerifierConfig(Section):

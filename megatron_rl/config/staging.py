@@ -99,7 +99,7 @@ def _source_of(config: Config, key: str, number: int) -> int:
 
 def _check_engine(stage: Config, name: str) -> None:
     """Engines are started once: what they are started with must do for every stage."""
-    limit, held = stage.sampling.max_new_tokens, stage.generator.kv_tokens
+    limit, held = stage.sampling.max_new_tokens, stage.generator.bounded_kv_tokens
     if limit >= held:
         raise ValueError(
             f"{name}: generator.kv_tokens={held} does not hold one completion of "

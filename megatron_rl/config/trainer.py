@@ -162,6 +162,13 @@ class OptimizerConfig(Section):
     """A gradient above this norm, before clipping, has exploded: the step is skipped; 0: never."""
 
 
+class SftOptimizerConfig(OptimizerConfig):
+    """AdamW with float32 masters, for supervised steps."""
+
+    lr: float = Field(default=1e-5, ge=0)
+    """Peak learning rate; supervised steps take ten times that of reinforcement learning."""
+
+
 class TrainConfig(Section):
     """Steps and batch shape of reinforcement learning."""
 
@@ -204,7 +211,7 @@ class TrainConfig(Section):
     """First and last step, from 1, that torch's profiler records; without it none. One rank of each
     pipeline stage writes RUN/profile/stage_N.json, which opens in Perfetto. Two steps are enough:
     recording slows them."""
-    max_mismatch: float = Field(default=0.0, ge=0)
+    max_mismatch: float = Field(default=0.5, ge=0)
     """The run stops where |trainer - generator logprob| of tokens sampled under the current version
     is above this on average, in nats; 0: never."""
     max_skipped_updates: PositiveInt = 5
@@ -238,7 +245,7 @@ class SftConfig(Section):
     """Optimizer steps."""
     batch_size: PositiveInt = 32
     """Traces a step."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: SftOptimizerConfig = SftOptimizerConfig()
     """Learning rate and schedule of the cold start."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
     """Save the cold start after every so many steps, to go on from there; 0: never. So many are
@@ -273,8 +280,9 @@ class SftConfig(Section):
 class CheckpointConfig(Section):
     """Saving the trainer and the queue together, and going on from there."""
 
-    every_steps: int = Field(default=0, ge=0)
-    """Save after every so many batches, and after the last one; 0: never."""
+    every_steps: int = Field(default=20, ge=0)
+    """Number of steps from one checkpoint to the next; the last step has one too. 0: none, so a run
+    that ends early has to begin again."""
     keep_last: PositiveInt = 2
     """Newest checkpoints to keep."""
     keep_every: int = Field(default=0, ge=0)

@@ -41,6 +41,7 @@ from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.scorer_checks import check_scorer
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.metrics_out.exporter import check_installed
+from megatron_rl.protocol.render import count_parameters
 from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
 from megatron_rl.rollout_queue.evaluation import (
     completion_limits,
@@ -369,11 +370,12 @@ def _describe_dropped(dropped: list[DroppedPrompt]) -> list[str]:
 def _describe_system_prompts(config: Config, tasks: list[str]) -> list[str]:
     """One line for each system prompt and its demonstration, with the tasks that get it."""
     tasks_of: dict[str, list[str]] = {}
+    render = config.render.for_model(count_parameters(config.model.path))
     for task in tasks:
         gate = config.reward.gates[task]
         text = config.render.system_prompt_of(gate)
         shown = json.dumps(text, ensure_ascii=False) if text else "none"
-        if exchange := config.render.demonstration_of(gate):
+        if exchange := render.demonstration_of(gate):
             shown += f"; shown before each prompt: {json.dumps(exchange.reply, ensure_ascii=False)}"
         tasks_of.setdefault(shown, []).append(task)
     return [f"system prompt ({', '.join(names)}): {shown}" for shown, names in tasks_of.items()]

@@ -56,18 +56,26 @@ def run(options: RunOptions, console: Console) -> int:
     from megatron_rl.launcher.deaths import until_death
     from megatron_rl.launcher.dry_run import dry_run
 
-    config = load(options.config, options.overrides, options.run_dir)
+    config = load(options.config, options.overrides, options.run_dir, is_dry=options.dry_run)
     if options.dry_run:
         return dry_run(config, console)
     return until_death(lambda: launch.run(config, console), lambda: launch.last_words(config))
 
 
-def load(config: list[str], overrides: list[str], run_dir: Path | None) -> "Config":
-    """The configuration that a command line asks for. Raises ConfigError."""
-    from megatron_rl.config.files import load_config, override
+def load(
+    config: list[str], overrides: list[str], run_dir: Path | None, *, is_dry: bool = False
+) -> "Config":
+    """The configuration that a command line asks for. Raises ConfigError.
+
+    is_dry: nothing is written, so run.dir need not be given.
+    """
+    from megatron_rl.config.files import override, read_layers, require, resolve
     from megatron_rl.config.shipped import config_path
 
     given = list(overrides)
     if run_dir is not None:
         given.append(override("run.dir", str(run_dir)))
-    return load_config([config_path(text) for text in config], given)
+    layers = read_layers([config_path(text) for text in config], given)
+    found = resolve(layers)
+    require(layers, ["model.path"] if is_dry else ["model.path", "run.dir"])
+    return found

@@ -51,7 +51,9 @@ def sft(options: SftOptions, console: Console) -> int:
     from megatron_rl.launcher.intentions import NOTHING, run_lines, say
     from megatron_rl.launcher.prompt_record import pin_revisions
 
-    config = cold_start_alone(load(options.config, options.overrides, options.run_dir))
+    config = cold_start_alone(
+        load(options.config, options.overrides, options.run_dir, is_dry=options.dry_run)
+    )
     if options.dry_run:
         config = pin_revisions(config)
         found = preflight.check(config)

@@ -57,6 +57,7 @@ class Renderer:
             )
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
+        config = config.for_model(count_parameters(model))
         self._openings = {task: _opening(config, gate) for task, gate in gates.items()}
         self.context_tokens = context_tokens
         """Longest prompt plus completion."""
@@ -179,6 +180,20 @@ def open_renderer(config: Config) -> Renderer:
         config.generator.context_tokens,
         gates=config.reward.gates,
     )
+
+
+def count_parameters(model: Path) -> int:
+    """About how many parameters the model of a folder has, by its config.json; a guess is 0."""
+    path = model / "config.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    hidden, layers = found.get("hidden_size", 0), found.get("num_hidden_layers", 0)
+    heads = found.get("num_attention_heads", 1)
+    kv_share = found.get("num_key_value_heads", heads) / heads
+    experts = found.get("num_experts") or found.get("num_local_experts") or 1
+    ffn = experts * (found.get("moe_intermediate_size") or found.get("intermediate_size", 0))
+    vocabulary = found.get("vocab_size", 0) * (1 if found.get("tie_word_embeddings") else 2)
+    layer = (2 + 2 * kv_share) * hidden + 3 * ffn
+    return round(hidden * (vocabulary + layers * layer))
 
 
 def _opening(config: RenderConfig, gate: str) -> list[dict[str, str]]:

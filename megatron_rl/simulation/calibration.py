@@ -111,7 +111,7 @@ class Calibration:
         engine = dataclasses.replace(
             fitted.engine,
             max_running=config.generator.max_running,
-            kv_tokens=config.generator.kv_tokens,
+            kv_tokens=config.generator.bounded_kv_tokens,
             forgets=config.weights.kv_cache == "recompute",
         )
         publish = dataclasses.replace(
@@ -359,7 +359,8 @@ def _batches(run: RunRecords) -> Iterator[tuple[dict[str, Any], float, float]]:
 def _verifier(run: RunRecords, use: CoreUse) -> VerifierModel:
     graded = [record.times for record in run.within() if record.times.scored is not None]
     arrivals, departures = [t.done for t in graded], [t.scored for t in graded]
-    servers = max(run.config.verifier.answers.workers, servers_seen(arrivals, departures))
+    given = run.config.verifier.answers.workers
+    servers = max(given if isinstance(given, int) else 1, servers_seen(arrivals, departures))
     seconds = sorted(service_times(arrivals, departures, servers))
     kept = tuple(seconds[:: max(1, len(seconds) // _KEPT_TIMES)]) or (0.0,)
     rounds = fit_rounds(arrivals, departures, use.trainer.speed) if servers == 1 else None

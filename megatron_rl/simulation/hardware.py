@@ -47,6 +47,8 @@ MEMORY_BYTES_PER_S = {
 }
 """NVIDIA's data sheets, SXM models."""
 DENSE_MFU, EXPERTS_MFU = 0.35, 0.2
+_NODE_WORKERS = 8
+"""Verifier processes of `workers = "auto"` on a node of 8 GPUs, which has 32 cores or more."""
 
 
 Lanes = int | Literal["copies", "all"]
@@ -107,7 +109,9 @@ def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
             "at least one must live"
         )
     gpus = config.parallel.world_size + config.generator.replicas * config.generator.tensor_parallel
-    servers = assumed.verifier_servers or config.verifier.answers.workers * -(-gpus // 8)
+    workers = config.verifier.answers.workers
+    a_node = _NODE_WORKERS if workers == "auto" else workers
+    servers = assumed.verifier_servers or a_node * -(-gpus // 8)
     return ClusterModel(
         engine=engine,
         trainer=_trainer(shape, config, assumed),
@@ -151,7 +155,9 @@ def _engine(shape: ModelShape, config: Config, assumed: Assumptions) -> EngineMo
         per_kv_token_s=kv_bytes_per_token(shape, ranks, item) / rate,
         prefill_s_per_token=token_flops / (ranks * peak * assumed.prefill_share),
         max_running=generator.max_running,
-        kv_tokens=generator.kv_tokens,
+        kv_tokens=kv_tokens_of(config, assumed)
+        if generator.takes_all_memory
+        else generator.bounded_kv_tokens,
         forgets=config.weights.kv_cache == "recompute",
     )
 

@@ -77,10 +77,11 @@ class Trainer:
     ) -> None:
         """total_steps: optimizer steps of the whole phase, for the learning-rate schedule.
 
+        train: None: the defaults, and no limit of the mismatch.
         record: takes in what is found of each token. reference: that of the run's scorer; None: the
         objective's, by its weights.
         """
-        train = train or TrainConfig()
+        train = train or TrainConfig(max_mismatch=0)
         self.policy = policy
         self._objective = objective
         self._optimizer_cfg = optimizer

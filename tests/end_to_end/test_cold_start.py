@@ -49,6 +49,7 @@ deadline_s = 20
 [eval]
 prompts = {HELD_OUT}
 temperature = 1.0
+samples = 1
 [reward]
 length_margin_tokens = 2
 [reward.tasks.any_text]

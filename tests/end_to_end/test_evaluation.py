@@ -39,6 +39,7 @@ gate = "none"
 compare = "exact"
 [eval]
 temperature = 1.0
+samples = 1
 timeout_s = 120
 [[eval.sets]]
 name = "few"

@@ -43,6 +43,7 @@ context_tokens = 64
 deadline_s = 20
 [eval]
 prompts = 0
+samples = 1
 timeout_s = 30
 temperature = 1.0
 [reward]

@@ -160,6 +160,23 @@ def test_sglangs_watchdog_is_slower_than_the_longest_pause() -> None:
     assert parsed.watchdog_timeout == 9 * (3 * 100 + 300 + 600 + 1800)
 
 
+@pytest.mark.parametrize(
+    ("takes_all_memory", "has_gpu", "is_bounded"),
+    [(True, True, False), (True, False, True), (False, True, True)],
+)
+def test_the_cache_is_bounded_but_on_a_gpu_that_it_may_fill(
+    monkeypatch: pytest.MonkeyPatch, takes_all_memory: bool, has_gpu: bool, is_bounded: bool
+) -> None:
+    monkeypatch.setattr(sglang_cpu, "is_needed", lambda: not has_gpu)
+    setup = EngineSetup(
+        model=Path("/m"), dtype="bfloat16", stop_ids=(), tensor_parallel=1, max_running=8,
+        kv_tokens=1024, context_tokens=256, nice=0, start_timeout_s=1, request_timeout_s=1,
+        weights_timeout_s=1, host="127.0.0.1", port=1234, seed=5, version=-1, log_path=Path("/l"),
+        takes_all_memory=takes_all_memory,
+    )  # fmt: skip
+    assert ("--max-total-tokens=1024" in server_command(setup, LOADER)) == is_bounded
+
+
 def test_two_ranks_are_pinned_to_two_cores() -> None:
     assert sglang_cpu.server_environment(2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     path = sglang_cpu.server_environment(1)["PYTHONPATH"].split(":")

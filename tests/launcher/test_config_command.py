@@ -7,7 +7,6 @@ from rich.console import Console
 
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import shipped
-from megatron_rl.config.tree import Config
 from megatron_rl.launcher import cli
 from megatron_rl.launcher.run_command import load
 from tests.launcher.command_line.parsed import parse
@@ -24,7 +23,7 @@ def test_what_is_printed_is_a_configuration(
 ) -> None:
     code, text = call(monkeypatch)
     (tmp_path / "all.toml").write_text(text)
-    assert code == 0 and load_config(tmp_path / "all.toml") == Config()
+    assert code == 0 and load_config(tmp_path / "all.toml") == load_config(None)
 
 
 def test_explain_names_default_and_presets(
@@ -65,7 +64,8 @@ def test_diff_finds_exactly_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_run_takes_layers_and_names(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text("[train]\nsteps = 3\n")
-    options = parse(["run", "--config", "tiny", "--config", str(mine), "run.seed=4"])
+    options = parse(["run", "--config", "tiny", "--config", str(mine), "run.seed=4",
+                     "model.path=m", "run.dir=r"])  # fmt: skip
     config = load(options.config, options.overrides, options.run_dir)
     tiny = load_config(shipped()["tiny"])
     assert (config.train.steps, config.run.seed) == (3, 4)

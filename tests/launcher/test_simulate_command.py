@@ -17,6 +17,7 @@ SMALL = (
     "parallel.tensor=4", "parallel.sequence=true", "parallel.distributed_optimizer=true",
     "parallel.data=2", "generator.replicas=8", "generator.context_tokens=2048",
     "generator.kv_tokens=100000", "sampling.max_new_tokens=1024", "train.groups_per_batch=8",
+    "verifier.answers.workers=1",
     "train.group_size=8", "train.microbatch_tokens=8192", "model.recompute=full",
 )  # fmt: skip
 SHORT = ("--steps", "3", "--warm-up", "3")

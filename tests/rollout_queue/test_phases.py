@@ -43,7 +43,10 @@ def wrong_rollout(lease_id: int) -> Rollout:
 
 
 def test_workers_of_the_evaluation_before_do_not_touch_the_next_one(tmp_path: Path) -> None:
-    config = labelled(write_config(tmp_path, 0, PROMPTS, eval={"prompts": PROMPTS}), "a1.step_2")
+    config = labelled(
+        write_config(tmp_path, 0, PROMPTS, eval={"prompts": PROMPTS, "temperature": 0.0}),
+        "a1.step_2",
+    )
     (tmp_path / "config.toml").write_text(dump_toml(config))
     queue = start_queue(config, "--evaluate-only", "step_2")
     host, ports = config.ports.host, config.ports

@@ -123,7 +123,7 @@ def test_batches_come_while_a_version_is_published_but_for_those_after_an_evalua
 
 
 def test_evaluate_only_evaluates_once_and_stops(tmp_path: Path) -> None:
-    config = write_config(tmp_path, 0, 5, eval={"prompts": 5}, train=TRAIN)
+    config = write_config(tmp_path, 0, 5, eval={"prompts": 5, "temperature": 0.0}, train=TRAIN)
     queue = start_queue(config, "--evaluate-only", "control", "eval.samples=3")
     peers = ScriptedPeers(config, trains=False)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.backend.gpu_host import COMPILED_WITH, RUN_WITH
-from tests.tools.stub_project import GPU_PINS, Project, write_program, write_wheel
+from tests.tools.stub_project import GPU_PINS, ROOT, Project, write_program, write_wheel
 
 NVCC = 'echo "Cuda compilation tools, release {release}, V{release}.88"'
 
@@ -132,7 +132,7 @@ def test_too_little_disk_is_refused_before_anything_is_installed(tmp_path: Path)
 @pytest.mark.parametrize(
     ("version", "mode", "needs"),
     [("3.10.12", "gpu", "3.11 or 3.12"), ("3.14.0", "gpu", "3.11 or 3.12"),
-     ("3.10.12", "cpu", ">= 3.11")],
+     ("3.10.12", "cpu", "3.11 to 3.13"), ("3.14.0", "cpu", "3.11 to 3.13")],
 )  # fmt: skip
 def test_a_python_without_wheels_is_refused_with_the_cure(
     tmp_path: Path, version: str, mode: str, needs: str
@@ -152,6 +152,19 @@ def test_a_python_without_wheels_is_refused_with_the_cure(
     assert "uv python install 3.12" in done.stderr
     assert f"bash tools/install.sh {mode}" in done.stderr
     assert not (host.project.root / ".venv").exists()
+
+
+@pytest.mark.parametrize("host", ["Darwin arm64", "Linux aarch64"])
+def test_another_system_is_refused_in_one_line(tmp_path: Path, host: str) -> None:
+    write_program(tmp_path / "bin" / "uname", f'[ "$1" = -sm ] && echo "{host}"')
+    done = subprocess.run(
+        ["bash", str(ROOT / "tools" / "install.sh")],
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert host in done.stderr and "only Linux on x86-64" in done.stderr
 
 
 def test_a_host_without_network_installs_from_a_folder_alone(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from tests.distributed import run_ranks
-from tests.tiny_models import write_model
+from tests.tiny_models import PLAIN, write_model
 
 VOCAB = 200
 TOLERANCE = 2e-5
@@ -138,7 +138,7 @@ def check_splits(cfg: Config, examples: int) -> list[tuple[float, float]]:
 
 def load(folder: Path, *overrides: str) -> Config:
     fixed = ["optimizer.lr=0", "optimizer.clip_grad_norm=1e9", "model.dtype=float32"]
-    return load_config(None, [f"model.path={folder}", *fixed, *overrides])
+    return load_config(None, [*PLAIN, f"model.path={folder}", *fixed, *overrides])
 
 
 def assert_layouts_agree(folder: Path, layouts: list[list[str]], examples: int) -> None:

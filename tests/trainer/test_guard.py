@@ -38,7 +38,7 @@ from megatron_rl.trainer.train import train
 from megatron_rl.weights.publish.control import Control
 from tests.distributed import run_ranks
 from tests.ports import free_port
-from tests.tiny_models import write_model
+from tests.tiny_models import PLAIN, write_model
 
 VOCAB = 200
 
@@ -73,7 +73,7 @@ def make_trainer(policy: Policy, cfg: Config) -> Trainer:
 
 
 def load(folder: Path, run_dir: Path, *overrides: str) -> Config:
-    common = [f"model.path={folder}", f"run.dir={run_dir}", "model.dtype=float32"]
+    common = [*PLAIN, f"model.path={folder}", f"run.dir={run_dir}", "model.dtype=float32"]
     return load_config(None, [*common, "optimizer.warmup_steps=0", "optimizer.lr=0.01", *overrides])
 
 

@@ -15,7 +15,7 @@ from megatron_rl.trainer.step import Trainer
 from tests.distributed import run_ranks
 from tests.obvious_losses import clipped_loss
 from tests.tiny_batches import VOCAB, make_sequences, my_share
-from tests.tiny_models import write_model
+from tests.tiny_models import PLAIN, write_model
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,9 @@ def two_updates(cfg: Config) -> dict:
 
 def load(folder: Path, *overrides: str) -> Config:
     steep = ["optimizer.warmup_steps=0", "optimizer.lr=0.01", "model.dtype=float32"]
-    return load_config(None, [f"model.path={folder}", *steep, *overrides])
+    return load_config(
+        None, [*PLAIN, "algorithm.correction.name=none", f"model.path={folder}", *steep, *overrides]
+    )
 
 
 def microbatches() -> list[list[TrainSequence]]:

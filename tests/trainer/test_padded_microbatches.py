@@ -23,7 +23,7 @@ from megatron_rl.weights.folders.load import unwrap
 from megatron_rl.weights.layout.shape import read_shape
 from tests.distributed import RanksFailed, run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
-from tests.tiny_models import QWEN3_MOE, write_model
+from tests.tiny_models import PLAIN, QWEN3_MOE, write_model
 
 BUDGET = 25
 POSITIONS = 600
@@ -60,7 +60,8 @@ def config_of(folder: Path, layout: str, *more: str, is_padded: bool) -> Config:
                "sampling.max_new_tokens=500", "train.pad_microbatches=true"]  # fmt: skip
     keys = [f"parallel.{key}" for key in layout.split()]
     return load_config(
-        None, [*SETTINGS, f"model.path={folder}", *keys, *more, *(padding if is_padded else [])]
+        None,
+        [*PLAIN, *SETTINGS, f"model.path={folder}", *keys, *more, *(padding if is_padded else [])],
     )
 
 

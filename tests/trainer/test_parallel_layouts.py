@@ -14,7 +14,7 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
-from tests.tiny_models import QWEN3_MOE, write_model
+from tests.tiny_models import PLAIN, QWEN3_MOE, write_model
 
 STEPS = 3
 COMMON = [
@@ -47,7 +47,8 @@ DENSE = [
     "context=2 pipeline=2",
     f"context=2 {SHARDED} {OVERLAP}",
     f"{INTERLEAVED} {SEQUENCE}",
-    f"{SHARDED} {SEQUENCE}",
+    # What tensor=2 data=2 derives.
+    f"{SHARDED} overlap_gradients=true {SEQUENCE}",
     f"context=2 {SEQUENCE} recompute=full",
 ]
 MIXED = [
@@ -80,7 +81,7 @@ def config_of(folder: Path, layout: str) -> Config:
     """A float32 run of the model in `folder`; a layout is keys of `parallel` and recompute."""
     sections = {"recompute": "model"}
     keys = [f"{sections.get(key.split('=')[0], 'parallel')}.{key}" for key in layout.split()]
-    return load_config(None, [*COMMON, f"model.path={folder}", *keys])
+    return load_config(None, [*PLAIN, *COMMON, f"model.path={folder}", *keys])
 
 
 def curve_of(folder: Path, layout: str) -> Curve:

@@ -16,7 +16,7 @@ from megatron_rl.weights.folders.export import export_tensors
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
-from tests.tiny_models import write_model
+from tests.tiny_models import PLAIN, write_model
 
 TOLERANCE = 1e-5
 HIDDEN = 64
@@ -100,7 +100,7 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, dict[str, torch.Tens
 
 
 def load(folder: Path, *overrides: str) -> Config:
-    return load_config(None, [f"model.path={folder}", "model.dtype=float32", *overrides])
+    return load_config(None, [*PLAIN, f"model.path={folder}", "model.dtype=float32", *overrides])
 
 
 @pytest.fixture(scope="module")

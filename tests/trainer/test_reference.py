@@ -18,7 +18,7 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.teacher import Teacher
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
-from tests.tiny_models import write_model
+from tests.tiny_models import PLAIN, write_model
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def load(folder: Path, reference: str, *overrides: str) -> Config:
     given = ["algorithm.preset=agro", f"algorithm.reference.policy={reference}"]
     steep = ["optimizer.warmup_steps=0", "optimizer.lr=0.01", "model.dtype=float32"]
-    return load_config(None, [f"model.path={folder}", *given, *steep, *overrides])
+    return load_config(None, [*PLAIN, f"model.path={folder}", *given, *steep, *overrides])
 
 
 def reference_after_two_updates(cfg: Config) -> dict[str, object]:

@@ -35,7 +35,7 @@ from megatron_rl.weights.folders.export import export_tensors
 from megatron_rl.weights.publish.control import Control
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
-from tests.tiny_models import write_model
+from tests.tiny_models import PLAIN, write_model
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(300)]
 
@@ -254,7 +254,7 @@ def test_gradients_are_those_of_a_teacher_in_the_trainers_place(
     base += [f"parallel.{part}" for part in split.split()]
     found = []
     for source in ("engine", "trainer"):
-        cfg = load_config(None, [*base, f"algorithm.reference.source={source}"])
+        cfg = load_config(None, [*PLAIN, *base, f"algorithm.reference.source={source}"])
         found.append(run_ranks(gradients, cfg.parallel.world_size, cfg, 25)[0])
     by_engine, by_swap = found
     whole = torch.cat([gradient.flatten() for gradient in by_swap.values()])

@@ -27,7 +27,7 @@ from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks
 from tests.obvious_losses import clipped_loss
 from tests.tiny_batches import VOCAB, make_sequences, my_share
-from tests.tiny_models import QWEN3_MOE, write_model
+from tests.tiny_models import PLAIN, QWEN3_MOE, write_model
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_gradient_of_experts_is_equal_when_recomputed(mixture_folder: Path) -> N
 
 
 def assert_gradient_equal(folder: Path, extra: list[str], budget_tokens: int) -> None:
-    cfg = load_config(None, [f"model.path={folder}", "model.dtype=float32", *extra])
+    cfg = load_config(None, [*PLAIN, f"model.path={folder}", "model.dtype=float32", *extra])
     result = run_ranks(gradient_of, cfg.parallel.world_size, cfg, budget_tokens)[0]
     expected = reference_gradient(folder)
     assert set(result) == set(expected)
@@ -179,7 +179,7 @@ def test_step_with_experts_is_equal_for_every_split(mixture_folder: Path) -> Non
     sharded = {"data": 2, "expert": 2, "distributed_optimizer": "true"}
     for sizes in [*EXPERT_SPLITS, sharded]:
         extra = [f"parallel.{name}={size}" for name, size in sizes.items()]
-        cfg = load_config(None, [*common, *extra])
+        cfg = load_config(None, [*PLAIN, *common, *extra])
         norm, after = run_ranks(step_of, cfg.parallel.world_size, cfg)[0]
         norms.append(norm)
         weights.append(after)

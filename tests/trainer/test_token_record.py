@@ -20,7 +20,7 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.token_record import TokenRecord
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, make_sequences, my_share
-from tests.tiny_models import write_model
+from tests.tiny_models import PLAIN, write_model
 
 TEMPERATURE = 0.9
 STEP = 4
@@ -52,7 +52,7 @@ def record(cfg: Config, budget_tokens: int, run_dir: Path) -> None:
 
 
 def load(folder: Path, *overrides: str) -> Config:
-    return load_config(None, [f"model.path={folder}", "model.dtype=float32", *overrides])
+    return load_config(None, [*PLAIN, f"model.path={folder}", "model.dtype=float32", *overrides])
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ pipe and lock, it pickles, and a worker that hangs holds up what waits behind it
 """
 
 import logging
+import os
 import signal
 import time
 from collections import deque
@@ -89,7 +90,7 @@ class Lane:
         answer_within_s: float,
     ) -> None:
         self._name = name
-        self._cfg = cfg
+        self._cfg = cfg = cfg.with_workers(name, len(os.sched_getaffinity(0)))
         self._rules = rules
         self._fork_client = fork_client
         self._answer_within_s = answer_within_s

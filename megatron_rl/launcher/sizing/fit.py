@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.sizing.generator import engine_memory
+from megatron_rl.launcher.sizing.generator import cache_tokens, engine_memory
 from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES, fullest_rank, setting_of
 from megatron_rl.weights.layout.shape import ModelShape, check_parallel
 
@@ -151,7 +151,7 @@ def nearest_engine_fit(shape: ModelShape, config: Config, *, gpu_bytes: int) -> 
             memory = engine_memory(shape, changed, item_bytes=item_bytes, gpu_bytes=gpu_bytes)
         except InputError:
             continue
-        tokens = min(generator.kv_tokens, memory.kv_tokens)
+        tokens = min(cache_tokens(generator, memory), memory.kv_tokens)
         # A cache for fewer completions is near; one that does not hold a single one is no cache.
         if ranks <= HOST_GPUS and tokens >= generator.context_tokens:
             found = {"tensor_parallel": ranks, "kv_tokens": tokens}
@@ -159,5 +159,6 @@ def nearest_engine_fit(shape: ModelShape, config: Config, *, gpu_bytes: int) -> 
                 f"generator.{key}={value}"
                 for key, value in found.items()
                 if value != getattr(generator, key)
+                and not (key == "kv_tokens" and generator.takes_all_memory)
             ]
     return None

@@ -75,6 +75,11 @@ class EngineMemory:
         return max(0, self.kv_room // self.kv_per_token)
 
 
+def cache_tokens(generator: GeneratorConfig, memory: EngineMemory) -> int:
+    """Tokens that the KV cache of an engine on a GPU is asked to hold."""
+    return memory.kv_tokens if generator.takes_all_memory else generator.bounded_kv_tokens
+
+
 def engine_memory(
     shape: ModelShape, generator: GeneratorConfig, *, item_bytes: int, gpu_bytes: int
 ) -> EngineMemory:

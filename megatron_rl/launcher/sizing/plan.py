@@ -18,7 +18,7 @@ from megatron_rl.launcher.sizing.flops import (
     step_flops,
     step_seconds,
 )
-from megatron_rl.launcher.sizing.generator import EngineMemory, engine_memory
+from megatron_rl.launcher.sizing.generator import EngineMemory, cache_tokens, engine_memory
 from megatron_rl.launcher.sizing.padding import Padding, find_padding, padding_advice
 from megatron_rl.launcher.sizing.parameters import active_parameters, model_parameters
 from megatron_rl.launcher.sizing.publish import Publish, publish_cost
@@ -171,7 +171,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         engine=engine,
         shared=shared,
         context_tokens=config.generator.context_tokens,
-        kv_tokens=config.generator.kv_tokens,
+        kv_tokens=cache_tokens(config.generator, engine),
         step=step,
         publish=publish,
         problems=(
@@ -182,7 +182,9 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
             *_count_problems(config, hardware.gpus),
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
-        advice=tuple(_advice(config, hardware.gpus, step, publish)),
+        advice=tuple(
+            _advice(config, hardware.gpus, step, publish, cache_tokens(config.generator, engine))
+        ),
         stages=stages,
     )
 
@@ -276,12 +278,15 @@ def _engine_problems(
     shape: ModelShape, config: Config, engine: EngineMemory, gpu: Gpu
 ) -> list[str]:
     generator = config.generator
-    if generator.kv_tokens < generator.context_tokens:
+    wanted = generator.bounded_kv_tokens
+    if generator.takes_all_memory:
+        wanted = generator.context_tokens
+    if wanted < generator.context_tokens:
         return [
             f"generator.kv_tokens={generator.kv_tokens} does not hold one completion of "
             f"generator.context_tokens={generator.context_tokens}: raise it"
         ]
-    if engine.kv_tokens >= generator.kv_tokens:
+    if engine.kv_tokens >= wanted:
         return []
     found = nearest_engine_fit(shape, config, gpu_bytes=gpu.memory_bytes)
     remedy = f"nearest setting that fits: {' '.join(found)}" if found else "take larger GPUs"
@@ -347,7 +352,9 @@ def _of_scorer(config: Config) -> str:
     return f" and {gpus} for the scorer" if (gpus := _scorer_gpus(config)) else ""
 
 
-def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> list[str]:
+def _advice(
+    config: Config, gpus: int | None, step: Step, publish: Publish, kv_tokens: int
+) -> list[str]:
     train, generator = config.train, config.generator
     found = []
     wanted = _wanted_gpus(config)
@@ -358,8 +365,8 @@ def _advice(config: Config, gpus: int | None, step: Step, publish: Publish) -> l
             f"a sequence may have generator.context_tokens={generator.context_tokens}, more than "
             f"train.microbatch_tokens={train.microbatch_tokens}: memory is that of the former"
         )
-    if generator.max_running * step.mean_tokens > generator.kv_tokens:
-        running = generator.kv_tokens // step.mean_tokens
+    if generator.max_running * step.mean_tokens > kv_tokens:
+        running = kv_tokens // step.mean_tokens
         found.append(
             f"the KV cache holds {running} completions of {step.mean_tokens} tokens, fewer than "
             f"generator.max_running={generator.max_running}"

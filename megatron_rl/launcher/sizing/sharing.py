@@ -27,7 +27,7 @@ def shared_memory(config: Config, trainer: RankMemory, engine: EngineMemory) -> 
     """Of the fullest trainer rank and an engine rank beside it; None where they share no GPU."""
     if not config.generator.shares_gpus:
         return None
-    given_back = engine.weights + config.generator.kv_tokens * engine.kv_per_token
+    given_back = engine.weights + config.generator.bounded_kv_tokens * engine.kv_per_token
     both = trainer.total + given_back + engine.reserve
     if not config.generator.release_memory:
         return SharedMemory(both, both)

@@ -33,7 +33,7 @@ from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.publish.control import Control
 from tests.distributed import run_ranks
-from tests.tiny_models import write_model
+from tests.tiny_models import PLAIN, write_model
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(model: Path, run_dir: Path, *overrides: str) -> Config:
-    common = [f"model.path={model}", f"run.dir={run_dir}", "model.dtype=float32"]
+    common = [*PLAIN, f"model.path={model}", f"run.dir={run_dir}", "model.dtype=float32"]
     return load_config(None, [*common, "checkpoint.every_steps=2", *overrides])
 
 

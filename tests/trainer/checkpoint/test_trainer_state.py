@@ -23,7 +23,7 @@ from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.folders.load import unwrap
 from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
-from tests.tiny_models import QWEN3_MOE, load_on_rank, write_model
+from tests.tiny_models import PLAIN, QWEN3_MOE, load_on_rank, write_model
 
 SAVED_AT, STEPS = 2, 4
 TOTAL_STEPS = 10
@@ -68,7 +68,7 @@ def resumed_run(cfg: Config, folder: Path) -> list[tuple[float, float, float]]:
 
 
 def config(model: Path, *overrides: str) -> Config:
-    common = [f"model.path={model}", "model.dtype=float32", "optimizer.lr=0.01"]
+    common = [*PLAIN, f"model.path={model}", "model.dtype=float32", "optimizer.lr=0.01"]
     common += [
         "optimizer.warmup_steps=1",
         "optimizer.lr_schedule=linear",

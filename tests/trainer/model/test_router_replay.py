@@ -23,7 +23,7 @@ from megatron_rl.trainer.model.router_replay import UNKNOWN, replayed, routers_o
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.weights.layout.tensor_shards import Share
 from tests.distributed import run_ranks
-from tests.tiny_models import QWEN3_MOE, write_model
+from tests.tiny_models import PLAIN, QWEN3_MOE, write_model
 
 VOCAB, LAYERS, EXPERTS, TOPK = 200, 4, 4, 2
 TOKENS = 24
@@ -39,7 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(folder: Path, *overrides: str) -> Config:
     return load_config(
         None,
-        [f"model.path={folder}", "model.dtype=float32", "train.router_replay=true", *overrides],
+        [
+            *PLAIN,
+            f"model.path={folder}",
+            "model.dtype=float32",
+            "train.router_replay=true",
+            *overrides,
+        ],
     )
 
 
@@ -118,7 +124,7 @@ def test_recorded_choices_are_taken_again_under_other_weights(folder: Path) -> N
 def totals(cfg: Config, replays: bool) -> tuple[float, float]:
     """Loss and norm of the gradient of the same minibatch."""
     with open_policy(cfg) as policy:
-        train = TrainConfig(router_replay=replays)
+        train = TrainConfig(router_replay=replays, max_mismatch=0)
         trainer = Trainer(policy, find_objective(cfg.algorithm), cfg.optimizer, 1, train=train)
         sequences = make_sequences()
         dealt = deal(

@@ -1,0 +1,89 @@
+"""Values that follow from other keys, where nobody gives them or they are "auto".
+
+`files.py` fills them in before it checks a tree, so that every process reads plain values from the
+run's config.toml.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_rl.config.presets import PRESETS
+
+AUTO = "auto"
+DEFAULT_PRESET = "magistral"
+_Tree = Mapping[str, Any]
+
+
+def _shares_data(tree: _Tree) -> bool:
+    return _count(tree, "data") > 1
+
+
+def _shares_tensors(tree: _Tree) -> bool:
+    return _count(tree, "tensor") > 1
+
+
+def _count(tree: _Tree, name: str) -> int:
+    found = _section(tree, "parallel").get(name, 1)
+    return found if isinstance(found, int) else 1
+
+
+def _samples(tree: _Tree) -> int:
+    return 1 if _section(tree, "eval").get("temperature") == 0 else 4
+
+
+def _correction(tree: _Tree) -> str:
+    """truncated where ratios compare with the trainer's own logprobs, so that nothing else would.
+
+    With old_logprobs="generator" the surrogate's own ratio is the correction.
+    """
+    algorithm = _section(tree, "algorithm")
+    preset = PRESETS.get(algorithm.get("preset", DEFAULT_PRESET))
+    values: _Tree = preset.values if preset is not None else {}
+    if "name" in _section(values, "correction"):
+        return str(values["correction"]["name"])
+    surrogate = {**_section(values, "surrogate"), **_section(algorithm, "surrogate")}
+    is_stale = _section(tree, "queue").get("max_staleness", 1) != 0
+    is_own = surrogate.get("old_logprobs") == "recompute"
+    return "truncated" if is_own and is_stale else "none"
+
+
+def _section(tree: _Tree, name: str) -> _Tree:
+    found = tree.get(name, {})
+    return found if isinstance(found, dict) else {}
+
+
+DERIVED: dict[str, Callable[[_Tree], Any]] = {
+    "parallel.sequence": _shares_tensors,
+    "parallel.distributed_optimizer": _shares_data,
+    "parallel.overlap_gradients": _shares_data,
+    "algorithm.correction.name": _correction,
+    "eval.samples": _samples,
+}
+"""By key: its value in a tree that does not give it."""
+
+
+def fill_in(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with the value of each derived key that it does not give; `tree` stays as it is.
+
+    Sections that are no tables stay too: the check of the tree refuses them.
+    """
+    filled = tree
+    for key, derive in DERIVED.items():
+        if _given(filled, key) in (None, AUTO):
+            filled = _with_value(filled, key.split("."), derive(tree))
+    return filled
+
+
+def _given(tree: _Tree, key: str) -> Any:
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = _section(tree, section)
+    return tree.get(name)
+
+
+def _with_value(tree: dict[str, Any], parts: list[str], value: Any) -> dict[str, Any]:
+    first, *rest = parts
+    if not rest:
+        return {**tree, first: value}
+    inner = tree.get(first, {})
+    return {**tree, first: _with_value(inner, rest, value)} if isinstance(inner, dict) else tree
