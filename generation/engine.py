@@ -5,11 +5,12 @@ weights between two tokens, with requests and KV cache kept.
 """
 
 import importlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from megatron_rl.config.generator import Argument
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling, VersionSpan
 from megatron_rl.protocol.wire import LOOPBACK
@@ -73,6 +74,12 @@ class EngineSetup:
     """Whether it is asked to give the memory of weights and KV cache back for a while."""
     may_exceed_model: bool = False
     """Whether context_tokens may be more than config.json says that the model was made for."""
+    stops_at_text: bool = False
+    """Whether requests may name strings that end a completion."""
+    extra_args: Mapping[str, Argument | list[Argument]] = field(default_factory=dict)
+    """Further arguments of a server's command line, by their names."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of a server's environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +207,9 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         releases_memory=generator.release_memory,
         quantization=generator.quantization,
         returns_expert_choices=config.train.router_replay,
+        stops_at_text=bool(config.sampling.stop),
+        extra_args=generator.extra_args,
+        env={name: str(value) for name, value in generator.env.items()},
     )
 
 
