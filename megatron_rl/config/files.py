@@ -42,6 +42,12 @@ def read_layers(
 
 def resolve(layers: Layers) -> Config:
     """The checked configuration. Raises ConfigError."""
+    train = layers.tree.get("train")
+    if isinstance(train, dict) and train.get("epochs") and "steps" in train:
+        where = [
+            f"train.{key} of {layers.origin_of(f'train.{key}')}" for key in ("steps", "epochs")
+        ]
+        raise ConfigError(f"{' and '.join(where)} exclude each other: leave one of them out")
     try:
         config = Config.model_validate(layers.tree)
         check_stages(config)

@@ -252,13 +252,15 @@ def open_checkpoints(cfg: Config, policy: Policy, batches: BatchClient) -> Check
     """Checkpoints of this run; collective over all ranks."""
     # A rank may wait so long for its own writer before it joins the others.
     patience_s = cfg.checkpoint.write_timeout_s + cfg.train.collective_timeout_s
-    return Checkpoints(
+    checkpoints = Checkpoints(
         cfg.checkpoint,
         cfg.run.dir,
         Control(policy.backend.host_group(patience_s)),
         companion=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
         last_step=cfg.train.steps,
     )
+    checkpoints.export = partial(policy.export, cfg)
+    return checkpoints
 
 
 def describe(cfg: Config, policy: Policy, weights: WeightPublisher) -> dict[str, str | int]:

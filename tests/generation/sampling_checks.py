@@ -14,7 +14,7 @@ NEVER = "=" * 9
 
 
 def check_stop(driver: Driver, prompt: list[int]) -> None:
-    """What a greedy completion says from its tenth token on ends the next. Tokens are characters."""
+    """What a greedy completion says from its tenth token on ends the next one."""
     (free,) = driver.run(driver.collect(prompt, Sampling(40, 0.0), [0]))
     text = "".join(
         CHARACTERS[i - len(SPECIAL)] if i >= len(SPECIAL) else "#" for i in free.token_ids
