@@ -3,13 +3,13 @@
 Imported by every process.
 """
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pydantic
 import tomli_w
 
+from megatron_rl.config.aliases import nearest
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.layers import Layers, parse_value
 from megatron_rl.config.paths import with_absolute_paths
@@ -71,9 +71,7 @@ def _explain(error: pydantic.ValidationError) -> str:
 
 
 def _nearest(location: str) -> str:
-    known = list(_known_keys(Config, ""))
-    plain = ".".join(part for part in location.split(".") if not part.isdigit())
-    matches = difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
+    matches = nearest(location, _known_keys(Config, ""))
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

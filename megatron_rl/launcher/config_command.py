@@ -1,6 +1,5 @@
 """`megatron-rl config`: what can be set, what a run would use, and how two of them differ."""
 
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.config.aliases import nearest
 from megatron_rl.config.commented import commented_toml, explain, markdown, value_text
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import read_layers, resolve
@@ -62,8 +62,8 @@ def explain_key(options: ExplainOptions, console: Console) -> int:
     if not found:
         known = [entry.key for table in tables() for entry in table.entries]
         known += [table.key for table in tables()]
-        nearest = difflib.get_close_matches(options.key, known, n=3, cutoff=0.4)
-        hint = f"; near it: {', '.join(nearest)}" if nearest else ""
+        near = nearest(options.key, known, 3)
+        hint = f"; near it: {', '.join(near)}" if near else ""
         raise InputError(f"{options.key!r} is neither a key nor a section{hint}")
     for entry in found:
         console.print(Text(entry.key, style="bold"), soft_wrap=True)

@@ -34,6 +34,12 @@ def test_explain_names_default_and_presets(
     assert code == 0 and "default: 0.28" in text and "preset dr_grpo: 0.2" in text
     assert call(monkeypatch, "explain", "trian.steps")[0] == 2
     assert "near it: train.steps" in caplog.text
+    # Names of verl, TRL, slime and prime-rl.
+    for name, key in (("lr", "optimizer.lr"), ("rollout.n", "train.group_size"),
+                      ("beta", "algorithm.kl.coefficient"), ("tp", "parallel.tensor")):  # fmt: skip
+        caplog.clear()
+        assert call(monkeypatch, "explain", name)[0] == 2
+        assert f"near it: {key}" in caplog.text
 
 
 def test_show_tells_origins_of_several_layers(
