@@ -207,11 +207,27 @@ class ListOptions:
 @command(app, "list", "Print the shipped configurations.")
 def list_shipped(options: ListOptions, console: Console) -> int:
     """Exit code: 0."""
-    table = Table("name", "what it is", box=None, pad_edge=False)
+    table = Table("name", "needs", "what it is", box=None, pad_edge=False)
     for name, path in shipped().items():
-        table.add_row(name, _headline(path.read_text().splitlines()))
+        needs = "nothing" if name == "tiny" else ", ".join(_needs(path)) or "nothing"
+        table.add_row(name, Text(needs), _headline(path.read_text().splitlines()))
     console.print(table)
     return 0
+
+
+def _needs(path: Path) -> list[str]:
+    """Keys that a command line must add, and files that are not there."""
+    layers = read_layers([path])
+    config = resolve(layers)
+    keys = [] if "path" in layers.tree.get("model", {}) else ["model.path"]
+    sources = [(f"prompts.{n}", one) for n, one in enumerate(config.prompts)]
+    sources += [(f"eval.sets.{n}.prompts", one.prompts) for n, one in enumerate(config.eval.sets)]
+    for key, source in sources:
+        if source.kind in ("files", "jsonl") and not (source.path and source.path.exists()):
+            keys.append(f"{key}.path")
+    if config.sft.steps and not (config.sft.traces and config.sft.traces.exists()):
+        keys.append("sft.traces")
+    return keys
 
 
 def _headline(lines: Sequence[str]) -> str:
