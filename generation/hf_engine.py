@@ -144,6 +144,8 @@ class HFEngine:
         """Yield completions as they finish. `sampling.seed` has no effect."""
         if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
             raise EngineError(f"the hf engine samples from all tokens, not with {sampling}")
+        if sampling.stop and self._decode is None:
+            raise EngineError("the hf engine was started without sampling.stop: no tokenizer")
         deadline = time.monotonic() + self._setup.request_timeout_s
         results: asyncio.Queue[Completion | int | EngineError] = asyncio.Queue(2 * len(indices))
         mine: set[str] = set()

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from generation.engine import EngineError
-
 Decode = Callable[[list[int]], str]
 _SPECIAL_TOKENS = 4
 """Tokens without a text that may stand among those of a string."""
@@ -30,11 +28,10 @@ class Request:
     """A publish came between the beginning and the end of its prompt."""
 
     def ends_at_text(self, token_ids: list[int], decode: Decode | None) -> bool:
-        """Whether the last token completes one of the strings. Raises EngineError."""
+        """Whether the last token completes one of the strings."""
         if not self.stop or not token_ids:
             return False
-        if decode is None:
-            raise EngineError("the hf engine was started without sampling.stop: no tokenizer")
+        assert decode is not None, "generate() has refused the request"
         # A token with a text stands for a byte at least.
         tail = max(len(text.encode()) for text in self.stop) + _SPECIAL_TOKENS
         text = decode(token_ids[-tail:])
