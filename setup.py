@@ -66,6 +66,18 @@ def read_pins(name: str) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
+LIGHT = (
+    "typer", "rich", "psutil", "pydantic", "tomli_w", "msgspec", "pyzmq", "numpy", "xxhash",
+    "Jinja2",
+)  # fmt: skip
+"""What `megatron-rl doctor`, `config`, `plan` and `data` need, which say what else is missing."""
+
+
+def read_pin(package: str, name: str) -> str:
+    """The pin of one package in requirements/NAME.txt."""
+    return next(pin for pin in read_pins(name) if pin.partition("==")[0] == package)
+
+
 setup(
     cmdclass={"build_py": BuildWithExamples},
     name="megatron-rl",
@@ -76,9 +88,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.14",
-    # No `install_requires`: CPU and GPU need different builds of the same components. The extra
+    # The rest are extras: CPU and GPU need different builds of the same components. The extra
     # `cpu` lacks SGLang, which only tools/install.sh can add: see requirements/cpu-nodeps.txt.
-    extras_require={name: read_pins(name) for name in ("cpu", "gpu", "dev")},
+    install_requires=[read_pin(package, "cpu").replace("==", ">=") for package in LIGHT],
+    extras_require={name: read_pins(name) for name in ("cpu", "gpu", "dev")}
+    | {"wandb": [read_pin("wandb", "dev").replace("==", ">=")]},
     packages=find_namespace_packages(include=[f"{name}*" for name in PACKAGES]),
     package_data={
         "": ["*.json", "*.jinja", "*.toml", "*.txt", "*.cpp", "*.h", "*.html", "*.js", "*.css"]

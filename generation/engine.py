@@ -5,12 +5,12 @@ weights between two tokens, with requests and KV cache kept.
 """
 
 import importlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from megatron_rl.config.generator import MOST_PASSED_BY
+from megatron_rl.config.generator import MOST_PASSED_BY, Argument
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling, VersionSpan
 from megatron_rl.protocol.wire import LOOPBACK
@@ -86,6 +86,12 @@ class EngineSetup:
     """SGLang ends a server that has completions and makes no pass for so long; a pause counts."""
     may_exceed_model: bool = False
     """Whether context_tokens may be more than config.json says that the model was made for."""
+    stops_at_text: bool = False
+    """Whether requests may name strings that end a completion."""
+    extra_args: Mapping[str, Argument | list[Argument]] = field(default_factory=dict)
+    """Further arguments of a server's command line, by their names."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of a server's environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +223,9 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         has_wide_head=config.model.has_wide_head,
         returns_expert_choices=config.train.router_replay,
         watchdog_timeout_s=longest_pause_s(config),
+        stops_at_text=bool(config.sampling.stop),
+        extra_args=generator.extra_args,
+        env={name: str(value) for name, value in generator.env.items()},
     )
 
 

@@ -22,7 +22,6 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +30,16 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from generation.engine import Completion, EngineError, EngineSetup, EngineTimeout
+from generation.hf_requests import Decode, Request, first_token_at
 from generation.weight_versions import spans_from_cuts
 from megatron_rl.protocol.types import Bucket, JoinGroup, PassOn, Receive, Sampling
 from megatron_rl.weights.exchange.engine_rank import EngineRank
@@ -53,18 +58,6 @@ WATCH_S = 1.0
 CLOSE_S = 5.0
 
 
-@dataclass(slots=True)
-class _Request:
-    """One completion in flight."""
-
-    index: int
-    results: asyncio.Queue[Any]
-    cuts: list[tuple[int, int]] = field(default_factory=list)
-    """(version replaced, tokens sampled by then) of each publish since it began."""
-    is_stale: bool = False
-    """A publish came between the beginning and the end of its prompt."""
-
-
 class HFEngine:
     """Engine over a transformers model in this process, on torch's default device."""
 
@@ -77,7 +70,7 @@ class HFEngine:
         self._setup = setup
         self.engine_version = importlib.metadata.version("transformers")
         self.version = setup.version
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._ids = itertools.count()
         self._is_serving = asyncio.Event()
         self._is_serving.set()
@@ -86,6 +79,7 @@ class HFEngine:
         self._pause: contextlib.AbstractContextManager[None] | None = None
         self._group: dist.ProcessGroup | None = None
         self._rank: EngineRank | None = None
+        self._decode: Decode | None = None
 
     async def start(self) -> None:
         """Load the model and start transformers' thread."""
@@ -135,6 +129,9 @@ class HFEngine:
             generation_config=generation, continuous_batching_config=batching
         )
         self._manager.start()
+        if setup.stops_at_text:
+            tokenizer = AutoTokenizer.from_pretrained(setup.model, local_files_only=True)
+            self._decode = tokenizer.decode
 
     @property
     def _running(self) -> ContinuousBatchingManager:
@@ -145,8 +142,10 @@ class HFEngine:
         self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
     ) -> AsyncIterator[Completion]:
         """Yield completions as they finish. `sampling.seed` has no effect."""
-        if sampling.top_p != 1.0:
-            raise EngineError(f"the hf engine samples with top_p = 1, not {sampling.top_p}")
+        if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
+            raise EngineError(f"the hf engine samples from all tokens, not with {sampling}")
+        if sampling.stop and self._decode is None:
+            raise EngineError("the hf engine was started without sampling.stop: no tokenizer")
         deadline = time.monotonic() + self._setup.request_timeout_s
         results: asyncio.Queue[Completion | int | EngineError] = asyncio.Queue(2 * len(indices))
         mine: set[str] = set()
@@ -194,7 +193,7 @@ class HFEngine:
         self, prompt_ids: list[int], sampling: Sampling, index: int, results: asyncio.Queue[Any]
     ) -> str:
         request_id = f"completion-{next(self._ids)}"
-        self._requests[request_id] = _Request(index, results)
+        self._requests[request_id] = Request(index, results, stop=sampling.stop)
         self._running.register_result_handler(request_id, self._note_result)
         accepted = self._running.add_request(
             prompt_ids,
@@ -202,6 +201,8 @@ class HFEngine:
             max_new_tokens=sampling.max_new_tokens,
             temperature=float(sampling.temperature or GREEDY_TEMPERATURE),
             record_timestamps=True,
+            # Each token is a result, among which the strings are looked for.
+            streaming=bool(sampling.stop),
         )
         if accepted is None:
             raise EngineError("transformers' generation thread has stopped")
@@ -209,16 +210,22 @@ class HFEngine:
 
     def _note_result(self, output: Any) -> None:
         """Hand on a completion, the index of one to generate again, or an error."""
-        request = self._requests.pop(output.request_id, None)
+        request = self._requests.get(output.request_id)
         if request is None:
             return  # given up
+        at_text = request.ends_at_text(output.generated_tokens, self._decode)
+        if not output.is_finished():
+            if not at_text and not request.is_stale:
+                return
+            self._running.cancel_request(output.request_id)
+        del self._requests[output.request_id]
         if output.error is not None:
             request.results.put_nowait(EngineError(f"transformers: {output.error}"))
         elif request.is_stale:
             request.results.put_nowait(request.index)
         else:
             token_ids = output.generated_tokens
-            ended = token_ids[-1] in self._setup.stop_ids
+            ended = at_text or token_ids[-1] in self._setup.stop_ids
             request.results.put_nowait(
                 Completion(
                     index=request.index,
@@ -226,7 +233,7 @@ class HFEngine:
                     logprobs=output.logprobs,
                     spans=spans_from_cuts(request.cuts, self.version, len(token_ids)),
                     finish_reason="stop" if ended else "length",
-                    first_token_at=_first_token_at(output.timestamps, len(token_ids)),
+                    first_token_at=first_token_at(output.timestamps, len(token_ids)),
                 )
             )
 
@@ -373,14 +380,3 @@ class HFEngine:
         except TimeoutError as error:
             text = f"the hf engine was busy for more than {timeout_s:.0f} s"
             raise EngineTimeout(text) from error
-
-
-def _first_token_at(timestamps: list[float] | None, tokens: int) -> float:
-    """Time of the first token by time.monotonic(); -1 when transformers forgot it.
-
-    timestamps: of the tokens by time.perf_counter(). A request that is evicted and begun anew has
-    those of its later tokens alone.
-    """
-    if timestamps is None or len(timestamps) != tokens:
-        return -1.0
-    return time.monotonic() - (time.perf_counter() - timestamps[0])

@@ -6,11 +6,13 @@ Used by `sglang_engine.py`. SGLang is not imported here.
 import importlib.metadata
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from generation import sglang_cpu
 from generation.engine import EngineSetup
 from generation.sglang_orders import ORDERS_VARIABLE, orders_path
+from megatron_rl.config.generator import Argument
 from megatron_rl.protocol.engine_passes import PASSES_VARIABLE, passes_path
 
 REPORTS_SPANS_SINCE = (0, 5, 20)
@@ -60,8 +62,9 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
     command += [f"{flag}={value}" for flag, value in values.items()]
     command += [
         f"--weight-version={setup.version}",
-        # Token ids go in and come out: no tokenizer, and no detokenizer in the way.
-        "--skip-tokenizer-init",
+        # Token ids go in and come out: no tokenizer, and no detokenizer in the way, unless the
+        # scheduler looks for strings.
+        *([] if setup.stops_at_text else ["--skip-tokenizer-init"]),
         "--skip-server-warmup",
         *([] if setup.overlaps_schedule else ["--disable-overlap-schedule"]),
         f"--custom-weight-loader={loader}",
@@ -72,7 +75,27 @@ def server_command(setup: EngineSetup, loader: str) -> list[str]:
     if setup.releases_memory and not sglang_cpu.is_needed():
         # Without CUDA there is no such saver, and SGLang takes the calls for it without one.
         command.append("--enable-memory-saver")
-    return command + (sglang_cpu.server_flags() if sglang_cpu.is_needed() else [])
+    command += sglang_cpu.server_flags() if sglang_cpu.is_needed() else []
+    return command + extra_flags(setup.extra_args)
+
+
+def extra_flags(extra_args: Mapping[str, Argument | list[Argument]]) -> list[str]:
+    """The words of `generator.extra_args` on a command line."""
+    words = []
+    for name, value in extra_args.items():
+        option = option_of(name)
+        if value is True:
+            words.append(option)
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        else:
+            words.append(f"{option}={value}")
+    return words
+
+
+def option_of(name: str) -> str:
+    """How a command line spells a key of `generator.extra_args`."""
+    return "--" + name.replace("_", "-")
 
 
 def server_environment(setup: EngineSetup) -> dict[str, str]:
@@ -86,7 +109,7 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
         shims["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if setup.may_exceed_model:
         shims["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    return shims | {
+    return {**setup.env, **shims} | {
         # It would permute experts again at every end of an update (0.5.23, unquant.py:936).
         "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),

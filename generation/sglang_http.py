@@ -25,10 +25,14 @@ def request_body(
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
         "n": n,
     }
     if setup.stop_ids:
         params["stop_token_ids"] = list(setup.stop_ids)
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
     return {
         "input_ids": prompt_ids,
         "sampling_params": params,

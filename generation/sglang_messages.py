@@ -28,6 +28,11 @@ class Generate(msgspec.Struct, frozen=True, tag="Generate"):
     max_new_tokens: int
     temperature: float
     top_p: float
+    top_k: int
+    """0: all tokens."""
+    min_p: float
+    stop: list[str]
+    """Strings that end a completion."""
     stop_ids: list[int]
     extra_key: str
     """Requests with different ones share no prefix."""

@@ -139,6 +139,8 @@ class CompletionRequests:
         sampling = SamplingParams(
             temperature=asked.temperature,
             top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
             max_tokens=asked.max_new_tokens,
             stop_token_ids=sorted({*asked.stop_ids, *self._stop_ids}),
             # Of the sampled token alone.

@@ -1,13 +1,18 @@
 """The wheel: holds all that the product reads, and works in an environment without a clone."""
 
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_rl import __version__
 from megatron_rl.config.files import load_config
@@ -119,8 +124,85 @@ def test_every_shipped_configuration_is_there_by_name(installed: Installed) -> N
 def test_the_tree_of_settings_is_the_same(installed: Installed) -> None:
     done = installed.call("megatron-rl", "config")
     path = installed.elsewhere / "all.toml"
+    model = f"model.path={ROOT / 'model'}"
     path.write_text(done.stdout)
-    assert load_config(path) == load_config(None)
+    assert load_config(path, [model]) == load_config(None, [model])
+
+
+_LIGHT_ALONE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HEAVY:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+HEAVY = set(sys.argv.pop(1).split(","))
+sys.meta_path.insert(0, Missing())
+from megatron_rl.launcher import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_the_wheel_alone_brings_what_doctor_config_and_plan_need(
+    wheel: Path, installed: Installed, tmp_path: Path
+) -> None:
+    """All that is neither a requirement of the wheel nor needed by one is hidden."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    needed = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    light = [one for one in needed if one.marker is None]
+    for file in ("cpu", "gpu"):
+        pins = (Requirement(pin) for pin in read_pins(file))
+        versions = {canonical(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+        assert all(one.specifier.contains(versions[canonical(one.name)]) for one in light), file
+    assert [str(one.specifier) for one in needed if one.name == "wandb" and 'wandb"' in str(one)]
+    names = closure(one.name for one in light)
+    provided = importlib.metadata.packages_distributions()
+    hidden = {
+        module for module, owners in provided.items() if not {canonical(o) for o in owners} & names
+    }
+    hidden -= {"megatron_rl", "generation", "verification", "__editable___megatron_rl_finder"}
+    assert {"torch", "transformers", "sglang", "megatron", "pyarrow", "huggingface_hub"} <= hidden
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    plan = ("plan", "one_gpu", f"model.path={tmp_path}", "prompts.0.path=/none")
+    for words in (("doctor",), ("config",), ("config", "explain", "train.steps"), plan):
+        done = installed.call("python", "-c", _LIGHT_ALONE, ",".join(hidden), *words)
+        assert "Error" not in done.stderr, (words, done.stderr)
+        assert done.returncode in ((0, 1) if words == ("doctor",) else (0,)), (words, done.stderr)
+
+
+def closure(names: Iterable[str]) -> set[str]:
+    """Distributions of these names, and what they need."""
+    found: set[str] = set()
+    waiting = [canonical(name) for name in names]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            for text in importlib.metadata.requires(name) or ():
+                requirement = Requirement(text)
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    waiting.append(canonical(requirement.name))
+    return found
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_pins(file: str) -> list[str]:
+    lines = (ROOT / "requirements" / f"{file}.txt").read_text().splitlines()
+    return [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]
+
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 96, "max_position_embeddings": 65536,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
 
 
 def run_words(start: Path, *words: str) -> tuple[str, ...]:

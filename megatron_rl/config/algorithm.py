@@ -224,6 +224,9 @@ class GoldConfig(Section):
     """Text behind the answer, which is learnt with it; empty: the end of the sequence."""
 
 
+_WITH_A_CRITIC = ("ppo", "gae", "vapo", "vc_ppo", "a2c", "reinforce_pp_critic")
+
+
 class AlgorithmConfig(Section):
     """The objective: a preset, and what differs from it."""
 
@@ -252,6 +255,11 @@ class AlgorithmConfig(Section):
         if name not in PRESETS:
             nearest = difflib.get_close_matches(str(name), PRESETS, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            if str(name).lower() in _WITH_A_CRITIC:
+                hint = (
+                    ". There is no critic here: advantages come from groups of completions. For "
+                    "the clipped loss of PPO take 'grpo', for a learnt value of each prompt 'dro'"
+                )
             raise ValueError(
                 f"algorithm.preset={name!r} is none of {', '.join(sorted(PRESETS))}{hint}"
             )

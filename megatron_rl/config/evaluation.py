@@ -30,6 +30,10 @@ class EvalSet(Section):
     """0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Sample from the k most likely tokens; 0: from all."""
+    min_p: float | None = Field(default=None, ge=0, lt=1)
+    """Leave out tokens less likely than this share of the most likely token's probability."""
     max_new_tokens: PositiveInt | None = None
     """Limit of a completion."""
 
@@ -46,6 +50,10 @@ class EvalConfig(Section):
     """Sampling temperature; 0 is greedy, which makes reasoning models repeat themselves."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k most likely tokens; 0: from all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Leave out tokens less likely than this share of the most likely token's probability."""
     max_new_tokens: PositiveInt | None = None
     """Limit of a completion; not given: sampling.max_new_tokens."""
     sets: list[EvalSet] = []

@@ -3,13 +3,13 @@
 Imported by every process.
 """
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pydantic
 import tomli_w
 
+from megatron_rl.config.aliases import nearest
 from megatron_rl.config.derived import fill_in
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.layers import DEFAULT, Layers, parse_value
@@ -59,6 +59,12 @@ def read_layers(
 
 def resolve(layers: Layers) -> Config:
     """The checked configuration. Raises ConfigError."""
+    train = layers.tree.get("train")
+    if isinstance(train, dict) and train.get("epochs") and "steps" in train:
+        where = [
+            f"train.{key} of {layers.origin_of(f'train.{key}')}" for key in ("steps", "epochs")
+        ]
+        raise ConfigError(f"{' and '.join(where)} exclude each other: leave one of them out")
     try:
         config = Config.model_validate(fill_in(layers.tree))
         check_stages(config)
@@ -82,9 +88,7 @@ def _explain(error: pydantic.ValidationError) -> str:
 
 
 def _nearest(location: str) -> str:
-    known = list(_known_keys(Config, ""))
-    plain = ".".join(part for part in location.split(".") if not part.isdigit())
-    matches = difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
+    matches = nearest(location, _known_keys(Config, ""))
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

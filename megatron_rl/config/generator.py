@@ -3,6 +3,7 @@
 Imported by every process, as part of the configuration tree.
 """
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -42,6 +43,8 @@ def refuse_overlap(has_gpus: bool, method: str, quantization: str) -> None:
 
 
 _BOUNDED_KV_TOKENS = 65_536
+Argument = bool | int | float | str
+"""Value of an argument of a command line."""
 
 
 class GeneratorConfig(Section):
@@ -73,6 +76,12 @@ class GeneratorConfig(Section):
     """SGLang prepares the next token while one is computed. Needs weights.kv_cache = "recompute":
     a pause that keeps keys and values leaves a token of the older weights in flight, which SGLang
     then counts to the newer ones."""
+    extra_args: dict[str, Argument | list[Argument]] = {}
+    """Further arguments of SGLang's server by their names, as {mem-fraction-static = 0.8}; true
+    for one without a value. What the run sets itself is refused, and so is what would change which
+    weights sampled a token. SGLang's own parser checks them before the run starts."""
+    env: dict[str, str | int] = {}
+    """Environment variables of SGLang's server."""
     max_running: PositiveInt = 64
     """Completions in flight in one engine."""
     kv_tokens: PositiveInt | Literal["auto"] = "auto"
@@ -120,6 +129,22 @@ class GeneratorConfig(Section):
                 f"generator.min_replicas={self.min_replicas} is more than "
                 f"generator.replicas={self.replicas}: lower it, or start more generators"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_extras(self) -> Self:
+        for key in ("extra_args", "env"):
+            if getattr(self, key) and self.engine in ("hf", "vllm"):
+                raise ValueError(
+                    f"generator.{key} is for SGLang's server, and generator.engine="
+                    f"{self.engine!r}: leave it out, or use 'sglang'"
+                )
+        for name, value in self.extra_args.items():
+            if not re.fullmatch(r"[a-z][a-z0-9_-]*", name) or value is False:
+                raise ValueError(
+                    f"generator.extra_args.{name}={value!r}: give the argument's name without "
+                    "dashes in front, and a value, or true for an argument without one"
+                )
         return self
 
     @model_validator(mode="after")

@@ -13,9 +13,18 @@ class MetricsConfig(Section):
     tensorboard: bool = False
     """Event files in RUN/tensorboard."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases; offline: in RUN/wandb, for `wandb sync`. Needs `pip install wandb`."""
+    """Weights & Biases; offline: in RUN/wandb, for `wandb sync`. Needs the package wandb:
+    `pip install wandb`, or the extra of that name."""
     wandb_project: str = Field(default="megatron-rl", min_length=1)
-    """Their project."""
+    """Project at Weights & Biases."""
+    wandb_entity: str = ""
+    """User or team at Weights & Biases; "": the account's default."""
+    wandb_name: str = ""
+    """Name of the run at Weights & Biases; "": that of the run folder."""
+    wandb_group: str = ""
+    """Group of runs at Weights & Biases, such as the seeds of one experiment; "": none."""
+    wandb_tags: list[str] = []
+    """Tags of the run at Weights & Biases."""
     prometheus_port: int = Field(default=0, ge=0, le=65535)
     """Port of http://HOST:PORT/metrics; 0: none."""
     prometheus_host: str = "127.0.0.1"

@@ -123,9 +123,10 @@ def _check_replay(config: Config, stages: Sequence[Config]) -> None:
 def _check_schedule(config: Config, stages: Sequence[Config]) -> None:
     has_plateau = any(stage.plateau is not None for stage in config.stages)
     counts = {stage.train.minibatches for stage in stages}
-    if has_plateau and len(counts) > 1 and config.optimizer.lr_schedule == "linear":
+    if has_plateau and len(counts) > 1 and config.optimizer.lr_schedule != "constant":
         raise ValueError(
-            'optimizer.lr_schedule="linear" needs to know the optimizer steps of the run, which a '
-            "stage with a plateau and another train.minibatches leaves open: use at_step, keep "
+            f'optimizer.lr_schedule="{config.optimizer.lr_schedule}" needs to know the optimizer '
+            "steps of the run, which a stage with a plateau and another train.minibatches leaves "
+            "open: use at_step, keep "
             'train.minibatches, or set optimizer.lr_schedule="constant"'
         )

@@ -141,10 +141,11 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     warmup_steps: int = Field(default=10, ge=0)
     """Optimizer steps of linear warm-up."""
-    lr_schedule: Literal["constant", "linear"] = "constant"
-    """Schedule after the warm-up; linear ends at min_lr_ratio * lr on the last step."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after the warm-up. linear and cosine (half a period) end at min_lr_ratio * lr on the
+    last optimizer step of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate of the linear schedule over lr."""
+    """Final learning rate of the linear and the cosine schedule over lr."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of Adam's first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -174,6 +175,10 @@ class TrainConfig(Section):
 
     steps: int = Field(default=100, ge=0)
     """Batches to train on."""
+    epochs: int = Field(default=0, ge=0)
+    """In place of steps: batches until as many groups are trained on as there are train prompts,
+    so many times, rounded up. Groups that are dropped come on top. The launcher counts the prompts
+    and writes steps to the run's config.toml; 0: steps counts."""
     groups_per_batch: PositiveInt = 16
     """Groups of completions, flat ones not counted, that make a batch."""
     group_size: int = Field(default=16, ge=2)
@@ -287,6 +292,9 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep."""
     keep_every: int = Field(default=0, ge=0)
     """Also keep for good those of steps that this divides; 0: none."""
+    export_every_steps: int = Field(default=0, ge=0)
+    """Also export the model to RUN/hf/step_NNNNNN as a Hugging Face folder after every so many
+    batches; 0: only hf/final. keep_last and keep_every hold for these folders too."""
     resume: str = "auto"
     """Where a run begins. auto: at the newest complete checkpoint of the run folder, if there is
     one; never: at the start, in a new folder; else the path of a checkpoint."""

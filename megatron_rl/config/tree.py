@@ -20,6 +20,7 @@ from megatron_rl.config.passes import check_passes
 from megatron_rl.config.prompts import PromptSource, RenderConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.reward import RewardConfig, VerifierConfig
+from megatron_rl.config.sampling import SamplingConfig, check_sampling
 from megatron_rl.config.scorer import ScorerConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.sharing import check_release, check_sharing
@@ -40,17 +41,6 @@ class RunConfig(Section):
     """Folder for everything that the run leaves; relative to the current folder, also in a file."""
     seed: int = 0
     """Seed of prompts, sampling and initial weights."""
-
-
-class SamplingConfig(Section):
-    """Sampling of training completions."""
-
-    max_new_tokens: PositiveInt = 1024
-    """Limit of a completion."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus; below 1 the generator's logprobs no longer match the trainer's."""
 
 
 class QueueConfig(Section):
@@ -363,12 +353,7 @@ class Config(Section):
                 f"generator.tensor_parallel={self.generator.tensor_parallel}: generator.engine="
                 "'vllm' has one rank; set it to 1 and generator.replicas higher, or use 'sglang'"
             )
-        used = {self.sampling.top_p, self.eval.top_p, *(one.top_p for one in self.eval.sets)}
-        if self.generator.engine == "hf" and used - {1.0, None}:
-            raise ValueError(
-                "generator.engine='hf' samples with top_p = 1 alone: leave sampling.top_p, "
-                "eval.top_p and that of eval.sets at 1, or use 'sglang'"
-            )
+        check_sampling(engine, self.sampling, self.eval)
         if self.train.router_replay and engine in ("hf", "vllm"):
             raise ValueError(
                 "train.router_replay needs an engine that returns its expert choices: "

@@ -1,6 +1,5 @@
 """`megatron-rl config`: what can be set, what a run would use, and how two of them differ."""
 
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.config.aliases import nearest
 from megatron_rl.config.commented import commented_toml, explain, markdown, value_text
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import read_layers, resolve
@@ -62,8 +62,8 @@ def explain_key(options: ExplainOptions, console: Console) -> int:
     if not found:
         known = [entry.key for table in tables() for entry in table.entries]
         known += [table.key for table in tables()]
-        nearest = difflib.get_close_matches(options.key, known, n=3, cutoff=0.4)
-        hint = f"; near it: {', '.join(nearest)}" if nearest else ""
+        near = nearest(options.key, known, 3)
+        hint = f"; near it: {', '.join(near)}" if near else ""
         raise InputError(f"{options.key!r} is neither a key nor a section{hint}")
     for entry in found:
         console.print(Text(entry.key, style="bold"), soft_wrap=True)
@@ -207,11 +207,27 @@ class ListOptions:
 @command(app, "list", "Print the shipped configurations.")
 def list_shipped(options: ListOptions, console: Console) -> int:
     """Exit code: 0."""
-    table = Table("name", "what it is", box=None, pad_edge=False)
+    table = Table("name", "needs", "what it is", box=None, pad_edge=False)
     for name, path in shipped().items():
-        table.add_row(name, _headline(path.read_text().splitlines()))
+        needs = "nothing" if name == "tiny" else ", ".join(_needs(path)) or "nothing"
+        table.add_row(name, Text(needs), _headline(path.read_text().splitlines()))
     console.print(table)
     return 0
+
+
+def _needs(path: Path) -> list[str]:
+    """Keys that a command line must add, and files that are not there."""
+    layers = read_layers([path])
+    config = resolve(layers)
+    keys = [] if "path" in layers.tree.get("model", {}) else ["model.path"]
+    sources = [(f"prompts.{n}", one) for n, one in enumerate(config.prompts)]
+    sources += [(f"eval.sets.{n}.prompts", one.prompts) for n, one in enumerate(config.eval.sets)]
+    for key, source in sources:
+        if source.kind in ("files", "jsonl") and not (source.path and source.path.exists()):
+            keys.append(f"{key}.path")
+    if config.sft.steps and not (config.sft.traces and config.sft.traces.exists()):
+        keys.append("sft.traces")
+    return keys
 
 
 def _headline(lines: Sequence[str]) -> str:

@@ -58,6 +58,9 @@ RANK_MODULE = "megatron_rl.trainer.train"
 """What a trainer rank runs."""
 _IMPORT_TIMEOUT_S = 600.0
 """On a host that others keep busy an import takes minutes."""
+LIMITED = None
+"""Between found and missing: some kinds of task alone need it."""
+_MARKS = {True: "ok", LIMITED: "limited", False: "!!"}
 _LOW_MEMORY_BYTES = 6 << 30
 _LOW_DISK_BYTES = 5 << 30
 
@@ -74,8 +77,8 @@ def doctor(options: DoctorOptions, console: Console) -> int:
 
 
 def examine(console: Console) -> int:
-    """Print a table of checks and return how many found something that a run needs missing."""
-    checks = [
+    """Print a table of checks and return how many found something that every run needs missing."""
+    checks: list[tuple[bool | None, str, str]] = [
         *_check_packages(),
         *_check_machine(),
         *_check_gpu_host(),
@@ -85,10 +88,12 @@ def examine(console: Console) -> int:
     table = Table("", "what", "found")
     for is_good, what, found in checks:
         # Text: what was found may hold brackets, which are no markup.
-        table.add_row("ok" if is_good else "!!", what, Text(found))
+        table.add_row(_MARKS[is_good], what, Text(found))
     console.print(table)
-    lacking = [what for is_good, what, _ in checks if not is_good]
+    lacking = [what for is_good, what, _ in checks if is_good is False]
     text = "Nothing is missing."
+    if limited := [what for is_good, what, _ in checks if is_good is LIMITED]:
+        text = f"Nothing is missing for most runs; limited: {', '.join(limited)}."
     if lacking:
         text = f"Look at the lines with !!, each says what to do: {', '.join(lacking)}."
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -191,14 +196,14 @@ def find_import_fault(module: str, variables: Mapping[str, str]) -> str:
     return f"exit code {done.returncode}\n{done.stderr[-3000:]}" if done.returncode else ""
 
 
-def _check_sandbox() -> list[tuple[bool, str, str]]:
+def _check_sandbox() -> list[tuple[bool | None, str, str]]:
     try:
         found = resolve(CodeLimits())
     except GradingError as error:
-        return [(False, "sandbox for programs", f"{error}. Only the task code needs it")]
+        return [(LIMITED, "sandbox for programs", f"{error}. Only the task code needs it")]
     if found.isolation == "bubblewrap":
         return [(True, "sandbox for programs", found.isolation)]
-    return [(False, "sandbox for programs", f"{found.isolation}: {_DEGRADED}")]
+    return [(LIMITED, "sandbox for programs", f"{found.isolation}: {_DEGRADED}")]
 
 
 def _check_loopback() -> list[tuple[bool, str, str]]:

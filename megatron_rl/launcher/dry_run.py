@@ -2,7 +2,8 @@
 
 Every check of a run is made, and nothing of it is started. Then some prompts of each task are
 rendered, and for each a right and a wrong completion, made up in the form that the prompt asks for,
-are graded by the run's own rules in its own kind of grading processes.
+are graded by the run's own rules in its own kind of grading processes. Parts of the objective that
+are functions of the user's are called with made-up tokens.
 """
 
 import collections
@@ -16,6 +17,7 @@ from megatron_rl.config.reward import GateName
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.intentions import NOTHING, run_lines, say
+from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_HOST, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.terminal_text import printable
@@ -71,7 +73,8 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_HOST) -> 
     """
     config = pin_revisions(config)
     found = preflight.check(config)
-    for note in found.notes:
+    parts = try_objective(config.algorithm) if config.train.steps else []
+    for note in [*found.notes, *parts]:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     dropped = frozenset(prompt.id for prompt in found.dropped)
     sets = prompts_of_run(config, dropped)

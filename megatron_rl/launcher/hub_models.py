@@ -75,11 +75,11 @@ def find_model(
     folder that an earlier part of the run used. only_sizes: config.json is enough. Raises
     InputError.
     """
+    if not is_hub_name(text) or Path(text).exists():
+        return None
     from huggingface_hub import constants, errors
     from huggingface_hub.utils import validate_repo_id
 
-    if not is_hub_name(text) or Path(text).exists():
-        return None
     try:
         validate_repo_id(text)
     except errors.HFValidationError:

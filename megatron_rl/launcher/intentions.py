@@ -118,6 +118,11 @@ def file_lines(config: Config) -> list[str]:
     if exports:
         each = f"{model_bytes / 1e9:.3g} GB each, as {config.model.path}"
         lines.append(f"would export to hf/: {', '.join(exports)} ({each})")
+    if config.checkpoint.export_every_steps and config.train.steps:
+        lines.append(
+            f"would also export every {config.checkpoint.export_every_steps} steps to "
+            f"hf/step_NNNNNN and keep {config.checkpoint.keep_last} of them"
+        )
     if config.checkpoint.every_steps and config.train.steps:
         lines.append(
             f"would keep {config.checkpoint.keep_last} checkpoints, one every "

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from generation import sglang_cpu
 from generation.engine import ENGINES, EngineError, load_engine
+from generation.sglang_arguments import check_extras
 from generation.sglang_command import FP8_RELOADS
 from generation.vllm_command import installed_release, refuse_model
 from megatron_rl.algorithms.minibatch import find_crediting
@@ -101,6 +102,7 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     if config.train.steps:
         check_reference(config)
     check_megatron_path(config)
+    check_extras(config)
     check_ports(config)
     check_traces(config.sft)
     check_replay(config)

@@ -12,9 +12,11 @@ import xxhash
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
+from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.rollout_queue.prompts import load_prompts
 from megatron_rl.rollout_queue.tables.hub import is_pinned, pinned
 
 RECORD = "prompts.json"
@@ -49,10 +51,34 @@ class PromptRecord(msgspec.Struct, frozen=True):
 def pin_revisions(config: Config) -> Config:
     """The configuration with a commit for each model and data set of the Hub, all in the cache.
 
-    A run that goes on keeps its commits. Raises InputError.
+    A run that goes on keeps its commits. `train.epochs` is turned into steps of these prompts.
+    Raises InputError.
     """
     earlier = _earlier(config)
-    return _pin_prompts(pin_models(config, earlier), earlier)
+    return _count_epochs(_pin_prompts(pin_models(config, earlier), earlier))
+
+
+def _count_epochs(config: Config) -> Config:
+    """Steps in which as many groups are trained on as there are train prompts, epochs times."""
+    if not config.train.epochs:
+        return config
+    sizes = {stage.train.groups_per_batch for stage in resolve_stages(config)}
+    if len(sizes) > 1:
+        raise InputError(
+            f"train.epochs={config.train.epochs} with stages of {sorted(sizes)} groups a batch: "
+            "give train.steps in its place"
+        )
+    sets = load_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    drawn = zip(config.prompts, sets.train, strict=True)
+    prompts = sum(len(found) for source, found in drawn if source.weight)
+    if not config.sampled_groups:
+        raise InputError("train.epochs counts sampled groups, and replay.share=1 samples none")
+    steps = -(-config.train.epochs * prompts // config.sampled_groups)
+    tree = config.model_dump()
+    tree["train"] |= {"steps": steps, "epochs": 0}
+    found = Config.model_validate(tree)
+    check_stages(found)
+    return found
 
 
 def _pin_prompts(config: Config, saved: Config | None) -> Config:

@@ -1,5 +1,6 @@
 """`megatron-rl run`: everything of a run on one host."""
 
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,10 +57,38 @@ def run(options: RunOptions, console: Console) -> int:
     from megatron_rl.launcher.deaths import until_death
     from megatron_rl.launcher.dry_run import dry_run
 
-    config = load(options.config, options.overrides, options.run_dir, is_dry=options.dry_run)
     if options.dry_run:
-        return dry_run(config, console)
+        with tempfile.TemporaryDirectory(prefix="megatron-rl-dry-") as made:
+            files = with_tiny(options, Path(made))
+            config = load(files, options.overrides, options.run_dir, is_dry=True)
+            return dry_run(config, console)
+    files = with_tiny(options, None)
+    config = load(files, options.overrides, options.run_dir)
     return until_death(lambda: launch.run(config, console), lambda: launch.last_words(config))
+
+
+def with_tiny(options: RunOptions, folder: Path | None) -> list[str]:
+    """The files of `--config`, and that of tiny's model and tasks, made where nobody names others.
+
+    folder: where to make them; None: RUN/start, where an earlier part of the run finds them again.
+    Raises ConfigError.
+    """
+    from megatron_rl.config.files import read_layers, resolve
+    from megatron_rl.config.shipped import config_path, shipped
+    from megatron_rl.data.tiny import make_tiny
+
+    paths = [config_path(text) for text in options.config]
+    tiny = shipped()["tiny"]
+    layers = read_layers(paths, options.overrides)
+    if tiny not in paths or "path" in layers.tree.get("model", {}):
+        return options.config
+    run = resolve(layers).run
+    folder = folder or (options.run_dir or run.dir) / "start"
+    layer = folder / "paths.toml"
+    if not layer.exists():
+        make_tiny(folder, run.seed)
+    place = paths.index(tiny) + 1
+    return [*options.config[:place], str(layer), *options.config[place:]]
 
 
 def load(

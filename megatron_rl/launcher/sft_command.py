@@ -78,7 +78,7 @@ def cold_start_alone(config: "Config") -> "Config":
             "sft.steps is 0: there is no cold start; give sft.steps and sft.traces=FILE"
         )
     tree = config.model_dump()
-    tree["train"]["steps"] = 0
+    tree["train"] |= {"steps": 0, "epochs": 0}
     tree["sft"]["control"] = False
     tree["stages"] = []
     if not config.sft.candidates:

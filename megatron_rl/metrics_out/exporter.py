@@ -105,9 +105,8 @@ def open_writers(config: Config) -> list[Writer]:
         writers.append(
             WandbRun(
                 run_dir / "wandb",
-                project=wanted.wandb_project,
-                name=Path(run_dir).resolve().name,
-                mode=wanted.wandb,
+                wanted,
+                default_name=Path(run_dir).resolve().name,
                 config=config.model_dump(mode="json"),
             )
         )

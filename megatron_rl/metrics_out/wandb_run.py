@@ -3,10 +3,11 @@
 import os
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import wandb
 
+from megatron_rl.config.metrics import MetricsConfig
 from megatron_rl.metrics_out.follow import Row, numbers, split_label
 
 ID_FILE = "megatron_rl_run_id"
@@ -17,18 +18,21 @@ class WandbRun:
     """Sends rows, each metric over the step of its source."""
 
     def __init__(
-        self, folder: Path, *, project: str, name: str, mode: Literal["offline", "online"],
-        config: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self, folder: Path, cfg: MetricsConfig, *, default_name: str, config: dict[str, Any]
+    ) -> None:
         """folder: RUN/wandb; config: the resolved tree. Raises wandb.Error."""
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=project,
-            name=name,
+            project=cfg.wandb_project,
+            # None: what WANDB_ENTITY and the like say, if anything.
+            entity=cfg.wandb_entity or None,
+            group=cfg.wandb_group or None,
+            tags=cfg.wandb_tags or None,
+            name=cfg.wandb_name or default_name,
             id=_id_of(folder),
             resume="allow",
             dir=str(folder.parent),
-            mode=mode,
+            mode=cfg.wandb,
             config=config,
             settings=wandb.Settings(
                 init_timeout=_TIMEOUT_S,

@@ -3,6 +3,9 @@
 Imported by trainer ranks, which write them, and by the launcher.
 """
 
+from pathlib import Path
+
+EXPORTS = "hf"
 COLD_START, CONTROL, FINAL = "cold_start", "control", "final"
 _CANDIDATE = "cold_start_step_"
 
@@ -19,3 +22,14 @@ def candidate_step(name: str) -> int | None:
     """Step of the candidate of that name; None for other names."""
     step = name.removeprefix(_CANDIDATE)
     return int(step) if step != name and step.isdecimal() else None
+
+
+def step_name(step: int) -> str:
+    """The model after so many batches of reinforcement learning (checkpoint.export_every_steps)."""
+    return f"step_{step:06d}"
+
+
+def step_exports(folder: Path) -> dict[int, Path]:
+    """Step and folder of each such model in RUN/hf."""
+    found = {path.name.removeprefix("step_"): path for path in folder.glob("step_*")}
+    return {int(step): path for step, path in found.items() if step.isdecimal()}

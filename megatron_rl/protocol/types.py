@@ -49,6 +49,11 @@ class Sampling(msgspec.Struct, frozen=True):
     temperature: float
     """0 means greedy."""
     top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; all its tokens are kept."""
     seed: int = 0
     """Of the group, for what is drawn to grade it, such as a program's test cases: all its
     completions are graded by the same ones. Engines draw from streams of their own."""

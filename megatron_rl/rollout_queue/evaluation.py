@@ -61,12 +61,19 @@ class EvaluationSet:
 def evaluation_sets(config: Config, prompts: PromptSets) -> list[EvaluationSet]:
     """All sets that are evaluated on, the held-out prompts first. Raises InputError."""
     own = config.eval
-    default = Sampling(_default_limit(config), own.temperature, own.top_p)
+    default = Sampling(
+        _default_limit(config),
+        own.temperature,
+        own.top_p,
+        own.top_k,
+        own.min_p,
+        tuple(config.sampling.stop),
+    )
     sets = []
     if held_out := select_held_out(prompts.held_out, own):
         sets.append(EvaluationSet("", held_out, own.samples, default))
     for one in own.sets:
-        given = one.model_dump(include={"temperature", "top_p", "max_new_tokens"})
+        given = one.model_dump(include={"temperature", "top_p", "top_k", "min_p", "max_new_tokens"})
         changed = {name: value for name, value in given.items() if value is not None}
         sampling = msgspec.structs.replace(default, **changed)
         if not prompts.eval_sets[one.name]:

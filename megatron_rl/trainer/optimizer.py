@@ -73,8 +73,8 @@ def build_optimizer(
 def lr_at(step: int, cfg: OptimizerConfig, total_steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 0.
 
-    Linear warm-up that reaches cfg.lr at step warmup_steps - 1; then constant, or linear down to
-    min_lr_ratio * lr at step total_steps - 1.
+    Linear warm-up that reaches cfg.lr at step warmup_steps - 1; then constant, or down to
+    min_lr_ratio * lr at step total_steps - 1, linearly or by half a period of a cosine.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -82,6 +82,8 @@ def lr_at(step: int, cfg: OptimizerConfig, total_steps: int) -> float:
         return cfg.lr
     first = max(cfg.warmup_steps - 1, 0)
     done = min((step - first) / max(total_steps - 1 - first, 1), 1.0)
+    if cfg.lr_schedule == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
     return cfg.lr * (1 - done * (1 - cfg.min_lr_ratio))
 
 

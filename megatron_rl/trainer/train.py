@@ -130,7 +130,7 @@ def main(cfg: Config) -> None:
         )
         with (
             open_batches(cfg, replica) as batches,
-            open_checkpoints(cfg, control, batches) as checkpoints,
+            open_checkpoints(cfg, control, policy, batches) as checkpoints,
             trainer.profile,
         ):
             steps = range(checkpoints.resume(trainer), cfg.train.steps)
@@ -271,15 +271,19 @@ def open_record(cfg: Config) -> TokenRecord | None:
     return TokenRecord(cfg.run.dir, parallel_state.get_data_parallel_rank())
 
 
-def open_checkpoints(cfg: Config, control: Control, batches: BatchClient) -> Checkpoints:
+def open_checkpoints(
+    cfg: Config, control: Control, policy: Policy, batches: BatchClient
+) -> Checkpoints:
     """Checkpoints of this run."""
-    return Checkpoints(
+    checkpoints = Checkpoints(
         cfg.checkpoint,
         cfg.run.dir,
         control,
         companion=partial(batches.queue_state, timeout_s=cfg.checkpoint.queue_timeout_s),
         last_step=cfg.train.steps,
     )
+    checkpoints.export = partial(policy.export, cfg)
+    return checkpoints
 
 
 def describe(cfg: Config, policy: Policy, weights: WeightPublisher) -> dict[str, str | int]:

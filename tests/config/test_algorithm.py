@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.files import ConfigError, dump_toml, load_config
+from megatron_rl.config.aliases import ALIASES
+from megatron_rl.config.files import ConfigError, _known_keys, dump_toml, load_config
 from megatron_rl.config.presets import PRESETS
+from megatron_rl.config.tree import Config
 
 
 def test_the_default_is_magistral() -> None:
@@ -166,3 +168,17 @@ def test_traces_of_the_reference_suit_spo_with_the_value_of_their_group() -> Non
     given = [TRACES, "replay.share=0.25", "train.groups_per_batch=16", "algorithm.preset=spo"]
     own = ["algorithm.credit.name=soft_value", "algorithm.shaping.baseline=none"]
     assert load_config(None, [*given, *own]).sampled_groups == 12
+
+
+def test_a_preset_with_a_critic_is_told_that_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="There is no critic here.*PPO take 'grpo'"):
+        load_config(None, ["algorithm.preset=ppo"])
+    with pytest.raises(ConfigError, match="did you mean 'spo'"):
+        load_config(None, ["algorithm.preset=sppo"])
+
+
+def test_every_alias_stands_for_a_key() -> None:
+    known = set(_known_keys(Config, ""))
+    assert set(ALIASES) <= known
+    names = [name for text in ALIASES.values() for name in text.split()]
+    assert len(set(names)) == len(names) and not known & {n for n in names if "." in n}

@@ -20,6 +20,12 @@ def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> Co
         ("[optimiser]\nlr = 1e-5", "optimiser", "optimizer"),
         ("[sft.optimizer]\nlearning_rate = 1e-5\nwarmup_step = 1", "sft.optimizer.warmup_step",
          "sft.optimizer.warmup_steps"),
+        ("[train]\nbatch_size = 8", "train.batch_size", "train.groups_per_batch"),
+        ("[rollout]\nn = 8", "rollout", "generator"),
+        ("[algorithm]\nkl_coef = 0.1", "algorithm.kl_coef", "algorithm.kl.coefficient"),
+        ("[sft.optimizer]\nlearning_rate = 1", "sft.optimizer.learning_rate", "sft.optimizer.lr"),
+        ("[parallel]\ntp = 2", "parallel.tp", "parallel.tensor"),
+        ("[train]\nlr = 1e-5", "train.lr", "optimizer.lr"),
         ('[[prompts]]\nkind = "jsonl"\npaht = "x"', "prompts.0.paht", "prompts.path"),
     ],
 )  # fmt: skip

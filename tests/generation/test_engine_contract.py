@@ -29,6 +29,7 @@ from tests.generation.precision import (
     on_the_cpu,
 )
 from tests.generation.publisher import BroadcastPublisher, SlicePublisher, TrainerProcess
+from tests.generation.sampling_checks import check_stop, check_truncation
 from tests.generation.test_worker import still_running
 from tests.generation.tiny_model import EOS_ID, logprobs, make_model, mixed_logprobs
 from tests.generation.vllm_installed import NEEDS_VLLM
@@ -85,7 +86,8 @@ def driver(
     log_path = tmp_path_factory.mktemp("logs") / f"{request.param}.log"
     loop = asyncio.new_event_loop()
     before = set(psutil.Process().children(recursive=True))
-    setup = make_setup(models_dir, log_path)
+    # vLLM finds no strings.
+    setup = make_setup(models_dir, log_path, stops_at_text=request.param != "vllm")
     engine = load_engine(request.param)(setup)
 
     def started() -> list[psutil.Process]:
@@ -119,6 +121,22 @@ def test_logprobs_equal_transformers(driver: Driver, old_model: LlamaForCausalLM
     for completion in found:
         expected = logprobs(old_model, PROMPT, completion.token_ids)
         assert_near(completion.logprobs, expected)
+
+
+def test_a_string_ends_a_completion_and_its_tokens_stay(driver: Driver) -> None:
+    if driver.engine.name == "vllm":
+        pytest.skip("vLLM's core finds no strings")
+    check_stop(driver, PROMPT)
+
+
+def test_top_k_and_min_p_leave_out_tokens_and_logprobs_are_of_all(
+    driver: Driver, old_model: LlamaForCausalLM
+) -> None:
+    if driver.engine.name == "hf":
+        with pytest.raises(EngineError, match="samples from all tokens"):
+            driver.run(driver.collect(PROMPT, Sampling(4, 1.0, top_k=2), [0]))
+    else:
+        check_truncation(driver, old_model, PROMPT)
 
 
 def test_no_port_is_taken_that_another_role_was_given(driver: Driver) -> None:

@@ -131,6 +131,15 @@ def test_the_server_is_started_with_what_exact_versions_need() -> None:
     assert "--ep-size=2" in server_command(dividing, LOADER)
     # One engine, and not one a node.
     assert "--nccl-port=1235" in command
+    # Strings that end a completion are looked for with a tokenizer.
+    assert "--skip-tokenizer-init" in command
+    reading = dataclasses.replace(setup, stops_at_text=True)
+    assert "--skip-tokenizer-init" not in server_command(reading, LOADER)
+    given = {"page_size": 16, "enable-metrics": True, "cuda-graph-bs-decode": [1, 2]}
+    extended = server_command(dataclasses.replace(setup, extra_args=given), LOADER)
+    assert extended == [
+        *command, "--page-size=16", "--enable-metrics", "--cuda-graph-bs-decode", "1", "2"
+    ]  # fmt: skip
     spread = dataclasses.replace(setup, nodes=2, node_rank=1, meets_at="10.0.0.1:99")
     there = set(server_command(spread, LOADER))
     assert {"--nnodes=2", "--node-rank=1", "--dist-init-addr=10.0.0.1:99"} <= there

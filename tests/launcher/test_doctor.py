@@ -25,10 +25,19 @@ def told() -> tuple[int, str]:
     return doctor.examine(Console(file=output, width=400)), output.getvalue()
 
 
-def test_a_missing_bubblewrap_is_marked_with_its_cure(no_bubblewrap: None) -> None:
+def test_a_missing_bubblewrap_limits_a_machine_and_is_not_missing(
+    no_bubblewrap: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # By Landlock or not at all, as the kernel allows.
     [(is_good, what, found)] = doctor._check_sandbox()
-    assert not is_good and what == "sandbox for programs"
+    assert is_good is doctor.LIMITED and what == "sandbox for programs"
+    for name in ("_check_packages", "_check_machine", "_check_loopback"):
+        monkeypatch.setattr(doctor, name, list)
+    monkeypatch.setattr(doctor, "listed_gpus", tuple)
+    count, text = told()
+    (row,) = (line for line in text.splitlines() if "sandbox" in line and "│" in line)
+    assert count == 0 and "limited" in row and "!!" not in text
+    assert text.strip().endswith("for most runs; limited: sandbox for programs.")
     assert "bubblewrap" in found and "nstall" in found and "user namespaces" in found
     assert "Only the task code needs it" in found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.files import dump_toml
+from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.tree import Config, RunConfig
 from megatron_rl.launcher.prompt_record import RECORD, pin_revisions, record_prompts
@@ -63,3 +63,24 @@ def test_a_run_that_goes_on_keeps_its_commit(
     other = PromptSource(kind="hub", name="openai/gsm8k", subset="socratic")
     with pytest.raises(InputError, match="openai/gsm8k --local-dir"):
         pin_revisions(config_of(tmp_path, other))
+
+
+def test_epochs_become_steps_of_the_prompts_that_are_drawn(tmp_path: Path) -> None:
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(25)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    (tmp_path / "mine.toml").write_text(
+        "[train]\nepochs = 3\ngroups_per_batch = 4\n"
+        '[[prompts]]\npath = "mine.jsonl"\nheld_out_share = 0\n'
+        '[[prompts]]\nname = "unused"\npath = "mine.jsonl"\nheld_out_share = 0\nweight = 0\n'
+    )
+    model = f"model.path={tmp_path}"
+    config = pin_revisions(load_config(tmp_path / "mine.toml", [model]))
+    # 3 x 25 groups in batches of 4: 18.75.
+    assert (config.train.steps, config.train.epochs) == (19, 0)
+    with pytest.raises(
+        ConfigError, match=r"train\.steps of command line and train\.epochs of .*toml"
+    ):
+        load_config(tmp_path / "mine.toml", [model, "train.steps=5"])
+    stage = ["stages.0.at_step=1", "stages.0.train.groups_per_batch=2"]
+    with pytest.raises(InputError, match=r"stages of \[2, 4\] groups a batch: give train\.steps"):
+        pin_revisions(load_config(tmp_path / "mine.toml", [model, *stage]))

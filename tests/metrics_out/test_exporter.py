@@ -43,12 +43,18 @@ def test_steps_that_are_taken_again_replace_the_former_ones(tmp_path: Path) -> N
 
 def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", [row("trainer", 1, train__loss=1.0)])
-    with Exporter(config_of(tmp_path, "metrics.wandb=offline")) as passing:
+    named = [
+        "metrics.wandb_entity=my-team", "metrics.wandb_group=seeds-of-a",
+        "metrics.wandb_name=my-first", 'metrics.wandb_tags=["tag-one", "tag-two"]',
+    ]  # fmt: skip
+    with Exporter(config_of(tmp_path, "metrics.wandb=offline", *named)) as passing:
         passing.advance()
     (files,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     # Their binary format keeps texts as they are.
     content = files.read_bytes()
     assert b"trainer/train/loss" in content and b"max_staleness" in content
+    for text in (b"my-team", b"seeds-of-a", b"my-first", b"tag-one", b"tag-two"):
+        assert text in content
     # The same run folder stays the same run of theirs.
     first = (tmp_path / "wandb" / "megatron_rl_run_id").read_text()
     assert files.name == f"run-{first}.wandb"

@@ -31,6 +31,15 @@ def test_linear_decay_ends_at_the_least_rate() -> None:
     assert lr_at(50, cfg, 6) == pytest.approx(0.2)
 
 
+def test_cosine_decay_is_half_a_period() -> None:
+    cfg = OptimizerConfig(lr=1.0, warmup_steps=1, lr_schedule="cosine", min_lr_ratio=0.2)
+    # 0.2 + 0.8 (1 + cos(pi d)) / 2 at d = 0, 1/3, 1/2, 2/3, 1 of six steps.
+    assert lr_at(0, cfg, 7) == 1.0
+    assert [lr_at(step, cfg, 7) for step in (2, 3, 4, 6)] == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert lr_at(1, cfg, 7) == pytest.approx(0.2 + 0.4 * (1 + 3**0.5 / 2))
+    assert lr_at(50, cfg, 7) == pytest.approx(0.2)
+
+
 def test_no_warm_up_starts_at_the_peak() -> None:
     assert lr_at(0, OptimizerConfig(lr=3.0, warmup_steps=0), 5) == 3.0
 

@@ -136,9 +136,12 @@ class Requests:
             max_new_tokens=message.max_new_tokens,
             temperature=message.temperature,
             top_p=message.top_p,
+            top_k=message.top_k or -1,
+            min_p=message.min_p,
+            stop=message.stop or None,
             stop_token_ids=message.stop_ids or None,
         )
-        sampling.normalize(None)
+        sampling.normalize(self._scheduler.tokenizer)
         sampling.verify(self._scheduler.model_config.vocab_size)
         return sampling
 

@@ -131,8 +131,8 @@ def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float
     how: dict[str, object] = {"do_sample": False}
     if cfg.eval.temperature > 0:
         torch.manual_seed(SAMPLING_SEED)
-        how = {"do_sample": True, "temperature": cfg.eval.temperature, "top_k": 0}
-        how["top_p"] = cfg.eval.top_p
+        how = {"do_sample": True, "temperature": cfg.eval.temperature}
+        how |= {name: getattr(cfg.eval, name) for name in ("top_p", "top_k", "min_p")}
     limit = cfg.eval.max_new_tokens or longest_stage(cfg).sampling.max_new_tokens
     correct = 0
     for start in range(0, len(prompts), BATCH):

@@ -7,7 +7,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.evaluation.comparison import Comparison, compare
 from megatron_rl.launcher.evaluation.results import HELD_OUT, Report, read_problems, read_report
 
-_SETTINGS = ("samples", "temperature", "top_p", "max_new_tokens")
+_SETTINGS = ("samples", "temperature", "top_p", "top_k", "min_p", "stop", "max_new_tokens")
 
 
 def compare_folders(first: Path, second: Path) -> dict[str, Any]:

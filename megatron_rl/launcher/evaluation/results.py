@@ -53,6 +53,9 @@ def _report_of(run_dir: Path, label: str, one: EvaluationSet) -> Report:
         "prompts": len(one.prompts),
         "temperature": one.sampling.temperature,
         "top_p": one.sampling.top_p,
+        "top_k": one.sampling.top_k,
+        "min_p": one.sampling.min_p,
+        "stop": list(one.sampling.stop),
         "max_new_tokens": one.sampling.max_new_tokens,
         # What is not in the figures, or with fewer completions than asked for.
         "missing_problems": len(one.prompts) - len(problems),

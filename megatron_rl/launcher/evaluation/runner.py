@@ -75,7 +75,7 @@ def _without_training(config: Config) -> Config:
     return config.model_copy(
         update={
             "sft": config.sft.model_copy(update={"steps": 0, "control": False}),
-            "train": config.train.model_copy(update={"steps": 0}),
+            "train": config.train.model_copy(update={"steps": 0, "epochs": 0}),
             "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
         }
     )

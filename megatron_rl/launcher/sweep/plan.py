@@ -93,6 +93,8 @@ def make_plan(sweep: SweepFile, sweep_dir: Path, overrides: Sequence[str] = ()) 
             whole = (*common, *own, f"run.seed={seed}")
             try:
                 config = load_config(sweep.base, [*whole, override("run.dir", str(run_dir))])
+                if config.train.epochs:
+                    raise ConfigError("a sweep compares runs by steps: give train.steps, no epochs")
             except ConfigError as error:
                 text = f"variant {name}: {error}"
                 problems += [text] if text not in problems else []

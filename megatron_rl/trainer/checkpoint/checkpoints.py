@@ -9,7 +9,7 @@ that means.
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import CheckpointConfig
 from megatron_rl.protocol import checkpoint_folder
 from megatron_rl.protocol.checkpoint_folder import FileRecord
+from megatron_rl.protocol.exports import EXPORTS, step_exports, step_name
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.wire import DeadlineExceeded
 from megatron_rl.trainer.checkpoint.background_save import (
@@ -89,6 +90,8 @@ class Checkpoints:
         self._last_step = last_step
         self._flight: _Flight | None = None
         self._plans: SavePlans | None = None
+        self.export: Callable[[str], None] | None = None
+        """Writes the model to RUN/hf under a name, on all ranks; where there are such exports."""
         self.metrics: list[Metric] = []
         """Of the last call of save_if_due."""
 
@@ -109,6 +112,8 @@ class Checkpoints:
             log.info("resumed after step %d from %s", step, found)
         if self._control.rank == 0:
             checkpoint_folder.clear_after(self._folder, step)
+            if self.export is not None:
+                self._discard_exports(lambda found: [later for later in found if later > step])
         return step
 
     @span("checkpoint")
@@ -125,14 +130,38 @@ class Checkpoints:
         if not self.is_due(step):
             return
         started = time.monotonic()
-        self._await_flight()
-        self._start(step, trainer)
+        # Before the checkpoint, so that none is resumed whose earlier exports are missing.
+        if self.export is not None and self._exports(step):
+            self.export(step_name(step))
+            self._on_rank_0(step, lambda: self._discard_exports(self._superfluous))
+        if self._saves(step):
+            self._await_flight()
+            self._start(step, trainer)
         self.metrics.append(Metric("checkpoint/stall_s", time.monotonic() - started, "sum"))
 
     def is_due(self, step: int) -> bool:
-        """Whether batch number `step` is followed by a checkpoint; the same on every rank."""
+        """Whether batch number `step` is followed by a checkpoint or an export; on every rank."""
+        return self._saves(step) or self._exports(step)
+
+    def _saves(self, step: int) -> bool:
         every = self._cfg.every_steps
         return every > 0 and (step % every == 0 or step == self._last_step)
+
+    def _exports(self, step: int) -> bool:
+        every = self._cfg.export_every_steps if self.export is not None else 0
+        # The last one is exported as hf/final.
+        return every > 0 and step % every == 0 and step != self._last_step
+
+    def _superfluous(self, steps: Iterable[int]) -> list[int]:
+        cfg = self._cfg
+        return checkpoint_folder.superfluous(
+            steps, keep_last=cfg.keep_last, keep_every=cfg.keep_every
+        )
+
+    def _discard_exports(self, choose: Callable[[Iterable[int]], list[int]]) -> None:
+        found = step_exports(self._run_dir / EXPORTS)
+        for step in choose(found):
+            checkpoint_folder.discard(found[step])
 
     def _check_content(self, folder: Path) -> None:
         """Each rank reads its part of the files."""
@@ -198,9 +227,7 @@ class Checkpoints:
         final = checkpoint_folder.seal(flight.folder, flight.step, files)
         log.info("checkpoint of step %d is complete: %s", flight.step, final)
         found = checkpoint_folder.complete_checkpoints(self._folder)
-        for step in checkpoint_folder.superfluous(
-            found, keep_last=self._cfg.keep_last, keep_every=self._cfg.keep_every
-        ):
+        for step in self._superfluous(found):
             checkpoint_folder.discard(found[step])
 
     def _on_rank_0(self, step: int, work: Callable[[], None]) -> None:

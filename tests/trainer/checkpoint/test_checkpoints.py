@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_rl.algorithms.objective import find_objective
@@ -186,6 +188,44 @@ def slow_writer(cfg: Config) -> list[Any]:
             pass
         found.append(list(complete_checkpoints(folder)))
     return [found, waited > 0.9]
+
+
+def exporting_run(cfg: Config, first: int, last: int) -> tuple[int, list[str], float]:
+    """Steps up to `last`; weights are set to the step's number before each."""
+    with open_policy(cfg) as policy:
+        trainer, checkpoints = open_all(cfg, policy, last_step=8)
+        checkpoints.export = partial(policy.export, cfg)
+        with checkpoints:
+            resumed_at = checkpoints.resume(trainer)
+            for step in range(first, last + 1):
+                assert checkpoints.is_due(step) == (step in (2, 3, 4, 6, 8))
+                for parameter in policy.chunks[0].parameters():
+                    parameter.data.fill_(step)
+                checkpoints.save_if_due(step, trainer)
+    folder = cfg.run.dir / "hf"
+    newest = max(folder.iterdir())
+    (value,) = {
+        float(tensor.mean())
+        for file in newest.glob("*.safetensors")
+        for tensor in load_file(file).values()
+    }
+    return resumed_at, sorted(path.name for path in folder.iterdir()), value
+
+
+def test_models_are_exported_on_the_way_thinned_and_kept_by_a_resumed_run(
+    model: Path, tmp_path: Path
+) -> None:
+    every = ["checkpoint.export_every_steps=2", "checkpoint.every_steps=3"]
+    cfg = config(model, tmp_path, *every, "checkpoint.keep_every=0", "parallel.data=2")
+    (tmp_path / "hf" / "cold_start").mkdir(parents=True)
+    cold = "cold_start"
+    names = [cold, "step_000002", "step_000004"]
+    assert run_ranks(exporting_run, 2, cfg, 1, 4) == [(0, names, 4.0)] * 2
+    # It resumes after step 3, so the export of step 4 is of steps that are taken again.
+    names = [cold, "step_000004", "step_000006"]
+    assert run_ranks(exporting_run, 2, cfg, 4, 8) == [(3, names, 6.0)] * 2
+    (tmp_path / "hf" / "step_000006").rename(tmp_path / "hf" / "step_000008")
+    assert run_ranks(exporting_run, 2, cfg, 9, 8)[0][1] == [cold, "step_000004", "step_000008"]
 
 
 def resumed(cfg: Config) -> tuple[int, int, set[float]]:

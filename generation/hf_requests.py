@@ -1,0 +1,49 @@
+"""One completion in flight in the hf engine: its publishes, its end by a string, its first token.
+
+Used by `hf_engine.py`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Decode = Callable[[list[int]], str]
+_SPECIAL_TOKENS = 4
+"""Tokens without a text that may stand among those of a string."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One completion in flight."""
+
+    index: int
+    results: asyncio.Queue[Any]
+    stop: tuple[str, ...] = ()
+    """Strings that end it."""
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+    """(version replaced, tokens sampled by then) of each publish since it began."""
+    is_stale: bool = False
+    """A publish came between the beginning and the end of its prompt."""
+
+    def ends_at_text(self, token_ids: list[int], decode: Decode | None) -> bool:
+        """Whether the last token completes one of the strings."""
+        if not self.stop or not token_ids:
+            return False
+        assert decode is not None, "generate() has refused the request"
+        # A token with a text stands for a byte at least.
+        tail = max(len(text.encode()) for text in self.stop) + _SPECIAL_TOKENS
+        text = decode(token_ids[-tail:])
+        return any(stop in text for stop in self.stop)
+
+
+def first_token_at(timestamps: list[float] | None, tokens: int) -> float:
+    """Time of the first token by time.monotonic(); -1 when transformers forgot it.
+
+    timestamps: of the tokens by time.perf_counter(). A request that is evicted and begun anew has
+    those of its later tokens alone.
+    """
+    if timestamps is None or len(timestamps) != tokens:
+        return -1.0
+    return time.monotonic() - (time.perf_counter() - timestamps[0])

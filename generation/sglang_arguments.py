@@ -1,0 +1,165 @@
+"""Whether `generator.extra_args` and `generator.env` can be given to SGLang's server.
+
+`check_extras` runs in the launcher, before anything starts. It asks a child, which alone imports
+SGLang and its parser: `python -m generation.sglang_arguments` reads a Question from stdin and
+answers with the fault, or with nothing.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import fnmatch
+import os
+import subprocess
+import sys
+
+import msgspec
+
+from generation.engine import engine_setup
+from generation.sglang_command import extra_flags, option_of, server_command, server_environment
+from generation.sglang_orders import LOADER
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+
+_PARSE_LIMIT_S = 120.0
+_WORDS_BEFORE = 3
+"""Of a command, before the arguments: the interpreter, -m, the module."""
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "SGLANG_EXTERNAL_MODEL_PACKAGE")
+_OF_THE_RUN = (
+    # What `server_command` gives in some runs and not in others.
+    "disable-overlap-schedule", "quantization", "enable-return-routed-experts",
+    "enable-memory-saver", "skip-tokenizer-init", "nccl-port", "nnodes", "node-rank",
+    "dist-init-addr",
+    # Where an engine runs, and who may speak with it.
+    "help", "config", "device", "base-gpu-id", "gpu-id-step", "nccl-init-addr", "use-ray",
+    "revision", "api-key", "admin-api-key", "ssl-*", "enable-ssl-refresh", "enable-http2",
+    "grpc-*", "smg-*", "sidecar*", "tokenizer-*", "detokenizer-worker-num",
+    "enable-http-worker-reuseport", "incremental-streaming-output", "is-embedding",
+    "fastapi-root-path", "sampling-defaults", "preferred-sampling-params",
+    "return-input-ids", "return-output-ids",
+)  # fmt: skip
+_OF_WEIGHTS = (
+    # Weights that the trainer does not reach, or finds laid out in another way.
+    "load-format", "model-loader-extra-config", "weight-*", "startup-weight-load-mode",
+    "delete-ckpt-after-loading", "checkpoint-engine-*", "remote-instance-*", "modelopt-*",
+    "rl-quant-*", "quantize-and-serve", "*lora*", "speculative-*", "decoupled-spec-*",
+    "spec-trace-dir", "enable-multi-layer-eagle", "data-parallel-size", "pipeline-parallel-size",
+    "attention-data-parallel-size", "attention-context-parallel-size", "moe-data-parallel-size",
+    "moe-dense-tp-size", "decode-context-parallel-size", "enable-dp-*", "enable-eplb", "eplb-*",
+    "ep-num-redundant-experts", "init-expert-location", "elastic-ep-*", "enable-elastic-*",
+    "max-ep-size", "kt-*", "cpu-offload-gb", "offload-*", "ple-offload-*", "enable-paged-experts",
+    "enable-weights-cpu-backup", "enable-draft-weights-cpu-backup", "dllm-*", "encoder-*",
+)  # fmt: skip
+_OF_VERSIONS = (
+    # Keys and values that outlive the weights they were computed with.
+    "enable-hierarchical-cache", "enable-hicache", "hicache-*", "enable-lmcache", "lmcache-*",
+    "enable-flexkv", "flexkv-*", "radix-cache-backend", "enable-session-radix-cache",
+    "enable-streaming-session", "disaggregation-*", "enable-pd*", "enable-unified-cache-*",
+    "unified-cache-*", "stream-interval", "weight-version",
+)  # fmt: skip
+_REASONS = {
+    "the run sets it itself": _OF_THE_RUN,
+    "the trainer's weights would not reach all that computes": _OF_WEIGHTS,
+    "tokens could come from weights of another version than they say": _OF_VERSIONS,
+}
+
+
+class Question(msgspec.Struct):
+    """What the child is asked."""
+
+    command: list[str]
+    """Words of the server's command line without the extra ones."""
+    extra: dict[str, bool | int | float | str | list[bool | int | float | str]]
+
+
+def check_extras(config: Config) -> None:
+    """Raise InputError for an argument or a variable that a run cannot work with."""
+    generator = config.generator
+    if generator.engine != "sglang" or not (generator.extra_args or generator.env):
+        return
+    setup = engine_setup(config, 0, ())
+    own = server_environment(dataclasses.replace(setup, env={}))
+    for name in setup.env:
+        if name in own or name in _OWN_VARIABLES or name.startswith("MEGATRON_RL_"):
+            raise InputError(f"generator.env.{name}: the run sets it itself; leave it out")
+    if setup.extra_args:
+        command = server_command(dataclasses.replace(setup, extra_args={}), LOADER)
+        fault = _ask(Question(command[_WORDS_BEFORE:], dict(setup.extra_args)), own)
+        if fault:
+            raise InputError(fault)
+
+
+def _ask(question: Question, environment: dict[str, str]) -> str:
+    """What the child answers."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "generation.sglang_arguments"],
+            input=msgspec.json.encode(question),
+            capture_output=True,
+            timeout=_PARSE_LIMIT_S,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired:
+        return f"generator.extra_args: SGLang's parser gave no answer in {_PARSE_LIMIT_S:.0f} s"
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"generator.extra_args: SGLang's parser cannot be loaded: {last}"
+    return done.stdout.decode()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would end the process."""
+
+    def error(self, message: str) -> None:
+        """Tell what is wrong."""
+        raise ValueError(message)
+
+
+def judge(question: Question, parser: argparse.ArgumentParser) -> str:
+    """The fault of the first extra argument that has one; "" where none has."""
+    options = {option: action for action in parser._actions for option in action.option_strings}
+    own = {
+        options[word.partition("=")[0]].dest
+        for word in question.command
+        if word.partition("=")[0] in options
+    }
+    for name in question.extra:
+        option = option_of(name)
+        given = f"generator.extra_args.{name}"
+        if option not in options:
+            longer = [known for known in options if known.startswith(option)]
+            nearest = longer or difflib.get_close_matches(option, options, n=1)
+            hint = f"; did you mean {nearest[0].removeprefix('--')!r}?" if nearest else ""
+            return f"{given}: SGLang's server has no argument {option}{hint}"
+        reason = _refusal(options[option], own)
+        if reason:
+            return f"{given}: {reason}; leave it out"
+    try:
+        parser.parse_args([*question.command, *extra_flags(question.extra)])
+    except ValueError as error:
+        return f"generator.extra_args: {error}"
+    return ""
+
+
+def _refusal(action: argparse.Action, own: set[str]) -> str:
+    if action.dest in own:
+        return next(iter(_REASONS))
+    names = [option.removeprefix("--") for option in action.option_strings]
+    for reason, patterns in _REASONS.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns):
+            return reason
+    return ""
+
+
+def main() -> None:
+    """In the child."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = _Parser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    sys.stdout.write(judge(question, parser))
+
+
+if __name__ == "__main__":
+    main()

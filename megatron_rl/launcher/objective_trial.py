@@ -1,0 +1,208 @@
+"""Calls a user's parts of the objective once, with made-up groups and tokens.
+
+Used by `megatron-rl run --dry-run`. A part of ours is not called: its tests have done that.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_rl.algorithms.credit import GroupView
+from megatron_rl.algorithms.minibatch import Crediting, find_crediting
+from megatron_rl.algorithms.objective import Objective, find_objective
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.errors import InputError
+
+if TYPE_CHECKING:
+    from megatron_rl.algorithms.tokens import Tokens
+
+_LENGTHS = ((3, 2, 4), (1, 5, 2))
+"""Completion tokens, by group."""
+_TOKENS = sum(map(sum, _LENGTHS))
+_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What a function with a mistake in it may raise."""
+
+
+def try_objective(cfg: AlgorithmConfig) -> list[str]:
+    """Call each part that is a function of the user's; lines about them. Raises InputError."""
+    crediting = find_crediting(cfg)
+    found = [*_try_crediting(crediting)]
+    if any(":" in one.name for one in (cfg.surrogate, cfg.correction, cfg.shaping)):
+        found += _try_loss(find_objective(cfg))
+    return [
+        f"{key}={name!r} was called with made-up tokens: shapes are right" for key, name in found
+    ]
+
+
+def _try_crediting(crediting: Crediting) -> list[tuple[str, str]]:
+    cfg, groups = crediting.cfg, _groups()
+    lengths = [group.lengths for group in groups]
+    rewards = [group.rewards for group in groups]
+    calls: list[tuple[str, Any, Callable[[], Any]]] = [
+        ("credit", cfg.credit, lambda: [crediting.credit(g, cfg.credit) for g in groups]),
+        (
+            "normalization",
+            cfg.normalization,
+            lambda: crediting.normalization(rewards, cfg.normalization),
+        ),
+        ("aggregation", cfg.aggregation, lambda: crediting.aggregation(lengths, cfg.aggregation)),
+    ]
+    tried = []
+    for part, section, call in calls:
+        if ":" in section.name:
+            key = f"algorithm.{part}.name"
+            _check_arrays(key, section.name, _called(key, section.name, call))
+            tried.append((key, section.name))
+    return tried
+
+
+def _groups() -> list[GroupView]:
+    generator = np.random.default_rng(0)
+    return [
+        GroupView(
+            f"made-up-{number}",
+            rewards=generator.random(len(lengths)),
+            is_correct=np.arange(len(lengths)) > 0,
+            is_well_formed=np.ones(len(lengths), bool),
+            lengths=np.array(lengths),
+            classes=np.arange(len(lengths)) - 1,
+        )
+        for number, lengths in enumerate(_LENGTHS)
+    ]
+
+
+def _check_arrays(key: str, name: str, found: Any) -> None:
+    expected = [(len(lengths),) for lengths in _LENGTHS]
+    shapes = [np.shape(one) for one in found] if isinstance(found, Sequence) else np.shape(found)
+    if shapes != expected:
+        raise InputError(
+            f"{key}={name!r} gives the shapes {shapes} for groups of {len(_LENGTHS[0])} "
+            f"completions, expected {expected}: a number for each completion of each group"
+        )
+    if not all(np.isfinite(one).all() for one in found):
+        raise InputError(f"{key}={name!r} gives numbers that are not finite: {found}")
+
+
+def _try_loss(objective: Objective) -> list[tuple[str, str]]:
+    tokens = _tokens()
+    cfg = objective.cfg
+    tried = []
+    name = cfg.shaping.name
+    if ":" in name and objective.shaping is not None:
+        key, shaping = "algorithm.shaping.name", objective.shaping
+        _check_tensor(key, name, _called(key, name, lambda: shaping(tokens, cfg.shaping)))
+        tried.append((key, name))
+    name = cfg.correction.name
+    if ":" in name and objective.correction is not None:
+        key, correction = "algorithm.correction.name", objective.correction
+        ratios = (tokens.logprobs.detach() - tokens.generator_logprobs).exp()
+        _check_tensor(key, name, _called(key, name, lambda: correction(ratios, cfg.correction)))
+        tried.append((key, name))
+    name = cfg.surrogate.name
+    if ":" in name:
+        key = "algorithm.surrogate.name"
+        surrogate, advantages = objective.surrogate, tokens.advantages
+        found = _called(key, name, lambda: surrogate(tokens, advantages, cfg.surrogate))
+        _check_surrogate(key, name, found, tokens)
+        tried.append((key, name))
+    return tried
+
+
+def _tokens() -> "Tokens":
+    import torch
+
+    from megatron_rl.algorithms.tokens import Segments, Tokens
+
+    flat = torch.tensor([length for lengths in _LENGTHS for length in lengths])
+    members = len(_LENGTHS[0])
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> torch.Tensor:
+        return torch.rand(_TOKENS, generator=generator)
+
+    segments = Segments(
+        torch.repeat_interleave(torch.arange(len(flat)), flat),
+        flat.cumsum(0),
+        torch.arange(len(flat)) // members,
+        torch.arange(len(flat)) % members,
+        groups=len(_LENGTHS),
+        members=members,
+    )
+    return Tokens(
+        logprobs=(-0.1 - draw()).requires_grad_(),
+        generator_logprobs=-0.1 - draw(),
+        advantages=draw() - 0.5,
+        rewards=draw(),
+        weights=torch.full((_TOKENS,), 1 / _TOKENS),
+        is_real=torch.ones(_TOKENS, dtype=torch.bool),
+        lags=torch.zeros(_TOKENS, dtype=torch.int64),
+        segments=segments,
+        is_gold=torch.zeros(_TOKENS, dtype=torch.bool),
+        proximal_logprobs=-0.1 - draw(),
+        reference_logprobs=-0.1 - draw(),
+        reference_kl=draw(),
+        values=draw(),
+        effective_shares=draw(),
+    )
+
+
+def _check_tensor(key: str, name: str, found: Any) -> None:
+    import torch
+
+    if not isinstance(found, torch.Tensor) or found.shape != (_TOKENS,):
+        shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise InputError(
+            f"{key}={name!r} gives {shape} for {_TOKENS} tokens, expected a tensor [tokens], here "
+            f"[{_TOKENS}]: a number for each token, without a sum or mean over them"
+        )
+    if not found.isfinite().all():
+        raise InputError(f"{key}={name!r} gives numbers that are not finite: {found.tolist()}")
+
+
+def _check_surrogate(key: str, name: str, found: Any, tokens: "Tokens") -> None:
+    import torch
+
+    from megatron_rl.algorithms.surrogate import Surrogate
+
+    if not isinstance(found, Surrogate):
+        what = "a plain tensor" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise InputError(
+            f"{key}={name!r} returns {what}, expected Surrogate(values, sums) of "
+            "megatron_rl.algorithms.surrogate: values [tokens] to maximise, sums by name to report "
+            "({} for none), as in `return Surrogate(ratio * advantages, {})`"
+        )
+    _check_tensor(key, name, found.values)
+    gradient = None
+    if found.values.requires_grad:
+        (gradient,) = torch.autograd.grad(found.values.sum(), tokens.logprobs, allow_unused=True)
+    if gradient is None or not gradient.isfinite().all():
+        raise InputError(
+            f"{key}={name!r}: its values have no finite gradient by tokens.logprobs, so nothing "
+            "would be learnt: compute them from tokens.logprobs without detach()"
+        )
+    wrong = [
+        one for one, value in found.sums.items()
+        if not isinstance(value, torch.Tensor) or value.shape != ()
+    ]  # fmt: skip
+    if wrong:
+        raise InputError(
+            f"{key}={name!r}: sums[{wrong[0]!r}] is no tensor of shape []: report the sum over "
+            "real tokens, as (values * tokens.is_real).sum()"
+        )
+
+
+def _called(key: str, name: str, call: Callable[[], Any]) -> Any:
+    """What a call returns; InputError with the line of the user's code that raised."""
+    try:
+        return call()
+    except _ERRORS as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise InputError(
+            f"{key}={name!r} raised {type(error).__name__}: {error} ({frame.filename}, line "
+            f"{frame.lineno}), called with {_TOKENS} made-up tokens in {len(_LENGTHS)} groups"
+        ) from error

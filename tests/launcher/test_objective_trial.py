@@ -1,0 +1,86 @@
+"""A user's loss, advantage or correction with the habits of other systems is refused in words."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.launcher.objective_trial import try_objective
+
+PARTS = """
+import numpy as np
+from megatron_rl.algorithms.surrogate import Surrogate, importance_ratios
+
+def right(tokens, advantages, cfg):
+    values = importance_ratios(tokens, cfg) * advantages
+    return Surrogate(values, {"kept": (values * tokens.is_real).sum()})
+
+def scalar(tokens, advantages, cfg):
+    return Surrogate((importance_ratios(tokens, cfg) * advantages).mean(), {})
+
+def plain(tokens, advantages, cfg):
+    return importance_ratios(tokens, cfg) * advantages
+
+def detached(tokens, advantages, cfg):
+    return Surrogate(tokens.logprobs.detach() * advantages, {})
+
+def of_items(tokens, advantages, cfg):
+    return Surrogate(tokens.logprobs * advantages, {"share": 0.5})
+
+def broken(tokens, advantages, cfg):
+    return Surrogate(tokens.log_probs * advantages, {})
+
+def capped(ratios, cfg):
+    return ratios.clamp(max=2.0)
+
+def one_factor(ratios, cfg):
+    return ratios.mean()
+
+def by_rank(group, cfg):
+    return group.rewards.argsort().argsort() - 1.0
+
+def of_group(group, cfg):
+    return group.rewards.mean()
+
+def shaped(tokens, cfg):
+    return tokens.advantages - tokens.lags
+"""
+
+
+@pytest.fixture(autouse=True)
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trial_parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def tried(**names: str) -> list[str]:
+    overrides = [f"algorithm.{part}.name=trial_parts:{name}" for part, name in names.items()]
+    return try_objective(load_config(None, overrides).algorithm)
+
+
+def test_right_parts_are_called_and_named_and_ours_are_not() -> None:
+    found = tried(surrogate="right", correction="capped", credit="by_rank", shaping="shaped")
+    assert [line.partition("=")[0] for line in found] == [
+        "algorithm.credit.name", "algorithm.shaping.name",
+        "algorithm.correction.name", "algorithm.surrogate.name",
+    ]  # fmt: skip
+    assert tried() == []
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "words"),
+    [
+        # The habit from TRL and verl: the mean of a batch, or a tensor without what to report.
+        ("surrogate", "scalar", r"gives \[\] for 17 tokens, expected a tensor \[tokens\]"),
+        ("surrogate", "plain", r"returns a plain tensor, expected Surrogate\(values, sums\)"),
+        ("surrogate", "detached", "no finite gradient by tokens.logprobs"),
+        ("surrogate", "of_items", r"sums\['share'\] is no tensor of shape \[\]"),
+        ("surrogate", "broken", r"AttributeError: .*log_probs.* \(.*trial_parts\.py, line 22\)"),
+        ("correction", "one_factor", r"gives \[\] for 17 tokens, .*without a sum or mean"),
+        ("credit", "of_group", r"shapes \[\(\), \(\)\] .*expected \[\(3,\), \(3,\)\]"),
+    ],
+)
+def test_a_wrong_part_is_refused_with_the_right_shape(part: str, name: str, words: str) -> None:
+    with pytest.raises(InputError, match=rf"algorithm\.{part}\.name='trial_parts:{name}'.*{words}"):
+        tried(**{part: name})
