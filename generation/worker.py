@@ -77,8 +77,9 @@ from megatron_rl.protocol.wire import WireError
 log = logging.getLogger(__name__)
 
 READY_S = 2.0
-METRICS_S = 5.0
 RECEIVE_S = 60.0
+_METRICS_S, _LATE_METRICS_S = 5.0, 60.0
+_LATE_S = 600.0
 FAIL_PAUSE_S = 1.0
 """Before a failure of the engine is reported: SGLang's server outlives its scheduler by less."""
 
@@ -254,12 +255,13 @@ class GeneratorWorker:
         )  # fmt: skip
 
     async def _report(self, metrics: JsonlWriter) -> None:
-        next_row = time.monotonic() + METRICS_S
+        started = time.monotonic()
+        next_row = started + metrics_interval_s(0.0)
         try:
             while True:
                 self.announce()
                 if time.monotonic() >= next_row:
-                    next_row += METRICS_S
+                    next_row += metrics_interval_s(next_row - started)
                     self._write_metrics(metrics)
                 await asyncio.sleep(READY_S)
         finally:
@@ -272,6 +274,14 @@ class GeneratorWorker:
 
     async def _watch_engine(self) -> None:
         raise EngineError(await self._engine.failed())
+
+
+def metrics_interval_s(age_s: float) -> float:
+    """Seconds from one row of metrics to the next, of a generator that runs for so long.
+
+    All generators of a run write to one file, for weeks.
+    """
+    return _METRICS_S if age_s < _LATE_S else _LATE_METRICS_S
 
 
 async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:

@@ -7,6 +7,7 @@ from megatron_rl.config.errors import InputError
 
 MIB = 1 << 20
 GIB = 1 << 30
+DEFAULT = "h100-80g"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from rich.text import Text
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
 from megatron_rl.launcher.awaited import Awaited
+from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.roster import Roster, is_restart, restart_line
@@ -28,6 +29,8 @@ from megatron_rl.metrics_out.follow import Follower
 Row = dict[str, Any]
 
 REFRESH_S = 0.5
+DISK_S = 60.0
+"""So often the disk's free space is looked at."""
 PLAIN_S = 10.0
 """So long the plain log may be silent."""
 _SHOWN_STEPS = 12
@@ -71,6 +74,9 @@ class LiveView:
         self._progress = EvaluationProgress()
         self._health: dict[str, str] = {}
         """Warnings about the latest steps, by metric."""
+        self._disk = ""
+        """Warning about the disk's free space."""
+        self._next_disk_look = 0.0
         self._awaited = Awaited(config)
         self.roster = Roster()
         self._phase = "starting"
@@ -126,6 +132,9 @@ class LiveView:
             return
         self._next_refresh = now + REFRESH_S
         self._take_rows()
+        if now >= self._next_disk_look:
+            self._next_disk_look = now + DISK_S
+            self._note_disk()
         awaited = self._awaited_text(roles, now)
         if self._live is not None:
             self._live.update(self._draw(roles, awaited), refresh=True)
@@ -172,6 +181,14 @@ class LiveView:
         if self._live is None:
             new = [text for name, text in self._health.items() if name not in known]
             self._say_warnings(f"warning: {text}" for text in new)
+
+    def _note_disk(self) -> None:
+        """Say once that the disk becomes full."""
+        left = self._config.train.steps - max(0, self.last_step)
+        known, run_dir = self._disk, self._config.run.dir
+        self._disk = room_warning(run_dir, self._config, left_steps=left)
+        if self._live is None and self._disk and not known:
+            self._say(f"warning: {self._disk}")
 
     def _note_activity(self) -> None:
         self._has_news = True
@@ -224,7 +241,7 @@ class LiveView:
         parts: list[Any] = [Text(head), Text(self._draw_roles(roles))]
         if self.roster.text():
             parts.append(Text(self.roster.text()))
-        health = [f"warning: {text}" for text in self._health.values()]
+        health = [f"warning: {text}" for text in filter(None, [*self._health.values(), self._disk])]
         warnings = filter(None, [*self._warnings, *health, self._diagnosis_line()])
         parts += [Text(line, style="yellow") for line in warnings]
         parts.append(Text(self._activity_line() if self._has_shown_rollouts else awaited))

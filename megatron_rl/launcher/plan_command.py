@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
-from megatron_rl.config.gpus import GPUS
+from megatron_rl.config.gpus import DEFAULT, GPUS
 from megatron_rl.config.shipped import config_path
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.command_line.command import command
@@ -17,6 +17,7 @@ from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import ConfigFile, Json, Overrides
 from megatron_rl.launcher.hub_models import pin_models
 from megatron_rl.launcher.run_command import KEYS_HELP
+from megatron_rl.launcher.sizing.card import choose_card, listed_card
 from megatron_rl.launcher.sizing.plan import Hardware, make_plan
 from megatron_rl.launcher.sizing.report import print_plan
 
@@ -40,8 +41,16 @@ class PlanOptions:
         ),
     ] = field(default_factory=list)
     gpu: Annotated[
-        str, typer.Option(help=f"one of {', '.join(GPUS)}", autocompletion=lambda: list(GPUS))
-    ] = Hardware.gpu
+        str | None,
+        typer.Option(
+            help=f"one of {', '.join(GPUS)}, or any name with --gpu-memory; default: the GPU of "
+            f"this host, or {DEFAULT} without one",
+            autocompletion=lambda: list(GPUS),
+        ),
+    ] = None
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="memory of the GPU in GiB; default: that of --gpu")
+    ] = None
     gpus: Annotated[
         int | None, typer.Option(help="of the whole run; default: what the config uses")
     ] = None
@@ -60,17 +69,22 @@ class PlanOptions:
 
 @command(app, "plan", "Say what a run needs, and whether it fits its GPUs.", epilog=KEYS_HELP)
 def plan(options: PlanOptions, console: Console) -> int:
-    """Exit code: 0, 1 (it does not work), 2 (bad input)."""
-    for name in ("gpus", "mfu", "mean_tokens", "gb_per_s"):
+    """Exit code: 0, 1 (it does not work on a GPU of the table), 2 (bad input)."""
+    for name in ("gpus", "gpu_memory", "mfu", "mean_tokens", "gb_per_s"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
     rate = None if options.gb_per_s is None else options.gb_per_s * 1e9
-    hardware = Hardware(options.gpu, options.gpus, options.mfu, rate)
+    listed = None if options.gpu else listed_card()
+    card = choose_card(options.gpu, options.gpu_memory, listed)
+    hardware = Hardware(
+        gpu=card.gpu, card=card.name, memory_bytes=card.memory_bytes,
+        gpus=options.gpus, mfu=options.mfu, bytes_per_s=rate,
+    )  # fmt: skip
     config = _load([options.config, *options.more], options.overrides)
     made = make_plan(config, hardware, options.mean_tokens)
     print_plan(made, console, as_json=options.json)
-    return 1 if made.problems else 0
+    return 1 if made.problems and made.is_known_gpu else 0
 
 
 @dataclass(frozen=True)

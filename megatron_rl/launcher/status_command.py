@@ -20,6 +20,7 @@ from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Json, RunFolder
+from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import RECENT, duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.heartbeat import PREPARED, read_beat
@@ -104,6 +105,9 @@ def read_status(run_dir: Path, now: float) -> Status:
         state = PREPARED
     status = of_rows(rows, config, state=state, now=now)
     status.phase = phase if state == "running" else ""
+    if state != "complete":
+        left = config.train.steps - status.step
+        status.warnings += filter(None, [room_warning(run_dir, config, left_steps=left)])
     if state == "stopped":
         failure = first_failure(run_dir / "logs" / "failures", 0.0)
         status.error = "no process noted an error: see logs/"

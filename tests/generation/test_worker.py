@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from generation.worker import metrics_interval_s
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
@@ -309,3 +310,12 @@ def test_a_server_that_fails_to_start_shows_its_log(models_dir: Path, tmp_path: 
     assert "SGLang failed to start: the server ended with exit code" in stderr
     assert "sglang-0.log:" in stderr and "NoSuchArchitecture" in stderr
     assert "Traceback (most recent call last)" not in stderr.split("SGLang failed to start")[0]
+
+
+def test_a_generator_of_weeks_writes_a_row_a_minute() -> None:
+    rows, age_s = 0, 0.0
+    while age_s < 21 * 86_400.0:
+        age_s += metrics_interval_s(age_s)
+        rows += 1
+    # Ten minutes of a row every 5 s, then one a minute; every 5 s it would be 362,880.
+    assert rows == 120 + 21 * 1440 - 10

@@ -1,16 +1,21 @@
+import io
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.launcher import cli
+from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.launcher.status_command import Status, describe, of_rows, read_status
+from megatron_rl.protocol.checkpoint_folder import record_file, seal
 
-CONFIG = load_config(None, ["train.steps=10", "queue.max_staleness=2"])
+CONFIG = load_config(None, ["train.steps=10", "queue.max_staleness=2", "checkpoint.every_steps=2"])
 
 
 def step(number: int, at: float, **values: Any) -> dict[str, Any]:
@@ -92,6 +97,35 @@ def test_the_state_is_told_by_lock_summary_and_noted_errors(
     (run / "summary.json").write_text("{}")
     assert cli.main(["status", str(run), "--json"]) == 0
     assert Status(**json.loads(capsys.readouterr().out)).state == "complete"
+
+
+def test_a_disk_that_becomes_full_is_warned_about_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = leave(tmp_path / "run", [step(4, time.time())])
+    (run / "rollouts").mkdir()
+    # Steps 1 to 3 have 600 bytes each in three files; the latest one is being written.
+    for name, size in {"step_{}.jsonl": 100, "step_{}.int32": 300, "trained_{}.0.npz": 200}.items():
+        for number in (1, 2, 3):
+            (run / "rollouts" / name.format(f"{number:06d}")).write_bytes(b"0" * size)
+    (run / "rollouts" / "step_000004.jsonl").write_bytes(b"0" * 5)
+    (run / "rollouts" / "eval_before.jsonl").write_bytes(b"0" * 10_000)
+    partial = run / "checkpoints" / "step.partial"
+    partial.mkdir(parents=True)
+    (partial / "weights").write_bytes(b"0" * 1_500)
+    seal(partial, 2, {"weights": record_file(partial / "weights")})
+    saved = CONFIG.model_copy(update={"run": CONFIG.run.model_copy(update={"dir": run})})
+    said = f"the disk of {run} has 4.5e-06 GB free, room for 5 more steps of 6e-07 GB beside the"
+    for free, is_enough in ((5_100, True), (4_500, False)):
+        usage = shutil.disk_usage(run)._replace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        # 6 of its 10 steps are left: 3,600 bytes, and a checkpoint.
+        assert ("the disk of" in str(read_status(run, time.time()).warnings)) is not is_enough
+        output = io.StringIO()
+        with LiveView(saved, Console(file=output)) as view:
+            view.refresh({})
+        assert (said in output.getvalue()) is not is_enough
+        monkeypatch.undo()
 
 
 def test_a_folder_without_a_run_is_refused(

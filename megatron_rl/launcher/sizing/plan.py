@@ -47,6 +47,10 @@ class Hardware:
 
     gpu: str = "h100-80g"
     """A name in gpus.GPUS."""
+    card: str = ""
+    """Name of a card that is not there: `gpu` is the one whose speeds are assumed."""
+    memory_bytes: int | None = None
+    """Of the card; None: that of `gpu`."""
     gpus: int | None = None
     """Of the whole run; None: as many as the configuration uses."""
     mfu: float = 0.35
@@ -103,6 +107,8 @@ class SizingPlan:
     """Why the run cannot work as it is."""
     advice: tuple[str, ...]
     """What could be better."""
+    is_known_gpu: bool = True
+    """Problems with another card are warnings: its memory and speeds are partly assumed."""
     stages: "tuple[PlannedStage, ...]" = ()
     """With the configuration itself as the first; empty for a run without stages."""
 
@@ -140,6 +146,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     shape = read_shape(config.model.path)
     check_parallel(shape, config.parallel)
     gpu = find_gpu(hardware.gpu)
+    gpu = replace(gpu, memory_bytes=hardware.memory_bytes or gpu.memory_bytes)
     mean = mean_tokens or max(1, config.generator.context_tokens // 2)
     trainer = fullest_rank(shape, setting_of(config, mean))
     item_bytes = ITEM_BYTES[config.model.dtype]
@@ -164,7 +171,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         trainer_gpus=config.parallel.world_size,
         generator_gpus=0 if config.generator.shares_gpus else _generator_gpus(config),
         scorer_gpus=_scorer_gpus(config),
-        gpu=hardware.gpu,
+        gpu=hardware.card or hardware.gpu,
         gpu_bytes=gpu.memory_bytes,
         mfu=hardware.mfu,
         trainer=trainer,
@@ -182,8 +189,16 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
             *_count_problems(config, hardware.gpus),
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
+        is_known_gpu=not hardware.card,
         advice=tuple(
-            _advice(config, hardware.gpus, step, publish, cache_tokens(config.generator, engine))
+            _advice(
+                config,
+                hardware.gpus,
+                step,
+                publish,
+                # Half of the context is no more than a guess at the mean.
+                kv_tokens=None if mean_tokens is None else cache_tokens(config.generator, engine),
+            )
         ),
         stages=stages,
     )
@@ -353,7 +368,7 @@ def _of_scorer(config: Config) -> str:
 
 
 def _advice(
-    config: Config, gpus: int | None, step: Step, publish: Publish, kv_tokens: int
+    config: Config, gpus: int | None, step: Step, publish: Publish, *, kv_tokens: int | None
 ) -> list[str]:
     train, generator = config.train, config.generator
     found = []
@@ -365,7 +380,7 @@ def _advice(
             f"a sequence may have generator.context_tokens={generator.context_tokens}, more than "
             f"train.microbatch_tokens={train.microbatch_tokens}: memory is that of the former"
         )
-    if generator.max_running * step.mean_tokens > kv_tokens:
+    if kv_tokens is not None and generator.max_running * step.mean_tokens > kv_tokens:
         running = kv_tokens // step.mean_tokens
         found.append(
             f"the KV cache holds {running} completions of {step.mean_tokens} tokens, fewer than "
@@ -386,5 +401,5 @@ def _advice(
     found += padding_advice(step.padding, step.flops, step.seconds)
     found += turn_advice(config, step.seconds)
     if config.weights.method == "reshard" and not generator.quantization:
-        found += publish.relay_advice()
+        found += publish.relay_advice(step.seconds)
     return found

@@ -20,6 +20,8 @@ def publish_rate(weights: WeightsConfig, given: float | None = None) -> float:
     return HOST_BYTES_PER_S if weights.method == "host" else NCCL_BYTES_PER_S
 
 
+RELAY_WORTH = 0.05
+"""Share of a step that weights.relay must save to be advised."""
 PAPER_PUBLISH_S = 5.0
 """In less weights reach the generators, even of large models. Source: Magistral (2506.10910)."""
 
@@ -59,10 +61,14 @@ class Publish:
         beside = step_seconds if self.is_overlapped else 0.0
         return max(0.0, self.whole_seconds - beside)
 
-    def relay_advice(self) -> list[str]:
-        """What weights.relay would save, where a publish takes longer than the paper says."""
+    def relay_advice(self, step_s: float) -> list[str]:
+        """What weights.relay would save, where that is worth longer pauses of the engines.
+
+        step_s: seconds of a step.
+        """
         turns = turns_before(self.turns)
-        if self.is_relayed or self.whole_seconds <= PAPER_PUBLISH_S or turns == self.turns:
+        saved_s = self.whole_seconds * (1 - turns / self.turns)
+        if self.is_relayed or saved_s < RELAY_WORTH * step_s:
             return []
         return [
             f"a publish takes {self.whole_seconds:.1f} s: with weights.relay=true engines pass "

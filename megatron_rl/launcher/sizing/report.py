@@ -25,8 +25,12 @@ def print_plan(plan: SizingPlan, console: Console, *, as_json: bool) -> None:
     console.print(table, markup=False)
     if plan.stages:
         console.print(_stage_table(plan), markup=False)
+    if not plan.is_known_gpu:
+        text = f"note: {plan.gpu} is not in the table of GPUs: seconds are those of other cards"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    verdict = "does not work" if plan.is_known_gpu else "warning: may not work"
     for text in plan.problems:
-        console.print(f"does not work: {text}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{verdict}: {text}", markup=False, highlight=False, soft_wrap=True)
     for text in plan.advice:
         console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 

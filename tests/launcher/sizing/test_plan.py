@@ -172,10 +172,12 @@ def test_problems_and_advice_name_the_settings(config_path: Path) -> None:
     assert len(plan.problems) == 2
     assert "generator.kv_tokens=4096 does not hold one completion" in plan.problems[0]
     assert "the run takes 16 GPUs, 8 for the trainer and 8 for generators" in plan.problems[1]
-    plan = planned(
-        config_path, "train.microbatch_tokens=4096", "generator.max_running=128", gpus=20
-    )
+    few = [*SHAPED, "train.microbatch_tokens=4096", "generator.max_running=128"]
+    plan = make_plan(load_config(config_path, few), Hardware(gpus=20), mean_tokens=4096)
     assert plan.problems == ()
+    # Without --mean-tokens nothing is known of the lengths.
+    guessed = make_plan(load_config(config_path, few), Hardware(gpus=20)).advice
+    assert len(guessed) == len(plan.advice) - 1
     for words in ("4 of 20 GPUs are idle", "more than train.microbatch_tokens=4096",
                   "holds 64 completions of 4096 tokens"):  # fmt: skip
         assert any(words in text for text in plan.advice), words
@@ -242,6 +244,39 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert cli.main(["plan", str(config_path), *SHAPED, *arguments]) == EXIT_BAD_INPUT
     assert message in caplog.text
+
+
+NVIDIA_SMI = """#!/bin/sh
+[ "$1" = --query-gpu=name,memory.total ] && printf '%s\\n' "{says}" "another, 1"
+"""
+
+
+def test_an_unknown_card_is_planned_by_its_memory_and_only_warned_about(
+    config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def listed(says: str, *arguments: str) -> tuple[int, str, int]:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(NVIDIA_SMI.format(says=says))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        code, text = run(capsys, str(config_path), *SHAPED, "--json", *arguments)
+        tree = json.loads(text)
+        return code, tree["gpu"], tree["gpu_bytes"]
+
+    # A model of 8B fits no rank of a card of 24 GiB here.
+    rtx = "NVIDIA GeForce RTX 4090, 24564"
+    assert listed(rtx) == (0, "NVIDIA GeForce RTX 4090", 24_564 << 20)
+    assert listed("NVIDIA A100-SXM4-40GB, 40960") == (1, "a100-40g", 40_960 << 20)
+    assert listed("NVIDIA H100 80GB HBM3, 81559") == (0, "h100-80g", 81_559 << 20)
+    # Its memory is not that of the H200 of the table.
+    assert listed("NVIDIA GH200 480GB, 97871") == (0, "NVIDIA GH200 480GB", 97_871 << 20)
+    # What the command line names counts, and a card of the table that is too small is refused.
+    assert listed(rtx, "--gpu", "a100-40g")[:2] == (1, "a100-40g")
+    assert listed(rtx, "--gpu", "rtx4090", "--gpu-memory", "24") == (0, "rtx4090", 24 << 30)
+    code, text = run(capsys, str(config_path), *SHAPED, "--gpu", "rtx4090", "--gpu-memory", "24")
+    assert code == 0 and "warning: may not work: a trainer rank" in text
+    assert "rtx4090 is not in the table of GPUs" in text and "does not work" not in text
 
 
 def test_an_unknown_gpu_is_bad_input(config_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""How many more steps the disk of a run folder has room for.
+
+Used by the live view and `megatron-rl status`.
+"""
+
+import contextlib
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.checkpoint_folder import (
+    CHECKPOINTS,
+    complete_checkpoints,
+    read_complete_mark,
+)
+from megatron_rl.protocol.rollout_files import FOLDER
+
+FEW_STEPS = 50
+"""A disk with room for fewer steps is warned about."""
+_MEASURED_STEPS = 5
+_OF_STEP = re.compile(r"(?:step|dropped|trained)_(\d{6,})\.")
+
+
+def room_warning(run_dir: Path, config: Config, *, left_steps: int) -> str:
+    """What is wrong with the disk's free space, and what to do; "" while there is enough.
+
+    left_steps: that the run has still to take.
+    """
+    a_step = _bytes_a_step(run_dir / FOLDER)
+    if not a_step or left_steps <= 0:
+        return ""
+    free = shutil.disk_usage(run_dir).free
+    checkpoint = _bytes_of_checkpoint(run_dir / CHECKPOINTS) if config.checkpoint.every_steps else 0
+    steps = max(0, free - checkpoint) // a_step
+    if steps >= min(FEW_STEPS, left_steps):
+        return ""
+    beside = f" beside the next checkpoint of {checkpoint / 1e9:.3g} GB" if checkpoint else ""
+    return (
+        f"the disk of {run_dir} has {free / 1e9:.3g} GB free, room for {steps} more steps of "
+        f"{a_step / 1e9:.3g} GB{beside}; a full disk ends the run: free space, or resume with "
+        "queue.record_tokens=false"
+    )
+
+
+def _bytes_a_step(folder: Path) -> int:
+    """Mean bytes of all files of rollouts of one of the latest complete steps; 0 without any."""
+    files: dict[int, list[Path]] = defaultdict(list)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (found := _OF_STEP.match(path.name)) is not None:
+            files[int(found.group(1))].append(path)
+    # The newest one may be written to now.
+    latest = sorted(files)[:-1][-_MEASURED_STEPS:]
+    sizes = 0
+    for path in (path for step in latest for path in files[step]):
+        # Somebody may move files away meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            sizes += path.stat().st_size
+    return sizes // len(latest) if latest else 0
+
+
+def _bytes_of_checkpoint(folder: Path) -> int:
+    """Of the newest complete one; 0 before the first."""
+    found = complete_checkpoints(folder)
+    mark = read_complete_mark(found[max(found)]) if found else None
+    return sum(record.size for record in mark.files.values()) if mark is not None else 0
