@@ -4,6 +4,7 @@
 The same goes for whether two wrong answers are the same: one stands for the reference then.
 """
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -157,12 +158,26 @@ def find_comparison(name: str) -> Comparison:
     function = load_function(name, key="reward.tasks.*.compare")
 
     def judge(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
-        is_right = function(gated.answer, request)
+        is_right = call_function(function, name, gated.answer, request)
         if not isinstance(is_right, bool):
             raise GradingError(f"{name!r} returned {type(is_right).__name__}, expected a bool")
         return CORRECT if is_right else WRONG
 
     return Comparison(judge, equivalence=Equivalence(str, judge))
+
+
+def call_function(function: Callable[..., object], name: str, *arguments: object) -> object:
+    """What a function of the user's own returns; GradingError says where it raised what."""
+    try:
+        return function(*arguments)
+    except (GradingError, MemoryError, RecursionError):
+        raise
+    except Exception as error:  # noqa: BLE001 a user's function may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise GradingError(
+            f"{name!r} raised {type(error).__name__}: {error!s:.200} ({frame.filename}, line "
+            f"{frame.lineno}, in {frame.name})"
+        ) from error
 
 
 def load_function(name: str, *, key: str) -> Callable[..., object]:

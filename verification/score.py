@@ -12,7 +12,7 @@ from functools import cache
 from megatron_rl.config.reward import ExtraReward, StepKind
 from megatron_rl.protocol.types import Score, ScoreRequest
 from verification import language
-from verification.comparisons import find_comparison, load_function
+from verification.comparisons import call_function, find_comparison, load_function
 from verification.draft import Draft, Finding, Question
 from verification.gates import CUT_OFF_REFUSALS, GATES, Gated
 from verification.rules import RewardRules
@@ -159,7 +159,8 @@ def _judge_extras(question: Question, rules: RewardRules) -> Finding:
 
 
 def _extra(extra: ExtraReward, question: Question) -> float:
-    value = _load_extra(extra)(question.gated.answer, question.request)
+    arguments = question.gated.answer, question.request
+    value = call_function(_load_extra(extra), extra.function, *arguments)
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise GradingError(f"{extra.function!r} returned {value!r:.80}, expected a finite number")
     return float(value)

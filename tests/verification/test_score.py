@@ -182,6 +182,14 @@ def test_extra_reward_that_is_no_number_is_our_failure() -> None:
         score(make_request(boxed("7")), rules)
 
 
+def test_what_a_reward_raises_is_said_with_file_and_line() -> None:
+    rules = make_rules(extra=[ExtraReward(name="bad", function=f"{PLUG_INS}:raising")])
+    with pytest.raises(
+        GradingError, match=r"raised KeyError: '7' \(.*hostile_tasks.py, line \d+, in"
+    ):
+        score(make_request(boxed("7")), rules)
+
+
 FRENCH = "Combien font la somme de trois et de quatre, et pourquoi cette somme est-elle impaire ?"
 THOUGHTS = {
     "fr": "Je commence par ajouter trois et quatre, puis je vérifie que le résultat est impair.",

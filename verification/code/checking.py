@@ -64,6 +64,7 @@ def make_jobs(source: str, tests: CodeTests, cases: list[Case]) -> tuple[bytes, 
         imports = PRELUDE
     common = {"entry_point": tests.entry_point}
     solution = {"source": source, "prelude": imports + plan.prelude}
+    solution["captures_output"] = plan.captures_output
     return (
         # Not msgspec, which refuses the lone surrogates that a completion may hold.
         json.dumps(common | solution).encode(),

@@ -43,6 +43,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Where a call's argument is read once more in the comparison that calls."""
     callees: list[str]
     """Names under which the tests call the solution."""
+    captures_output: bool
+    """The tests may look at what the solution prints."""
     prelude: str
     """Classes of the tests that the solution must know to make or read their instances."""
 
@@ -91,6 +93,7 @@ def make_plan(
         imports=sorted(used_names.imported_modules(rest)),
         reading_lines=sorted(_reading_lines(rest, callees)),
         callees=sorted(callees),
+        captures_output=used_names.captures_output(source),
         prelude=prelude,
     )
 
@@ -279,6 +282,7 @@ class _Reader:
     def _given(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
         """Parameters that fixtures and `parametrize` give."""
         fixtures = {name for name, one in self._definitions.items() if _is_fixture(one)}
+        fixtures |= {"capsys", "capfd"}
         for decorator in node.decorator_list:
             call = decorator if isinstance(decorator, ast.Call) else None
             if call and getattr(call.func, "attr", "") == "parametrize" and call.args:

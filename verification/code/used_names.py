@@ -15,7 +15,7 @@ from verification.sandbox import stand_ins
 
 BUILTIN_NAMES = frozenset(dir(builtins)) | {"exit", "quit", "__file__", "__path__"}
 PYTEST_FIXTURES = frozenset(
-    "capsys capfd caplog monkeypatch tmp_path tmpdir request mocker recwarn benchmark".split()
+    "caplog monkeypatch tmp_path tmpdir request mocker recwarn benchmark".split()
 )
 # What data sets call the module that a solution is put in.
 _SOLUTION_MODULES = frozenset(
@@ -28,7 +28,8 @@ _REFUSED_MODULES = frozenset(
     "subprocess multiprocessing pty socket antigravity this".split()
 )
 _RUN_TEXT = frozenset({"exec", "compile", "__import__", "breakpoint", "__builtins__", "__loader__"})
-_REPLACED_ELSEWHERE = frozenset({"stdin", "stdout", "stderr"})
+CAPTURED = frozenset({"sys.stdout", "sys.stderr"})
+"""What tests may replace: what a solution prints during a call arrives there."""
 _STRING_EVALUATORS = frozenset({"sympify", "parse_expr", "parse_latex", "read_pickle"})
 
 
@@ -108,8 +109,8 @@ def _import_problem(tree: ast.AST, own: set[str], packages: tuple[str, ...]) -> 
         if top not in sys.stdlib_module_names:
             return f"they import {name}, which the sandbox does not have (see packages)"
         names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
-        if "mock" in name and "patch" in names or "redirect_stdout" in names:
-            return "they patch or redirect what a solution in another process uses"
+        if "mock" in name and "patch" in names and not _patches_output_alone(tree):
+            return "they patch what a solution in another process uses"
         if "*" in names and not _star_names(name):
             return f"they import all of {name}, whose names are not known"
     return ""
@@ -139,14 +140,11 @@ def _unsafe_use(tree: ast.AST) -> str:
         owner = node.value.id if isinstance(node.value, ast.Name) else ""
         if node.attr in _STRING_EVALUATORS and node not in constant_calls:
             return f"line {node.lineno} uses {node.attr}, which evaluates text"
-        if owner == "sys" and node.attr in _REPLACED_ELSEWHERE:
-            if isinstance(node.ctx, ast.Store):
-                return (
-                    f"line {node.lineno} replaces sys.{node.attr}, which a solution has its own of"
-                )
-        if owner in ("mock", "contextlib", "unittest.mock") or "mock" in ast.unparse(node.value):
-            if node.attr in ("patch", "redirect_stdout", "redirect_stderr"):
-                return "they patch or redirect what a solution in another process uses"
+        if owner == "sys" and node.attr == "stdin" and isinstance(node.ctx, ast.Store):
+            return f"line {node.lineno} replaces sys.stdin, which a solution has its own of"
+        if node.attr == "patch" and (owner == "mock" or "mock" in ast.unparse(node.value)):
+            if not _patches_output_alone(tree):
+                return "they patch what a solution in another process uses"
         if owner == "pytest" and node.attr not in stand_ins.NAMES:
             return f"line {node.lineno} uses pytest.{node.attr}, which the sandbox does not have"
         if ast.unparse(node.value) == "pytest.mark" and node.attr not in stand_ins.MARKS:
@@ -154,6 +152,25 @@ def _unsafe_use(tree: ast.AST) -> str:
         if node.attr == "expectedFailure":
             return "they expect a failure, which any wrong solution has"
     return ""
+
+
+def _patches_output_alone(tree: ast.AST) -> bool:
+    """Whether every use of `patch` replaces the standard output or error, as text names them."""
+    uses = [node for node in ast.walk(tree) if _name_of(node) == "patch"]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
+    targets = [call.args[0] if call.args else None for call in calls]
+    return len(calls) == len(uses) and all(
+        isinstance(target, ast.Constant) and target.value in CAPTURED for target in targets
+    )
+
+
+def captures_output(source: str) -> bool:
+    """Whether tests may look at what is printed."""
+    return any(word in source for word in ("stdout", "stderr", "capsys", "capfd"))
+
+
+def _name_of(node: ast.AST) -> str:
+    return getattr(node, "id", "") or getattr(node, "attr", "")
 
 
 def _undefined_name(source: str, tree: ast.AST, provided: set[str]) -> str:

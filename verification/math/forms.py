@@ -80,6 +80,7 @@ def is_other_form(first: str, second: str, problem: str) -> bool:
 
 
 def form_of(text: str) -> str:
+    """The name of the form that a number is written in; empty for what is none."""
     return next((name for name, pattern in _FORMS if pattern.fullmatch(text)), "")
 
 

@@ -236,7 +236,7 @@ def _is_condition(left: str, tree: Tree | None) -> bool:
         return False
     if tree is None:
         return len(split_at(left.lstrip("-"), "+", "-", "*")) > 1
-    # \sin x=0 is to be solved, \\cos A=0 tells of an angle.
+    # \sin x=0 is to be solved, \cos A=0 tells of an angle.
     return bool(_free_names(tree) or (tree[0] != "apply" and symbols_of(tree) & _CARTESIAN))
 
 

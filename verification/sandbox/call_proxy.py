@@ -10,9 +10,12 @@ A connection is the descriptor of a socket; a frame is a length and JSON.
 |---|---|---|
 | tests (`remote_values.py`) | {"op", "data"} | {"value"} or {"raised"}, with "changed" arguments |
 | solution (`solution_process.py`) | {"callback", "data"} while it answers | the same, or an "op" |
+
+What the solution sends may have "printed" beside it, the text of its standard output and error.
 """
 
 import importlib.util
+import io
 import json
 import os
 import struct
@@ -22,6 +25,7 @@ from typing import Any
 
 EXIT_NO_ENTRY_POINT = 94
 MAX_FRAME_BYTES = 32 << 20
+MAX_PRINTED_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")
 
 
@@ -62,6 +66,38 @@ def _receive_exactly(connection: int, size: int) -> bytes:
             raise SolutionGone("the connection ended")
         buffer += received
     return bytes(buffer)
+
+
+class Printed:
+    """What the solution prints from here on, for tests that look at it."""
+
+    def __init__(self) -> None:
+        self._files = [_Bounded(), _Bounded()]
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(
+                file, encoding="utf-8", errors="replace", newline="", write_through=True
+            )
+            for file in self._files
+        )
+
+    def take(self) -> list[str] | None:
+        """Standard output and error since the last time; None when there is nothing."""
+        texts = [file.getvalue().decode("utf-8", "replace") for file in self._files]
+        if not any(texts):
+            return None
+        for file in self._files:
+            file.seek(0)
+            file.truncate()
+        return texts
+
+
+class _Bounded(io.BytesIO):
+    """Bytes up to a limit; OSError beyond, as for a full disk."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > MAX_PRINTED_BYTES:
+            raise OSError(f"more than {MAX_PRINTED_BYTES} bytes were printed")
+        return super().write(data)
 
 
 def read_descriptor(descriptor: int) -> bytes:

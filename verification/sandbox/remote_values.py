@@ -123,9 +123,23 @@ class Link:
             except SolutionGone:
                 self.is_gone = True
                 raise
+            if "printed" in message:
+                self._show(message["printed"])
             if "callback" not in message:
                 return message
             self._call_back(message)
+
+    def _show(self, texts: Any) -> None:
+        """Print what the solution printed where the tests have put an output of their own.
+
+        It is text and nothing else: the tests' own report goes another way.
+        """
+        if not isinstance(texts, list) or [type(text) for text in texts] != [str, str]:
+            self._lose("a malformed text was printed")
+        streams = ((sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__))
+        for text, (stream, own) in zip(texts, streams, strict=True):
+            if text and stream is not own:
+                stream.write(text)
 
     def _call_back(self, message: dict[str, Any]) -> None:
         """Call a function of the tests for the solution."""

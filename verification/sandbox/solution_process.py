@@ -15,6 +15,7 @@ from typing import Any
 
 from verification.sandbox.call_proxy import (
     EXIT_NO_ENTRY_POINT,
+    Printed,
     SolutionGone,
     compiled,
     new_module,
@@ -48,9 +49,10 @@ def serve_calls(job_json: bytes, connection: int) -> None:
     exec(compiled(job["prelude"].encode()), module.__dict__)
     exec(compiled(job["source"].encode("utf-8", "surrogatepass")), module.__dict__)
     entry = _find_entry(module, job["entry_point"])
+    printed = Printed() if job["captures_output"] else None
     if not callable(entry):
         os._exit(EXIT_NO_ENTRY_POINT)
-    Service(connection, module, entry).serve()
+    Service(connection, module, entry, printed).serve()
 
 
 def _find_entry(module: types.ModuleType, path: str) -> Any:
@@ -74,8 +76,11 @@ def _find_entry(module: types.ModuleType, path: str) -> Any:
 class Service:
     """Answers one connection."""
 
-    def __init__(self, connection: int, module: types.ModuleType, entry: Any) -> None:
+    def __init__(
+        self, connection: int, module: types.ModuleType, entry: Any, printed: Printed | None
+    ) -> None:
         self._connection = connection
+        self._printed = printed
         self.module = module
         self.handles: list[Any] = [entry]
         """What the tests refer to by number; the entry point is 0."""
@@ -95,7 +100,7 @@ class Service:
     def call_back(self, number: int, name: str, arguments: Any, keywords: Any) -> Any:
         """Call a function, or a method, of the tests' process."""
         data = Encoder(self._describe).encode((arguments, keywords))
-        send(self._connection, {"callback": number, "name": name, "data": data})
+        self._send({"callback": number, "name": name, "data": data})
         while True:
             # Meanwhile the tests may call the solution again.
             reply = receive(self._connection)
@@ -120,7 +125,12 @@ class Service:
         changed = self._changes(arrived)
         if changed is not None:
             reply["changed"] = changed
-        send(self._connection, reply)
+        self._send(reply)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Send a message, with what was printed until then."""
+        texts = None if self._printed is None else self._printed.take()
+        send(self._connection, message if texts is None else message | {"printed": texts})
 
     def _changes(self, arrived: "Arrived") -> list[Any] | None:
         """Nodes of the arguments that the call changed, and all nodes; None for no change."""

@@ -4,12 +4,15 @@ Runs inside the sandbox, in the process of the tests. NAMES is all there is; tes
 refused when they are loaded.
 """
 
+import contextlib
+import io
 import itertools
 import math
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 NAMES = frozenset("approx fail fixture main mark param raises skip".split())
 MARKS = frozenset("parametrize skip asyncio timeout slow usefixtures".split())
@@ -160,6 +163,41 @@ def make_pytest() -> types.ModuleType:
         param=Parameters, raises=Raises, skip=_skip,
     )  # fmt: skip
     return module
+
+
+class Output(NamedTuple):
+    """What was printed."""
+
+    out: str
+    err: str
+
+
+class Capture:
+    """The fixtures `capsys` and `capfd`: what a test and its solution print."""
+
+    def __init__(self) -> None:
+        self._before = (sys.stdout, sys.stderr)
+        self._start()
+
+    def readouterr(self) -> Output:
+        """What was printed since the last time."""
+        found = Output(self._texts[0].getvalue(), self._texts[1].getvalue())
+        self._start()
+        return found
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """What is printed meanwhile is not captured."""
+        sys.stdout, sys.stderr = self._before
+        yield
+        sys.stdout, sys.stderr = self._texts
+
+    def end(self) -> None:
+        """Give back what was there before."""
+        sys.stdout, sys.stderr = self._before
+
+    def _start(self) -> None:
+        self._texts = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
 
 def parameter_sets(function: Any) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from verification.sandbox.call_proxy import SolutionGone, new_module
 from verification.sandbox.remote_objects import UNIT_TESTS_FILE
 from verification.sandbox.remote_values import Link, Result, SolutionModule
 from verification.sandbox.stand_ins import (
+    Capture,
     Skipped,
     argument_names,
     autouse_names,
@@ -209,6 +210,7 @@ class Scene:
         """Parameters of fixtures, by their names."""
         self._made: dict[str, Any] = {}
         self._ends: list[types.GeneratorType] = []
+        self._capture: Capture | None = None
 
     def run(self, test: Any, given: dict[str, Any]) -> None:
         """Run a test; AssertionError when it says that it failed."""
@@ -218,12 +220,17 @@ class Scene:
         for end in reversed(self._ends):
             for _ in end:
                 pass
+        if self._capture is not None:
+            self._capture.end()
         if value is False:
             # A check may say what it found instead of asserting it.
             raise AssertionError(f"{getattr(test, '__name__', 'a test')} returned False")
 
     def _value_of(self, name: str) -> Any:
         """What a fixture gives; else the candidate."""
+        if name in ("capsys", "capfd") and name not in self._fixtures:
+            self._capture = self._capture or Capture()
+            return self._capture
         if name not in self._fixtures:
             return self._candidate
         if name not in self._made:

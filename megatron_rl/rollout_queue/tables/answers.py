@@ -17,6 +17,10 @@ class NoAnswer(ValueError):
     """A value without the part that is wanted; the text says what was missing."""
 
 
+class BadTests(NoAnswer):
+    """Tests of a program that can grade nothing."""
+
+
 def choose_part(values: Sequence[Any], *, is_solution: bool) -> str:
     """ "all", "after_hashes" or "last_boxed", by values of the first rows.
 
@@ -66,7 +70,7 @@ def _last_box(text: str) -> str | None:
 
 
 def entry_of(tests: Any) -> str:
-    """Our `entry` for tests as data sets write them; "" for none. Raises NoAnswer.
+    """Our `entry` for tests as data sets write them; "" for none. Raises BadTests.
 
     Known: the JSON of an entry; {"inputs", "outputs"} with an optional "fn_name" (APPS, TACO); a
     list of {"input", "output"} (LiveCodeBench, DeepCoder), those of standard input alone.
@@ -77,18 +81,18 @@ def entry_of(tests: Any) -> str:
         try:
             tests = json.loads(tests)
         except ValueError as error:
-            raise NoAnswer(f"the tests are no JSON: {error}") from error
+            raise BadTests(f"the tests are no JSON: {error}") from error
     if isinstance(tests, dict) and {"cases", "unit_tests"} & tests.keys():
         return json.dumps(tests)
     if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
         return _of_columns(tests)
     if isinstance(tests, list) and tests and all(isinstance(one, dict) for one in tests):
         if any(one.get("testtype", "stdin") != "stdin" or "fn_name" in one for one in tests):
-            raise NoAnswer("tests that call a function need an entry with its entry_point")
+            raise BadTests("tests that call a function need an entry with its entry_point")
         if all({"input", "output"} <= one.keys() for one in tests):
             cases = [{"stdin": one["input"], "stdout": one["output"]} for one in tests]
             return json.dumps({"cases": cases})
-    raise NoAnswer(
+    raise BadTests(
         "the tests have no form that is known: an entry with cases or unit_tests, {inputs, "
         "outputs}, or a list of {input, output}"
     )
@@ -97,9 +101,9 @@ def entry_of(tests: Any) -> str:
 def _of_columns(tests: dict[str, Any]) -> str:
     inputs, outputs = tests["inputs"], tests["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise NoAnswer("inputs and outputs of the tests are no lists")
+        raise BadTests("inputs and outputs of the tests are no lists")
     if len(inputs) != len(outputs):
-        raise NoAnswer(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
+        raise BadTests(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
     name = tests.get("fn_name")
     if not name:
         cases = [

@@ -17,7 +17,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.protocol.types import ChatMessage, Prompt
 from megatron_rl.rollout_queue.jsonl_source import check_keys, make_prompt, with_splits
-from megatron_rl.rollout_queue.tables.answers import NoAnswer, entry_of, take_part
+from megatron_rl.rollout_queue.tables.answers import BadTests, NoAnswer, entry_of, take_part
 from megatron_rl.rollout_queue.tables.folders import TableFiles, find_files
 from megatron_rl.rollout_queue.tables.formats import (
     LINES,
@@ -249,6 +249,8 @@ class _Table:
             fields = self._our_fields(row.fields)
             task = "code" if fields.get("entry") and self._has_tests() else source.task
             prompt = make_prompt(fields, place, name=name, task=task)
+        except BadTests as error:
+            return RowFault(place, "bad_tests", f"{place}: {error}")
         except NoAnswer as error:
             return RowFault(place, "no_answer", f"{place}: {error}")
         except InputError as error:

@@ -242,6 +242,18 @@ def test_faults_are_told_one_by_one_with_their_places(tmp_path: Path) -> None:
     assert "did you mean 'split'" in told[4].text
 
 
+def test_tests_of_no_known_form_are_bad_tests(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    rows = [{"question": "q", "input_output": '{"inputs": ["1"], "outputs": ["2"]}'},
+            {"question": "r", "input_output": '{"inputs": ["1"], "outputs": []}'},
+            {"question": "s", "input_output": "no json"}]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)))
+    told: list[RowFault] = []
+    assert len(read_files(PromptSource(path=path), told.append).prompts) == 1
+    assert [fault.reason for fault in told] == ["bad_tests", "bad_tests"]
+    assert "1 inputs and 0 outputs" in told[0].text
+
+
 def test_a_column_named_as_ours_with_other_values_is_not_taken(tmp_path: Path) -> None:
     others = {"split": "test", "task": "algebra", "language": "English", "pass_rate": 7.0}
     content = [{"question": f"q{n}", "answer": "1", "id": n % 2, **others} for n in range(4)]

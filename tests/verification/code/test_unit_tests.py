@@ -124,8 +124,8 @@ def test_unknown_package_is_refused() -> None:
         ("def test_a():\n    f(1)", "nothing in the tests checks"),
         ("assert True, 'starts'\nf(1)", "nothing in the tests checks"),
         ("def helper(a, b):\n    assert f(a) == b", "nothing gives its arguments"),
-        ("def test_a(capsys):\n    f(1)", "nothing gives its arguments capsys"),
-        ("class TestF:\n    def test_a(self, capsys):\n        assert f(1)", "arguments capsys"),
+        ("def test_a(caplog):\n    f(1)", "nothing gives its arguments caplog"),
+        ("class TestF:\n    def test_a(self, caplog):\n        assert f(1)", "arguments caplog"),
         (
             "import pytest\n@pytest.fixture\ndef g(tmp_path):\n    return f(1)\n"
             "def test_a(g):\n    assert g == 2",
@@ -148,6 +148,7 @@ def test_unknown_package_is_refused() -> None:
         ("c = compile(f(1), 'x', 'eval')", "uses compile"),
         ("import sys, io\nsys.stdin = io.StringIO('1')\nassert f(1)", "replaces sys.stdin"),
         ("from unittest.mock import patch\nwith patch('builtins.input'):\n    f(1)", "patch"),
+        ("from unittest import mock\nwith mock.patch.object(f, 'x'):\n    f(1)", "patch"),
         ("import pytest\n@pytest.mark.weird\ndef test_a():\n    f(1)", "pytest.mark.weird"),
         ("import pytest\npytest.importorskip('x')\nf(1)", "pytest.importorskip"),
         ("from math import *\nassert sqroot(f(1))", "'sqroot', which nobody defines"),

@@ -13,6 +13,14 @@ OS_EXIT = "import os\ndef f(*a): os._exit(0)"
 STOP = "def f(*a): raise StopIteration"
 
 
+PRINT = "def f(x): print(x + 1)"
+WRITE = "import sys\ndef f(x): sys.stdout.write(f'{x + 1}\\n')"
+BYTES = "import sys\ndef f(x): sys.stdout.buffer.write(b'%d\\n' % (x + 1))"
+SILENT = ["def f(x): print(x)", "def f(x): return f'{x + 1}\\n'", NONE, QUIT,
+          "import sys\ndef f(x): print(x + 1, file=sys.stderr)", "print(2)\ndef f(x): pass",
+          "def f(x): print(x + 1, flush=True); print('y' * (2 << 20))"]  # fmt: skip
+
+
 class Row(NamedTuple):
     """Unit tests and solutions to them."""
 
@@ -40,6 +48,25 @@ SHAPES = [
     Row("pytest parametrize", "import pytest\n@pytest.mark.parametrize('x,y', [(1, 2), "
         "pytest.param(3, 4, id='b')])\n@pytest.mark.parametrize('z', [0])\n"
         "def test_a(x, y, z):\n    assert f(x) == y + z", [ADD], [SUB, "def f(x): return 2"]),
+    Row("output that is redirected", "import contextlib, io\ndef test_a():\n"
+        "    out = io.StringIO()\n    with contextlib.redirect_stdout(out):\n        f(1)\n"
+        "    assert out.getvalue() == '2\\n'", [PRINT, WRITE, BYTES], SILENT),
+    Row("output of capsys", "def test_a(capsys):\n    f(1)\n    f(2)\n"
+        "    assert capsys.readouterr().out == '2\\n3\\n'\n    f(3)\n"
+        "    out, err = capsys.readouterr()\n    assert (out, err) == ('4\\n', '')",
+        [PRINT, WRITE, BYTES], SILENT),
+    Row("output of capsys in a class", "class TestF:\n    def test_a(self, capsys):\n"
+        "        f(1)\n        assert capsys.readouterr().out.strip() == '2'", [PRINT], SILENT),
+    Row("output that is patched", "import io\nfrom unittest.mock import patch\n"
+        "with patch('sys.stdout', new_callable=io.StringIO) as out:\n    f(1)\n"
+        "assert out.getvalue() == '2\\n'", [PRINT], SILENT),
+    Row("output that is replaced", "import io, sys\n"
+        "before, sys.stdout = sys.stdout, io.StringIO()\nf(1)\n"
+        "out, sys.stdout = sys.stdout.getvalue(), before\nassert out == '2\\n'", [PRINT], SILENT),
+    Row("output in the order of calls back", "import contextlib, io\nout = io.StringIO()\n"
+        "with contextlib.redirect_stdout(out):\n    f(lambda: print('b'))\n"
+        "assert out.getvalue() == 'a\\nb\\nc\\n'", ["def f(g): print('a'); g(); print('c')"],
+        ["def f(g): g(); print('a'); print('c')", NONE]),
     Row("pytest fixture", "import pytest\n@pytest.fixture\ndef three():\n    yield 3\n"
         "def test_a(three):\n    assert f(three) == 4", [ADD], [SUB]),
     Row("fixtures of a class", "import pytest\nclass TestF:\n"

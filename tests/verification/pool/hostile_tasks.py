@@ -91,6 +91,11 @@ def half(answer: str, request: ScoreRequest) -> float:
     return len(answer) / 2
 
 
+def raising(answer: str, request: ScoreRequest) -> float:
+    """An extra reward with a bug."""
+    return {}[answer]
+
+
 def not_a_number(answer: str, request: ScoreRequest) -> float:
     """An extra reward that breaks its contract."""
     return float("nan")

@@ -79,6 +79,17 @@ def f(x):
         try: os.write(descriptor, struct.pack('<I', len(body)) + body)
         except OSError: pass
     return None""",
+    "print_what_is_no_text": """
+import os, struct
+body = b'{"value": [[0], [true]], "printed": [[1], {"a": 2}]}'
+def f(x):
+    os.write(4, struct.pack('<I', len(body)) + body)""",
+    "plant_modules_where_both_may_write": """
+import sys
+for name in sys.stdlib_module_names:
+    try: open(f'{name}.py', 'w').write('import sys; sys.exit = print; raise SystemExit(0)')
+    except OSError: pass
+def f(x): return [x, 1.5j, range(3)]""",
     "write_no_frames": "import os\ndef f(x): os.write(4, b'\\xff' * 100)",
     "write_deep_frame": """
 import os, struct
