@@ -84,11 +84,26 @@ def test_a_token_beyond_the_bound_is_neither_pushed_nor_blown_up() -> None:
     assert gradient.item() == pytest.approx(math.exp(30), rel=1e-5)
 
 
+WITHIN = torch.linspace(-19.9, 19.9, 97).tolist()
+
+
+@pytest.mark.parametrize(("surrogate", "correction", "level"), PARTS)
+def test_a_bound_changes_nothing_within_it(surrogate: str, correction: str, level: str) -> None:
+    found = []
+    for bound in (20.0, 40.0):
+        given = {
+            "surrogate": {"name": surrogate, "level": level, "max_log_ratio": bound},
+            "correction": {"name": correction, "level": level},
+        }
+        found.append([loss_and_gradient(given, WITHIN, sign)[:2] for sign in (1.0, -1.0)])
+    for narrow, wide in zip(*found, strict=True):
+        assert all(map(torch.equal, narrow, wide))
+
+
 def test_within_the_bound_losses_are_those_without_one_bit_for_bit() -> None:
-    log_ratios = torch.linspace(-19.9, 19.9, 97).tolist()
     for sign in (1.0, -1.0):
-        loss, gradient, _ = loss_and_gradient({}, log_ratios, sign)
-        tokens = tokens_at(log_ratios, sign)
+        loss, gradient, _ = loss_and_gradient({}, WITHIN, sign)
+        tokens = tokens_at(WITHIN, sign)
         ratio = (tokens.logprobs - tokens.generator_logprobs).exp()
         clipped = (ratio * sign).minimum(ratio.clamp(0.8, 1.28) * sign)
         obvious = -(tokens.weights * clipped).sum()

@@ -11,10 +11,11 @@ from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import RankBatch, TrainSequence
-from megatron_rl.rollout_queue.batches import minibatch_sequences
-from megatron_rl.rollout_queue.groups import FLAT, Group
+from megatron_rl.rollout_queue.batches import form_batch, minibatch_sequences
+from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay.draw import Replay, open_replay
+from megatron_rl.rollout_queue.replay.drawn import Drawn
 from megatron_rl.rollout_queue.replay.stored_groups import StoredGroups
 from tests.rollout_queue.makers import make_group, make_prompt, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
@@ -229,3 +230,19 @@ def test_held_out_questions_are_not_replayed(tmp_path: Path) -> None:
     assert {n for step in range(4) for n in numbers(replay, step)} == {0, 2}
     left_out = {metric.name: metric.value for metric in replay.draw(0, []).of_source}
     assert left_out["queue/replay_left_out_held_out"] == 2
+
+
+def test_a_replayed_group_keeps_its_logprobs_in_a_batch_of_another_temperature() -> None:
+    stage = Config.model_validate(
+        {"sampling": {"temperature": 0.5}, "train": {"groups_per_batch": 2}}
+    )
+    old, new = make_group(0, MIXED, versions=(0,)), make_group(1, MIXED, versions=(3,))
+    [share] = form_batch(
+        3, [new], replayed=Drawn((old,)), dropped=DroppedGroups(), stage=stage,
+        crediting=find_crediting(stage.algorithm), dp_size=1,
+    )  # fmt: skip
+    (minibatch,) = share.minibatches
+    # One policy is trained; whoever sampled, the recorded probability is what ratios divide by.
+    assert minibatch.temperature == 0.5
+    for sequence in itertools.chain(*minibatch.microbatches):
+        assert sequence.generator_logprobs.tolist() == [-0.5] * len(sequence.generator_logprobs)
