@@ -203,7 +203,7 @@ def open_method(
             )
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
-    copies = model_copies(policy.shape, all_places())
+    copies = model_copies(policy.shape, all_places(policy.chunks[0].config))
     parameters = named_parameters(policy.chunks)
     return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
 
