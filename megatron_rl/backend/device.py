@@ -5,6 +5,7 @@ Used by trainer ranks (and by tools that build the model); everything else asks 
 
 import datetime
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +34,8 @@ from megatron_rl.config.gpus import named_peak
 from megatron_rl.config.tree import ModelConfig, OptimizerConfig, ParallelConfig
 
 Layers = Literal["local", "transformer_engine"]
+ABORT_S = 20.0
+"""How long a rank waits for NCCL to abort its groups, before it ends without."""
 PACKED_GATHER_VERSION = "2.18"
 """First TransformerEngine that gathers packed keys and values (its pull request 2829)."""
 
@@ -166,14 +169,17 @@ class Backend:
     def shutdown(self, *, failed: bool = False) -> None:
         """Leave the process groups; a no-op before init_distributed.
 
-        failed: abort the groups. Destroying an NCCL group waits for its peers, which may be gone or
-        wait in another collective.
+        failed: abort the groups, for at most ABORT_S. Destroying an NCCL group waits for its peers,
+        which may be gone or wait in another collective.
         """
         if not dist.is_initialized():
             return
         parallel_state.destroy_model_parallel()
         if failed:
-            distributed_c10d._abort_process_group()
+            abort = distributed_c10d._abort_process_group
+            thread = threading.Thread(target=abort, name="abort", daemon=True)
+            thread.start()
+            thread.join(ABORT_S)
         else:
             dist.destroy_process_group()
 

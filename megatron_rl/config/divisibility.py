@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.parallel import ParallelConfig, stage_layers
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,9 @@ def _check_tensor(parallel: ParallelConfig, counts: Counts) -> None:
 
 def _check_pipeline(parallel: ParallelConfig, layers: int) -> None:
     stages, chunks = parallel.pipeline, parallel.virtual_stages
+    if parallel.has_uneven_stages:
+        _check_uneven(parallel, layers)
+        return
     if layers % stages:
         raise InputError(
             f"parallel.pipeline = {stages} does not divide the model's {layers} layers; "
@@ -99,6 +102,19 @@ def _check_pipeline(parallel: ParallelConfig, layers: int) -> None:
             f"of each of parallel.pipeline = {stages} stages; "
             f"nearest possible: {nearest_divisor(layers // stages, chunks)}"
         )
+
+
+def _check_uneven(parallel: ParallelConfig, layers: int) -> None:
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    try:
+        stage_layers(layers, parallel.pipeline, first, last)
+    except ValueError as error:
+        raise InputError(
+            f"parallel.first_stage_layers = {first} and last_stage_layers = {last} of "
+            f"parallel.pipeline = {parallel.pipeline} leave {layers - first - last} of the model's "
+            f"{layers} layers to the other stages, which must have equally many and at least one; "
+            "set both to 0 for stages of the same size"
+        ) from error
 
 
 def _check_experts(parallel: ParallelConfig, counts: Counts) -> None:

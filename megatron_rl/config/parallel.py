@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
 
@@ -11,13 +11,36 @@ OVERLAPPED_TENSOR_RANKS = (2, 4, 8)
 reducescatter2_userbuff_stridedoutput)."""
 
 
+def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
+    """Layers of each pipeline stage.
+
+    first, last: of the first and the last stage; 0: as many as the stages between. Raises
+    ValueError when the stages cannot share the layers so.
+    """
+    if first and last and stages == 2:
+        middle: tuple[int, ...] = ()
+    else:
+        others = stages - (first > 0) - (last > 0)
+        middle = others * ((layers - first - last) // others,)
+    found = (*([first] if first else []), *middle, *([last] if last else []))
+    if sum(found) != layers or min(found) < 1:
+        raise ValueError(f"{stages} pipeline stages cannot share {layers} layers as {found}")
+    return found
+
+
 class ParallelConfig(Section):
     """How the trainer ranks divide the model and the batch."""
 
     tensor: PositiveInt = 1
     """Tensor-parallel ranks; must divide attention heads, key-value heads and MLP units."""
     pipeline: PositiveInt = 1
-    """Pipeline stages; must divide the layers."""
+    """Pipeline stages; must divide the layers, but for those of uneven stages."""
+    first_stage_layers: int = Field(default=0, ge=0)
+    """Layers of the first pipeline stage, which also holds the embedding; 0: as many as the stages
+    between have. Megatron's num_layers_in_first_pipeline_stage; not with virtual_stages."""
+    last_stage_layers: int = Field(default=0, ge=0)
+    """Layers of the last pipeline stage, which also computes the logits; 0: as many as the stages
+    between have. Megatron's num_layers_in_last_pipeline_stage; not with virtual_stages."""
     virtual_stages: PositiveInt = 1
     """Model chunks of a pipeline stage (interleaved schedule); pipeline x virtual_stages must
     divide the layers."""
@@ -58,6 +81,12 @@ class ParallelConfig(Section):
                 f"parallel.virtual_stages={self.virtual_stages} needs several stages, and "
                 "parallel.pipeline=1: nearest possible: 1"
             )
+        if self.has_uneven_stages and (self.virtual_stages > 1 or self.pipeline == 1):
+            raise ValueError(
+                f"parallel.first_stage_layers={self.first_stage_layers} and last_stage_layers="
+                f"{self.last_stage_layers} need parallel.pipeline above 1 and virtual_stages=1, "
+                f"not {self.pipeline} and {self.virtual_stages}: set both to 0"
+            )
         if self.overlap_parameters and not (self.distributed_optimizer and self.overlap_gradients):
             raise ValueError(
                 "parallel.overlap_parameters=true needs parallel.distributed_optimizer=true and "
@@ -91,6 +120,11 @@ class ParallelConfig(Section):
     def world_size(self) -> int:
         """Count of trainer ranks."""
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def has_uneven_stages(self) -> bool:
+        """Whether the first or the last stage has a count of layers of its own."""
+        return self.first_stage_layers + self.last_stage_layers > 0
 
     @property
     def divides_positions(self) -> bool:

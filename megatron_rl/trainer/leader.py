@@ -18,9 +18,14 @@ PIECE_BYTES = 64 << 20
 class FromLeader:
     """Broadcasts within a replica, and agreement among all of them."""
 
-    def __init__(self, group: dist.ProcessGroup, control: Control) -> None:
-        """group: the ranks of this rank's replica, for tensors in host memory."""
-        self._group, self._control = group, control
+    def __init__(
+        self, group: dist.ProcessGroup, control: Control, timeout_s: float = 600.0
+    ) -> None:
+        """group: the ranks of this rank's replica, for tensors in host memory.
+
+        timeout_s: how long one rank waits for the others between two turns.
+        """
+        self._group, self._control, self._timeout_s = group, control, timeout_s
         self._leader = dist.get_global_rank(group, 0)
         self.is_leader = group.rank() == 0
 
@@ -36,4 +41,4 @@ class FromLeader:
 
     def all_have(self, frame: bytearray) -> bool:
         """Whether every trainer rank has one."""
-        return self._control.all(bool(frame))
+        return self._control.all(bool(frame), self._timeout_s)

@@ -110,8 +110,9 @@ def main(cfg: Config) -> None:
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(cfg))
         control = open_control(cfg, policy)
-        group = policy.backend.replica_group(cfg.parallel, cfg.train.collective_timeout_s)
-        replica = FromLeader(group, control)
+        timeout_s = cfg.train.collective_timeout_s
+        group = policy.backend.replica_group(cfg.parallel, timeout_s)
+        replica = FromLeader(group, control, timeout_s)
         reference = stack.enter_context(open_scored_reference(cfg, policy, replica))
         if cfg.weights.overlap:
             # The launcher has asked already; ranks may be started without it.
@@ -210,7 +211,7 @@ def open_method(
             )
             folder = cfg.run.dir / "weights"
             return Disk(save, folder, control=control, link=link, deadline_s=cfg.weights.deadline_s)
-    copies = model_copies(policy.shape, all_places())
+    copies = model_copies(policy.shape, all_places(policy.chunks[0].config))
     parameters = named_parameters(policy.chunks)
     return Reshard(parameters, copies, policy.shape, control=control, link=link, settings=settings)
 

@@ -31,6 +31,7 @@ DENSE = [
     "tensor=2",
     SEQUENCE,
     "pipeline=2",
+    "pipeline=2 last_stage_layers=1",
     INTERLEAVED,
     "data=2 overlap_gradients=true",
     SHARDED,

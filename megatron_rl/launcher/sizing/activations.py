@@ -109,7 +109,7 @@ def activation_bytes(
     does so with the modules alone.
     """
     tokens = microbatch.tokens / division.context
-    layers = shape.layers / division.pipeline
+    layers = division.stage_layers(shape.layers, stage)
     whole_layer = layer_elements(shape, division)
     again = 0.0
     if recompute == "full":

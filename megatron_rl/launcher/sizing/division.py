@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_rl.config.tree import ParallelConfig
+from megatron_rl.config.parallel import ParallelConfig, stage_layers
 
 
 @dataclass(frozen=True)
@@ -11,6 +11,8 @@ class Division:
 
     tensor: int = 1
     pipeline: int = 1
+    ends: tuple[int, int] = (0, 0)
+    """Layers of the first and the last stage; 0: as many as the stages between them."""
     virtual_stages: int = 1
     """Chunks of layers on each pipeline rank."""
     data: int = 1
@@ -22,6 +24,10 @@ class Division:
     is_sequence_parallel: bool = False
     is_optimizer_sharded: bool = False
     """Megatron's distributed optimizer."""
+
+    def stage_layers(self, layers: int, stage: int) -> int:
+        """Layers of a pipeline stage, of a model with `layers`."""
+        return stage_layers(layers, self.pipeline, *self.ends)[stage]
 
     @property
     def world_size(self) -> int:
@@ -51,6 +57,7 @@ def division_of(parallel: ParallelConfig) -> Division:
     return Division(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
+        ends=(parallel.first_stage_layers, parallel.last_stage_layers),
         virtual_stages=parallel.virtual_stages,
         data=parallel.data,
         context=parallel.context,

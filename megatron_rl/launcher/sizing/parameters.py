@@ -26,7 +26,7 @@ def stage_parameters(shape: ModelShape, division: Division, stage: int) -> RankP
 
     A tied output matrix on the last of several stages is a copy of the embedding.
     """
-    layers = shape.layers // division.pipeline
+    layers = division.stage_layers(shape.layers, stage)
     vocabulary = shape.padded_vocab(division.tensor) // division.tensor * shape.hidden
     is_first, is_last = stage == 0, stage == division.pipeline - 1
     dense = layers * _dense_layer(shape, division.tensor)

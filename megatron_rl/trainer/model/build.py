@@ -44,6 +44,7 @@ from megatron_rl.backend import fp8, fusions, tensor_overlap
 from megatron_rl.backend.device import Backend
 from megatron_rl.backend.folding import FoldedSeqParams, Folding
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.parallel import stage_layers
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.weights.layout.rotary import inverse_frequencies
@@ -135,6 +136,8 @@ def _build_chunk(
 def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> TransformerConfig:
     """Megatron's description of `shape` under the run's dtype and parallel sizes."""
     dtype = DTYPES[cfg.model.dtype]
+    ends = (cfg.parallel.first_stage_layers, cfg.parallel.last_stage_layers)
+    stages = stage_layers(shape.layers, cfg.parallel.pipeline, *ends)
     # Rounding whatever the memory held to FP8 could leave scales that are not finite.
     leave_unset = torch.nn.init.zeros_ if cfg.model.fp8_parameters else _leave_unset
     values = {
@@ -151,6 +154,8 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         "tensor_model_parallel_size": cfg.parallel.tensor,
         "pipeline_model_parallel_size": cfg.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": cfg.parallel.interleaved_chunks,
+        "num_layers_in_first_pipeline_stage": cfg.parallel.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": cfg.parallel.last_stage_layers or None,
         "context_parallel_size": cfg.parallel.context,
         "cp_comm_type": backend.context_exchange(
             cfg.parallel, has_window=shape.sliding_window is not None
@@ -181,7 +186,7 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         **_recompute(cfg.model, has_experts=shape.experts > 0, backend=backend),
         **fp8.transformer_fields(
             cfg.model,
-            stage_layers=shape.layers // cfg.parallel.pipeline,
+            stage_layers=min(stages[0], stages[-1]),
             has_experts=shape.experts > 0,
             gathered_width=shape.hidden if cfg.parallel.divides_positions else 0,
         ),

@@ -53,7 +53,7 @@ def export_tensors(
     """
     parameters = named_parameters(model)
     rank, turns = dist.get_rank(), Turns(patience_s)
-    sent = senders(shape, all_places())
+    sent = senders(shape, all_places(model[0].config))
     for name, size in hf_shapes(shape).items():
         if rank == 0:
             turns.call(name, (giver for giver in sent[name] if giver != 0))

@@ -39,7 +39,7 @@ def load_weights(model: Sequence[torch.nn.Module], shape: ModelShape, folder: Pa
     Call before the optimizer is built, which copies its float32 masters from the parameters. Raises
     InputError when tensors are missing, unexpected or of another shape than config.json says.
     """
-    place = own_place()
+    place = own_place(model[0].config)
     slices = [*trainer_slices(shape, place), *copy_slices(shape, place)]
     held = named_parameters(model)
     parameters = fp8.exact_values(held)

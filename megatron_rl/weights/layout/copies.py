@@ -59,6 +59,7 @@ def places_of(parallel: ParallelConfig) -> tuple[Place, ...]:
         Share(0, parallel.expert),
         Share(0, parallel.expert_tensor),
         parallel.virtual_stages,
+        (parallel.first_stage_layers, parallel.last_stage_layers),
     )
     ranks = range(parallel.world_size)
     return tuple(place_of(rank, len(ranks), like) for rank in ranks)

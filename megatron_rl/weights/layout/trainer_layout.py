@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_rl.config.parallel import stage_layers
 from megatron_rl.weights.layout.shape import ModelShape
 from megatron_rl.weights.layout.slices import Slice
 from megatron_rl.weights.layout.tensor_shards import (
@@ -42,6 +43,8 @@ class Place:
     expert_tensor: Share = Share()
     chunks: int = 1
     """Parts of the model that each stage holds, of as many layers each."""
+    ends: tuple[int, int] = (0, 0)
+    """Layers of the first and of the last stage; 0: as many as the stages between them."""
 
     def layers(self, count: int) -> list[int]:
         """The layers of the rank, of `count`, in the order of its chunks.
@@ -49,6 +52,10 @@ class Place:
         The stages' first chunks come before all second ones, as in the interleaved schedule.
         Source: arXiv 2104.04473, section 2.2.
         """
+        if any(self.ends):
+            sizes = stage_layers(count, self.pipeline.size, *self.ends)
+            first = sum(sizes[: self.pipeline.rank])
+            return list(range(first, first + sizes[self.pipeline.rank]))
         # Part p of the model is chunk p // stages of stage p % stages.
         stage, parts = self.pipeline, self.pipeline.size * self.chunks
         firsts = range(stage.rank, parts, stage.size)
@@ -70,6 +77,7 @@ def place_of(rank: int, world_size: int, like: Place) -> Place:
         Share(inside // like.expert_tensor.size % like.expert.size, like.expert.size),
         Share(inside % like.expert_tensor.size, like.expert_tensor.size),
         like.chunks,
+        like.ends,
     )
 
 

@@ -3,6 +3,7 @@
 Runs on every trainer rank, in its main thread, over one group for host memory.
 """
 
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,8 +48,13 @@ class Control:
             for frame, size in zip(frames, sizes, strict=True)
         ]
 
-    def all(self, is_good: bool) -> bool:
-        """Whether it is good on every rank."""
+    def all(self, is_good: bool, timeout_s: float = 0.0) -> bool:
+        """Whether it is good on every rank.
+
+        timeout_s: how long to wait for the other ranks; 0: as long as the group allows. Raises
+        RuntimeError (torch's own) when it has passed.
+        """
         flag = torch.tensor([int(is_good)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        work.wait(timedelta(seconds=timeout_s))
         return bool(flag)

@@ -36,6 +36,11 @@ def test_all_parameters_of_a_family_are_counted(
     shape = read_shape(tmp_path)
     assert model_parameters(shape) == sum(p.numel() for p in model.parameters())
     # Stages hold all of it, and one more table for a tied model; padding counts on each.
-    stages = sum(stage_parameters(shape, Division(pipeline=2), stage).total for stage in (0, 1))
     tables = 2 * shape.padded_vocab(1) - (1 if shape.is_tied else 2) * shape.vocab
-    assert stages == model_parameters(shape) + tables * shape.hidden
+    for ends in ((0, 0), (0, 1)):
+        division = Division(pipeline=2, ends=ends)
+        first, last = (stage_parameters(shape, division, stage).total for stage in (0, 1))
+        assert first + last == model_parameters(shape) + tables * shape.hidden
+    # Of four layers the first stage has three, the last one the head and its norm.
+    one_layer = (first - last + shape.hidden) / 2
+    assert first == shape.padded_vocab(1) * shape.hidden + 3 * one_layer

@@ -40,6 +40,7 @@ def exported(folder: Path, parallel: ParallelConfig, dtype: str) -> list[tuple[s
     [
         ParallelConfig(tensor=2),
         ParallelConfig(pipeline=2),
+        ParallelConfig(pipeline=2, first_stage_layers=3),
         ParallelConfig(data=2),
         ParallelConfig(tensor=2, pipeline=2, virtual_stages=2),
         ParallelConfig(context=2),
