@@ -355,7 +355,7 @@ class Coordinator:
         self._activity.trouble = self._breaker.find_trouble()
         self._activity.write(self._published, now, in_flight=self._leases.outstanding)
         state = self.describe(now)
-        self._evaluations.check_deadline(now, state)
+        self._evaluations.end_overdue(now, state, self._leases)
         is_work_out = bool(
             self._leases.outstanding
             or self._scoring.outstanding

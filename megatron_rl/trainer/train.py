@@ -240,8 +240,8 @@ def open_batches(cfg: Config, policy: Policy) -> BatchClient:
         dp_size=parallel_state.get_data_parallel_world_size(),
         group=policy.backend.replica_group(cfg.parallel, cfg.train.collective_timeout_s),
         device=policy.device,
-        # Batches also wait for the evaluation of the version that was published.
-        timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
+        # Batches also wait for all evaluations of the version that was published.
+        timeout_s=cfg.train.batch_timeout_s + cfg.eval.all_timeout_s,
         keys=load_keys(cfg.ports.keys_dir),
         label=cfg.ports.label,
     )
