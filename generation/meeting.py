@@ -166,7 +166,9 @@ async def _rank_of(reader: asyncio.StreamReader, life: str) -> int:
     except (TimeoutError, ConnectionError, ValueError):
         return 0
     name, _, rank = line.decode(errors="replace").strip().partition(" ")
-    return int(rank) if hmac.compare_digest(name, life) and rank.isdecimal() else 0
+    # As bytes: of text compare_digest takes ASCII alone, and a stranger may write anything.
+    is_known = hmac.compare_digest(name.encode(), life.encode())
+    return int(rank) if is_known and rank.isdecimal() else 0
 
 
 async def _next_line(reader: asyncio.StreamReader) -> bytes:

@@ -82,6 +82,7 @@ _METRICS_S, _LATE_METRICS_S = 5.0, 60.0
 _LATE_S = 600.0
 FAIL_PAUSE_S = 1.0
 """Before a failure of the engine is reported: SGLang's server outlives its scheduler by less."""
+RENDERED_PROMPTS = 256
 
 
 class GeneratorWorker:
@@ -108,6 +109,8 @@ class GeneratorWorker:
         self._queue = queue
         self._capacity = capacity
         self._session = time.time_ns()
+        self._rendered: dict[tuple[str, str, int], list[int]] = {}
+        """By prompt, task and length limit; the one used last is last."""
         self._owed: dict[int, set[int]] = {}
         """Lease -> indices of the completions that the queue waits for."""
         self._activity = Activity()
@@ -189,9 +192,7 @@ class GeneratorWorker:
             if self._engine.version < 0:
                 # Meant for a dead generator of this name, or sent before the fence was known.
                 raise EngineError("it holds no published weights")
-            prompt_ids = self._renderer.render(
-                lease.prompt.messages, lease.sampling.max_new_tokens, task=lease.prompt.task
-            )
+            prompt_ids = self._render(lease)
             answers = self._engine.generate(prompt_ids, lease.sampling, lease.indices)
             async with aclosing(answers):
                 async for completion in answers:
@@ -208,6 +209,17 @@ class GeneratorWorker:
             self._fail(lease, waiting, str(error), drop_as=PROMPT_UNRENDERABLE)
         finally:
             self._activity.change(time.monotonic(), -len(waiting))
+
+    def _render(self, lease: Lease) -> list[int]:
+        """The prompt's ids. A group has many leases, and the event loop waits for a tokenizer."""
+        limit = lease.sampling.max_new_tokens
+        key = (lease.prompt.id, lease.prompt.task, limit)
+        if (ids := self._rendered.pop(key, None)) is None:
+            ids = self._renderer.render(lease.prompt.messages, limit, task=lease.prompt.task)
+        self._rendered[key] = ids
+        if len(self._rendered) > RENDERED_PROMPTS:
+            del self._rendered[next(iter(self._rendered))]
+        return ids
 
     def _forget(self, serving: dict[int, asyncio.Task[None]], lease_id: int, task: object) -> None:
         del serving[lease_id]

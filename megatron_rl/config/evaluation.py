@@ -65,8 +65,9 @@ class EvalConfig(Section):
     training; 0: all evaluate, and the batch that makes the next version waits. auto: a quarter of
     generator.replicas, at least one where there are two."""
     timeout_s: PositiveFloat = 600.0
-    """An evaluation whose completions take longer ends the run; one that waits for grades alone
-    ends without these, and counts them. For each set anew."""
+    """Seconds that an evaluation may take, for each set anew. A late one ends without the prompts
+    that are missing (eval/lost) and the grades that are (eval/not_graded); training goes on. Where
+    evaluating is all there is to do, missing prompts end the run."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -75,6 +76,11 @@ class EvalConfig(Section):
         if repeated:
             raise ValueError(f"eval.sets: the name {repeated[0]!r} is given twice: choose another")
         return self
+
+    @property
+    def all_timeout_s(self) -> float:
+        """Seconds within which all sets of a version are evaluated, one after the other."""
+        return (bool(self.prompts) + len(self.sets)) * self.timeout_s
 
     @property
     def is_wanted(self) -> bool:

@@ -298,8 +298,9 @@ class CheckpointConfig(Section):
     resume: str = "auto"
     """Where a run begins. auto: at the newest complete checkpoint of the run folder, if there is
     one; never: at the start, in a new folder; else the path of a checkpoint."""
-    queue_timeout_s: PositiveFloat = 60.0
-    """The queue has this long to tell its state."""
+    queue_timeout_s: PositiveFloat = 600.0
+    """Seconds within which the queue tells its state. All rollouts before it must be on the disk
+    then, so a slow disk needs more."""
     write_timeout_s: PositiveFloat = 1800.0
     """A checkpoint that is not on the disk by then ends the run. Of a model that is exported: the
     longest that rank 0 keeps the others waiting."""

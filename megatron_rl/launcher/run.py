@@ -326,8 +326,7 @@ def _start_serving(
 
 def eval_limit_s(config: Config) -> float:
     """Within which all that is evaluated must be done; the queue itself gives up first."""
-    evaluations = bool(config.eval.prompts) + len(config.eval.sets)
-    return config.generator.start_timeout_s + evaluations * config.eval.timeout_s + _EVAL_MARGIN_S
+    return config.generator.start_timeout_s + config.eval.all_timeout_s + _EVAL_MARGIN_S
 
 
 def prepare_run_folder(

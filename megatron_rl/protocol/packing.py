@@ -5,9 +5,9 @@ tokens) and returns indices, so that it serves any kind of sequence.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
+
+import numpy as np
 
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 
@@ -39,17 +39,17 @@ def first_fit_decreasing(lengths: list[int], budget_tokens: int) -> list[Microba
     Source: Magistral (arXiv 2506.10910), "greedy collation".
     """
     microbatches: list[Microbatch] = []
-    room: list[int] = []
+    # [microbatches] room of each, then of those that are not begun yet.
+    room = np.full(len(lengths), budget_tokens, np.int64)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        for place, free in enumerate(room):
-            if length <= free:
-                microbatches[place].append(index)
-                room[place] -= length
-                break
-        else:
-            microbatches.append([index])
-            room.append(budget_tokens - length)
+        length, begun = lengths[index], len(microbatches)
+        fits = room[:begun] >= length
+        place = int(fits.argmax()) if begun else 0
+        if not begun or not fits[place]:
+            place = begun
+            microbatches.append([])
+        microbatches[place].append(index)
+        room[place] -= length
     return microbatches
 
 
@@ -58,32 +58,29 @@ def _fill_one_by_one(lengths: list[int], budget_tokens: int) -> list[Microbatch]
 
     Only the LOOKAHEAD longest that fit are tried as that one.
     """
-    left = sorted((length, index) for index, length in enumerate(lengths))
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    # [sequences left] ascending.
+    left = np.array([lengths[i] for i in order], np.int64)
     microbatches: list[Microbatch] = []
-    while left:
-        length, index = left.pop()
-        microbatches.append([index])
-        room = budget_tokens - length
-        while (fitting := bisect_right(left, (room, math.inf))) > 0:
-            place = _best_of_pair(left, fitting, room)
-            length, index = left.pop(place)
-            microbatches[-1].append(index)
-            room -= length
+    while order:
+        microbatches.append([order.pop()])
+        room, left = budget_tokens - int(left[-1]), left[:-1]
+        while (fitting := int(np.searchsorted(left, room, side="right"))) > 0:
+            place = _best_of_pair(left[:fitting], room)
+            microbatches[-1].append(order.pop(place))
+            room -= int(left[place])
+            left = np.delete(left, place)
     return microbatches
 
 
-def _best_of_pair(left: list[tuple[int, int]], fitting: int, room: int) -> int:
-    """Place of the longer of the two that fill `room` best; the first `fitting` of `left` fit."""
-    best_place, best_filled = fitting - 1, 0
-    for place in range(fitting - 1, max(-1, fitting - 1 - LOOKAHEAD), -1):
-        length = left[place][0]
-        partner = bisect_right(left, (room - length, math.inf), 0, place) - 1
-        filled = length + (left[partner][0] if partner >= 0 else 0)
-        if filled > best_filled:
-            best_place, best_filled = place, filled
-        if filled == room:
-            break
-    return best_place
+def _best_of_pair(fitting: np.ndarray, room: int) -> int:
+    """Place of the longer of the two that fill `room` best; fitting: [sequences] ascending."""
+    places = np.arange(len(fitting) - 1, max(-1, len(fitting) - 1 - LOOKAHEAD), -1)
+    longer = fitting[places]
+    # The longest partner that still fits, and that is not longer.
+    partners = np.minimum(np.searchsorted(fitting, room - longer, side="right"), places) - 1
+    filled = longer + np.where(partners >= 0, fitting[partners], 0)
+    return int(places[filled.argmax()])
 
 
 def deal(
@@ -124,26 +121,23 @@ def _even_out(ranks: list[list[Microbatch]], cost_of: Callable[[Microbatch], int
 
     As every rank has equally many, dealing them one by one ends with ranks that have no room.
     """
-    costs = [[cost_of(microbatch) for microbatch in rank] for rank in ranks]
+    # [ranks, microbatches of each]
+    costs = np.array([[cost_of(microbatch) for microbatch in rank] for rank in ranks], np.int64)
     for _ in range(EXCHANGES):
-        totals = [sum(of_rank) for of_rank in costs]
-        dearest = max(range(len(ranks)), key=lambda r: totals[r])
-        # What the dearer of the two would have, and the two places; the least of all.
-        best = (totals[dearest], -1, -1, -1)
-        for other, of_other in enumerate(costs):
-            gap = totals[dearest] - totals[other]
-            for place, mine in enumerate(costs[dearest]):
-                for at, theirs in enumerate(of_other):
-                    if 0 < (less := mine - theirs) < gap:
-                        after = max(totals[dearest] - less, totals[other] + less)
-                        best = min(best, (after, other, place, at))
-        _, other, place, at = best
-        if other < 0:
+        totals = costs.sum(axis=1)
+        dearest = int(totals.argmax())
+        # [microbatches of the dearest, ranks, microbatches]: what an exchange takes from it.
+        less = costs[dearest][:, None, None] - costs[None]
+        gap = (totals[dearest] - totals)[None, :, None]
+        after = np.maximum(totals[dearest] - less, totals[None, :, None] + less)
+        after = np.where((less > 0) & (less < gap), after, totals[dearest])
+        if int(after.min(initial=totals[dearest])) == totals[dearest]:
             return
-        exchanged: tuple[list[list[Any]], ...] = (ranks, costs)
-        for of_ranks in exchanged:
-            one, two = of_ranks[dearest], of_ranks[other]
-            one[place], two[at] = two[at], one[place]
+        # The least of all; of equals that of the first rank, then of the first places.
+        by_rank = after.swapaxes(0, 1)
+        other, place, at = (int(i) for i in np.unravel_index(by_rank.argmin(), by_rank.shape))
+        ranks[dearest][place], ranks[other][at] = ranks[other][at], ranks[dearest][place]
+        costs[dearest, place], costs[other, at] = costs[other, at], costs[dearest, place]
 
 
 def _halve_dearest(microbatches: list[Microbatch], costs: list[int]) -> list[Microbatch]:

@@ -359,7 +359,7 @@ class Coordinator:
         if row := self._roll_call.take_row(self._leases.generators, self._scoring.verifiers):
             self._metrics.write(self._published, row)
         state = self.describe(now)
-        self._evaluations.check_deadline(now, state)
+        self._evaluations.end_overdue(now, state, self._leases)
         is_work_out = bool(
             self._leases.outstanding
             or self._scoring.outstanding

@@ -178,6 +178,8 @@ class Evaluation:
         """Groups that failed: the evaluation ends without them."""
         self.not_graded = 0
         """Completions without a verdict, which count neither as right nor as wrong."""
+        self.is_late = False
+        """Its time is over: it ends with what there is."""
         self.lost_ungraded = 0
         """Lost groups of which no completion could be graded."""
 

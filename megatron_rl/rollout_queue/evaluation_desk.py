@@ -32,6 +32,7 @@ from megatron_rl.rollout_queue.evaluators import Evaluators
 from megatron_rl.rollout_queue.failures import (
     CLASSES_NOT_GRADED,
     CLASSES_UNGRADABLE,
+    EVALUATION_LATE,
     EVALUATOR_LOST,
     GroupFailure,
     TooManyFailures,
@@ -185,11 +186,11 @@ class EvaluationDesk:
         """Whether the running evaluation measures a version that nobody holds any more."""
         return self._running is not None and self._let_go and self.evaluators.are_lost
 
-    def _give_up(self, incomplete: list[Group]) -> None:
-        """End without what nobody can generate any more; it is counted as lost."""
+    def _give_up(self, incomplete: list[Group], reason: str = EVALUATOR_LOST) -> None:
+        """End without what will not be generated any more; it is counted as lost."""
         assert self._running is not None
         for group in incomplete:
-            self.lose(group, EVALUATOR_LOST)
+            self.lose(group, reason)
         self._running.lose_unopened()
 
     def _finish(self, evaluation: Evaluation, now: float) -> None:
@@ -197,7 +198,9 @@ class EvaluationDesk:
         results = {"eval/n": 0, "eval/seconds": seconds}
         if evaluation.complete:
             results = summarize(evaluation.complete, seconds)
-        elif self._only or not (evaluation.lost_ungraded or self._is_orphaned):
+        elif self._only or not (
+            evaluation.lost_ungraded or evaluation.is_late or self._is_orphaned
+        ):
             # Where evaluating is all there is to do, no result is a failure.
             raise TooManyFailures(
                 f"evaluation {evaluation.label!r} lost all its {evaluation.lost} prompts, "
@@ -279,10 +282,20 @@ class EvaluationDesk:
         """What is said of one that is overdue."""
         return f"eval.timeout_s = {self._config.timeout_s:.0f} is over"
 
-    def check_deadline(self, now: float, state: str) -> None:
-        """Raise DeadlineExceeded, with the state of the queue, when one is overdue."""
-        if self.is_overdue(now):
+    def end_overdue(self, now: float, state: str, leases: Leases) -> None:
+        """End one that is overdue without what is missing: training goes on.
+
+        Raises DeadlineExceeded, with the state of the queue, where evaluating is all there is.
+        """
+        if not self.is_overdue(now):
+            return
+        if self._only:
             raise DeadlineExceeded(f"{self.overdue_text}: {state}")
+        assert self._running is not None
+        if not self._running.is_late:
+            log.error("evaluation %r ends without what is missing: %s", self._running.label, state)
+        self._running.is_late = True
+        self._give_up(leases.pop_evaluation(), EVALUATION_LATE)
 
     def describe(self, now: float) -> str:
         """One line on what is missing; empty when none runs."""

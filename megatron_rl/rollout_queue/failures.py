@@ -12,6 +12,8 @@ from megatron_rl.rollout_queue.groups import Group
 
 EVALUATOR_LOST = "evaluator_lost"
 """The generators that held the version of an evaluation are gone."""
+EVALUATION_LATE = "evaluation_late"
+"""The time of an evaluation was over before all completions of a prompt were there."""
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 """A completion failed as often as queue.max_attempts allows."""
 LOSSES_EXHAUSTED = "losses_exhausted"

@@ -48,14 +48,16 @@ class Patience:
         """Raise DeadlineExceeded, with the state of the queue, when nothing moved for too long.
 
         is_work_out: somebody was asked for something, or asks the queue for a batch. Otherwise the
-        others may be starting, which their own limits add to.
+        others may be starting, or the trainer saving, which their own limits add to.
         """
         if not self._is_trainer_expected:
             return
         config = self._config
         limit_s = config.train.batch_timeout_s
         if not is_work_out:
-            limit_s += config.generator.start_timeout_s + config.weights.join_timeout_s
+            starting_s = config.generator.start_timeout_s + config.weights.join_timeout_s
+            saving_s = config.checkpoint.write_timeout_s if config.checkpoint.every_steps else 0.0
+            limit_s += max(starting_s, saving_s)
         silent_s = now - self._moved_at
         if silent_s > limit_s:
             raise DeadlineExceeded(f"nothing moved for {silent_s:.0f} s: {state}")

@@ -258,8 +258,8 @@ def open_batches(cfg: Config, replica: FromLeader) -> BatchClient:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         replica=replica,
-        # Batches also wait for the evaluation of the version that was published.
-        timeout_s=cfg.train.batch_timeout_s + cfg.eval.timeout_s,
+        # Batches also wait for all evaluations of the version that was published.
+        timeout_s=cfg.train.batch_timeout_s + cfg.eval.all_timeout_s,
         keys=load_keys(cfg.ports.keys_dir),
         label=cfg.ports.label,
     )

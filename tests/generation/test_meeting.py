@@ -206,3 +206,13 @@ def test_an_order_that_was_obeyed_is_not_obeyed_again(
         read_order(after=first.number, patience_s=0.1)
     write_order(path, Nothing())
     assert read_order(after=first.number).number == 2
+
+
+@pytest.mark.parametrize(("line", "rank"), [("l\u00ebben 3", 0), ("life 3", 3), ("lif 3", 0)])
+def test_a_stranger_may_write_anything_to_the_meeting(line: str, rank: int) -> None:
+    async def read() -> int:
+        reader = asyncio.StreamReader()
+        reader.feed_data(f"{line}\n".encode())
+        return await meeting._rank_of(reader, "life")
+
+    assert asyncio.run(read()) == rank

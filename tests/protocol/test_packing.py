@@ -1,7 +1,16 @@
 import math
 import random
+import time
 
-from megatron_rl.protocol.packing import deal, first_fit_decreasing, pack
+from megatron_rl.protocol import packing
+from megatron_rl.protocol.packing import (
+    EXCHANGES,
+    LOOKAHEAD,
+    deal,
+    first_fit_decreasing,
+    pack,
+)
+from megatron_rl.protocol.sequence_cost import SequenceCost
 from tools.bench.lengths import magistral_like
 
 
@@ -109,3 +118,77 @@ def test_tokens_are_balanced_over_ranks() -> None:
     ranks = deal(lengths, budget_tokens=400, dp_size=4)
     tokens = [sum(lengths[i] for m in rank for i in m) for rank in ranks]
     assert max(tokens) - min(tokens) <= 400
+
+
+def slow_fill_one_by_one(lengths: list[int], budget: int) -> list[list[int]]:
+    """Start with the longest left; add the one that alone or with a shorter one fills best."""
+    left = sorted((length, index) for index, length in enumerate(lengths))
+    found = []
+    while left:
+        length, index = left.pop()
+        found.append([index])
+        room = budget - length
+        while fitting := [item for item in left if item[0] <= room]:
+            best, best_filled = 0, -1
+            for place in range(len(fitting) - 1, max(-1, len(fitting) - 1 - LOOKAHEAD), -1):
+                partners = [it[0] for it in fitting[:place] if it[0] <= room - fitting[place][0]]
+                filled = fitting[place][0] + max(partners, default=0)
+                if filled > best_filled:
+                    best, best_filled = place, filled
+            length, index = left.pop(best)
+            found[-1].append(index)
+            room -= length
+    return found
+
+
+def slow_even_out(ranks: list[list[list[int]]], costs: list[int]) -> None:
+    def cost_of(microbatch: list[int]) -> int:
+        return sum(costs[i] for i in microbatch)
+
+    for _ in range(EXCHANGES):
+        totals = [sum(map(cost_of, rank)) for rank in ranks]
+        dearest = totals.index(max(totals))
+        best = (totals[dearest], -1, -1, -1)
+        for other in range(len(ranks)):
+            for place, mine in enumerate(ranks[dearest]):
+                for at, theirs in enumerate(ranks[other]):
+                    less = cost_of(mine) - cost_of(theirs)
+                    if 0 < less < totals[dearest] - totals[other]:
+                        after = max(totals[dearest] - less, totals[other] + less)
+                        best = min(best, (after, other, place, at))
+        _, other, place, at = best
+        if other < 0:
+            return
+        one, two = ranks[dearest], ranks[other]
+        one[place], two[at] = two[at], one[place]
+
+
+def test_filling_one_by_one_equals_the_slow_one() -> None:
+    chance = random.Random(1)
+    for _ in range(60):
+        lengths = [chance.randint(1, 70) for _ in range(chance.randint(0, 60))]
+        assert packing._fill_one_by_one(lengths, 60) == slow_fill_one_by_one(lengths, 60)
+
+
+def test_evening_out_equals_the_slow_one() -> None:
+    chance = random.Random(2)
+    for _ in range(40):
+        dp_size, per_rank = chance.randint(1, 5), chance.randint(1, 6)
+        costs = [chance.randint(1, 30) ** 2 for _ in range(dp_size * per_rank)]
+        ranks = [[[r * per_rank + m] for m in range(per_rank)] for r in range(dp_size)]
+        expected = [list(rank) for rank in ranks]
+        slow_even_out(expected, costs)
+        packing._even_out(ranks, lambda microbatch, costs=costs: costs[microbatch[0]])
+        assert ranks == expected
+
+
+def test_a_large_batch_is_dealt_evenly_while_the_queue_hardly_waits() -> None:
+    """8,192 sequences for 16 ranks took 3.6 s; leases stood still meanwhile."""
+    lengths = [one.prompt + one.completion for one in magistral_like(8192, seed=3)]
+    cost = SequenceCost(per_token=48_000_000_000, per_pair=400_000)
+    began = time.process_time()
+    ranks = deal(lengths, budget_tokens=max(lengths), dp_size=16, cost=cost)
+    assert time.process_time() - began < 2.0
+    assert sorted(i for rank in ranks for batch in rank for i in batch) == list(range(8192))
+    totals = [sum(cost.of(lengths[i]) for batch in rank for i in batch) for rank in ranks]
+    assert max(totals) / (sum(totals) / 16) < 1.001

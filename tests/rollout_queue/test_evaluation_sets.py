@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.files import ConfigError, load_config
+from megatron_rl.config.tree import Config
 from megatron_rl.evaluation.samples import of_records
+from megatron_rl.launcher.run import eval_limit_s
 from megatron_rl.protocol.class_messages import ClassRequest
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.rollout_files import read_records, read_rollouts
@@ -213,3 +215,12 @@ def test_a_wrong_set_is_a_clear_error(tmp_path: Path, text: str, expected: str) 
     path.write_text(text)
     with pytest.raises(ConfigError, match=expected):
         load_config(path)
+
+
+def test_the_trainer_waits_for_all_sets_as_the_launcher_does() -> None:
+    sets = [{"name": name, "prompts": {"path": f"{name}.jsonl"}} for name in "abc"]
+    config = Config.model_validate({"eval": {"prompts": 8, "sets": sets, "timeout_s": 550.0}})
+    assert config.eval.all_timeout_s == 4 * 550.0
+    margin_s = eval_limit_s(config) - config.generator.start_timeout_s - 4 * 550.0
+    assert 0 < margin_s < 550.0
+    assert Config.model_validate({"eval": {"prompts": 0}}).eval.all_timeout_s == 0.0

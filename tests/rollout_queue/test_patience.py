@@ -50,3 +50,11 @@ def test_the_first_message_of_the_trainer_ends_the_cold_start_too(tmp_path: Path
         # From here on completions are leased to nobody: the generator holds no version.
         with pytest.raises(DeadlineExceeded):
             wait(coordinator, 5000, 5000 + IDLE_LIMIT_S + 20)
+
+
+def test_the_queue_waits_as_long_as_a_slow_checkpoint_may_take(tmp_path: Path) -> None:
+    saving = {"checkpoint": {"every_steps": 10, "write_timeout_s": 1800}}
+    with open_coordinator(tmp_path, **LIMITS, **saving) as coordinator:
+        wait(coordinator, 0, 600 + 1800)
+        with pytest.raises(DeadlineExceeded, match="nothing moved for"):
+            wait(coordinator, 2400, 2420)

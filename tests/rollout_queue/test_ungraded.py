@@ -232,14 +232,39 @@ def test_evaluation_ends_in_time_without_the_grades_that_do_not_come(tmp_path: P
     assert len(evaluation_rows(tmp_path)) == 1
 
 
-def test_evaluation_whose_completions_do_not_come_in_time_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_time", [1, 4])
+def test_evaluation_whose_completions_come_too_late_ends_itself_and_not_training(
+    tmp_path: Path, in_time: int
+) -> None:
+    queue = PlayedQueue(
+        tmp_path,
+        lambda prompt, index: differing(index) if prompt.startswith("p") else RIGHT,
+        held_out=9,
+        eval={"prompts": 9, "timeout_s": 5.0},
+    )
+    queue.start()
+    queue.play(in_time, is_slow=True)
+    assert evaluation_rows(tmp_path) == []
+    # Nothing comes for longer than it may take.
+    queue.now += 6.0
+    queue.coordinator.tick(queue.now)
+    queue.play(10)
+    [row] = evaluation_rows(tmp_path)
+    assert (row["eval/n"], row["eval/lost"]) == (in_time, 9 - in_time)
+    assert [batch.step for batch in queue.batches] == [0]
+
+
+def test_evaluation_that_is_all_there_is_to_do_ends_the_run_when_it_is_late(
+    tmp_path: Path,
+) -> None:
     queue = PlayedQueue(
         tmp_path,
         lambda prompt, index: RIGHT,
         held_out=9,
         eval={"prompts": 9, "timeout_s": 5.0},
+        evaluate_only="control",
     )
-    queue.start()
+    queue.serve()
     with pytest.raises(DeadlineExceeded, match="eval.timeout_s = 5 is over"):
         queue.play(20, is_slow=True)
 
