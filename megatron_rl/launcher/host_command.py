@@ -21,7 +21,7 @@ def prepare(options: RunOptions, console: Console) -> int:
     from megatron_rl.launcher.dry_run import dry_run
     from megatron_rl.launcher.ports import ports_text
 
-    config = load(options.config, options.overrides, options.run_dir, is_dry=options.dry_run)
+    config = load(options.config, options.given, options.run_dir, is_dry=options.dry_run)
     if options.dry_run:
         return dry_run(config, console)
     config = hosts.prepare(config)

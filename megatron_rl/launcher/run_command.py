@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.launcher.command_line.command import command
@@ -44,6 +45,14 @@ class RunOptions:
     overrides: Overrides = field(default_factory=list)
     run_dir: RunDirOption = None
     dry_run: DryRun = False
+    model: Annotated[str, typer.Option(metavar="DIR", help="the same as model.path=DIR")] = ""
+
+    @property
+    def given(self) -> list[str]:
+        """The overrides, that of --model too."""
+        from megatron_rl.config.files import override
+
+        return [*self.overrides, *([override("model.path", self.model)] if self.model else [])]
 
 
 @command(
@@ -57,10 +66,10 @@ def run(options: RunOptions, console: Console) -> int:
     from megatron_rl.launcher.dry_run import dry_run
 
     if options.dry_run:
-        config = load(options.config, options.overrides, options.run_dir, is_dry=True)
+        config = load(options.config, options.given, options.run_dir, is_dry=True)
         return dry_run(config, console)
     return until_death(
-        lambda: launch.run(load(options.config, options.overrides, options.run_dir), console)
+        lambda: launch.run(load(options.config, options.given, options.run_dir), console)
     )
 
 
