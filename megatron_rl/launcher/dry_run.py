@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import GateName
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
@@ -20,6 +21,7 @@ from megatron_rl.launcher.intentions import NOTHING, run_lines, say
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_HOST, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
+from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.terminal_text import printable
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
@@ -72,7 +74,14 @@ def dry_run(config: Config, console: Console, machines: Machines = ONE_HOST) -> 
     Raises InputError as `run` does.
     """
     config = pin_revisions(config)
-    found = preflight.check(config)
+    found = preflight.check(config, is_known_folder=True)
+    try:
+        check_run_folder(config)
+    except InputError as error:
+        # Nothing is written: the rest is worth knowing whatever the folder holds.
+        console.print(
+            f"note: a run would be refused: {error}", markup=False, highlight=False, soft_wrap=True
+        )
     parts = try_objective(config.algorithm) if config.train.steps else []
     for note in [*found.notes, *parts]:
         console.print(note, markup=False, highlight=False, soft_wrap=True)

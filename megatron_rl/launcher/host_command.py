@@ -41,7 +41,7 @@ def prepare(options: PrepareOptions, console: Console) -> int:
     from megatron_rl.launcher.placement import Machines
     from megatron_rl.launcher.ports import ports_text
 
-    config = load(options.config, options.overrides, options.run_dir, is_dry=options.dry_run)
+    config = load(options.config, options.given, options.run_dir, is_dry=options.dry_run)
     machines = Machines(options.hosts, options.gpus_per_host)
     hosts.refuse(config)
     if options.dry_run:

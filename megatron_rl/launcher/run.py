@@ -40,6 +40,7 @@ from megatron_rl.launcher.cold_start import (
     left_behind_text,
     steps_left_behind,
 )
+from megatron_rl.launcher.cpu_host import notes_of_host
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.placement import ONE_HOST
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
@@ -83,6 +84,8 @@ def run(config: Config, console: Console) -> None:
     config = pin_revisions(config)
     prompts = preflight.check(config)
     ONE_HOST.place(config)
+    for note in notes_of_host(config):
+        console.print(note, style="bold red", highlight=False, soft_wrap=True)
     with locked(config.run.dir) as lock:
         # Once more: another launcher may have had the lock until now.
         beginning = check_run_folder(config)

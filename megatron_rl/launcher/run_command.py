@@ -3,8 +3,9 @@
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from megatron_rl.launcher.command_line.command import command
@@ -45,6 +46,14 @@ class RunOptions:
     overrides: Overrides = field(default_factory=list)
     run_dir: RunDirOption = None
     dry_run: DryRun = False
+    model: Annotated[str, typer.Option(metavar="DIR", help="the same as model.path=DIR")] = ""
+
+    @property
+    def given(self) -> list[str]:
+        """The overrides, that of --model too."""
+        from megatron_rl.config.files import override
+
+        return [*self.overrides, *([override("model.path", self.model)] if self.model else [])]
 
 
 @command(
@@ -60,10 +69,10 @@ def run(options: RunOptions, console: Console) -> int:
     if options.dry_run:
         with tempfile.TemporaryDirectory(prefix="megatron-rl-dry-") as made:
             files = with_tiny(options, Path(made))
-            config = load(files, options.overrides, options.run_dir, is_dry=True)
+            config = load(files, options.given, options.run_dir, is_dry=True)
             return dry_run(config, console)
     files = with_tiny(options, None)
-    config = load(files, options.overrides, options.run_dir)
+    config = load(files, options.given, options.run_dir)
     return until_death(lambda: launch.run(config, console), lambda: launch.last_words(config))
 
 
@@ -79,7 +88,7 @@ def with_tiny(options: RunOptions, folder: Path | None) -> list[str]:
 
     paths = [config_path(text) for text in options.config]
     tiny = shipped()["tiny"]
-    layers = read_layers(paths, options.overrides)
+    layers = read_layers(paths, options.given)
     if tiny not in paths or "path" in layers.tree.get("model", {}):
         return options.config
     run = resolve(layers).run

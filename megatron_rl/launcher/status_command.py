@@ -110,7 +110,9 @@ def read_status(run_dir: Path, now: float) -> Status:
         status.warnings += filter(None, [room_warning(run_dir, config, left_steps=left)])
     if state == "stopped":
         failure = first_failure(run_dir / "logs" / "failures", 0.0)
-        status.error = "no process noted an error: see logs/"
+        status.error = (
+            "no process noted an error: it was interrupted, or killed from outside; see logs/"
+        )
         if failure is not None:
             status.error = f"{failure.who}: {failure.text.strip()}"
     return status

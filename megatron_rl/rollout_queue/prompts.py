@@ -78,7 +78,15 @@ class PromptSets:
                 f"; {self.duplicates_removed} train prompts removed because their question is "
                 "held out" + (" or in an evaluation set" if self.eval_sets else "")
             )
-        return text + (f"; {self.dropped} left out ({DROPPED})" if self.dropped else "")
+        if self.dropped:
+            text += f"; {self.dropped} left out ({DROPPED})"
+        own = sum(any(m.role == "system" for m in prompt.messages) for prompt in self.all)
+        if own:
+            text += (
+                f"; {own} have a system message of their own, so render.system_prompt is not added "
+                "to them: that message must ask for the form that the gate of their task demands"
+            )
+        return text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,24 @@ def test_what_a_run_would_start_is_said(files: Path, words: str, said: str) -> N
     # The folder's weights have 4 MB.
     name = "final" if words == "sft.steps=0" else "cold_start"
     assert any(f"to hf/: {name} (0.004 GB each" in line for line in lines)
+
+
+def test_a_dry_run_says_that_the_folder_holds_another_run_and_goes_on(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "--config", "tiny", "--dry-run", "sft.steps=0", "eval.prompts=10",
+             "render.form_known=true",
+             "generator.context_tokens=4096", "generator.kv_tokens=65536"]  # fmt: skip
+    others = [word for word in given(files) if not word.startswith("model.path=")]
+    (files / "run").mkdir()
+    try:
+        (files / "run" / "config.toml").write_text("[train]\nsteps = 3\n")
+        assert main([*words, *others, "--model", str(files / "model")]) == 0
+    finally:
+        shutil.rmtree(files / "run")
+    text = capsys.readouterr().out
+    assert "note: a run would be refused: " in text and "already holds a run" in text
+    assert text.rstrip().endswith("Dry run: nothing was started.")
 
 
 def test_a_cold_start_alone_needs_no_queue(

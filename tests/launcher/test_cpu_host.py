@@ -1,0 +1,26 @@
+"""What is said of a model on a host without a GPU."""
+
+import pytest
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.launcher.cpu_host import check_cpu_host
+
+
+def said(parameters: float, memory_gb: float, *, trains: bool = True) -> list[str]:
+    return check_cpu_host(
+        int(parameters), item_bytes=2, engines=1, trains=trains, memory_bytes=int(memory_gb * 1e9)
+    )
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded() -> None:
+    # 8.9e9 x (2 + 2 + 16) bytes.
+    with pytest.raises(InputError, match=r"memory of 23\.0 GB .* 8\.9 billion .* take 178\.0 GB"):
+        said(8.9e9, 23)
+    # An evaluation holds the engine's weights alone: 17.8 GB.
+    assert said(8.9e9, 23, trains=False) != []
+
+
+def test_a_large_model_on_cpu_cores_is_said_loudly_and_a_tiny_one_is_not() -> None:
+    assert said(135e6, 8) == []
+    [line] = said(1.5e9, 64)
+    assert line.startswith("warning: this host lists no GPU") and "1.5 billion" in line
