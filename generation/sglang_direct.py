@@ -58,6 +58,14 @@ class _Waiting:
         self.has_ended = asyncio.Event()
 
 
+class _Refusal(asyncio.Protocol):
+    """Hangs up on a second caller; the first one's connection stays."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
 class DirectRequests(asyncio.Protocol):
     """The generator's end: it listens, one scheduler connects."""
 
@@ -85,7 +93,10 @@ class DirectRequests(asyncio.Protocol):
         # Not in the run's folder: a path of a socket has at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: self, str(self.path))
+        self._server = await loop.create_unix_server(self._protocol, str(self.path))
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self if self._transport is None else _Refusal()
 
     async def generate(
         self, request: Generate, indices: list[int], deadline: float
@@ -125,9 +136,6 @@ class DirectRequests(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The scheduler is there."""
         assert isinstance(transport, asyncio.Transport)
-        if self._transport is not None:
-            transport.abort()
-            return
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:

@@ -16,6 +16,8 @@ from megatron_rl.protocol.process import EXIT_FAILED, Interrupted
 from megatron_rl.protocol.wire import DeadlineExceeded
 
 TAIL_LINES = 15
+SAME_COMMAND = "The same command"
+"""In the last line of a run that ended early: what giving it again does."""
 # torchrun prints the exit code of a failed rank, then a traceback of its own and a list of ranks.
 _TORCHRUN_VERDICT = re.compile(r"failed \(exitcode: (-?\d+)\)")
 _TORCHRUN_LISTED = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) ")

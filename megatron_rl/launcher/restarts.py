@@ -185,10 +185,10 @@ class Replicas:
         return self.restarts(rule, now)
 
     def give_up(self, rule: RestartRule) -> float | None:
-        """Continue without the replica; when its window allows a restart, None: never."""
+        """Continue without the replica; when its used-up window allows a restart, None: never."""
         self._given_up[rule.kind].add(rule.replica)
         times = self._restarted_at[rule.replica]
-        return times[0] + rule.window_s if times else None
+        return times[0] + rule.window_s if times and rule.limit else None
 
     def take_back(self, rule: RestartRule) -> None:
         """The replica is started: in another phase, or again."""

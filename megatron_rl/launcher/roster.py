@@ -14,9 +14,15 @@ from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.rollout_queue.roll_call import GENERATORS, MISSING, VERIFIERS, WANTED
 
 Row = dict[str, Any]
-_RESTARTS = "launch/{kind}_restarts"
-RESTARTS = _RESTARTS.format(kind="generator")
-KINDS = ("generator", "verifier", "scorer", "follower")
+RESTARTS = "launch/generator_restarts"
+"""Metric of the launcher: generators that died and were started again."""
+_RESTARTS_OF = {
+    "generator": RESTARTS,
+    "follower": "launch/follower_restarts",
+    "verifier": "launch/verifier_restarts",
+    "scorer": "launch/scorer_restarts",
+}
+"""By kind of role."""
 
 
 class Roster:
@@ -55,7 +61,7 @@ class Roster:
 def write_restart(run_dir: Path, step: int, restart: Restart) -> None:
     """Note a restart in the metrics."""
     values = {
-        _RESTARTS.format(kind=restart.kind): 1,
+        _RESTARTS_OF[restart.kind]: 1,
         "role": restart.role,
         "exit_code": restart.exit_code,
         "restart": restart.count,
@@ -67,7 +73,7 @@ def write_restart(run_dir: Path, step: int, restart: Restart) -> None:
 
 def is_restart(row: Row) -> bool:
     """Whether a row is about a restart."""
-    return any(_RESTARTS.format(kind=kind) in row for kind in KINDS)
+    return not row.keys().isdisjoint(_RESTARTS_OF.values())
 
 
 def restart_line(row: Row) -> str:

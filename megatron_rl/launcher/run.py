@@ -41,6 +41,7 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.cpu_host import notes_of_host
+from megatron_rl.launcher.deaths import SAME_COMMAND
 from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.placement import ONE_HOST
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
@@ -134,14 +135,14 @@ def last_words(config: Config) -> str:
     checkpoint = find_resume(config.checkpoint, run_dir)
     if checkpoint is not None:
         step = f"step {step_of(checkpoint)} of {config.train.steps}"
-        return f"The same command resumes the run after {step}, from {checkpoint}."
+        return f"{SAME_COMMAND} resumes the run after {step}, from {checkpoint}."
     every = config.checkpoint.every_steps
     why = f"no checkpoint is complete yet (checkpoint.every_steps={every})"
     if not every:
         why = "no checkpoints are made (checkpoint.every_steps=0)"
     steps = steps_left_behind(config)
     kept = f", {left_behind_text(config, steps)}" if steps else ""
-    return f"Nothing is saved: {why}. The same command begins the run anew{kept}."
+    return f"Nothing is saved: {why}. {SAME_COMMAND} begins the run anew{kept}."
 
 
 def _run_phases(config: Config, console: Console, *, lock: FolderLock, is_resumed: bool) -> None:

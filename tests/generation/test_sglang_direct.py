@@ -86,6 +86,22 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut() -> None:
     assert found == batches and not buffer
 
 
+def test_a_second_caller_is_refused_and_the_first_ones_connection_stays() -> None:
+    async def scenario() -> None:
+        async with connected() as (direct, scheduler):
+            second = Scheduler(str(direct.path))
+            with pytest.raises(ConnectionResetError):
+                assert not await asyncio.get_running_loop().sock_recv(second.socket, 1)
+                raise ConnectionResetError
+            async with aclosing(direct.generate(REQUEST, [4], in_s(5))) as answers:
+                coming = asyncio.ensure_future(anext(answers))
+                order = await scheduler.order()
+                scheduler.socket.send(pack([ended(order.names[0], 7)]))
+                assert (await coming)[0] == 4
+
+    asyncio.run(scenario())
+
+
 def test_completions_come_as_they_end_under_their_indices() -> None:
     async def scenario() -> None:
         async with connected() as (direct, scheduler):

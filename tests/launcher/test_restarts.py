@@ -82,6 +82,8 @@ def test_restarts_count_within_a_window_and_a_given_up_replica_gets_another_afte
     assert replicas.restarts(RULE, 3600.0) == 2
     assert replicas.note_restart(RULE, 3600.0) == 3 and replicas.given_up == {}
     assert Replicas().give_up(dataclasses.replace(RULE, limit=0)) is None
+    # It was never restarted: it died too late for that.
+    assert Replicas().give_up(RULE) is None
 
 
 def test_given_up_replicas_of_all_hosts_count_against_the_minimum() -> None:

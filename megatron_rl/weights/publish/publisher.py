@@ -147,7 +147,8 @@ class WeightPublisher(Closing):
         if self._turns is None:
             return
         self._turns.end_engines_turn()
-        members = self._members(late_only=False)
+        # Those that a publish passed by hold memory too.
+        members = self._members(late_only=False, passes_by=False)
         for name, reason in self._turns.release(members).items():
             self._drop(name, reason)
         # Their weights are gone.
@@ -237,8 +238,11 @@ class WeightPublisher(Closing):
             log.info("late publish to %s", [member.name for member in late])
             self._publish_to(late)
 
-    def _members(self, *, late_only: bool) -> list[Member]:
-        """Who takes part, the same on every rank."""
+    def _members(self, *, late_only: bool, passes_by: bool = True) -> list[Member]:
+        """Who takes part, the same on every rank.
+
+        passes_by: without those that failed several publishes in a row, see `Backoff`.
+        """
         members: list[Member] = []
         if self._link is not None:
             self._link.listen()
@@ -253,7 +257,8 @@ class WeightPublisher(Closing):
                 members = [member for member in members if not self._is_current(member)]
             due = [m for m in members if self._backoff.is_due(m.name, m.hello.session)]
             # With nobody else, each gets its chance.
-            members = due if due or self._held else members
+            if passes_by and (due or self._held):
+                members = due
         members = self._control.share(members, list[Member])
         for member in members:
             # Groups hold connections to the process that died; a restarted one needs new groups.

@@ -78,6 +78,9 @@ def test_a_reason_cannot_steer_the_terminal(tmp_path: Path) -> None:
     log = tmp_path / "run.out"
     log.write_text("earlier\nmegatron-rl: no \x1b[2Jmodel\n \n")
     assert last_line(log, len("earlier\n")) == "no  [2Jmodel"
+    with log.open("a") as file:
+        file.write("megatron-rl: Nothing is saved: why. The same command begins the run anew.\n")
+    assert last_line(log, len("earlier\n")) == "no  [2Jmodel"
 
 
 def test_a_run_over_its_time_is_ended_and_counts_as_failed(tmp_path: Path) -> None:
