@@ -28,7 +28,7 @@ from generation.sglang_messages import (
 )
 from megatron_rl.protocol.types import VersionSpan
 
-REQUEST = Generate([], [5, 6], 8, 1.0, 1.0, [1], "0.0", False)
+REQUEST = Generate([], [5, 6], 8, 1.0, 1.0, 0, 0.0, [], [1], "0.0", False)
 
 
 def ended(name: str, *tokens: int) -> Ended:
@@ -217,7 +217,7 @@ def requests(shim: ModuleType) -> object:
             SimpleNamespace(version=version, start=0, end=tokens)
         ],
     )
-    scheduler = SimpleNamespace(model_config=SimpleNamespace(vocab_size=64))
+    scheduler = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(vocab_size=64))
     return shim.Requests(Wire(), scheduler, sglang)
 
 
@@ -237,7 +237,9 @@ def take(requests: object, *messages: Generate | Abort) -> list[str]:
 
 
 def request(number: int, count: int, max_new_tokens: int = 8) -> Generate:
-    return Generate(names_of(number, count), [5, 6], max_new_tokens, 1.0, 1.0, [], "0.0", False)
+    return Generate(
+        names_of(number, count), [5, 6], max_new_tokens, 1.0, 1.0, 0, 0.0, [], [], "0.0", False
+    )
 
 
 def test_completions_of_a_prompt_follow_the_first_after_its_step(requests: object) -> None:

@@ -84,7 +84,7 @@ def test_configurations_and_runs_are_offered(
         # Bash replaces what is behind `=` alone.
         ("megatron-rl run --config tiny weights.method=d", ["disk"]),
         ("megatron-rl run --config tiny checkpoint.write_timeout_s=4 sft.optimizer.lr_schedule=",
-         ["constant", "linear"]),
+         ["constant", "linear", "cosine"]),
         ("megatron-rl data ded", ["dedupe"]),
     ],
 )  # fmt: skip
