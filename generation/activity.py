@@ -5,6 +5,9 @@ Used by the generator process. Pure: the caller supplies the time.
 
 from megatron_rl.protocol.metrics import Metric
 
+_METRICS_S, _LATE_METRICS_S = 5.0, 60.0
+_LATE_S = 600.0
+
 
 class Activity:
     """Counts completions in flight, seconds idle and busy, and tokens, between two reports."""
@@ -49,3 +52,11 @@ class Activity:
         else:
             self._idle_s += now - self._since
         self._since = now
+
+
+def metrics_interval_s(age_s: float) -> float:
+    """Seconds from one row of metrics to the next, of a generator that runs for so long.
+
+    All generators of a run write to one file, for weeks.
+    """
+    return _METRICS_S if age_s < _LATE_S else _LATE_METRICS_S

@@ -19,7 +19,7 @@ from generation.sglang_command import server_command, server_environment
 from generation.sglang_engine import PARTS
 from generation.sglang_hosts import node_setup
 from generation.sglang_orders import LOADER
-from generation.worker import end_with_first, interrupted
+from generation.tasks import end_with_first, interrupted
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import Interrupted, note_ready, run_main, set_up_logging

@@ -34,7 +34,7 @@ from generation.scoring_engine import (
     scoring_setup,
     vocabulary,
 )
-from generation.worker import end_with_first, interrupted
+from generation.tasks import end_with_first, interrupted
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys

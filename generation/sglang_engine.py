@@ -240,10 +240,8 @@ class SGLangEngine:
         return f"{self._epoch}.{self.version}"
 
     def _too_late(self) -> EngineError:
-        return EngineError(
-            "a completion took longer than generator.request_timeout_s="
-            f"{self._setup.request_timeout_s:.0f}"
-        )
+        limit_s = self._setup.request_timeout_s
+        return EngineError(f"a completion took over generator.request_timeout_s={limit_s:.0f}")
 
     async def _abort(self, names: list[str]) -> None:
         """Have the server stop what nobody reads any more.

@@ -25,25 +25,23 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 import time
-from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from generation.activity import Activity
+from generation.activity import Activity, metrics_interval_s
 from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, Engine, EngineError, engine_setup, load_engine
 from generation.gold_answers import find_gold
 from generation.health import EngineHealth, watch_work
 from generation.meeting import call_path
 from generation.sglang_hosts import SpreadSGLangEngine
+from generation.tasks import end_with_first, interrupted
 from generation.turn import start_engine
 from generation.weight_client import WeightClient
 from megatron_rl.config.algorithm import GoldConfig
@@ -78,8 +76,6 @@ log = logging.getLogger(__name__)
 
 READY_S = 2.0
 RECEIVE_S = 60.0
-_METRICS_S, _LATE_METRICS_S = 5.0, 60.0
-_LATE_S = 600.0
 FAIL_PAUSE_S = 1.0
 """Before a failure of the engine is reported: SGLang's server outlives its scheduler by less."""
 RENDERED_PROMPTS = 256
@@ -286,40 +282,6 @@ class GeneratorWorker:
 
     async def _watch_engine(self) -> None:
         raise EngineError(await self._engine.failed())
-
-
-def metrics_interval_s(age_s: float) -> float:
-    """Seconds from one row of metrics to the next, of a generator that runs for so long.
-
-    All generators of a run write to one file, for weeks.
-    """
-    return _METRICS_S if age_s < _LATE_S else _LATE_METRICS_S
-
-
-async def end_with_first(*coroutines: Coroutine[Any, Any, Any]) -> Any:
-    """Run all until the first ends, then cancel the others; its result, or its exception."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return [task.result() for task in done][0]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def interrupted() -> int:
-    """Number of the first SIGTERM or SIGINT that arrives."""
-    loop = asyncio.get_running_loop()
-    arrived: asyncio.Future[int] = loop.create_future()
-
-    def note(number: int) -> None:
-        if not arrived.done():
-            arrived.set_result(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, note, number)
-    return await arrived
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from generation.worker import metrics_interval_s
+from generation.activity import metrics_interval_s
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports

@@ -26,8 +26,8 @@ from generation.async_dealer import AsyncDealer
 from generation.engine import Completion, engine_setup
 from generation.sglang_engine import SGLangEngine
 from generation.sglang_orders import LOADER
+from generation.tasks import end_with_first
 from generation.weight_client import WeightClient
-from generation.worker import end_with_first
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import Sampling
 from tests.distributed import run_ranks

@@ -11,8 +11,9 @@ from pathlib import Path
 from generation.async_dealer import AsyncDealer
 from generation.engine import EngineError, engine_setup
 from generation.sglang_engine import SGLangEngine
+from generation.tasks import end_with_first, interrupted
 from generation.weight_client import WeightClient
-from generation.worker import end_with_first, interrupted, parse_arguments
+from generation.worker import parse_arguments
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.process import run_main, set_up_logging

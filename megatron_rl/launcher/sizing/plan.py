@@ -6,10 +6,10 @@ Used by `megatron-rl plan`. Pure, but that it reads the model's config.json.
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.gpus import GIB, Gpu, find_gpu
+from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.staging import longest_stage, name_of, resolve_stages
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.sizing.fit import HOST_GPUS, nearest_engine_fit, nearest_fit
+from megatron_rl.launcher.sizing.fit import HOST_GPUS
 from megatron_rl.launcher.sizing.flops import (
     StepFlops,
     bubble_share,
@@ -21,6 +21,15 @@ from megatron_rl.launcher.sizing.flops import (
 from megatron_rl.launcher.sizing.generator import EngineMemory, cache_tokens, engine_memory
 from megatron_rl.launcher.sizing.padding import Padding, find_padding, padding_advice
 from megatron_rl.launcher.sizing.parameters import active_parameters, model_parameters
+from megatron_rl.launcher.sizing.problems import (
+    count_problems,
+    engine_problems,
+    generator_gpus,
+    scorer_gpus,
+    scorer_problems,
+    trainer_problems,
+    wanted_gpus,
+)
 from megatron_rl.launcher.sizing.publish import Publish, publish_cost
 from megatron_rl.launcher.sizing.sharing import (
     SharedMemory,
@@ -169,8 +178,8 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         parameters=model_parameters(shape),
         active_parameters=active_parameters(shape),
         trainer_gpus=config.parallel.world_size,
-        generator_gpus=0 if config.generator.shares_gpus else _generator_gpus(config),
-        scorer_gpus=_scorer_gpus(config),
+        generator_gpus=0 if config.generator.shares_gpus else generator_gpus(config),
+        scorer_gpus=scorer_gpus(config),
         gpu=hardware.card or hardware.gpu,
         gpu_bytes=gpu.memory_bytes,
         mfu=hardware.mfu,
@@ -182,11 +191,11 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         step=step,
         publish=publish,
         problems=(
-            *_trainer_problems(shape, config, trainer, gpu, mean),
-            *_engine_problems(shape, config, engine, gpu),
+            *trainer_problems(shape, config, trainer, gpu, mean),
+            *engine_problems(shape, config, engine, gpu),
             *sharing_problems(config, shared, gpu),
-            *_scorer_problems(config, gpu),
-            *_count_problems(config, hardware.gpus),
+            *scorer_problems(config, gpu),
+            *count_problems(config, hardware.gpus),
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
         is_known_gpu=not hardware.card,
@@ -239,10 +248,6 @@ def begins(config: Config, stage: int) -> str:
     return f"batch {at_step}" + (" (never: train.steps)" if never else "")
 
 
-def _generator_gpus(config: Config) -> int:
-    return config.generator.replicas * config.generator.tensor_parallel
-
-
 def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: int) -> Step:
     gpu, setting = find_gpu(hardware.gpu), setting_of(config, mean_tokens)
     peak = gpu.fp8_flops if config.model.fp8 != "none" else gpu.bf16_flops
@@ -273,106 +278,12 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
     )
 
 
-def _trainer_problems(
-    shape: ModelShape, config: Config, trainer: RankMemory, gpu: Gpu, mean_tokens: int
-) -> list[str]:
-    if trainer.total <= gpu.memory_bytes:
-        return []
-    found = nearest_fit(shape, config, gpu_bytes=gpu.memory_bytes, mean_tokens=mean_tokens)
-    remedy = f"nearest setting that fits: {' '.join(found)}" if found else (
-        "neither sharding, recomputation, smaller microbatches nor 8 times the ranks make it fit: "
-        "take larger GPUs or a shorter generator.context_tokens"
-    )  # fmt: skip
-    return [
-        f"a trainer rank of pipeline stage {trainer.stage} needs {trainer.total / GIB:.1f} GiB of "
-        f"{gpu.memory_bytes / GIB:.1f}; {remedy}"
-    ]
-
-
-def _engine_problems(
-    shape: ModelShape, config: Config, engine: EngineMemory, gpu: Gpu
-) -> list[str]:
-    generator = config.generator
-    wanted = generator.bounded_kv_tokens
-    if generator.takes_all_memory:
-        wanted = generator.context_tokens
-    if wanted < generator.context_tokens:
-        return [
-            f"generator.kv_tokens={generator.kv_tokens} does not hold one completion of "
-            f"generator.context_tokens={generator.context_tokens}: raise it"
-        ]
-    if engine.kv_tokens >= wanted:
-        return []
-    found = nearest_engine_fit(shape, config, gpu_bytes=gpu.memory_bytes)
-    remedy = f"nearest setting that fits: {' '.join(found)}" if found else "take larger GPUs"
-    room = f"leaves room for {engine.kv_tokens} tokens of KV cache" if engine.kv_room > 0 else (
-        "has no room for its weights"
-    )  # fmt: skip
-    return [f"an engine rank {room}, generator.kv_tokens={generator.kv_tokens}; {remedy}"]
-
-
-def _scorer_problems(config: Config, gpu: Gpu) -> list[str]:
-    """The reference's own engine must hold its weights and scorer.kv_tokens."""
-    if not _scorer_gpus(config):
-        return []
-    scorer = config.scorer
-    shape = read_shape(config.algorithm.reference.folder or config.model.path)
-    as_generator = config.generator.model_copy(
-        update={
-            "engine": "sglang",
-            "tensor_parallel": scorer.tensor_parallel,
-            "expert_parallel": 1,
-            "quantization": scorer.quantization,
-            "max_running": scorer.max_running,
-        }
-    )
-    memory = engine_memory(
-        shape,
-        as_generator,
-        item_bytes=ITEM_BYTES[scorer.dtype or config.model.dtype],
-        gpu_bytes=gpu.memory_bytes,
-    )
-    if memory.kv_tokens >= scorer.kv_tokens:
-        return []
-    return [
-        f"a rank of the scorer, with {memory.weights / GIB:.1f} GiB of weights of the reference, "
-        f"has room for {memory.kv_tokens} tokens of KV cache, scorer.kv_tokens={scorer.kv_tokens}: "
-        "raise scorer.tensor_parallel, or lower the latter"
-    ]
-
-
-def _scorer_gpus(config: Config) -> int:
-    return config.scorer.tensor_parallel if config.has_scorer else 0
-
-
-def _wanted_gpus(config: Config) -> int:
-    scorer = _scorer_gpus(config)
-    if config.generator.shares_gpus:
-        return max(config.parallel.world_size, _generator_gpus(config)) + scorer
-    return config.parallel.world_size + _generator_gpus(config) + scorer
-
-
-def _count_problems(config: Config, gpus: int | None) -> list[str]:
-    wanted = _wanted_gpus(config)
-    if gpus is None or wanted <= gpus:
-        return []
-    return [
-        f"the run takes {wanted} GPUs, {config.parallel.world_size} for the trainer and "
-        f"{_generator_gpus(config)} for generators{_of_scorer(config)}, but --gpus is {gpus}: "
-        "lower parallel.data or generator.replicas"
-    ]
-
-
-def _of_scorer(config: Config) -> str:
-    return f" and {gpus} for the scorer" if (gpus := _scorer_gpus(config)) else ""
-
-
 def _advice(
     config: Config, gpus: int | None, step: Step, publish: Publish, *, kv_tokens: int | None
 ) -> list[str]:
     train, generator = config.train, config.generator
     found = []
-    wanted = _wanted_gpus(config)
+    wanted = wanted_gpus(config)
     if gpus is not None and wanted < gpus:
         found.append(f"{gpus - wanted} of {gpus} GPUs are idle: raise generator.replicas")
     if train.microbatch_tokens < generator.context_tokens:
