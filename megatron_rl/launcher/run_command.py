@@ -82,7 +82,7 @@ def with_tiny(options: RunOptions, folder: Path | None) -> list[str]:
     folder: where to make them; None: RUN/start, where an earlier part of the run finds them again.
     Raises ConfigError.
     """
-    from megatron_rl.config.files import read_layers, resolve
+    from megatron_rl.config.files import read_layers, require, resolve
     from megatron_rl.config.shipped import config_path, shipped
     from megatron_rl.data.tiny import make_tiny
 
@@ -92,6 +92,9 @@ def with_tiny(options: RunOptions, folder: Path | None) -> list[str]:
     if tiny not in paths or "path" in layers.tree.get("model", {}):
         return options.config
     run = resolve(layers).run
+    if folder is None and options.run_dir is None:
+        # Before anything is made.
+        require(layers, ["run.dir"])
     folder = folder or (options.run_dir or run.dir) / "start"
     layer = folder / "paths.toml"
     if not layer.exists():

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import shipped
 from megatron_rl.config.tree import Config
@@ -119,3 +120,5 @@ def test_tiny_by_name_makes_its_model_and_tasks_where_none_are_named(
     named = RunOptions(["tiny"], ["model.path=/mine", "run.dir=/none"])
     assert with_tiny(named, None) == ["tiny"]
     assert with_tiny(RunOptions(["one_gpu"], []), None) == ["one_gpu"]
+    with pytest.raises(ConfigError, match="run.dir is not given"):
+        with_tiny(RunOptions(["tiny"], []), None)
