@@ -27,7 +27,6 @@ from megatron_rl.rollout_queue.evaluated import (
     first_free_number,
     keep_evaluated,
     read_ended,
-    read_evaluated,
 )
 from megatron_rl.rollout_queue.evaluation import (
     Evaluation,
@@ -139,7 +138,8 @@ class EvaluationDesk:
             return
         done = {}
         if left.has_begun:
-            done = read_evaluated(self._recorder.run_dir, left.label, what)
+            # The file and the results must agree on the problems.
+            done = keep_evaluated(self._recorder.run_dir, left.label, what)
         evaluation = Evaluation(left.label, what, version=left.version, now=0.0, done=done)
         evaluation.lose_unopened()
         evaluation.is_late = True

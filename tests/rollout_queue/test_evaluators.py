@@ -261,6 +261,8 @@ def test_an_evaluation_under_way_at_a_checkpoint_is_told_once_whatever_follows(
         assert rows == [
             (row["label"], row["step"], row["eval/n"], row["eval/lost"]) for row in found
         ]
+        records = read_jsonl(tmp_path / "rollouts" / "eval_before.jsonl")
+        assert len(records) == rows[0][2]
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
