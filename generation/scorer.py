@@ -14,7 +14,8 @@ Concurrency, one event loop:
 | `interrupted` | SIGTERM, SIGINT                    | the signal's number          | then      |
 
 The first of these but `_serve` to end ends the process, and so does an engine that answers a
-`_serve` with nonsense or not in time. `_serve` tasks are at most `scorer.max_running` a replica, as
+`_serve` with nonsense or not in time. A message that makes no sense costs its sender what it has
+asked for; the others go on. `_serve` tasks are at most `scorer.max_running` a replica, as
 that many requests of one are open; as many again are in the engine at once.
 """
 
@@ -22,6 +23,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +52,8 @@ from megatron_rl.protocol.types import Stop
 from megatron_rl.protocol.wire import WireError
 
 ROLE = "scorer-0"
+MAX_REFUSED = 100
+"""The scorer ends with the next message that it cannot read: somebody speaks another protocol."""
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +65,12 @@ class Scorer:
         self._engine = engine
         self._router = router
         self._room = asyncio.Semaphore(max_running)
-        self._open: set[tuple[str, int]] = set()
-        """Requests of which there is a task."""
+        self._open: dict[tuple[str, int], asyncio.Task[None]] = {}
+        """The task of each request, by peer and request_id."""
+        self._refused = 0
 
     async def run(self) -> None:
-        """Serve until the trainer says Stop. Raises EngineError, WireError."""
+        """Serve until the trainer says Stop. Raises EngineError, and WireError at the limit."""
         await end_with_first(self._receive(), self._watch_engine())
 
     async def _receive(self) -> None:
@@ -73,49 +78,79 @@ class Scorer:
             await self._receive_requests()
         except ExceptionGroup as group:
             # What is wrong with the engine is a line for people, not a group with a traceback.
-            known = next((e for e in group.exceptions if isinstance(e, EngineError)), None)
+            known = next(
+                (e for e in group.exceptions if isinstance(e, EngineError | WireError)), None
+            )
             if known is None:
                 raise
             raise known from None
 
     async def _receive_requests(self) -> None:
         async with asyncio.TaskGroup() as serving:
-            tasks: set[asyncio.Task[None]] = set()
             while True:
-                peer, message = await self._router.next_message()
+                try:
+                    peer, message = await self._router.next_message()
+                except WireError as error:
+                    self._refuse(error.peer, str(error))
+                    continue
                 match message:
                     case LogprobRequest(request_id):
                         if (peer, request_id) not in self._open:
-                            self._open.add((peer, request_id))
                             task = serving.create_task(self._serve(peer, message))
-                            tasks.add(task)
-                            task.add_done_callback(tasks.discard)
+                            self._open[peer, request_id] = task
+                            task.add_done_callback(partial(self._forget, (peer, request_id)))
                     case Stop():
                         log.info("%s said stop: %s", peer, message.reason)
                         break
                     case _:
-                        raise WireError(f"{peer} sent a {type(message).__name__}")
-            for task in tasks:
+                        self._refuse(peer, f"the scorer takes no {type(message).__name__}")
+            for task in self._open.values():
+                task.cancel()
+
+    def _forget(self, asked: tuple[str, int], task: object) -> None:
+        del self._open[asked]
+
+    def _refuse(self, peer: str, why: str) -> None:
+        """Drop the requests of a peer whose message makes no sense; the others go on.
+
+        A healthy peer asks for its requests again. Raises WireError at the limit.
+        """
+        self._refused += 1
+        log.error("a message of %s is refused: %s", peer, why)
+        if self._refused > MAX_REFUSED:
+            raise WireError(
+                f"{self._refused} messages were refused, allowed are {MAX_REFUSED}; the last one, "
+                f"of {peer}: {why}. Do all processes run the same release?"
+            )
+        for (name, _), task in self._open.items():
+            if name == peer:
                 task.cancel()
 
     async def _serve(self, peer: str, request: LogprobRequest) -> None:
-        token_ids, start = request.token_ids.tolist(), request.start
         answer: LogprobsDone | LogprobsFailed
         try:
-            if not 1 <= start < len(token_ids):
-                raise RequestRefused(f"{len(token_ids)} tokens from {start}: none to score")
+            _check(request)
             async with self._room:
-                found = await self._engine.logprobs(token_ids, start)
+                found = await self._engine.logprobs(request.token_ids.tolist(), request.start)
             answer = LogprobsDone(request.request_id, np.array(found, dtype=np.float32))
         except RequestRefused as refusal:
             log.warning("request %d of %s: %s", request.request_id, peer, refusal)
             answer = LogprobsFailed(request.request_id, str(refusal))
-        self._open.discard((peer, request.request_id))
         if not self._router.send(peer, answer):
             log.warning("%s is gone, or takes no answers", peer)
 
     async def _watch_engine(self) -> None:
         raise EngineError(await self._engine.failed())
+
+
+def _check(request: LogprobRequest) -> None:
+    """Raise RequestRefused where there are no token ids, or none to score."""
+    ids, start = request.token_ids, request.start
+    if not 1 <= start < len(ids):
+        raise RequestRefused(f"{len(ids)} tokens from {start}: none to score")
+    # An engine may end at such ids, instead of refusing them.
+    if ids.dtype.kind != "i" or ids.min() < 0:
+        raise RequestRefused(f"token ids are {ids.dtype}, from {ids.min()}; allowed: int32 from 0")
 
 
 async def score_for(config: Config) -> None:

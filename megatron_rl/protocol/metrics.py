@@ -150,16 +150,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [_row(path, number, line) for number, line in _lines(path)]
 
 
-def stream_rows(path: Path) -> Iterator[dict[str, Any]]:
+def stream_rows(path: Path, *, holding: str = "") -> Iterator[dict[str, Any]]:
     """The rows of a run one at a time, as `without_superseded` gives them; raises as `read_jsonl`.
 
-    A run of weeks leaves more rows than fit into memory.
+    A run of weeks leaves more rows than fit into memory. holding: only rows with this text.
     """
-    mark = RESUMED.encode()
+    mark, wanted = RESUMED.encode(), holding.encode()
     resumptions = [
         (number, _row(path, number, line)["step"]) for number, line in _lines(path) if mark in line
     ]
     for number, line in _lines(path):
+        if wanted not in line:
+            continue
         row = _row(path, number, line)
         if row.get("source") not in _TAKEN_AGAIN or not any(
             number < later and row["step"] > step for later, step in resumptions

@@ -59,6 +59,17 @@ class CurriculumState(msgspec.Struct, frozen=True):
     """Prompts that were retired and are drawn again, so far."""
 
 
+class UnfinishedEvaluation(msgspec.Struct, frozen=True):
+    """An evaluation that was running or due."""
+
+    label: str
+    """Its whole name, with that of its set."""
+    version: int
+    """The policy version that it measures."""
+    has_begun: bool
+    """Whether the file of its label holds what was done of it."""
+
+
 class QueueState(msgspec.Struct, frozen=True, tag="QueueState"):
     """What the queue needs to go on after batch number `step`; a checkpoint holds it as JSON."""
 
@@ -73,3 +84,5 @@ class QueueState(msgspec.Struct, frozen=True, tag="QueueState"):
     stages: StageState = StageState([0], [])
     curriculum: CurriculumState | None = None
     """None without one."""
+    unfinished_evaluations: list[UnfinishedEvaluation] = []
+    """Running first, then due; checkpoints of earlier releases name none."""

@@ -136,7 +136,7 @@ class Coordinator:
         self._recorder.resume_at(state.step)
         self._replay.resume_at(state.step)
         self._openings.count = state.groups_opened
-        self._evaluations.done = list(state.evaluated)
+        self._evaluations.resume(state)
         self._first_version = state.step
 
     def await_cold_start(self) -> None:
@@ -245,9 +245,10 @@ class Coordinator:
             raise WireError(
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
             )
-        counts = {"groups_opened": self._openings.count, "evaluated": list(self._evaluations.done)}
         self._saved_step = asked.step
-        state = self._training.state(asked.step, self._groups, **counts)
+        opened = self._openings.count
+        state = self._training.state(asked.step, self._groups, groups_opened=opened)
+        state = self._evaluations.add_to(state)
         # A run that is resumed here does not write them again: see `_written_states`.
         self._states.append(_Saving(peer, state, self._recorder.put))
 

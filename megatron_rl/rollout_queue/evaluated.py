@@ -1,6 +1,6 @@
-"""What an evaluation that was interrupted has left: problems that need not be generated again.
+"""What an interrupted run has left of its evaluations: problems that need not be generated again.
 
-Used by the rollout queue, before it goes on with the evaluation.
+Used by the rollout queue, before it goes on with an evaluation or a run.
 """
 
 from collections import Counter
@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.evaluation.samples import ProblemSamples, of_records
+from megatron_rl.protocol.metrics import stream_rows
 from megatron_rl.protocol.rollout_files import (
     FOLDER,
     LINES,
@@ -20,6 +21,15 @@ from megatron_rl.protocol.rollout_files import (
 )
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.evaluation import EvaluationSet
+
+
+def read_ended(run_dir: Path, version: int) -> set[tuple[str, int]]:
+    """(label, version) of the evaluations, up to that version, whose results are written.
+
+    Raises InputError for a damaged metrics file.
+    """
+    rows = stream_rows(run_dir / "metrics.jsonl", holding='"eval/n"')
+    return {(row["label"], row["step"]) for row in rows if row["step"] <= version}
 
 
 def read_evaluated(run_dir: Path, label: str, what: EvaluationSet) -> dict[str, ProblemSamples]:

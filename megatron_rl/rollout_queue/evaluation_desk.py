@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import (
@@ -19,8 +21,13 @@ from megatron_rl.protocol.metrics import (
     EVALUATION_RUNNING,
     JsonlWriter,
 )
+from megatron_rl.protocol.queue_state import QueueState, UnfinishedEvaluation
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.rollout_queue.evaluated import first_free_number, keep_evaluated
+from megatron_rl.rollout_queue.evaluated import (
+    first_free_number,
+    keep_evaluated,
+    read_ended,
+)
 from megatron_rl.rollout_queue.evaluation import (
     Evaluation,
     EvaluationSet,
@@ -92,6 +99,51 @@ class EvaluationDesk:
         """A later version than the one that is measured comes, or has come."""
         self.done: list[str] = []
         """Names of the evaluations that have ended."""
+        self._ended_earlier: set[tuple[str, int]] = set()
+        """(label, version) of those that ended before the run was resumed."""
+
+    def add_to(self, state: QueueState) -> QueueState:
+        """The state of the queue with the evaluations that are done, run or are due."""
+        left = [UnfinishedEvaluation(due.label, due.version, has_begun=False) for due in self._due]
+        if self._running is not None:
+            running = UnfinishedEvaluation(
+                self._running.label, self._running.version, has_begun=True
+            )
+            left = [running, *left]
+        return msgspec.structs.replace(
+            state, evaluated=list(self.done), unfinished_evaluations=left
+        )
+
+    def resume(self, state: QueueState) -> None:
+        """Go on after a saved step; call before any message. Raises InputError.
+
+        The trainer publishes the version of the state once more, which asks for its evaluations;
+        those that ended after the state was saved are not made again. No generator will hold an
+        earlier version: its evaluation ends with what its file holds.
+        """
+        self.done = list(state.evaluated)
+        self._ended_earlier = read_ended(self._recorder.run_dir, state.step)
+        for one in state.unfinished_evaluations:
+            if one.version == state.step:
+                continue
+            if (one.label, one.version) in self._ended_earlier:
+                self.done.append(one.label)
+            else:
+                self._end_with_file(one)
+
+    def _end_with_file(self, left: UnfinishedEvaluation) -> None:
+        what = next((one for one in self._sets if one.name == left.label.partition(".")[2]), None)
+        if what is None:
+            log.warning("evaluation %r is given up: its set is configured no more", left.label)
+            return
+        done = {}
+        if left.has_begun:
+            # The file and the results must agree on the problems.
+            done = keep_evaluated(self._recorder.run_dir, left.label, what)
+        evaluation = Evaluation(left.label, what, version=left.version, now=0.0, done=done)
+        evaluation.lose_unopened()
+        evaluation.is_late = True
+        self._finish(evaluation, 0.0)
 
     @property
     def is_running(self) -> bool:
@@ -127,7 +179,11 @@ class EvaluationDesk:
         due = [
             _Due(one.label(label), one, version, is_final) for label in labels for one in self._sets
         ]
-        return [one for one in due if one.label not in self.done]
+        return [
+            one
+            for one in due
+            if one.label not in self.done and (one.label, version) not in self._ended_earlier
+        ]
 
     def allows_batch(self, step: int, published: int) -> bool:
         """Whether the batch of a step may be formed: also while version `step` is being published.

@@ -154,17 +154,18 @@ class TrainingGroups:
         """A batch is formed: a stage that waits for a plateau may be next."""
         self.schedule.note_batch(batch, book.untaken_of(self.schedule.stage_at(batch.step)))
 
-    def state(
-        self, step: int, book: GroupBook, *, groups_opened: int, evaluated: list[str]
-    ) -> QueueState:
-        """The state of the queue when batch number `step` is trained on and no later one formed."""
+    def state(self, step: int, book: GroupBook, *, groups_opened: int) -> QueueState:
+        """The state when batch number `step` is trained on and no later one formed.
+
+        Without what the queue knows of evaluations.
+        """
         again = [UnfinishedGroup(number, prompt.id, stage) for number, prompt, stage in self._again]
         return QueueState(
             step=step,
             cursor=self._stream.state(),
             groups_opened=groups_opened,
             unfinished=sorted(book.unfinished() + again, key=lambda group: group.number),
-            evaluated=evaluated,
+            evaluated=[],
             stages=self.schedule.state(),
             curriculum=self._curriculum.state() if self._curriculum is not None else None,
         )

@@ -1,4 +1,4 @@
-"""A ROUTER on an event loop: answers reach who asked, peers of another label are turned away."""
+"""A ROUTER on an event loop, and a scorer behind it: answers reach the peer that asked."""
 
 import asyncio
 
@@ -7,7 +7,9 @@ import pytest
 
 from generation.async_dealer import AsyncDealer
 from generation.async_router import AsyncRouter
+from generation.scorer import MAX_REFUSED, Scorer
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone
+from megatron_rl.protocol.types import GeneratorReady, Stop
 from megatron_rl.protocol.wire import TurnedAway, WireError
 from tests.ports import free_port
 
@@ -60,3 +62,73 @@ def test_each_peer_has_its_answers_in_order_and_a_stranger_none() -> None:
 def test_an_address_that_others_reach_needs_keys() -> None:
     with pytest.raises(WireError, match=r"refusing to bind 0\.0\.0\.0 without CURVE keys"):
         AsyncRouter("0.0.0.0", free_port())  # noqa: S104 - what is refused
+
+
+class Zeros:
+    """An engine that answers once it may."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.asked: list[int] = []
+
+    async def logprobs(self, token_ids: list[int], start: int) -> list[float]:
+        self.asked.append(len(token_ids))
+        await self.may_answer.wait()
+        return [0.0] * (len(token_ids) - start)
+
+    async def failed(self) -> str:
+        await asyncio.sleep(3600)
+        return "never"
+
+
+async def answers(dealer: AsyncDealer, count: int) -> list[tuple[str, int]]:
+    found = [await dealer.next_message(LIMIT_S) for _ in range(count)]
+    return [(type(one).__name__, one.request_id) for one in found]
+
+
+async def disturb(port: int, *, refused: int) -> Zeros:
+    """One rank asks, another one asks and then sends what makes no sense."""
+    address, engine = f"127.0.0.1:{port}", Zeros()
+    with (
+        AsyncRouter("127.0.0.1", port) as router,
+        AsyncDealer(address, "good") as good,
+        AsyncDealer(address, "bad") as bad,
+    ):
+        serving = asyncio.create_task(Scorer(engine, router, 8).run())
+        good.send(request(1))
+        bad.send(request(2))
+        while sorted(engine.asked) != [3, 4]:
+            await asyncio.sleep(0.01)
+        bad.send(GeneratorReady(1, 0, 1))
+        for _ in range(refused - 1):
+            await bad._awaitable.send_multipart([b"\xc3", b"no message"])
+        floats = LogprobRequest(3, np.ones(4, np.float32), 1)
+        negative = LogprobRequest(4, np.array([5, -1], np.int32), 1)
+        for one in (floats, negative):
+            bad.send(one)
+        if refused > MAX_REFUSED:
+            await asyncio.wait_for(serving, LIMIT_S)
+        assert await answers(bad, 2) == [("LogprobsFailed", 3), ("LogprobsFailed", 4)]
+        engine.may_answer.set()
+        assert await answers(good, 1) == [("LogprobsDone", 1)]
+        # What it had asked for is dropped; asked again it is answered.
+        assert await bad.next_message(0.2) is None
+        bad.send(request(2))
+        assert await answers(bad, 1) == [("LogprobsDone", 2)]
+        good.send(Stop("the end"))
+        await asyncio.wait_for(serving, LIMIT_S)
+    return engine
+
+
+def test_a_senseless_message_costs_its_sender_and_not_the_scorer() -> None:
+    engine = asyncio.run(disturb(free_port(), refused=3))
+    # Numbers that are no token ids do not reach the engine.
+    assert sorted(engine.asked) == [3, 4, 4]
+
+
+def test_a_scorer_that_understands_nobody_ends() -> None:
+    said = (
+        f"{MAX_REFUSED + 1} messages were refused, allowed are {MAX_REFUSED}; the last one, of bad"
+    )
+    with pytest.raises(WireError, match=said):
+        asyncio.run(disturb(free_port(), refused=MAX_REFUSED + 1))

@@ -1,13 +1,18 @@
 """Prompts and completions through the tiny tokenizer, one character a token."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from generation.engine import Completion
+from generation.worker import RENDERED_PROMPTS, GeneratorWorker
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.protocol.render import Conversation, Renderer, RenderError
-from megatron_rl.protocol.types import ChatMessage
+from megatron_rl.protocol.types import ChatMessage, Lease, Prompt, Sampling, VersionSpan
 from tests.generation.tiny_model import CHARACTERS, EOS_ID, TEMPLATE
 
 FIRST = 3  # id of the first character, after the special tokens
@@ -127,3 +132,52 @@ def test_text_leaves_out_only_the_last_end_of_sequence(models_dir: Path) -> None
 def test_a_folder_without_a_tokenizer_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot load its tokenizer"):
         Renderer(RenderConfig(), tmp_path, 64, gates={})
+
+
+class CountingRenderer(Renderer):
+    """Counts how often it turns messages into ids."""
+
+    rendered = 0
+
+    def render(self, *arguments: Any, **named: Any) -> list[int]:
+        self.rendered += 1
+        return super().render(*arguments, **named)
+
+
+class OneToken:
+    """An engine whose completions end at once."""
+
+    name, engine_version, version = "one", "1", 0
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, indices: list[int]
+    ) -> AsyncIterator[Completion]:
+        for index in indices:
+            yield Completion(index, [EOS_ID], [-0.5], [VersionSpan(0, 0, 1)], "stop")
+
+
+class Sent(list[Any]):
+    send = list.append
+
+
+def test_a_prompt_is_rendered_once_for_all_its_leases_and_few_are_kept(models_dir: Path) -> None:
+    config, gates = RenderConfig(system_prompt=""), {"sums": "box"}
+    renderer, sent = CountingRenderer(config, models_dir / "old", 64, gates=gates), Sent()
+    worker = GeneratorWorker(OneToken(), renderer, sent, capacity=4)
+
+    def serve(question: int, index: int = 0, limit: int = 8) -> int:
+        """How often that rendered a prompt."""
+        before = renderer.rendered
+        prompt = Prompt(f"p{question}", "sums", [ChatMessage("user", str(question))], "1")
+        asyncio.run(worker._serve(Lease(0, prompt, [index], Sampling(limit, 1.0))))
+        return renderer.rendered - before
+
+    assert [serve(7, index) for index in range(16)] == [1] + [0] * 15
+    assert [done.rollout.prompt_ids.tolist() for done in sent] == [ids("user:7=>")] * 16
+    # The limit decides whether a prompt is too long.
+    assert serve(7, limit=9) == 1
+    # With 254 others 256 are kept; the next one takes the place of the one used longest ago.
+    assert [serve(question) for question in range(1000, 1254)] == [1] * 254
+    assert serve(7) == 0 and serve(2000) == 1
+    assert serve(7) == 0 and serve(1000) == 0 and serve(7, limit=9) == 1
+    assert len(worker._rendered) == RENDERED_PROMPTS == 256

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
-from megatron_rl.protocol.host_messages import PhaseKind
+from megatron_rl.protocol.host_messages import PhaseKind, RoleRestart
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import (
     CurriculumState,
@@ -17,6 +17,7 @@ from megatron_rl.protocol.queue_state import (
     PromptVisits,
     QueueState,
     StageState,
+    UnfinishedEvaluation,
     UnfinishedGroup,
 )
 from megatron_rl.protocol.scorer_messages import LogprobRequest, LogprobsDone
@@ -91,6 +92,7 @@ def examples() -> list[Any]:
             6, PromptCursor(9, [9], [4], 1), 12, [UnfinishedGroup(11, "id", 1)], ["before"],
             StageState([0, 5], [0.25]),
             CurriculumState(1, [(3, 4)], {"id": PromptVisits(2, 1, False)}, 0),
+            [UnfinishedEvaluation("step_5.aime", 5, has_begun=True)],
         ),
     ]  # fmt: skip
     kinds = set(map(type, special))
@@ -106,6 +108,7 @@ def plain(kind: type) -> Any:
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},
         dict[str, str]: {"NCCL_CUMEM_ENABLE": "1"},
         LengthRule | None: LengthRule(8, 2, 0.1),
+        tuple[RoleRestart, ...]: (RoleRestart(1, "generator-1", "generator", -9, 1, 3),),
     }  # fmt: skip
     return kind(**{field.name: values[field.type] for field in msgspec.structs.fields(kind)})
 

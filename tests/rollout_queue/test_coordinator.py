@@ -264,3 +264,24 @@ def test_leases_left_when_training_ends_are_cancelled(tmp_path: Path) -> None:
         # The last evaluation has all slots.
         assert len(peers.cancelled) == left > 0
         assert len(peers.split("held_out")) == 2 and not peers.split("train")
+
+
+def test_a_fenced_generator_keeps_its_leases_for_a_publish_and_a_half(tmp_path: Path) -> None:
+    queue = {"max_staleness": 1, "heartbeat_timeout_s": 10.0, "lease_timeout_s": 600.0}
+    with open_coordinator(tmp_path, train=TRAIN, queue=queue) as coordinator:
+        # 40 s lie between two publishes, so the grace is 60 s.
+        for version, now in ((0, 0.0), (1, 40.0)):
+            coordinator.handle("prompts", "g", GeneratorReady(4, version, session=1), now)
+            coordinator.handle("batches", "t", Published(version), now)
+        sent = [outgoing.message for outgoing in coordinator.outgoing(40.0)]
+        leased = {message.lease_id for message in sent if isinstance(message, Lease)}
+        assert leased
+        cancelled = {}
+        for now in range(42, 112, 2):
+            coordinator.handle("prompts", "g", GeneratorReady(4, -1, session=1), float(now))
+            coordinator.tick(float(now))
+            for outgoing in coordinator.outgoing(float(now)):
+                if isinstance(outgoing.message, Cancel):
+                    cancelled[outgoing.message.lease_id] = now
+    # Fenced at 42 s: the first look beyond 102 s.
+    assert cancelled == dict.fromkeys(leased, 104)

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.queue_state import QueueState, UnfinishedEvaluation
 from megatron_rl.protocol.types import (
     GeneratorReady,
     Hold,
@@ -13,6 +15,7 @@ from megatron_rl.protocol.types import (
     Published,
     RankBatch,
     RolloutDone,
+    SaveState,
     ScoreDone,
     ScoreRequest,
     VerifierReady,
@@ -32,6 +35,7 @@ class Pair:
         self.versions, self.held = {"a": 0, "b": 0}, {"a": False, "b": False}
         self.open: list[tuple[str, Lease, int]] = []
         self.batches: list[int] = []
+        self.states: list[QueueState] = []
         coordinator.handle("verify", "v", VerifierReady(VERIFIER_ROOM, session=1), 0.0)
 
     def announce(self, name: str, session: int = 1) -> None:
@@ -60,6 +64,10 @@ class Pair:
                         self.coordinator.handle("verify", "v", done, 0.0)
                     case RankBatch() as batch:
                         self.batches.append(batch.step)
+                    case QueueState() as state:
+                        # As a checkpoint holds it.
+                        text = msgspec.json.encode(state)
+                        self.states.append(msgspec.json.decode(text, type=QueueState))
                     case Hold(is_held) if obeys:
                         self.held[peer] = is_held
                         self.announce(peer)
@@ -200,3 +208,87 @@ def test_the_last_evaluation_has_all_generators(tmp_path: Path) -> None:
             assert pair.finish("train") + pair.finish("held_out") > 0
         pair.publish(1, is_final=True)
         assert pair.of("held_out") == {"a", "b"} and pair.held == {"a": False, "b": False}
+
+
+def save_during_evaluation(folder: Path, *, completions_after: int) -> QueueState:
+    """The state after step 1, while version 0 is measured; two of 6 prompts are done by then."""
+    with open_coordinator(folder, held_out=6, sets=("one",), **BESIDE) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        assert pair.finish("held_out", 2) == 2
+        while pair.batches != [0]:
+            assert pair.finish("train") > 0
+        coordinator.handle("batches", "t", SaveState(1), 0.0)
+        pair.pump()
+        pair.publish(1)
+        for _ in range(completions_after):
+            assert pair.finish("held_out", 1) == 1
+        [state] = pair.states
+    return state
+
+
+@pytest.mark.parametrize(
+    ("completions_after", "rows"),
+    [
+        # A file that was begun after the save may be an older one's: it counts for nothing.
+        (0, [("before", 0, 2, 4), ("before.one", 0, 0, 1)]),
+        (3, [("before", 0, 5, 1), ("before.one", 0, 0, 1)]),
+        (5, [("before", 0, 6, 0), ("before.one", 0, 1, 0)]),
+    ],
+)
+def test_an_evaluation_under_way_at_a_checkpoint_is_told_once_whatever_follows(
+    tmp_path: Path, completions_after: int, rows: list[tuple[str, int, int, int]]
+) -> None:
+    state = save_during_evaluation(tmp_path, completions_after=completions_after)
+    assert state.evaluated == [] and state.unfinished_evaluations == [
+        UnfinishedEvaluation("before", 0, has_begun=True),
+        UnfinishedEvaluation("before.one", 0, has_begun=False),
+    ]
+    for _ in range(2):
+        with open_coordinator(tmp_path, held_out=6, sets=("one",), **BESIDE) as coordinator:
+            coordinator.resume(state)
+            pair = Pair(coordinator)
+            pair.publish(1)
+            # Nobody holds version 0 any more.
+            assert pair.of("train") == {"a", "b"} and not pair.of("held_out")
+            while pair.batches != [1]:
+                assert pair.finish("train") > 0
+            coordinator.handle("batches", "t", SaveState(2), 0.0)
+            pair.pump()
+        [later] = pair.states
+        assert (later.evaluated, later.unfinished_evaluations) == (["before", "before.one"], [])
+        found = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+        assert rows == [
+            (row["label"], row["step"], row["eval/n"], row["eval/lost"]) for row in found
+        ]
+        records = read_jsonl(tmp_path / "rollouts" / "eval_before.jsonl")
+        assert len(records) == rows[0][2]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_version_of_a_checkpoint_is_measured_once(tmp_path: Path, has_ended: bool) -> None:
+    sections = BESIDE | {"eval": {"prompts": 2, "every_steps": 1}}
+    with open_coordinator(tmp_path, held_out=2, **sections) as coordinator:
+        pair = Pair(coordinator)
+        pair.publish(0)
+        while pair.batches != [0] or pair.of("held_out"):
+            assert pair.finish("train") + pair.finish("held_out") > 0
+        coordinator.handle("batches", "t", SaveState(1), 0.0)
+        pair.publish(1)
+        assert pair.finish("held_out", 2 if has_ended else 1) > 0
+        [state] = pair.states
+    assert state.evaluated == ["before"]
+    with open_coordinator(tmp_path, held_out=2, **sections) as coordinator:
+        coordinator.resume(state)
+        pair = Pair(coordinator)
+        pair.publish(1)
+        assert pair.finish("held_out") == (0 if has_ended else 2)
+    rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "label" in row]
+    assert [(row["label"], row["eval/n"]) for row in rows] == [("before", 2), ("step_1", 2)]
+
+
+def test_a_state_of_an_earlier_release_has_no_unfinished_evaluations(tmp_path: Path) -> None:
+    state = save_during_evaluation(tmp_path, completions_after=0)
+    saved = msgspec.json.decode(msgspec.json.encode(state))
+    del saved["unfinished_evaluations"]
+    assert msgspec.convert(saved, QueueState).unfinished_evaluations == []

@@ -181,6 +181,28 @@ def test_silent_generator_loses_its_leases_and_heartbeats_prevent_it() -> None:
     assert issued is not None and issued[0] == other and issued[2] == [0, 1, 2, 3]
 
 
+def test_a_generator_without_weights_for_long_gives_its_leases_to_another() -> None:
+    leases = leases_with("a", "b")
+    holder, lease_id, _ = issue_group(leases, new_group())
+    other = "b" if holder == "a" else "a"
+    leases.fence_grace_s = 15.0
+
+    def look(now: float, version: int) -> int:
+        leases.announce(holder, GeneratorReady(8, version, session=1), now)
+        leases.announce(other, GeneratorReady(8, 0, session=1), now)
+        leases.expire(now)
+        return leases.waiting
+
+    # A publish that serves it in time ends the fence: 13 s, and from 14 s on another one.
+    assert [look(now, -1) for now in (1.0, 9.0, 13.0)] == [0, 0, 0] and look(13.5, 0) == 0
+    assert [look(now, -1) for now in (14.0, 22.0, 29.0)] == [0, 0, 0]
+    assert look(29.5, -1) == 4
+    assert leases.pop_cancels() == [(holder, Cancel(lease_id))]
+    issued = issue(leases, now=29.5)
+    assert issued is not None and (issued[0], issued[2]) == (other, [0, 1, 2, 3])
+    assert leases.pop_failures() == []
+
+
 def test_lease_that_returns_nothing_for_long_is_issued_again() -> None:
     leases, group = leases_with("g"), new_group()
     _, lease_id, _ = issue_group(leases, group)

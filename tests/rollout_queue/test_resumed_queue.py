@@ -97,7 +97,8 @@ def test_no_prompt_vanishes_and_none_is_trained_twice(tmp_path: Path) -> None:
     assert not done_before & leased
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     labels = [row["label"] for row in rows if "eval/accuracy" in row]
-    assert labels.count("before") == 1 and labels.count("after") == 1
+    # The one of the saved version itself was made between the checkpoint and the kill.
+    assert labels == ["before", "step_3", "step_6", "after"]
 
 
 STAGES = [

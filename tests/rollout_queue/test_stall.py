@@ -32,6 +32,8 @@ GENERATORS = 200
 SLOTS = 4
 TOKENS = 9_000
 HEARTBEAT_S = 0.5
+START_S = 30.0
+"""All generators must be there by then."""
 
 
 def test_clock_leaves_out_what_exceeds_a_pass_of_the_loop() -> None:
@@ -97,41 +99,34 @@ def make_long(lease: Lease, index: int) -> Rollout:
 
 
 def stall_once(
-    coordinator: Coordinator,
-    generators: Generators,
-    *,
-    after_s: float,
-    stall_s: float,
-    end_s: float,
+    coordinator: Coordinator, generators: Generators, *, stall_s: float, end_s: float
 ) -> list[int]:
-    """The loop stands still once; it ends end_s later. Returns the counts of live generators."""
-    began_at, live = time.monotonic(), []
+    """The loop stands still once, when all generators are there; it ends end_s later.
+
+    Returns the counts of live generators from then on.
+    """
+    over_at, live = time.monotonic() + START_S, []
     tick = coordinator.tick
 
     def stalling(now: float, *, has_heard_all: bool = True) -> None:
+        nonlocal over_at
         tick(now, has_heard_all=has_heard_all)
-        live.append(len(coordinator._leases.generators))
-        passed_s = time.monotonic() - began_at
-        if after_s < passed_s < after_s + stall_s:
+        if live or len(coordinator._leases.generators) == GENERATORS:
+            live.append(len(coordinator._leases.generators))
+        if len(live) == 2:
             generators.may_answer.set()
             time.sleep(stall_s)
-        coordinator.is_over = passed_s > after_s + stall_s + end_s
+            over_at = time.monotonic() + end_s
+        coordinator.is_over = time.monotonic() > over_at
 
     coordinator.tick = stalling
     return live
 
 
-FULL = (60.0, 30.0)
-
-
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("stall_s", "heartbeat_timeout_s"),
-    [
-        (5.0, 4.0),
-        pytest.param(*FULL, marks=pytest.mark.exhaustive, id="60s-one"),
-        pytest.param(*FULL, marks=pytest.mark.exhaustive, id="60s-two"),
-    ],
+    [(7.0, 6.0), pytest.param(60.0, 30.0, marks=pytest.mark.exhaustive)],
 )
 def test_a_stall_of_the_queue_costs_no_generator(
     tmp_path: Path, stall_s: float, heartbeat_timeout_s: float
@@ -153,17 +148,18 @@ def test_a_stall_of_the_queue_costs_no_generator(
         coordinator.handle(BATCHES, "t", Published(0), now)
         coordinator.handle(BATCHES, "t", NextBatch(0, 0, 1), now)
         generators = Generators(port)
-        ends = {"after_s": 2.0, "stall_s": stall_s, "end_s": heartbeat_timeout_s / 2}
-        live = stall_once(coordinator, generators, **ends)
+        end_s = heartbeat_timeout_s / 2
+        live = stall_once(coordinator, generators, stall_s=stall_s, end_s=end_s)
         try:
             routers = {PROMPTS: prompts, BATCHES: trainers}
             serve(coordinator, routers, clock, metrics=coordinator._metrics)
         finally:
             generators.close()
-    assert live[-1] == GENERATORS and min(live[2:]) == GENERATORS, live
+    assert len(live) > 2 and set(live) == {GENERATORS}, live
     assert generators.heard[Cancel.__name__] == 0
     assert generators.sent >= GENERATORS * SLOTS
     assert coordinator._leases.late_rollouts == 0
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     stalled = sum(row.get("queue/loop_stalled_s", 0.0) for row in rows)
-    assert stall_s - STALL_S <= stalled < stall_s
+    # A busy machine may let the loop stand still once more.
+    assert stall_s - STALL_S <= stalled < stall_s + STALL_S

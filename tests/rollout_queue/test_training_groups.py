@@ -49,7 +49,7 @@ class Queue:
         return [UnfinishedGroup(g.number, g.prompt.id) for g in groups] + dropped.unfinished
 
     def save(self, step: int) -> QueueState:
-        return self.training.state(step, self.book, groups_opened=self.opened, evaluated=[])
+        return self.training.state(step, self.book, groups_opened=self.opened)
 
 
 @pytest.mark.parametrize("seed", range(5))

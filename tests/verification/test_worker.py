@@ -3,14 +3,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatron_rl.config.files import dump_toml
+import verification.worker
+from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.reward import (
     ExtraReward,
     LaneConfig,
@@ -23,6 +26,7 @@ from megatron_rl.protocol.types import (
     AnyMessage,
     ClassDone,
     ClassRequest,
+    Sampling,
     ScoreDone,
     ScoreFailed,
     ScoreRequest,
@@ -30,7 +34,11 @@ from megatron_rl.protocol.types import (
     VerifierReady,
 )  # fmt: skip
 from megatron_rl.protocol.wire import Router
+from megatron_rl.rollout_queue import scoring
+from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.scoring import Scoring
 from tests.ports import free_port
+from tests.rollout_queue.makers import make_prompt, make_rollout
 from tests.verification.requests import boxed, make_request
 
 HANG = "tests.verification.pool.hostile_tasks:hang"
@@ -218,6 +226,50 @@ def test_heartbeats_continue_and_a_new_queue_is_met_again(tmp_path: Path) -> Non
             assert _wait_for_ready(router) == first
             answers = _score(router, [make_request(boxed("7"))])
             assert isinstance(answers[1], ScoreDone)
+
+
+def test_a_verifier_names_what_it_grades_and_a_lost_request_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification.worker, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(scoring, "ABSENT_S", 0.4)
+    port = free_port()
+    config = load_config(_write_config(tmp_path, port))
+    queue = Scoring(config.queue, config.reward)
+    for number, task in enumerate(("hang", "math")):
+        group = Group(number, make_prompt(task=task), Sampling(8, 1.0), 1, 0)
+        queue.submit(group, make_rollout(text=boxed("1")))
+    asked: Counter[str] = Counter()
+    named, reasons = [], {}
+    with Router("127.0.0.1", port) as router:
+        grading = threading.Thread(
+            target=verification.worker.serve, args=(config, "verifier"), daemon=True
+        )
+        grading.start()
+        try:
+            deadline = time.monotonic() + 30
+            while len(reasons) < 2 or named[-1]:
+                assert time.monotonic() < deadline, (asked, named)
+                message, now = _receive(router), time.monotonic()
+                if isinstance(message, VerifierReady):
+                    named.append(message.requests)
+                    queue.announce("verifier", message, now)
+                else:
+                    assert isinstance(message, ScoreDone)
+                    group, scored = queue.take_score("verifier", message, now)
+                    reasons[group.prompt.task] = scored.score.reason
+                while (found := queue.next_request(now)) is not None:
+                    asked[found[1].task] += 1
+                    # The first request of this task is lost on the way.
+                    if (found[1].task, asked["math"]) != ("math", 1):
+                        router.send(*found)
+        finally:
+            router.send("verifier", Stop("the test is over"))
+            grading.join(20)
+    assert not grading.is_alive()
+    # It grades "hang" for longer than a request may be absent, and says so.
+    assert [0] in named and asked == {"hang": 1, "math": 2}
+    assert reasons == {"hang": "grading_timeout", "math": "correct"}
 
 
 @pytest.mark.parametrize(
