@@ -160,6 +160,20 @@ def test_rows_to_imitate_are_one_line_with_their_count(
         assert said in str(error.value) and "leave such rows out" not in str(error.value)
 
 
+def test_check_counts_prompts_with_a_system_message_of_their_own(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"messages": [system, {"role": "user", "content": f"q{n}"}], "answer": "1"}
+        for n in range(3)
+    ]
+    code, found = checked(write(tmp_path / "own.jsonl", *rows))
+    assert code == 0 and found["faults"] == []
+    said = found["notes"][0]
+    assert said.startswith("all 3 prompts have a system message of their own, so render.system_")
+    path = write(tmp_path / "mixed.jsonl", *rows, {"question": "q", "answer": "1"})
+    assert checked(path)[1]["notes"][0].startswith("3 of 4 prompts have a system message")
+
+
 def test_hostile_text_moves_no_cursor(tmp_path: Path) -> None:
     path = write(
         tmp_path / "mine.jsonl",
