@@ -16,6 +16,7 @@ from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.dropped_prompts import find_dropped
+from megatron_rl.rollout_queue.prompts import describe_own_system
 from megatron_rl.rollout_queue.sources import read_source
 from megatron_rl.rollout_queue.tables.hub import read_hub
 from megatron_rl.rollout_queue.tables.source import Reading, RowFault, read_files
@@ -43,7 +44,7 @@ class Findings(NamedTuple):
     parts: list[Part]
     faults: list[Fault]
     notes: list[str]
-    """What was taken of data sets, and what was not checked."""
+    """What was taken of data sets, prompts with a system message, and what was not checked."""
 
 
 def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
@@ -63,6 +64,8 @@ def check_prompts(config: Config, *, with_lengths: bool) -> Findings:
         faults += [*_grading_faults(part.prompts, config.reward), *_repetitions(part.prompts)]
     trained = [prompt for part in parts if not part.name for prompt in part.prompts]
     faults += _leaks(trained, [part for part in parts if part.name])
+    own_system = describe_own_system([prompt for part in parts for prompt in part.prompts])
+    notes += filter(None, [own_system])
     if with_lengths:
         faults += _lengths(parts, config)
     else:

@@ -92,7 +92,7 @@ def rollouts_text(totals: ActivityTotals) -> str:
     ungraded = totals.by_reason("completions_dropped")
     if ungraded:
         parts.append(f"{ungraded.total()} dropped without a grade ({reasons_text(ungraded)})")
-    whose = f" ({evaluated} of an evaluation)" if evaluated else ""
+    whose = f" ({evaluated} for evaluations)" if evaluated else ""
     generated, scored = totals.count("rollouts_generated"), totals.count("rollouts_scored")
     return f"{generated} generated, {scored} scored{whose}: {', '.join(parts)}"
 
@@ -110,5 +110,5 @@ def activity_line(totals: ActivityTotals) -> str:
     if totals.count("groups_complete") or totals.by_reason("groups_dropped"):
         parts.append(groups_text(totals))
     if totals.tokens_per_s is not None:
-        parts.append(f"{totals.tokens_per_s:,.0f} tok/s")
+        parts.append(f"{totals.tokens_per_s:,.0f} generated tok/s")
     return "; ".join([*parts, f"{totals.in_flight} in flight"])

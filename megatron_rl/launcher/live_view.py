@@ -43,11 +43,12 @@ _COLUMNS = (
     ("length", "rollout/length_tokens", ".1f"),
     ("stale max", "queue/staleness_versions_max", ".0f"),
     ("gap", "train/logprob_gap", ".4f"),
-    ("tok/s", "train/tokens_per_s", ".0f"),
+    ("trainer tok/s", "train/tokens_per_s", ".0f"),
     ("update s", "train/update_s", ".2f"),
     ("publish s", "publish/s", ".2f"),
     ("waited s", "wait/batch_s", ".2f"),
 )
+GAP_NOTE = "gap -: no token of the step was sampled under the current policy version"
 
 
 class LiveView:
@@ -82,7 +83,7 @@ class LiveView:
         self._phase = "starting"
         self._started = self._said_at = clock()
         self._next_refresh = 0.0
-        self._has_news = self._has_shown_rollouts = False
+        self._has_news = self._has_shown_rollouts = self._has_explained_gap = False
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -164,11 +165,18 @@ class LiveView:
                 self._activity, self._has_news = self._activity.next_part(), False
                 if self._live is None:
                     self._say(step_line(row, self._config.train.steps))
+                    self._explain_gap(row)
                 self._note_health()
             elif "train/loss" in row:
                 self._sft = row
                 if self._live is None and row["step"] % _SFT_LINE_EVERY == 0:
                     self._say(sft_line(row))
+
+    def _explain_gap(self, step: Row) -> None:
+        """Say once what a gap of "-" means."""
+        if lacks_gap(step) and not self._has_explained_gap:
+            self._has_explained_gap = True
+            self._say(GAP_NOTE)
 
     def _warn(self, line: str) -> None:
         self._warnings.append(line)
@@ -261,6 +269,8 @@ class LiveView:
 
     def _draw_steps(self) -> Table:
         table = Table(title=f"last steps of {self._config.train.steps}", title_justify="left")
+        if any(map(lacks_gap, self._steps)):
+            table.caption, table.caption_justify = GAP_NOTE, "left"
         for heading in ("step", *(column[0] for column in _COLUMNS)):
             table.add_column(heading, justify="right")
         for row in self._steps:
@@ -275,6 +285,11 @@ class LiveView:
                 state += ", given up for now" if role.is_given_up else ", restarts"
             states.append(f"{role.name} {state}")
         return "   ".join(states)
+
+
+def lacks_gap(step: Row) -> bool:
+    """Whether a step could not measure the logprob gap."""
+    return "train/logprob_gap" not in step
 
 
 def step_line(row: Row, total: int) -> str:

@@ -12,7 +12,7 @@ from megatron_rl.config.files import load_config, override
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import Overrides, RunFolder
-from megatron_rl.metrics_out.exporter import Exporter
+from megatron_rl.metrics_out.exporter import Exporter, destinations
 from megatron_rl.metrics_out.table import markdown
 
 app = plain_app("What metrics mean; metrics of a run for other programs.")
@@ -72,7 +72,17 @@ def export(options: ExportOptions, console: Console) -> int:
             "metrics.prometheus_port=9400"
         )
     with Exporter(config) as exporter:
+        where = " and ".join(destinations(config))
+        _say(console, f"{exporter.passed_on:,} rows of {options.run_dir} passed on to {where}")
+        if options.follow:
+            _say(console, "new rows follow until Ctrl-C")
+        elif config.metrics.prometheus_port:
+            _say(console, "the Prometheus server ends with this command: --follow keeps it")
         while options.follow:
             time.sleep(config.metrics.poll_s)
             exporter.advance()
     return 0
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -49,7 +49,12 @@ from megatron_rl.rollout_queue.evaluation import (
     describe_evaluation,
     evaluation_sets,
 )
-from megatron_rl.rollout_queue.prompts import PromptSets, most_held_out, read_prompts
+from megatron_rl.rollout_queue.prompts import (
+    PromptSets,
+    has_own_system,
+    most_held_out,
+    read_prompts,
+)
 from megatron_rl.rollout_queue.replay.traces import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
 from megatron_rl.trainer.traces import read_traces
@@ -339,7 +344,8 @@ def check_prompts(config: Config) -> PromptReport:
         check_draws(sets, config)
     notes = [sets.describe(), *describe_evaluation(evaluation_sets(config, sets))]
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
-    notes += _describe_system_prompts(config, tasks)
+    asked = {prompt.task for prompt in sets.all if not has_own_system(prompt)}
+    notes += _describe_system_prompts(config, sorted(asked))
     return PromptReport(notes, dropped, sets.files)
 
 

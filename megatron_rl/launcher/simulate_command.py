@@ -150,7 +150,8 @@ def simulate(options: SimulateOptions, console: Console) -> int:
     if calibration is not None:
         _warn(variants, [calibration.doubt(outcome) for outcome in outcomes])
     best = best_of(outcomes)
-    _show(variants, outcomes, best, console, as_json=options.json)
+    why = _reasons(variants[best], outcomes[best], is_assumed=calibration is None)
+    _show(variants, outcomes, why, console, as_json=options.json)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
         for name, png in draw_all([v.name for v in variants], outcomes).items():
@@ -241,15 +242,20 @@ def _grained(span: Span, config: Config, model: ClusterModel, workload: Workload
     return dataclasses.replace(span, grain_s=seconds / _GRAINS)
 
 
+def _reasons(variant: Variant, outcome: Outcome, *, is_assumed: bool) -> list[str]:
+    dead_share = variant.assumed.dead / variant.config.generator.replicas
+    return reasons(outcome, dead_share=dead_share, is_assumed=is_assumed)
+
+
 def _show(
     variants: Sequence[Variant],
     outcomes: Sequence[Outcome],
-    best: int,
+    why: Sequence[str],
     console: Console,
     *,
     as_json: bool,
 ) -> None:
-    why = reasons(outcomes[best])
+    best = best_of(outcomes)
     if as_json:
         runs = [
             {"setting": v.values, "trainer_gpus": v.trainer_gpus, "engine_gpus": v.engine_gpus}

@@ -24,7 +24,7 @@ from megatron_rl.launcher.disk import room_warning
 from megatron_rl.launcher.evaluation_progress import EvaluationProgress
 from megatron_rl.launcher.health import RECENT, duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.heartbeat import PREPARED, read_beat
-from megatron_rl.launcher.live_view import evaluation_line, step_line
+from megatron_rl.launcher.live_view import GAP_NOTE, evaluation_line, lacks_gap, step_line
 from megatron_rl.launcher.roster import Roster
 from megatron_rl.launcher.run_folder import is_running
 from megatron_rl.protocol.failure import first_failure
@@ -137,10 +137,14 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
             activity = activity.after_evaluation()
         else:
             activity.take(row)
-    status.activity = activity_line(activity) if activity.counts() else ""
+    if activity.counts():
+        since = f"after step {steps[-1]['step']}" if steps else "before the first step"
+        status.activity = f"{since}: {activity_line(activity)}"
     if steps:
         status.step = steps[-1]["step"]
         status.last_step = step_line(steps[-1], config.train.steps)
+        if lacks_gap(steps[-1]):
+            status.last_step += f" ({GAP_NOTE})"
         status.step_s = step_seconds(list(steps))
     if state == "running":
         if status.step_s is not None:

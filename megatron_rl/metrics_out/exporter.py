@@ -44,6 +44,8 @@ class Exporter:
         self._config = config
         self._follower = Follower(config.run.dir / "metrics.jsonl")
         self._writers: list[Writer] = []
+        self.passed_on = 0
+        """Rows that the writers have; none counts twice where steps are taken again."""
 
     def __enter__(self) -> Self:
         self._open()
@@ -60,6 +62,7 @@ class Exporter:
     def _open(self) -> None:
         self._writers = open_writers(self._config)
         self._follower.restart()
+        self.passed_on = 0
         self._pass_on(self._follower.read_all())
 
     def _close(self) -> None:
@@ -81,6 +84,7 @@ class Exporter:
 
     def _pass_on(self, rows: list[Row]) -> None:
         if rows:
+            self.passed_on += len(rows)
             for writer in self._writers:
                 writer.add(rows)
 
@@ -111,6 +115,21 @@ def open_writers(config: Config) -> list[Writer]:
             )
         )
     return writers
+
+
+def destinations(config: Config) -> list[str]:
+    """Where the writers of `open_writers` put rows, for people."""
+    wanted, run_dir = config.metrics, config.run.dir
+    found = []
+    if wanted.tensorboard:
+        found.append(f"TensorBoard ({run_dir / 'tensorboard'})")
+    if wanted.prometheus_port:
+        found.append(
+            f"Prometheus (http://{wanted.prometheus_host}:{wanted.prometheus_port}/metrics)"
+        )
+    if wanted.wandb != "off":
+        found.append(f"Weights & Biases, {wanted.wandb} ({run_dir / 'wandb'})")
+    return found
 
 
 def settings(config: Config) -> dict[str, float]:

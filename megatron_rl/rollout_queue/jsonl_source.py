@@ -25,6 +25,15 @@ _EXPECTED = (
 )
 
 
+ENDS_IN_ANSWER = "the messages end in an answer of the assistant"
+"""What makes a conversation no prompt: the model would see the answer."""
+_SHORTEN = (
+    "allowed are messages that end with the user's question; remove the last message, and put the "
+    'result that the reward compares with into "answer". Rows to imitate are for sft.traces, as '
+    '{"messages", "response"}'
+)
+
+
 class _Line(msgspec.Struct, frozen=True):
     """One line; the question has one of four names."""
 
@@ -110,11 +119,33 @@ def make_prompt(fields: dict[str, Any], place: str, *, name: str, task: str) -> 
     return _prompt_of(line, place, name=name, task=task)
 
 
+def example_fault(fields: Mapping[str, Any]) -> str:
+    """What is wrong with a row without "answer" that is an example to imitate; empty: it is none.
+
+    fields: the row as it was read.
+    """
+    for key in ("messages", "prompt"):
+        turns = fields.get(key)
+        last = turns[-1] if isinstance(turns, list) and turns else None
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            return f"{ENDS_IN_ANSWER}; {_SHORTEN}"
+    for key in ("completion", "response"):
+        if key in fields:
+            return (
+                f'there is a {key!r} to imitate and no "answer"; allowed is a question with the '
+                f'"answer" that the reward compares with; rename {key!r} to "answer" if it is the '
+                'result alone. Rows to imitate are for sft.traces, as {"messages", "response"}'
+            )
+    return ""
+
+
 def _prompt_of(line: _Line, place: str, *, name: str, task: str) -> Prompt:
     if line.split and line.split not in _SPLITS:
         raise InputError(f'{place}: "split" is {line.split!r}; expected "train" or "held_out"')
     if not line.conversation:
         raise InputError(f"{place}: there is no question; {_EXPECTED}")
+    if line.conversation[-1].role == "assistant":
+        raise InputError(f"{place}: {ENDS_IN_ANSWER}; {_SHORTEN}")
     if line.pass_rate is not None and not 0 <= line.pass_rate <= 1:
         raise InputError(f'{place}: "pass_rate" is {line.pass_rate:g}; expected 0 to 1')
     return Prompt(

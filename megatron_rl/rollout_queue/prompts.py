@@ -80,13 +80,28 @@ class PromptSets:
             )
         if self.dropped:
             text += f"; {self.dropped} left out ({DROPPED})"
-        own = sum(any(m.role == "system" for m in prompt.messages) for prompt in self.all)
-        if own:
-            text += (
-                f"; {own} have a system message of their own, so render.system_prompt is not added "
-                "to them: that message must ask for the form that the gate of their task demands"
-            )
-        return text
+        own = describe_own_system(self.all)
+        return f"{text}; {own}" if own else text
+
+
+def has_own_system(prompt: Prompt) -> bool:
+    """Whether the prompt brings its system message, so that no other is added."""
+    return any(message.role == "system" for message in prompt.messages)
+
+
+def describe_own_system(prompts: Sequence[Prompt]) -> str:
+    """How many prompts bring their system message, and what to do; empty: none does."""
+    own = sum(map(has_own_system, prompts))
+    if not own:
+        return ""
+    of_all = (
+        f"all {own:,} prompts" if own == len(prompts) else f"{own:,} of {len(prompts):,} prompts"
+    )
+    return (
+        f"{of_all} have a system message of their own, so render.system_prompt is not added to "
+        "them, and no demonstration: a task's gate rejects completions in another form. Ask for "
+        "the form in these messages, or remove the messages from the rows"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

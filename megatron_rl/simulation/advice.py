@@ -10,6 +10,8 @@ from megatron_rl.simulation.outcome import Outcome
 TIE = 0.01
 """Steps that differ by less are equally long; then the fresher one is better."""
 _NOTABLE = 0.05
+_SLOW_GRADING = 0.25
+"""Seconds of grading for each second of generating from which verifiers are the limit."""
 
 
 def best_of(outcomes: Sequence[Outcome]) -> int:
@@ -19,23 +21,35 @@ def best_of(outcomes: Sequence[Outcome]) -> int:
     return min(near, key=lambda i: (round(outcomes[i].staleness_mean, 3), outcomes[i].step_s))
 
 
-def reasons(outcome: Outcome) -> list[str]:
-    """Who waits for whom, in sentences."""
+def reasons(outcome: Outcome, *, dead_share: float = 0.0, is_assumed: bool = False) -> list[str]:
+    """Who waits for whom, in sentences.
+
+    dead_share: of the engines, those that never serve. is_assumed: no run says how long grading
+    takes.
+    """
     found = [
         f"of a step of {outcome.step_s:.1f} s the trainer computes {outcome.compute_s:.1f}, "
         f"publishes {outcome.stall_s:.1f} and waits {outcome.wait_s:.1f} for completions"
     ]
-    if outcome.trainer_idle > _NOTABLE and outcome.verifier_busy > 1 - _NOTABLE:
-        found.append("the trainer waits for verifiers: all of them are busy all the time")
-    elif outcome.trainer_idle > _NOTABLE:
-        found.append(
-            f"the trainer waits for generators {outcome.trainer_idle:.0%} of the time: more GPUs "
-            "for engines would help"
-        )
-    else:
+    # Engines that restart count as idle, too.
+    idle = 0.0 if outcome.deaths else outcome.generator_idle - dead_share
+    if outcome.trainer_idle <= _NOTABLE:
         found.append(
             f"generators fill {outcome.slots_used:.0%} of their places: as many groups are open "
             "as queue.max_staleness allows, so that the trainer sets the pace"
+        )
+    elif _is_limited_by_verifiers(outcome):
+        found.append(_verifier_advice(outcome, is_assumed=is_assumed))
+    elif idle > _NOTABLE:
+        found.append(
+            f"the trainer waits for completions {outcome.trainer_idle:.0%} of the time while "
+            "engines have too few groups to work on: raise queue.max_staleness, or shorten the "
+            "longest completions, before adding engines"
+        )
+    else:
+        found.append(
+            f"the trainer waits for generators {outcome.trainer_idle:.0%} of the time: more GPUs "
+            "for engines would help"
         )
     if outcome.generator_idle > _NOTABLE:
         found.append(f"engines have nothing to do {outcome.generator_idle:.0%} of the time")
@@ -55,3 +69,24 @@ def reasons(outcome: Outcome) -> list[str]:
             "generated again: raise it"
         )
     return found
+
+
+def _is_limited_by_verifiers(outcome: Outcome) -> bool:
+    """Whether completions spend much of their time with verifiers, or verifiers are always busy."""
+    grading_s = outcome.verifier_s + outcome.verifier_wait_s
+    is_slow = grading_s > _SLOW_GRADING * outcome.latency_s
+    return is_slow or outcome.verifier_busy > 1 - _NOTABLE
+
+
+def _verifier_advice(outcome: Outcome, *, is_assumed: bool) -> str:
+    assumed = ", as --verify-s assumes" if is_assumed else ""
+    waited = f"{outcome.verifier_wait_s:.3g} s"
+    fix = "raise verifier.answers.workers"
+    if outcome.verifier_wait_s < _NOTABLE * outcome.verifier_s:
+        fix = "make grading faster"
+    return (
+        f"the trainer waits for verifiers {outcome.trainer_idle:.0%} of the time: grading one "
+        f"completion takes {outcome.verifier_s:.3g} s{assumed}, after {waited} of waiting for a "
+        f"free worker: {fix}; more engines would not help"
+        + ("; --calibrate RUN takes the time from a run" if is_assumed else "")
+    )

@@ -47,6 +47,8 @@ class Outcome:
     timeouts: int
     verifier_busy: float
     """Share of the verifiers' servers' time."""
+    verifier_s: float
+    """That a server took for a completion, on average."""
     verifier_wait_s: float
     """That a completion waited for a server."""
     steps: int
@@ -94,6 +96,7 @@ def sum_up(
         deaths=totals.deaths,
         timeouts=totals.timeouts,
         verifier_busy=verifier_busy_s / length / servers,
+        verifier_s=verifier_busy_s / max(1, graded),
         verifier_wait_s=verifier_waited_s / max(1, graded),
         steps=count,
         events=events,

@@ -54,8 +54,20 @@ class NoFiles(Recorder):
     def write_evaluation(self, label: str, groups: list[Group]) -> None:
         """Nothing."""
 
-    def flush(self) -> None:
-        """Nothing."""
+    @property
+    def put(self) -> int:
+        """No job."""
+        return 0
+
+    @property
+    def written(self) -> int:
+        """No job."""
+        return 0
+
+    @property
+    def is_full(self) -> bool:
+        """Never: nothing waits for the disk."""
+        return False
 
     def check(self) -> None:
         """Nothing."""

@@ -50,7 +50,7 @@ def test_every_fault_is_named_with_its_line(tmp_path: Path) -> None:
         {"question": "in words?", "answer": "Monday"},
     )
     code, found = checked(path)
-    assert code == 1 and found["prompts"] == 11
+    assert code == 1 and found["prompts"] == 10
     assert faults(found) == [
         ("mine.jsonl:10", "repeated"),
         ("mine.jsonl:11", "not_a_question"),
@@ -123,12 +123,55 @@ def test_prompts_without_room_and_a_clean_file(tmp_path: Path) -> None:
 
 
 def test_few_faults_are_printed_and_all_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.jsonl", *[{"question": f"q{n}"} for n in range(30)])
+    path = write(
+        tmp_path / "tasks.jsonl",
+        *[{"question": f"q{n}", "answer": "1", "task": f"no{n}"} for n in range(30)],
+    )
     console = Console(file=io.StringIO(), width=200)
     assert check(str(path), [], console, limit=4) == 1
     said = console.file.getvalue()
-    assert said.count("no_answer: ") == 4 and "... and 26 more: --limit 30" in said
-    assert "fault: no_answer" in said and " 30 " in said
+    assert said.count("unknown_task: /") == 4 and "... and 26 more: --limit 30" in said
+    assert "fault: unknown_task" in said and " 30 " in said
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "said"),
+    [
+        ({"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]},
+         "no_answer", "the messages end in an answer of the assistant; allowed are"),
+        ({"prompt": "1+1?", "completion": "2"}, "no_answer",
+         "there is a 'completion' to imitate and no \"answer\"; allowed is"),
+        ({"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+          "answer": "2"}, "not_a_question", "the messages end in an answer of the assistant"),
+    ],
+)  # fmt: skip
+def test_rows_to_imitate_are_one_line_with_their_count(
+    tmp_path: Path, row: dict[str, Any], reason: str, said: str
+) -> None:
+    path = write(tmp_path / "sft.jsonl", *[row] * 1200)
+    console = Console(file=io.StringIO(), width=200)
+    assert check(str(path), [], console) == 1
+    [line] = [text for text in console.file.getvalue().split("\n") if said in text]
+    places = ", ".join(f"{path}:{n}" for n in (1, 2, 3))
+    assert line.startswith(f"{reason}: 1,200 rows ({places}, ...): {said}")
+    for faulty in ("refuse", "drop"):
+        with pytest.raises(InputError, match="all 1,200 rows of .* would leave none") as error:
+            show(str(path), [f"prompts.0.faulty={faulty}"], console)
+        assert said in str(error.value) and "leave such rows out" not in str(error.value)
+
+
+def test_check_counts_prompts_with_a_system_message_of_their_own(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"messages": [system, {"role": "user", "content": f"q{n}"}], "answer": "1"}
+        for n in range(3)
+    ]
+    code, found = checked(write(tmp_path / "own.jsonl", *rows))
+    assert code == 0 and found["faults"] == []
+    said = found["notes"][0]
+    assert said.startswith("all 3 prompts have a system message of their own, so render.system_")
+    path = write(tmp_path / "mixed.jsonl", *rows, {"question": "q", "answer": "1"})
+    assert checked(path)[1]["notes"][0].startswith("3 of 4 prompts have a system message")
 
 
 def test_hostile_text_moves_no_cursor(tmp_path: Path) -> None:

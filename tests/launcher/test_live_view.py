@@ -42,7 +42,7 @@ ROLLOUTS = {
 }  # fmt: skip
 ROLLOUTS_LINE = (
     "rollouts: 12 generated, 10 scored: 2 correct, 1 not (wrong_answer 1), 7 ill-formed "
-    "(no_think_start 7); 2 groups complete, dropped: flat 2; 150 tok/s; 6 in flight"
+    "(no_think_start 7); 2 groups complete, dropped: flat 2; 150 generated tok/s; 6 in flight"
 )
 
 
@@ -66,12 +66,16 @@ def test_plain_output_has_one_line_a_step_and_an_evaluation(tmp_path: Path) -> N
         view.enter_phase("reinforcement learning")
         append(tmp_path / "metrics.jsonl", json.dumps(STEP) + "\n")
         view.refresh({})
+        append(tmp_path / "metrics.jsonl", json.dumps(STEP | {"step": 8}) + "\n")
         append(tmp_path / "metrics.jsonl", json.dumps(EVALUATION) + "\n")
     lines = output.getvalue().splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 5
     assert lines[0].endswith("reinforcement learning")
     assert lines[1].startswith("step 7/40: reward 0.625")
-    assert lines[2].startswith("evaluation after: accuracy 0.750 +- 0.025 on 300 held-out prompts")
+    assert lines[2].startswith("gap -: no token of the step was sampled under the current policy")
+    # It is said once.
+    assert lines[3].startswith("step 8/40: reward 0.625")
+    assert lines[4].startswith("evaluation after: accuracy 0.750 +- 0.025 on 300 held-out prompts")
 
 
 def test_what_comes_to_be_wrong_is_said_once_with_its_cure(tmp_path: Path) -> None:
@@ -238,7 +242,7 @@ def test_lines_of_an_evaluation_count_from_its_beginning(tmp_path: Path) -> None
             append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
             look_every_second(view, clock, 1)
         look_every_second(view, clock, 11)
-    assert "12 generated, 10 scored (10 of an evaluation)" in output.getvalue().splitlines()[-1]
+    assert "12 generated, 10 scored (10 for evaluations)" in output.getvalue().splitlines()[-1]
     status = of_rows([*rows, EVALUATION], config, state="complete", now=0.0)
     assert status.activity == "" and len(status.evaluations) == 2
     # Training that goes on beside an evaluation is counted on.

@@ -294,21 +294,21 @@ def test_the_system_prompts_of_the_tasks_in_use_are_shown(
     tmp_path: Path, overrides: list[str]
 ) -> None:
     lines = [{**prompt_line(n, ""), "task": ("math", "exact", "plain")[n % 3]} for n in range(30)]
-    for line in lines:
-        del line["split"]
+    own = [{"role": "system", "content": "s"}, *prompt_line(99, "")["messages"]]
+    lines.append({"messages": own, "answer": "1", "task": "boxed", "split": "train"})  # gets none
     write_lines(tmp_path / "prompts.jsonl", lines)
     (tmp_path / "c.toml").write_text(
         f'[[prompts]]\npath = "{tmp_path}/prompts.jsonl"\n'
-        '[reward.tasks.plain]\ngate = "none"\ncompare = "exact"\n'
+        '[reward.tasks]\nplain = {gate = "none", compare = "exact"}\n'
+        'boxed = {gate = "box", compare = "exact"}\n'
     )
     report = check(tmp_path, [o for o in overrides if "eval.prompts" not in o])
-    assert report.dropped == []
-    counts = re.match(r"prompts: (\d+) for training, (\d+) held out$", report.notes[0])
-    assert counts and int(counts[1]) + int(counts[2]) == 30 and int(counts[2]) > 0
-    shown, none = report.notes[-2:]
+    counts = re.match(r"prompts: (\d+) for training, (\d+) held out; 1 of 31 ", report.notes[0])
+    assert counts and int(counts[1]) + int(counts[2]) == 31 and int(counts[2]) > 0
+    shown, none = [note for note in report.notes if note.startswith("system prompt")]
     assert shown.startswith("system prompt (exact, math): ") and "\\n<think>" in shown
     assert shown.endswith(f"shown before each prompt: {json.dumps(DEMONSTRATION)}")
-    assert none == "system prompt (plain): none"
+    assert none == "system prompt (plain): none" and report.dropped == []
 
 
 def test_malformed_trace_names_file_and_line(tmp_path: Path, overrides: list[str]) -> None:

@@ -141,4 +141,20 @@ def test_a_run_before_its_first_step_says_what_it_does() -> None:
            "activity/reason/correct": 4, "activity/completions_in_flight": 3}  # fmt: skip
     status = of_rows([row], CONFIG, state="running", now=11.0)
     assert status.step == 0 and status.left_s is None
-    assert "5 generated, 4 scored" in status.activity and "40 tok/s" in status.activity
+    assert "5 generated, 4 scored" in status.activity and "40 generated tok/s" in status.activity
+    assert status.activity.startswith("before the first step: rollouts: 5 generated")
+
+
+def test_what_follows_the_last_step_is_labelled_and_a_missing_gap_explained() -> None:
+    step = {"time": 9.0, "source": "trainer", "step": 3, "train/loss": 0.5,
+            "train/tokens_per_s": 70.0}  # fmt: skip
+    evaluated = {"time": 10.0, "source": "queue", "step": 3, "activity/rollouts_generated": 4,
+                 "activity/rollouts_for_evaluation": 4, "activity/rollouts_scored": 4,
+                 "activity/seconds": 2.0, "activity/tokens": 80}  # fmt: skip
+    status = of_rows([step, evaluated], CONFIG, state="complete", now=11.0)
+    assert status.activity.startswith("after step 3: rollouts: 4 generated, 4 scored (4 for evalua")
+    assert "trainer tok/s 70" in status.last_step and "40 generated tok/s" in status.activity
+    assert status.last_step.endswith("no token of the step was sampled under the current policy "
+                                     "version)")  # fmt: skip
+    measured = of_rows([step | {"train/logprob_gap": 0.25}], CONFIG, state="complete", now=11.0)
+    assert "gap 0.2500" in measured.last_step and "no token" not in measured.last_step

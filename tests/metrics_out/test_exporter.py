@@ -98,11 +98,15 @@ def await_file(path: Path) -> None:
 
 
 def test_a_finished_run_is_exported_by_the_command(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.toml").write_text(dump_toml(Config()))
-    write(tmp_path / "metrics.jsonl", [row("trainer", 1, train__loss=1.0)])
+    rows = [row("trainer", 1, train__loss=1.0), row("queue", 1, queue__groups=2)]
+    write(tmp_path / "metrics.jsonl", rows)
     export = ["metrics", "export", str(tmp_path)]
     assert cli.main(export) == 2 and "nothing is to be exported" in caplog.text
+    capsys.readouterr()
     assert cli.main([*export, "metrics.tensorboard=true"]) == 0
+    folder = tmp_path / "tensorboard"
+    assert capsys.readouterr().out == f"2 rows of {tmp_path} passed on to TensorBoard ({folder})\n"
     assert losses(tmp_path) == [(1, 1.0)]

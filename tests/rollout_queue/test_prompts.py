@@ -279,4 +279,4 @@ def test_prompts_with_a_system_message_of_their_own_are_told(tmp_path: Path) -> 
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"}]
     source = write(tmp_path, line("a?", messages=turns), line("b?"))
     text = load_prompts([source], seed=0).describe()
-    assert "; 1 have a system message of their own, so render.system_prompt is not added" in text
+    assert "; 1 of 2 prompts have a system message of their own, so render.system_prompt is" in text

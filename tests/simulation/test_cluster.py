@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from megatron_rl.simulation.advice import reasons
 from megatron_rl.simulation.machines import Faults, PublishModel, SharedCores, Turns, VerifierModel
 from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
@@ -163,6 +164,8 @@ def test_slow_verifiers_bound_the_step() -> None:
     found = simulated(config_of(), model_of(verifier=VerifierModel(2, (0.5,))))
     assert found.step_s == pytest.approx(32.0, rel=0.02)
     assert found.verifier_busy == pytest.approx(1.0, abs=0.02)
+    assert found.verifier_s == pytest.approx(0.5, rel=0.02)
+    assert "grading one completion takes 0.5 s, after" in reasons(found)[1]
 
 
 def test_what_waits_is_graded_in_one_round() -> None:
@@ -172,6 +175,31 @@ def test_what_waits_is_graded_in_one_round() -> None:
     graded_s = 2 * 1.0 + ROLLOUTS * 0.05
     assert found.step_s == pytest.approx(GENERATION_S + graded_s + 2.0, rel=0.01)
     assert found.verifier_busy == pytest.approx(graded_s / found.step_s, rel=0.02)
+
+
+def test_advice_names_what_the_trainer_waits_for() -> None:
+    quick = VerifierModel(100, (0.01,))
+    # Engines generate all the time, and are the limit.
+    busy = simulated(config_of(), model_of(token_s=token_s_for(2.0), verifier=quick))
+    assert "more GPUs for engines would help" in reasons(busy)[1]
+    # Engines do nothing while the trainer trains for 10 s, and it waits while they generate.
+    turns = simulated(config_of(staleness=0), model_of(token_s=token_s_for(10.0), verifier=quick))
+    assert turns.generator_idle == pytest.approx(0.5, abs=0.02)
+    said = " ".join(reasons(turns))
+    assert "raise queue.max_staleness" in said and "more GPUs" not in said
+    # The same share of idle engines, where that share never serves.
+    assert "more GPUs" in " ".join(reasons(turns, dead_share=0.5))
+    # One worker grades 128 completions for 6.4 s after 10 s of generation: idle most of the time.
+    one = VerifierModel(1, (0.05,))
+    few = simulated(config_of(staleness=0), model_of(token_s=token_s_for(2.0), verifier=one))
+    assert few.verifier_busy == pytest.approx(6.4 / 18.4, rel=0.02)
+    said = " ".join(reasons(few))
+    assert "raise verifier.answers.workers" in said and "more GPUs" not in said
+    # Workers enough, of which each takes 5 s: half the time of generation.
+    slow = VerifierModel(200, (5.0,))
+    graded = simulated(config_of(staleness=0), model_of(token_s=token_s_for(2.0), verifier=slow))
+    said = reasons(graded, is_assumed=True)[1]
+    assert "takes 5 s, as --verify-s assumes, after 0 s" in said and "make grading faster" in said
 
 
 def test_a_batch_that_is_there_is_read_first() -> None:

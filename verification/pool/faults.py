@@ -4,6 +4,7 @@ Used by `lane.py` and by grading processes, which name the faults.
 """
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 
 HOST = "host"
@@ -13,6 +14,28 @@ MAX_ATTEMPTS = 3
 # What hostile text can do to a process. That it exits by itself is not among them: only our code
 # and the user's call exit(), so that a bug there is never taken for a wrong answer.
 MODEL_FAULTS = frozenset({TIMEOUT, "grading_memory", "grading_depth", "grading_crash"})
+
+
+_KEPT_DETAILS = 256
+"""Different details that are counted; those beyond are told one by one."""
+
+
+class Repetitions:
+    """Which details of failed attempts are worth a line: the 1st, 10th, 100th ... of each."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def note(self, detail: str) -> str:
+        """Count a detail; returns what to log, empty for a repetition that tells nothing new."""
+        if detail not in self._counts and len(self._counts) >= _KEPT_DETAILS:
+            return detail
+        self._counts[detail] += 1
+        count = self._counts[detail]
+        if count == 1:
+            return detail
+        is_power_of_ten = str(count).rstrip("0") == "1"
+        return f"{detail} ({count:,} times so far)" if is_power_of_ten else ""
 
 
 class Outcome(enum.Enum):

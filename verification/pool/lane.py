@@ -38,6 +38,7 @@ from verification.pool.faults import (
     MODEL_FAULTS,
     TIMEOUT,
     Outcome,
+    Repetitions,
     judge,
     judge_unfinished,
 )
@@ -98,6 +99,7 @@ class Lane:
         self._waiting: deque[Item] = deque()
         self._next_sweep_s = 0.0
         self._oom_kills = oom_kills()
+        self._repetitions = Repetitions()
         self.workers: list[GradingProcess] = []
         self.suspects = Suspects(cfg, self._fork, may_pause=self._is_timed_by_cpu)
         self.spares: list[GradingProcess] = []
@@ -332,7 +334,8 @@ class Lane:
     def _blame(self, item: Item, fault: str, detail: str) -> None:
         request_id = item.request.request_id
         item.faults = [*item.faults, fault]
-        log.warning("request %d, attempt %d: %s", request_id, len(item.faults), detail)
+        if told := self._repetitions.note(detail):
+            log.warning("request %d, attempt %d: %s", request_id, len(item.faults), told)
         self._settle(item, judge(item.faults), detail)
 
     def _expire(self, item: Item) -> None:

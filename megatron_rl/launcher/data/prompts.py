@@ -30,6 +30,7 @@ from megatron_rl.rollout_queue.prompts import PromptSets, prompts_of_run
 _NAMED_KINDS = ("hub", "reasoning_gym")
 _RENDER_S = 120.0
 _FAULT_CHARS = 400
+_FIRST_PLACES = 3
 
 
 class Shown(NamedTuple):
@@ -71,7 +72,7 @@ class CheckOptions:
     overrides: Overrides = field(default_factory=list)
     config: Configs = field(default_factory=list)
     model: Model = None
-    limit: Annotated[int, typer.Option(help="faults to print")] = 20
+    limit: Annotated[int, typer.Option(help="different faults to print")] = 20
     json: Json = False
 
 
@@ -131,7 +132,7 @@ def check(
 ) -> int:
     """Print the faults of prompts; exit code 1 where there are any. Raises InputError.
 
-    limit: faults that are printed; all are counted.
+    limit: different faults that are printed; all are counted.
     """
     config = read_source_config(source, overrides, model, configs)
     findings = check_prompts(config, with_lengths=_has_model(config, model))
@@ -140,15 +141,33 @@ def check(
         return int(bool(findings.faults))
     for note in findings.notes:
         _say(console, note)
-    for fault in findings.faults[: max(0, limit)]:
-        _say(console, f"{fault.reason}: {fault.text}"[:_FAULT_CHARS])
-    hidden = len(findings.faults) - max(0, limit)
+    lines = fault_lines(findings.faults)
+    for line in lines[: max(0, limit)]:
+        _say(console, line)
+    hidden = len(lines) - max(0, limit)
     if hidden > 0:
-        _say(console, f"... and {hidden} more: --limit {len(findings.faults)} prints all")
+        _say(console, f"... and {hidden} more: --limit {len(lines)} prints all")
     _print_counts(findings, console)
     if not configs and any(fault.reason == UNKNOWN_TASK for fault in findings.faults):
         _say(console, "tasks of your own: --config FILE that has their [reward.tasks.NAME]")
     return int(bool(findings.faults))
+
+
+def fault_lines(faults: Sequence[Fault]) -> list[str]:
+    """A line for each different fault; equal ones of several rows are one line with their count."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for fault in faults:
+        text = fault.text.removeprefix(fault.place).removeprefix(": ")
+        places.setdefault((fault.reason, text), []).append(fault.place)
+    lines = []
+    for (reason, text), found in places.items():
+        if len(found) == 1:
+            lines.append(f"{reason}: {found[0]}: {text}"[:_FAULT_CHARS])
+            continue
+        more = ", ..." if len(found) > _FIRST_PLACES else ""
+        first = f"{', '.join(found[:_FIRST_PLACES])}{more}"
+        lines.append(f"{reason}: {len(found):,} rows ({first}): {text[:_FAULT_CHARS]}")
+    return lines
 
 
 def show(

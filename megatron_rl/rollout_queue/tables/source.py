@@ -16,7 +16,13 @@ import xxhash
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.protocol.types import ChatMessage, Prompt
-from megatron_rl.rollout_queue.jsonl_source import check_keys, make_prompt, with_splits
+from megatron_rl.rollout_queue.jsonl_source import (
+    ENDS_IN_ANSWER,
+    check_keys,
+    example_fault,
+    make_prompt,
+    with_splits,
+)
 from megatron_rl.rollout_queue.tables.answers import BadTests, NoAnswer, entry_of, take_part
 from megatron_rl.rollout_queue.tables.folders import TableFiles, find_files
 from megatron_rl.rollout_queue.tables.formats import (
@@ -113,22 +119,48 @@ def read_table(
         raise InputError(f"prompts.template={source.template!r} does not contain {{question}}")
     table = _Table(source, files, label)
     prompts: list[Prompt] = []
+    faulty = _Faulty()
     for row_name, found in table.rows():
         if isinstance(found, Prompt):
             prompts.append(found)
             table.names.append(row_name)
         elif on_fault is not None:
             on_fault(found)
-        elif source.faulty == "refuse":
-            cure = "mend it, or leave such rows out by prompts.faulty='drop'"
-            raise InputError(f"{found.text}; {cure}")
         else:
+            faulty.add(found)
             table.left_out[found.reason] += 1
             table.first.setdefault(found.reason, found.place)
+    if faulty.count and (source.faulty == "refuse" or not prompts):
+        raise InputError(faulty.describe(label, prompts=len(prompts)))
     prompts = table.with_unique_ids(prompts)
     return Reading(
         with_splits(prompts, source.held_out_share), table.notes(len(prompts)), files.files
     )
+
+
+class _Faulty:
+    """The faulty rows of a source: how many, and the first."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first = ""
+
+    def add(self, fault: RowFault) -> None:
+        self.count += 1
+        self._first = self._first or fault.text
+
+    def describe(self, label: str, *, prompts: int) -> str:
+        """What the user is told. prompts: rows without a fault."""
+        if not prompts:
+            rows = f"all {self.count:,} rows of {label} are faulty" if self.count > 1 else (
+                f"the only row of {label} is faulty"
+            )  # fmt: skip
+            return f"{rows}, so prompts.faulty='drop' would leave none; {self._first}"
+        rows = f"{self.count:,} of {self.count + prompts:,} rows of {label} are faulty"
+        return (
+            f"{rows}; first {self._first}; correct them, or leave such rows out by "
+            "prompts.faulty='drop'"
+        )
 
 
 class _Table:
@@ -254,7 +286,9 @@ class _Table:
         except NoAnswer as error:
             return RowFault(place, "no_answer", f"{place}: {error}")
         except InputError as error:
-            return RowFault(place, _reason(str(error)), str(error))
+            reason = _reason(str(error))
+            example = example_fault(row.fields) if reason == "no_answer" else ""
+            return RowFault(place, reason, f"{place}: {example}" if example else str(error))
         return _with_question(prompt, self._shorten)
 
     def _has_tests(self) -> bool:
@@ -322,4 +356,6 @@ def _reason(text: str) -> str:
         return "no_answer"
     if "there is no question" in text:
         return "no_question"
+    if ENDS_IN_ANSWER in text:
+        return "not_a_question"
     return "malformed"

@@ -12,6 +12,7 @@ from megatron_rl.config.reward import LaneConfig, TaskConfig, VerifierConfig
 from megatron_rl.protocol.types import ScoreDone, ScoreFailed, ScoreRequest
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.draft import Draft
+from verification.pool.faults import Repetitions
 from verification.pool.fork_client import ForkServerDied
 from verification.pool.lane import Finished
 from verification.pool.pool import Pool
@@ -117,21 +118,43 @@ def test_deadline_is_kept_when_processes_are_warm(pool: Pool) -> None:
 
 
 def test_process_that_exits_is_our_own_failure_and_never_a_reward(pool: Pool) -> None:
-    deadly = {
+    faulty = {
         100: ("exit_at_once", "exit code 7"),
         103: ("raise_error", "a bug in the user's reward"),
     }
-    for request_id, (name, _) in deadly.items():
+    for request_id, (name, _) in faulty.items():
         _submit(pool, _hostile(name, request_id))
         _submit(pool, _hostile("obey", request_id + 100))
     finished = _collect(pool, 60)
-    for request_id, (_, reason) in deadly.items():
+    for request_id, (_, reason) in faulty.items():
         failed, neighbour = finished[request_id], finished[request_id + 100]
         assert isinstance(failed, ScoreFailed)
         assert reason in failed.reason
         assert isinstance(neighbour, ScoreDone)
         assert neighbour.score.reward == 1.0
-    assert pool.deaths == 2 * len(deadly)
+    # What exits is tried twice; an exception is told by the process, which lives on.
+    assert pool.deaths == 2
+
+
+def test_one_fault_of_many_completions_is_told_once_with_a_count(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Each of six is tried twice: 12 attempts end alike.
+    for number in range(6):
+        _submit(pool, _hostile("exit_at_once", number))
+    assert len(_collect(pool, 10)) == 6
+    told = [message for message in caplog.messages if "attempt" in message]
+    assert len(told) == 2 and "exit code 7" in told[0] and told[1].endswith("(10 times so far)")
+
+
+def test_repetitions_are_told_at_powers_of_ten_and_new_faults_at_once() -> None:
+    repetitions = Repetitions()
+    told = [repetitions.note("deep") for _ in range(1200)]
+    assert [n for n, text in enumerate(told, start=1) if text] == [1, 10, 100, 1000]
+    assert told[999] == "deep (1,000 times so far)" and repetitions.note("other") == "other"
+    # What is remembered is bounded; what is not counted is told.
+    assert all(repetitions.note(f"fault {n}") for n in range(1000))
+    assert repetitions.note("fault 999") == "fault 999"
 
 
 @pytest.mark.parametrize(
