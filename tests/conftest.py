@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.protocol import process
 from tests.sampling import commit_seed, draw, is_drawn
 
 GPU_TIMEOUT_S = 600
 """Of a test on a GPU that names no deadline: its processes import everything anew, and compile
 kernels when they first use them."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that run a role in this process do not tell those after them that a run has begun."""
+    monkeypatch.setattr(process._Life, "has_started", False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,10 +13,13 @@
 set -euo pipefail
 
 # Before anything that bash 3.2 of macOS does not know.
-if [ "$(uname -sm)" != "Linux x86_64" ]; then
-    echo "[install] error: this host is $(uname -sm): only Linux on x86-64 will do, a container or a virtual machine too" >&2
-    exit 1
-fi
+case "$OSTYPE $HOSTTYPE" in
+    linux*" x86_64"*) ;;
+    *)
+        echo "[install] error: this host is $OSTYPE on $HOSTTYPE: only Linux on x86-64 will do, a container or a virtual machine too" >&2
+        exit 1
+        ;;
+esac
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
 MODE_FILE=$VENV/.mode # of .venv, also of one that is half made

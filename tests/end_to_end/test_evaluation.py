@@ -127,9 +127,7 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(folder: Path, tmp_path: 
     }  # fmt: skip
 
 
-def test_a_dead_verifier_ends_an_evaluation_and_nothing_is_left(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_dead_queue_ends_an_evaluation_and_nothing_is_left(folder: Path, tmp_path: Path) -> None:
     results = tmp_path / "results"
     with launched("eval", "--config", folder / "run.toml", "--run-dir", results) as run:
         deadline = time.monotonic() + 90
@@ -137,14 +135,14 @@ def test_a_dead_verifier_ends_an_evaluation_and_nothing_is_left(
             assert run.poll() is None and time.monotonic() < deadline, run.stdout.read()
             time.sleep(0.05)
         children = psutil.Process(run.pid).children(recursive=True)
-        [verifier] = [
+        [queue] = [
             child
             for child in psutil.Process(run.pid).children()
-            if "verification.worker" in child.cmdline()
+            if "megatron_rl.rollout_queue.server" in child.cmdline()
         ]
-        verifier.kill()
+        queue.kill()
         output, _ = run.communicate(timeout=60)
-    assert run.returncode == 1 and "verifier-model ended with signal 9" in output, output
+    assert run.returncode == 1 and "queue-model ended with signal 9" in output, output
     assert left_after(children, 5.0) == []
     assert not (results / "eval.json").exists()
 

@@ -136,7 +136,7 @@ RELEASING = [
         ("weights.overlap=true", "and weights.overlap=true exclude each other"),
         ("eval.replicas=1", "and eval.replicas=1 exclude each other: no engine keeps the weights"),
         ("generator.quantization=fp8", "quantization='fp8': .* leave one of them out"),
-        ("generator.start_timeout_s=400", "join_timeout_s=300 below .*start_timeout_s=400"),
+        ("generator.start_timeout_s=1300", "join_timeout_s=1200 below .*start_timeout_s=1300"),
         ("weights.relay=true", "relay=true with weights.method=ipc"),
     ],
 )

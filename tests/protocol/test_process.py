@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+# Who starts the tests under nohup ignores it, and so do its children.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from megatron_rl.config.files import ConfigError
 from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.process import run_main, set_up_logging

@@ -14,6 +14,7 @@ import zmq
 from megatron_rl.config.files import dump_toml
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.ports import resolve_ports
+from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     GeneratorReady,
     Lease,
@@ -48,6 +49,17 @@ def write_config(folder: Path, train_prompts: int, held_out: int, **sections: di
     config = resolve_ports(config)
     (folder / "config.toml").write_text(dump_toml(config))
     return config
+
+
+def await_sum(folder: Path, metric: str, wanted: int, timeout_s: float = 30.0) -> None:
+    """Wait until a queue has counted so much: what others sent may reach it after its run."""
+    deadline, found = time.monotonic() + timeout_s, 0
+    while found < wanted:
+        assert time.monotonic() < deadline, f"{metric} is {found}, and not {wanted}"
+        time.sleep(0.05)
+        path = folder / "metrics.jsonl"
+        rows = read_jsonl(path) if path.exists() else []
+        found = sum(row.get(metric, 0) for row in rows)
 
 
 def start_queue(config: Config, *arguments: str) -> subprocess.Popen:

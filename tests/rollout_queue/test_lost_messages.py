@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import generation.worker
@@ -43,6 +42,8 @@ from megatron_rl.rollout_queue.loop_clock import LoopClock
 from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY
 from megatron_rl.trainer import batch_client
 from megatron_rl.trainer.batch_client import BatchClient
+from megatron_rl.trainer.leader import FromLeader
+from megatron_rl.weights.publish.control import Control
 from tests.generation.tiny_model import write_tokenizer
 from tests.ports import free_port
 from tests.rollout_queue.makers import make_score
@@ -240,8 +241,8 @@ class Trainer:
 
     def _run(self) -> None:
         with BatchClient(
-            f"127.0.0.1:{self.port}", dp_rank=0, dp_size=1, group=dist.group.WORLD,
-            device=torch.device("cpu"), timeout_s=25,
+            f"127.0.0.1:{self.port}", dp_rank=0, dp_size=1,
+            replica=FromLeader(dist.group.WORLD, Control(dist.group.WORLD)), timeout_s=25,
         ) as batches:  # fmt: skip
             step = 0
             self.generators.publish(0)

@@ -13,6 +13,7 @@ LIMITS = {
     "train": {"batch_timeout_s": 600},
     "generator": {"start_timeout_s": 180},
     "weights": {"join_timeout_s": 300},
+    "checkpoint": {"every_steps": 0},
 }
 IDLE_LIMIT_S = 600 + 180 + 300
 
@@ -54,7 +55,7 @@ def test_the_first_message_of_the_trainer_ends_the_cold_start_too(tmp_path: Path
 
 def test_the_queue_waits_as_long_as_a_slow_checkpoint_may_take(tmp_path: Path) -> None:
     saving = {"checkpoint": {"every_steps": 10, "write_timeout_s": 1800}}
-    with open_coordinator(tmp_path, **LIMITS, **saving) as coordinator:
+    with open_coordinator(tmp_path, **{**LIMITS, **saving}) as coordinator:
         wait(coordinator, 0, 600 + 1800)
         with pytest.raises(DeadlineExceeded, match="nothing moved for"):
             wait(coordinator, 2400, 2420)

@@ -19,7 +19,12 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )
 from megatron_rl.protocol.wire import Dealer, TurnedAway
-from tests.rollout_queue.scripted_peers import ScriptedPeers, start_queue, write_config
+from tests.rollout_queue.scripted_peers import (
+    ScriptedPeers,
+    await_sum,
+    start_queue,
+    write_config,
+)
 
 PROMPTS, LEASES = 5, 20
 
@@ -65,6 +70,7 @@ def test_workers_of_the_evaluation_before_do_not_touch_the_next_one(tmp_path: Pa
         for stranger in (generator, verifier):
             with pytest.raises(TurnedAway, match=r"does not serve 'a1\.step_1'"):
                 stranger.receive(20.0)
+        await_sum(tmp_path, "queue/messages_turned_away", 2 * (1 + LEASES))
         peers = ScriptedPeers(config, trains=False)
         stack.callback(peers.close)
         assert peers.run(queue, timeout_s=30) == 0, queue.stderr.read()

@@ -15,7 +15,12 @@ from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady, NextBatch, Published, VerifierReady
 from megatron_rl.protocol.wire import encode_frames, labelled
 from megatron_rl.rollout_queue.dropped_prompts import DroppedPrompt, write_dropped
-from tests.rollout_queue.scripted_peers import ScriptedPeers, start_queue, write_config
+from tests.rollout_queue.scripted_peers import (
+    ScriptedPeers,
+    await_sum,
+    start_queue,
+    write_config,
+)
 
 TRAIN = {
     "steps": 6, "groups_per_batch": 4, "group_size": 4, "minibatches": 2, "microbatch_tokens": 64,
@@ -247,6 +252,7 @@ def test_what_cannot_be_read_costs_its_peer_and_ends_nothing(tmp_path: Path) -> 
             if port != config.ports.batches:
                 stranger.send_multipart(encode_frames(NextBatch(0, 0, 1)))
                 stranger.send_multipart(encode_frames(VerifierReady({"x": 1}, 1)))
+        await_sum(tmp_path, "queue/messages_refused", 3 * 2 + 2 * 2)
         assert peers.run(queue, timeout_s=40) == 0, queue.stderr.read()
     finally:
         context.destroy(linger=0)

@@ -154,17 +154,19 @@ def test_a_python_without_wheels_is_refused_with_the_cure(
     assert not (host.project.root / ".venv").exists()
 
 
-@pytest.mark.parametrize("host", ["Darwin arm64", "Linux aarch64"])
-def test_another_system_is_refused_in_one_line(tmp_path: Path, host: str) -> None:
-    write_program(tmp_path / "bin" / "uname", f'[ "$1" = -sm ] && echo "{host}"')
+@pytest.mark.parametrize(
+    ("system", "machine"), [("darwin23", "arm64"), ("darwin23", "x86_64"), ("linux-gnu", "aarch64")]
+)
+def test_another_system_is_refused_in_one_line(tmp_path: Path, system: str, machine: str) -> None:
+    """By variables of bash, which keeps those that it is given."""
     done = subprocess.run(
         ["bash", str(ROOT / "tools" / "install.sh")],
-        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        env={"PATH": os.environ["PATH"], "OSTYPE": system, "HOSTTYPE": machine},
         cwd=tmp_path, capture_output=True, text=True, timeout=20,
     )  # fmt: skip
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert host in done.stderr and "only Linux on x86-64" in done.stderr
+    assert f"{system} on {machine}" in done.stderr and "only Linux on x86-64" in done.stderr
 
 
 def test_a_host_without_network_installs_from_a_folder_alone(tmp_path: Path) -> None:

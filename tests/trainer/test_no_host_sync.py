@@ -65,7 +65,8 @@ def loss_on_meta(policy: Policy, cfg: Config, given: dict[str, Any]) -> tuple[in
     """Sums that are reported, and whether the weight has its gradient."""
     algorithm = AlgorithmConfig.model_validate({"reference": {"policy": "start"}, **given})
     trainer = Trainer(policy, find_objective(algorithm), cfg.optimizer, 1)
-    batch = trainer._passes.inputs(my_share(1000))[0][0].to(META)
+    batch, _ = next(iter(trainer._passes.inputs(my_share(1000))))
+    batch = batch.moved(lambda tensor: tensor.to(META))
     layer, width = policy.chunks[-1].module.output_layer, policy.shape.hidden
     weight = torch.nn.Parameter(torch.empty_like(layer.weight, device=META))
     weight.main_grad = torch.empty_like(weight)

@@ -55,10 +55,10 @@ def test_the_form_that_a_system_prompt_shows_passes_its_gate(gate: str) -> None:
 
 @pytest.mark.parametrize("gate", ["think_box", "think_code"])
 def test_the_demonstration_of_a_gate_passes_it(gate: str) -> None:
-    exchange = RenderConfig().demonstration_of(gate)
+    exchange = RenderConfig(demonstrate=True).demonstration_of(gate)
     assert exchange is not None and GATES[gate](exchange.reply, "").refusal == ""
     assert RenderConfig(demonstrate=False).demonstration_of(gate) is None
-    assert RenderConfig(system_prompt="mine").demonstration_of(gate) is None
+    assert RenderConfig(system_prompt="mine", demonstrate=True).demonstration_of(gate) is None
 
 
 def test_every_gate_has_a_system_prompt_and_one_may_replace_them_all() -> None:

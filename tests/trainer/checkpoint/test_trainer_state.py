@@ -119,7 +119,7 @@ def average_of(cfg: Config, folder: Path, is_saving: bool) -> list[torch.Tensor]
         if is_saving:
             take_steps(trainer, 0, SAVED_AT)
             folder.mkdir(exist_ok=True)
-            save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder)
+            save = BackgroundSave(sharded_state(trainer, SAVED_AT), folder, SavePlans())
             assert save.wait(time.monotonic() + 30)
             save.finalize()
         else:
