@@ -63,13 +63,22 @@ class Driver:
     async def collect_amid(
         self, event: Coroutine[Any, Any, Any], prompt: list[int], sampling: Sampling, count: int
     ) -> list[Completion]:
-        """The same of `count` completions, with `event` from the end of the first of them on."""
-        found: list[Completion] = []
-        happening = None
-        async with aclosing(self.engine.generate(prompt, sampling, list(range(count)))) as answers:
-            async for completion in answers:
-                found.append(completion)
-                happening = happening or asyncio.create_task(event)
+        """Completions of `count` streams; `event` starts at the end of the first completion.
+
+        Each stream asks for one completion after another until `event` is done: some are in
+        flight whenever it acts, however slow the machine is.
+        """
+        happening: asyncio.Task[Any] | None = None
+
+        async def stream(index: int) -> list[Completion]:
+            nonlocal happening
+            found = await self.collect(prompt, sampling, [index])
+            happening = happening or asyncio.create_task(event)
+            while not happening.done():
+                found += await self.collect(prompt, sampling, [index])
+            return found
+
+        streams = await asyncio.gather(*(stream(index) for index in range(count)))
         assert happening is not None
         await happening
-        return found
+        return [completion for found in streams for completion in found]
