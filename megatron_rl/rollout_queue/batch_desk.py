@@ -1,4 +1,4 @@
-"""Answers the trainer's NextBatch requests: who waits for which step, and the batch formed last.
+"""Answers the trainer's NextBatch requests: who waits for which step, and the latest batch.
 
 Used by the rollout queue. Every data-parallel leader asks for its own share, in any order; a share
 may be asked for again until the next step's batch is formed.
@@ -23,6 +23,8 @@ class BatchDesk:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._first_step = 0
+        self.formed_steps = 0
+        """Steps up to the batch formed last, that one included, also while it is dealt to ranks."""
         self._requests: dict[int, _Request] = {}
         self._batch: list[RankBatch] = []
         self._stopped: set[int] = set()
@@ -32,14 +34,9 @@ class BatchDesk:
         self._repeated: set[int] = set()
         """Ranks whose last request was an old one."""
 
-    @property
-    def formed_steps(self) -> int:
-        """Steps up to the batch formed last, that one included."""
-        return self._batch[0].step + 1 if self._batch else self._first_step
-
     def resume_at(self, step: int) -> None:
         """Count the batches before `step` as formed; call before any request."""
-        self._first_step = step
+        self._first_step = self.formed_steps = step
 
     def ask(self, peer: str, request: NextBatch) -> None:
         """Note a request. Raises WireError for one that can never be answered."""
@@ -50,7 +47,8 @@ class BatchDesk:
             )
         if self._is_repeated(request):
             return
-        if request.step < self.formed_steps - bool(self._batch):
+        has_formed = self.formed_steps > self._first_step
+        if request.step < self.formed_steps - has_formed:
             raise WireError(
                 f"{peer} asks for the batch of step {request.step}, but that of step "
                 f"{self.formed_steps - 1} is formed: the trainer went back without the queue. "
@@ -80,8 +78,13 @@ class BatchDesk:
                 return request.step, request.dp_size
         return None
 
+    def begin(self, step: int) -> None:
+        """The batch of a step is formed, and dealt to ranks; the one before is forgotten."""
+        self.formed_steps, self._batch = step + 1, []
+
     def put(self, batch: list[RankBatch]) -> None:
-        """Keep a formed batch for all ranks' requests; the former one is forgotten."""
+        """Keep the dealt batch for all ranks' requests."""
+        self.begin(batch[0].step)
         self._batch = batch
 
     def answers(self) -> list[tuple[str, RankBatch | Stop]]:

@@ -13,7 +13,13 @@ import numpy as np
 from megatron_rl.algorithms.credit import GroupView
 from megatron_rl.algorithms.minibatch import Crediting
 from megatron_rl.config.tree import Config
-from megatron_rl.protocol.metrics import COMPLETIONS_DROPPED, GROUPS_DROPPED, Metric, MetricSet
+from megatron_rl.protocol.metrics import (
+    COMPLETIONS_DROPPED,
+    GROUPS_DROPPED,
+    Metric,
+    MetricSet,
+    Reduce,
+)
 from megatron_rl.protocol.packing import Microbatch, deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost
 from megatron_rl.protocol.types import (
@@ -44,7 +50,7 @@ class MinibatchPlan:
 def plan_batch(
     groups: list[Group], stage: Config, dp_size: int, cost: SequenceCost = TOKENS
 ) -> list[MinibatchPlan]:
-    """The plan of each minibatch of these groups; no array is made. cost: see `form_batch`."""
+    """The plan of each minibatch of these groups; no array is made. cost: see `BatchOrder`."""
     plans = []
     train, temperature = stage.train, stage.sampling.temperature
     for number in range(train.minibatches):
@@ -75,7 +81,23 @@ def fill_minibatch(plan: MinibatchPlan, crediting: Crediting) -> list[MinibatchS
     ]
 
 
-def form_batch(
+@dataclasses.dataclass(frozen=True)
+class BatchOrder:
+    """A batch before its sequences are dealt to ranks. Nothing writes to its groups any more."""
+
+    step: int
+    groups: list[Group]
+    """Sampled and replayed ones."""
+    stage: Config
+    crediting: Crediting
+    dp_size: int
+    cost: SequenceCost
+    """By which the ranks get equally much to do."""
+    metrics: dict[str, tuple[float, float, Reduce]]
+    """name -> (sum, count, reduce)."""
+
+
+def order_batch(
     step: int,
     groups: list[Group],
     *,
@@ -86,21 +108,25 @@ def form_batch(
     dp_size: int,
     cost: SequenceCost = TOKENS,
     more: Sequence[Metric] = (),
-    fill: Fill = fill_minibatch,
-) -> list[RankBatch]:
-    """Each data-parallel rank's share of the batch; `dropped` and `more` only enter the metrics.
+) -> BatchOrder:
+    """What a batch consists of, and its metrics; only these read `dropped` and `more`.
 
     groups: sampled for it; replayed: others, which only count in metrics of their own. stage: the
-    batch's. cost: by which the ranks get equally much to do. Replayed groups may have been sampled
-    at another temperature: their recorded logprobs are those of the policy that sampled, which is
-    what importance ratios divide by.
+    batch's. Replayed groups may have been sampled at another temperature: their recorded logprobs
+    are those of the policy that sampled, which is what importance ratios divide by.
     """
-    plans = plan_batch([*groups, *replayed.groups], stage, dp_size, cost)
-    filled = [fill(plan, crediting) for plan in plans]
     metrics = MetricSet()
     metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])
+    everything = [*groups, *replayed.groups]
+    return BatchOrder(step, everything, stage, crediting, dp_size, cost, metrics.entries())
+
+
+def deal_batch(order: BatchOrder, fill: Fill = fill_minibatch) -> list[RankBatch]:
+    """Each data-parallel rank's share of the batch."""
+    plans = plan_batch(order.groups, order.stage, order.dp_size, order.cost)
+    filled = [fill(plan, order.crediting) for plan in plans]
     return [
-        RankBatch(step, rank, list(minibatches), metrics.entries() if rank == 0 else {})
+        RankBatch(order.step, rank, list(minibatches), order.metrics if rank == 0 else {})
         for rank, minibatches in enumerate(zip(*filled, strict=True))
     ]
 

@@ -6,7 +6,6 @@ Used by the rollout queue's server, which calls `handle` for every message, then
 
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
@@ -28,21 +27,21 @@ from megatron_rl.protocol.types import (
 from megatron_rl.protocol.wire import WireError
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batch_desk import BatchDesk
-from megatron_rl.rollout_queue.batches import Fill, fill_minibatch
+from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.evaluation_desk import EvaluationDesk
-from megatron_rl.rollout_queue.formation import Formation
+from megatron_rl.rollout_queue.formation import Formation, Formed
 from megatron_rl.rollout_queue.group_ends import Collecting, GroupEnds
-from megatron_rl.rollout_queue.groups import Group, GroupBook
+from megatron_rl.rollout_queue.groups import GroupBook
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.openings import Openings
 from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY, Outgoing
 from megatron_rl.rollout_queue.patience import Patience
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
-from megatron_rl.rollout_queue.replay.draw import NoReplay, open_replay
 from megatron_rl.rollout_queue.roll_call import RollCall
 from megatron_rl.rollout_queue.scoring import Scoring
+from megatron_rl.rollout_queue.state_desk import StateDesk
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from megatron_rl.rollout_queue.ungraded import Tellers
 
@@ -50,15 +49,6 @@ log = logging.getLogger(__name__)
 
 _FENCE_PUBLISHES = 1.5
 """A fenced generator, which the next publish may serve again, keeps its leases for so many."""
-
-
-class _Saving(NamedTuple):
-    """A state that a trainer asked for."""
-
-    peer: str
-    state: QueueState
-    records: int
-    """Jobs of the recorder that must be on the disk before."""
 
 
 class Coordinator:
@@ -72,19 +62,41 @@ class Coordinator:
         recorder: Recorder,
         metrics: JsonlWriter,
         evaluate_only: str = "",
-        fill: Fill = fill_minibatch,
+        maker: BatchMaker | None = None,
         now: float,
     ) -> None:
-        """evaluate_only: label of the one evaluation to run, or empty; fill: shares of a plan."""
+        """evaluate_only: label of the one evaluation to run, or empty.
+
+        maker: deals batches; None: at once, in the caller's thread.
+        """
         self._config = config
         self._recorder = recorder
         self._metrics = metrics
         self._evaluate_only = evaluate_only
+        self._open_collection(prompts)
+        self._formation = None
+        if self._training is not None:
+            self._formation = Formation(config, self._training, self._groups, prompts.held_out)
+        self._desk = BatchDesk(config.train.steps)
+        self._maker = maker or BatchMaker()
+        self._states = StateDesk(recorder)
+        self._patience = Patience(config, now)
+        self._judged_at = now
+        self._roll_call = RollCall(config.generator.replicas)
+        self._first_version = 0
+        self._published, self._published_at = -1, now
+        self._finished_at = now if evaluate_only else None
+        self.is_over = False
+        """Training and all evaluations are done."""
+
+    def _open_collection(self, prompts: PromptSets) -> None:
+        """What opens groups, hands out and grades their completions, and ends them."""
+        config, recorder, metrics = self._config, self._recorder, self._metrics
         self._evaluations = EvaluationDesk(
-            config, prompts, recorder=recorder, metrics=metrics, only=evaluate_only
+            config, prompts, recorder=recorder, metrics=metrics, only=self._evaluate_only
         )
         self._training = None
-        if config.train.steps and not evaluate_only:
+        if config.train.steps and not self._evaluate_only:
             self._training = TrainingGroups(prompts, config)
         self._groups = GroupBook()
         self._activity = ActivityLog(
@@ -103,7 +115,6 @@ class Coordinator:
             book=self._groups,
         )
         self._scoring = Scoring(config.queue, config.reward)
-        self._desk = BatchDesk(config.train.steps)
         opened = prompts.train if self._training is not None else prompts.evaluated
         self._breaker = CircuitBreaker(config.queue, config.reward, prompts=sum(map(len, opened)))
         self._ends = GroupEnds(
@@ -113,28 +124,14 @@ class Coordinator:
             training=self._training,
             tellers=Tellers(recorder, self._activity, self._breaker),
         )
-        self._replay = open_replay(config, prompts.held_out) if self._training else NoReplay()
-        self._formation = None
-        if self._training is not None:
-            self._formation = Formation(config, self._training, self._groups, self._replay, fill)
-        self._patience = Patience(config, now)
-        self._judged_at = now
-        self._roll_call = RollCall(config.generator.replicas)
-        self._states: list[_Saving] = []
-        self._saved_step = -1
-        self._first_version = 0
-        self._published, self._published_at = -1, now
-        self._finished_at = now if evaluate_only else None
-        self.is_over = False
-        """Training and all evaluations are done."""
 
     def resume(self, state: QueueState) -> None:
         """Go on after a saved step; call before any message. Raises InputError."""
-        assert self._training is not None
+        assert self._training is not None and self._formation is not None
         self._training.restore(state)
         self._desk.resume_at(state.step)
         self._recorder.resume_at(state.step)
-        self._replay.resume_at(state.step)
+        self._formation.resume_at(state.step)
         self._openings.count = state.groups_opened
         self._evaluations.resume(state)
         self._first_version = state.step
@@ -233,10 +230,7 @@ class Coordinator:
         self._evaluations.ask(published.version, is_final=published.is_final)
 
     def _on_save(self, peer: str, asked: SaveState, now: float) -> None:
-        if any(one.peer == peer and one.state.step == asked.step for one in self._states):
-            return
-        if asked.step == self._saved_step < self._desk.formed_steps:
-            log.info("%s asked twice for the state after step %d", peer, asked.step)
+        if self._states.is_repeated(peer, asked.step, formed_steps=self._desk.formed_steps):
             return
         self._patience.note_progress(now)
         # With a later batch formed, its groups would be neither trained on nor unfinished: a run
@@ -245,18 +239,9 @@ class Coordinator:
             raise WireError(
                 f"{peer} saves step {asked.step}, but {self._desk.formed_steps} batches are formed"
             )
-        self._saved_step = asked.step
         opened = self._openings.count
         state = self._training.state(asked.step, self._groups, groups_opened=opened)
-        state = self._evaluations.add_to(state)
-        # A run that is resumed here does not write them again: see `_written_states`.
-        self._states.append(_Saving(peer, state, self._recorder.put))
-
-    def _written_states(self) -> Iterator[Outgoing]:
-        """States before which all records are on the disk."""
-        while self._states and self._recorder.written >= self._states[0].records:
-            saving = self._states.pop(0)
-            yield Outgoing(BATCHES, saving.peer, saving.state)
+        self._states.put(peer, self._evaluations.add_to(state))
 
     # --- outgoing -------------------------------------------------------------------------------
 
@@ -269,7 +254,7 @@ class Coordinator:
         # Before batches: an evaluation that ends here no longer holds back the next one.
         self._evaluations.advance(self._published, now, leases=self._leases)
         yield from self._batch_answers(now)
-        yield from self._written_states()
+        yield from self._states.answers()
         # Before leases: their slots are given out again, and the engine should be rid of the old.
         for order in self._leases.pop_cancels() + self._evaluations.evaluators.pop_orders():
             yield Outgoing(PROMPTS, *order)
@@ -294,37 +279,43 @@ class Coordinator:
             yield Outgoing(VERIFY, verifier, Stop("the run is over"))
 
     def _batch_answers(self, now: float) -> Iterator[Outgoing]:
-        formed = self._form_batch(now)
+        formed = self._form_batch()
+        if formed is not None:
+            self._evaluations.note_batch()
+            self._desk.begin(formed.order.step)
+            self._maker.put(formed.order)
+        if (batch := self._maker.take()) is not None:
+            self._desk.put(batch)
         for peer, answer in self._desk.answers():
             self._patience.note_progress(now)
             yield Outgoing(BATCHES, peer, answer)
         if formed is not None:
-            self._recorder.write_step(*formed, now)
+            self._recorder.write_step(formed.order.step, formed.groups, now)
 
-    def _form_batch(self, now: float) -> tuple[int, list[Group]] | None:
-        """Form the batch that is asked for, if it is due: (step, groups)."""
+    def _form_batch(self) -> Formed | None:
+        """The batch that is asked for, if it is due."""
         asked = self._desk.next_to_form()
         if (
             asked is None
+            or self.is_dealing
             or self._recorder.is_full
             or not self._evaluations.allows_batch(asked[0], self._published)
         ):
             return None
-        assert self._formation is not None and self._training is not None
-        schedule = self._training.schedule
-        ready = self._groups.ready_of(schedule.stage_at(asked[0]))
-        # Asked after every message: most of the time a glance says that groups are missing.
-        if ready < schedule.at(asked[0]).sampled_groups:
-            return None
+        assert self._formation is not None
         formed = self._formation.form(*asked)
-        if formed is None:
-            return None
-        self._evaluations.note_batch()
-        self._desk.put(formed.shares)
-        step, groups, reasons = formed.step, formed.groups, dict(formed.dropped.reasons)
-        text = "batch of step %d: %d groups, dropped before it %s, %d open, %d late rollouts so far"
-        log.info(text, step, len(groups), reasons, self._groups.untaken, self._leases.late_rollouts)
-        return step, groups
+        if formed is not None:
+            log.info(
+                "batch of step %d: %d groups, dropped before it %s, %d open, %d late rollouts",
+                asked[0], len(formed.groups), dict(formed.dropped.reasons),
+                self._groups.untaken, self._leases.late_rollouts,
+            )  # fmt: skip
+        return formed
+
+    @property
+    def is_dealing(self) -> bool:
+        """Whether a batch is being dealt: `outgoing` has it once that is done."""
+        return self._maker.is_busy
 
     def _next_lease(self, now: float) -> Outgoing | None:
         if self._recorder.is_full:
@@ -391,6 +382,7 @@ class Coordinator:
             self._leases.describe(now),
             self._scoring.describe(now),
             f"batch asked for by data-parallel ranks {self._desk.waiting_ranks}",
+            "a batch is being dealt to ranks" if self.is_dealing else "",
             self._evaluations.describe(now),
         ]
         return "; ".join(part for part in parts if part)

@@ -3,24 +3,24 @@
 Used by the rollout queue.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.sequence_cost import find_cost
-from megatron_rl.protocol.types import RankBatch
-from megatron_rl.rollout_queue.batches import Fill, fill_minibatch, form_batch
+from megatron_rl.protocol.types import Prompt, RankBatch
+from megatron_rl.rollout_queue.batches import BatchOrder, order_batch
 from megatron_rl.rollout_queue.groups import DroppedGroups, Group, GroupBook
-from megatron_rl.rollout_queue.replay.draw import Replay
+from megatron_rl.rollout_queue.replay.draw import open_replay
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 
 
 class Formed(NamedTuple):
     """A batch, and what it was made of."""
 
-    step: int
-    shares: list[RankBatch]
-    """By data-parallel rank."""
+    order: BatchOrder
+    """What is dealt to ranks."""
     groups: list[Group]
     """Sampled for it."""
     dropped: DroppedGroups
@@ -35,26 +35,33 @@ class Formation:
         config: Config,
         training: TrainingGroups,
         book: GroupBook,
-        replay: Replay,
-        fill: Fill = fill_minibatch,
+        held_out: Sequence[Prompt],
     ) -> None:
-        self._fill = fill
+        """held_out: prompts that are not replayed. Raises InputError, as `open_replay`."""
         self._crediting = find_crediting(config.algorithm)
         self._cost = find_cost(config.train.packing, config.model.path)
         self._training = training
         self._book = book
-        self._replay = replay
+        self._replay = open_replay(config, held_out)
+
+    def resume_at(self, step: int) -> None:
+        """The next batch is that of `step`; call before any batch."""
+        self._replay.resume_at(step)
 
     def form(self, step: int, dp_size: int) -> Formed | None:
         """The batch of a step, by the sizes of its stage; None while groups for it are missing."""
         training = self._training
+        # Asked after every message: most of the time a glance says that groups are missing.
+        ready = self._book.ready_of(training.schedule.stage_at(step))
+        if ready < training.schedule.at(step).sampled_groups:
+            return None
         numbers = training.choose_batch(self._book, step)
         if numbers is None:
             return None
         training.schedule.log_beginning(step)
         groups, dropped = self._book.take(numbers, step)
         training.note_trained(groups)
-        shares = form_batch(
+        order = order_batch(
             step,
             groups,
             replayed=self._replay.draw(step, groups),
@@ -64,7 +71,7 @@ class Formation:
             dp_size=dp_size,
             cost=self._cost,
             more=training.metrics(step),
-            fill=self._fill,
         )
-        training.note_batch(shares[0], self._book)
-        return Formed(step, shares, groups, dropped)
+        # What is opened next follows from the metrics, and must not wait until the batch is dealt.
+        training.note_batch(RankBatch(step, 0, [], order.metrics), self._book)
+        return Formed(order, groups, dropped)

@@ -2,8 +2,8 @@
 
 One process without torch. Its one loop binds the endpoints "prompts" (generators), "verify"
 (verifiers) and "batches" (trainer leaders), and sleeps until a message arrives or a check is due.
-The loop never waits for a disk: threads write records (`record_thread.py`), metrics and logs
-(`protocol/background.py`).
+Threads keep it awake: they write records (`record_thread.py`), metrics and logs
+(`protocol/background.py`), and deal batches to ranks (`batch_thread.py`).
 """
 
 import argparse
@@ -28,6 +28,7 @@ from megatron_rl.protocol.process import note_started, raise_file_limit, run_mai
 from megatron_rl.protocol.rollout_files import FOLDER
 from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import Router, WireError
+from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchThread
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
 from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.loop_clock import LoopClock
@@ -79,7 +80,9 @@ def serve(
     tick_at = clock.read()
     inbox = _Inbox(coordinator, routers, clock, metrics)
     while not coordinator.is_over:
-        poller.poll(max(0.0, tick_at - clock.read()) * 1000)
+        sleep_s = max(0.0, tick_at - clock.read())
+        # The thread that deals a batch does not wake the poller.
+        poller.poll(1000 * (min(sleep_s, LOOK_S) if coordinator.is_dealing else sleep_s))
         inbox.receive_bursts()
         now = clock.read()
         if now >= tick_at:
@@ -202,6 +205,7 @@ def main(
             recorder=_open_recorder(config, stack, clock, keeps_evaluated=keeps_evaluated),
             metrics=metrics,
             evaluate_only=evaluate_only,
+            maker=stack.enter_context(BatchThread()),
             now=clock.read(),
         )
         if state is not None:

@@ -16,6 +16,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.prompt import ChatMessage, Prompt
 from megatron_rl.protocol.types import MinibatchShare, Rollout, ScoredRollout, VersionSpan
+from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.rollout_queue.coordinator import Coordinator
 from megatron_rl.rollout_queue.failures import ScoreFailure
@@ -129,7 +130,7 @@ def open_queue(
         PromptSets([prompts], [1.0], [], 0),
         recorder=recorder or NoFiles(),
         metrics=NoRows(),
-        fill=planned.fill,
+        maker=BatchMaker(planned.fill),
         now=0.0,
     )
 

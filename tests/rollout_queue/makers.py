@@ -1,10 +1,13 @@
 """Small records for the tests of the rollout queue."""
 
+from typing import Any
+
 import numpy as np
 
 from megatron_rl.protocol.types import (
     ChatMessage,
     Prompt,
+    RankBatch,
     Rollout,
     Sampling,
     Score,
@@ -13,6 +16,7 @@ from megatron_rl.protocol.types import (
     VerifierReady,
     VersionSpan,
 )  # fmt: skip
+from megatron_rl.rollout_queue.batches import deal_batch, order_batch
 from megatron_rl.rollout_queue.groups import Group, Origin
 from megatron_rl.rollout_queue.scoring import Scoring
 
@@ -70,6 +74,10 @@ def make_group(
         group.origins[index] = Origin("generator-0", leased_at=1.0, done_at=2.0)
         group.add(ScoredRollout(rollout, make_score(reward)), now=3.0)
     return group
+
+
+def form_batch(step: int, groups: list[Group], **known: Any) -> list[RankBatch]:
+    return deal_batch(order_batch(step, groups, **known))
 
 
 def lose_request(scoring: Scoring, request_id: int, how: str) -> None:

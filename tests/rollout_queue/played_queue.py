@@ -21,6 +21,7 @@ from megatron_rl.protocol.types import (
     ScoreRequest,
     VerifierReady,
 )
+from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
@@ -51,6 +52,7 @@ class PlayedQueue:
         evaluate_only: str = "",
         keeps_evaluated: bool = False,
         eval_sets: dict[str, int] | None = None,
+        maker: BatchMaker | None = None,
         **sections: dict,
     ) -> None:
         """tasks: those of the train prompts, in turn. eval_sets: prompts of each set by name."""
@@ -86,6 +88,7 @@ class PlayedQueue:
             ),
             metrics=JsonlWriter(folder / "metrics.jsonl", "queue"),
             evaluate_only=evaluate_only,
+            maker=maker,
             now=self.now,
         )
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.sequence_cost import TOKENS, find_cost
 from megatron_rl.protocol.types import Lease, Published, Rollout
-from megatron_rl.rollout_queue.batches import MinibatchPlan, fill_minibatch
+from megatron_rl.rollout_queue.batches import deal_batch, plan_batch
 from megatron_rl.rollout_queue.coordinator import BATCHES
 from tests.rollout_queue.makers import make_rollout, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
@@ -39,15 +39,14 @@ def test_sequences_are_dealt_by_what_they_cost(tmp_path: Path, packing: str) -> 
         generator={"context_tokens": 4096},
         sampling={"max_new_tokens": 3000},
     )
-    formation = queue.coordinator._formation
-    plans: list[MinibatchPlan] = []
-    formation._fill = lambda plan, crediting: plans.append(plan) or fill_minibatch(plan, crediting)
     # No trainer asks for the batch, which is formed here.
     queue.serve()
     queue.coordinator.handle(BATCHES, "t", Published(0), queue.now)
     queue.play(12)
-    assert formation.form(0, RANKS) is not None
-    [plan] = plans
+    formed = queue.coordinator._formation.form(0, RANKS)
+    assert formed is not None
+    order = formed.order
+    [plan] = plan_batch(order.groups, order.stage, order.dp_size, order.cost)
     assert len(plan.lengths) == 16
 
     by_tokens, expected = (
@@ -55,4 +54,10 @@ def test_sequences_are_dealt_by_what_they_cost(tmp_path: Path, packing: str) -> 
         for cost in (TOKENS, find_cost(packing, tmp_path / "model"))
     )
     assert plan.ranks == expected
+    dealt = [
+        [[len(sequence.token_ids) for sequence in sequences] for sequences in share.microbatches]
+        for rank in deal_batch(order)
+        for share in rank.minibatches
+    ]
+    assert dealt == [[[plan.lengths[i] for i in m] for m in rank] for rank in expected]
     assert (expected == by_tokens) == (packing == "tokens"), "these lengths would show nothing"

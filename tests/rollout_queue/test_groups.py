@@ -12,10 +12,9 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
-from megatron_rl.rollout_queue.batches import form_batch
 from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group, GroupBook, find_fault
 from megatron_rl.rollout_queue.tally import RolloutTally
-from tests.rollout_queue.makers import make_group, make_rollout
+from tests.rollout_queue.makers import form_batch, make_group, make_rollout
 
 
 def reduced(entries: dict) -> dict[str, float]:

@@ -11,13 +11,13 @@ from megatron_rl.algorithms.minibatch import find_crediting
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import RankBatch, TrainSequence
-from megatron_rl.rollout_queue.batches import form_batch, minibatch_sequences
+from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay.draw import Replay, open_replay
 from megatron_rl.rollout_queue.replay.drawn import Drawn
 from megatron_rl.rollout_queue.replay.stored_groups import StoredGroups
-from tests.rollout_queue.makers import make_group, make_prompt, make_score
+from tests.rollout_queue.makers import form_batch, make_group, make_prompt, make_score
 from tests.rollout_queue.played_queue import PlayedQueue
 
 MIXED = [1.0, 0.0, 0.25, 0.0]
