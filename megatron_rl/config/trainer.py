@@ -231,12 +231,15 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_profile(self) -> Self:
-        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
-            raise ValueError(
-                f"train.profile_steps={list(self.profile_steps)}: the first step is after the last "
-                f"one; set {sorted(self.profile_steps)}"
-            )
+        _check_window("train.profile_steps", self.profile_steps)
         return self
+
+
+def _check_window(key: str, steps: tuple[int, int] | None) -> None:
+    if steps is not None and steps[0] > steps[1]:
+        raise ValueError(
+            f"{key}={list(steps)}: the first step is after the last one; set {sorted(steps)}"
+        )
 
 
 class SftConfig(Section):
@@ -261,8 +264,17 @@ class SftConfig(Section):
     choose_by: str = ""
     """The evaluation that chooses among them: the name of one of eval.sets; "": the held-out
     prompts. What is chosen by a set looks better on that set than it is."""
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    """First and last step, from 1, that torch's profiler records, as train.profile_steps does for
+    RL; without it none. The files are RUN/profile/sft/stage_N.json, of the control
+    RUN/profile/control/stage_N.json."""
     control: bool = False
     """After RL, continue the cold start on the same traces for RL's compute, and evaluate."""
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> Self:
+        _check_window("sft.profile_steps", self.profile_steps)
+        return self
 
     @model_validator(mode="after")
     def _check_exports(self) -> Self:

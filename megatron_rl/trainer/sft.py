@@ -40,6 +40,7 @@ from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.filling import check_fits
 from megatron_rl.trainer.model.policy import Policy, open_policy
 from megatron_rl.trainer.step import Trainer
+from megatron_rl.trainer.step_profile import StepProfile
 from megatron_rl.trainer.traces import minibatches, read_traces, tokenize
 from megatron_rl.weights.publish.control import Control
 
@@ -49,14 +50,20 @@ GENERATED_TOKENS_PER_TRAINED = 3
 
 
 def tune(
-    trainer: Trainer, batches: Iterable[tuple[int, MinibatchShare]], metrics: StepMetrics
-) -> Iterator[int]:
-    """One optimizer step a batch; gives its number before what was measured of it is written."""
+    cfg: Config, trainer: Trainer, batches: Iterable[tuple[int, MinibatchShare]], source: str
+) -> Iterator[tuple[int, StepMetrics]]:
+    """One optimizer step a batch; gives its number and metrics before they are written.
+
+    source: "sft" or "control", by which metrics and profiles are told apart.
+    """
+    metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source)
     note_started()
-    for step, batch in batches:
-        metrics.add(trainer.update(batch, version=0))
-        yield step
-        metrics.flush(step)
+    with StepProfile(cfg.sft.profile_steps, cfg.run.dir / "profile" / source) as profile:
+        for step, batch in batches:
+            profile.begin_step(step)
+            metrics.add(trainer.update(batch, version=0))
+            yield step, metrics
+            metrics.flush(step)
     trainer.gather()
 
 
@@ -70,8 +77,8 @@ def main(cfg: Config, is_control: bool) -> None:
         check_fits(max(len(s.token_ids) for s in sequences), cfg.train.microbatch_tokens)
     steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
     with open_policy(cfg) as policy:
-        # Traces carry no expert choices.
-        train = cfg.train.model_copy(update={"router_replay": False})
+        # Traces carry no expert choices; `tune` records its own profile.
+        train = cfg.train.model_copy(update={"router_replay": False, "profile_steps": None})
         objective = find_objective(AlgorithmConfig(preset="sft"))
         trainer = Trainer(
             policy, objective, cfg.sft.optimizer, steps, train=train, run_dir=cfg.run.dir
@@ -84,14 +91,13 @@ def main(cfg: Config, is_control: bool) -> None:
 
 def start_cold(cfg: Config, trainer: Trainer, sequences: list[TrainSequence]) -> None:
     """The cold start, from its newest checkpoint if there is one, and its exports."""
-    metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "sft")
     mine, candidates = describe(cfg, sequences), cfg.sft.candidates
     with open_checkpoints(cfg, trainer.policy, mine) as checkpoints:
         done = checkpoints.resume(trainer)
         if done:
             check_same(mine, cfg.run.dir / OF_SFT.folder / folder_name(done))
         batches = batches_of(cfg, sequences, cfg.sft.steps, seed=cfg.run.seed, done=done)
-        for step in tune(trainer, batches, metrics):
+        for step, metrics in tune(cfg, trainer, batches, "sft"):
             # Before the checkpoint, so that none is resumed whose earlier exports are missing.
             if step in candidates:
                 trainer.gather()
@@ -104,8 +110,8 @@ def start_cold(cfg: Config, trainer: Trainer, sequences: list[TrainSequence]) ->
 
 def go_on(cfg: Config, trainer: Trainer, sequences: list[TrainSequence], steps: int) -> None:
     """The control."""
-    metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "control")
-    for _ in tune(trainer, batches_of(cfg, sequences, steps, seed=cfg.run.seed + 1), metrics):
+    batches = batches_of(cfg, sequences, steps, seed=cfg.run.seed + 1)
+    for _ in tune(cfg, trainer, batches, "control"):
         pass
     trainer.policy.export(cfg, CONTROL)
 

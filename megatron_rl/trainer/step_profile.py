@@ -1,6 +1,6 @@
-"""A trace of some steps of training by torch's profiler (`train.profile_steps`).
+"""A trace of some steps by torch's profiler (`train.profile_steps`, `sft.profile_steps`).
 
-Runs in trainer ranks: one of each pipeline stage writes RUN/profile/, which Perfetto opens.
+Runs in trainer ranks: one of each pipeline stage writes a file below RUN/profile/ for Perfetto.
 """
 
 import logging

@@ -17,6 +17,8 @@ SHARDED = "parallel.distributed_optimizer=true"
             f"{SHARDED} model.fp8=blockwise model.fp8_parameters=true model.megatron_path=m",
             "model.megatron_path does not fill",
         ),
+        ("train.profile_steps=[3,2]", r"train.profile_steps=\[3, 2\].*set \[2, 3\]"),
+        ("sft.profile_steps=[3,2]", r"sft.profile_steps=\[3, 2\].*set \[2, 3\]"),
         ("sft.optimizer.offload=true", "sft.optimizer.offload=true needs"),
         (
             "model.head_dtype=float32 generator.engine=hf",

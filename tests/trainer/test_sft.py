@@ -1,5 +1,6 @@
 """A cold start that is killed goes on as if it had not been, and leaves what was asked for."""
 
+import json
 import os
 import shutil
 import signal
@@ -78,8 +79,13 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 @pytest.mark.parametrize("split", ["data", pytest.param("tensor", marks=pytest.mark.exhaustive)])
 def test_a_killed_cold_start_goes_on_bit_for_bit(inputs: Path, tmp_path: Path, split: str) -> None:
-    whole = config(inputs, tmp_path / "whole", f"parallel.{split}=2")
+    whole = config(inputs, tmp_path / "whole", f"parallel.{split}=2", "sft.profile_steps=[2, 3]")
     run_ranks(tune, 2, whole)
+    [trace] = (whole.run.dir / "profile").rglob("*.json")
+    assert trace.relative_to(whole.run.dir / "profile").as_posix() == "sft/stage_0.json"
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert spans.count("update") == 2
     expected = taken(whole.run.dir)
     assert [step for step, *_ in expected] == list(range(1, STEPS + 1))
     cfg = config(inputs, tmp_path / "killed", f"parallel.{split}=2")
