@@ -61,12 +61,10 @@ class Cluster:
         recorder: Recorder | None = None,
     ) -> None:
         """recorder: writes rollouts as a real run does; None: nothing is written."""
-        self._span = span or Span()
+        self._model, self._span, self._agenda = model, span or Span(), Agenda()
         margin = config.queue.max_staleness + _AFTER_LAST
         self._last = self._span.warm_up + self._span.steps
         self._config = simulated_config(config, self._last + margin)
-        self._model = model
-        self._agenda = Agenda()
         planned = PlannedBatches()
         self._queue = open_queue(self._config, planned, recorder)
         self._graders = Graders(

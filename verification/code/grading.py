@@ -58,11 +58,8 @@ def grade(
     our own failure, never a verdict.
     """
     name = find_language(tag)
-    if name is None:
-        return Verdict(False, "unknown_language")
-    required = "python" if is_called(tests) else find_language(tests.language)
-    if required not in (None, name):
-        return Verdict(False, "wrong_language")
+    if name is None or not _is_allowed(name, tests):
+        return Verdict(False, "unknown_language" if name is None else "wrong_language")
     # Lone surrogates have no place in UTF-8: the compiler refuses what stands for them.
     code = source.encode("utf-8", "surrogatepass")
     cases = draw_cases(tests, seed=seed, count=limits.cases)
@@ -90,6 +87,11 @@ def grade(
         elif calls:
             passed = _count_calls(sandbox, source, tests, calls=calls, limits=limits)
     return verdict._replace(tests=(passed, total))
+
+
+def _is_allowed(name: str, tests: CodeTests) -> bool:
+    required = "python" if is_called(tests) else find_language(tests.language)
+    return required in (None, name)
 
 
 def _first_failure(verdicts: Iterator[Verdict], *, counts_all: bool) -> tuple[Verdict, int]:

@@ -179,6 +179,29 @@ def locate(
     )
 
 
+def _run(
+    self: Any, tensors: tuple[torch.Tensor, ...], lens: tuple[Any, Any], scaling: Any
+) -> torch.Tensor:
+    query, output, k_cache, v_cache, req_to_token, request_rows = tensors
+    if can_loop(query, k_cache, v_cache):
+        if self._attention_requests is None:
+            self._attention_requests = locate(req_to_token, request_rows, *lens)
+        engine_loops.attend(query, output, k_cache, v_cache, self._attention_requests, scaling)
+        return output
+    if self._attention_plan is None:
+        query_lens, key_lens = lens
+        self._attention_plan = plan_attention(
+            req_to_token,
+            request_rows,
+            [1] * len(key_lens) if query_lens is None else query_lens.tolist(),
+            key_lens.tolist(),
+            query.dtype,
+        )
+    for batch in self._attention_plan:
+        attend(batch, query, output, k_cache, v_cache, scaling)
+    return output
+
+
 def install(module: ModuleType) -> None:
     """Replace the loops of `sglang.srt.layers.attention.torch_native_backend`.
 
@@ -194,33 +217,11 @@ def install(module: ModuleType) -> None:
         # SGLang calls this once a forward pass; the first layer then plans for all layers.
         self._attention_plan = self._attention_requests = None
 
-    def run(
-        self: Any, tensors: tuple[torch.Tensor, ...], lens: tuple[Any, Any], scaling: Any
-    ) -> torch.Tensor:
-        query, output, k_cache, v_cache, req_to_token, request_rows = tensors
-        if can_loop(query, k_cache, v_cache):
-            if self._attention_requests is None:
-                self._attention_requests = locate(req_to_token, request_rows, *lens)
-            engine_loops.attend(query, output, k_cache, v_cache, self._attention_requests, scaling)
-            return output
-        if self._attention_plan is None:
-            query_lens, key_lens = lens
-            self._attention_plan = plan_attention(
-                req_to_token,
-                request_rows,
-                [1] * len(key_lens) if query_lens is None else query_lens.tolist(),
-                key_lens.tolist(),
-                query.dtype,
-            )
-        for batch in self._attention_plan:
-            attend(batch, query, output, k_cache, v_cache, scaling)
-        return output
-
     def decode(self: Any, *args: Any, scaling: Any = None, **options: Any) -> torch.Tensor:
         *tensors, seq_lens, encoder_lens = args
         if encoder_lens is not None or options.get("sliding_window_size") is not None:
             return loop_decode(self, *args, scaling=scaling, **options)
-        return run(self, tensors, (None, seq_lens), scaling)
+        return _run(self, tensors, (None, seq_lens), scaling)
 
     def extend(self: Any, *args: Any, scaling: Any = None, **options: Any) -> torch.Tensor:
         *tensors, seq_lens, _, extend_lens, encoder_lens = args
@@ -230,7 +231,7 @@ def install(module: ModuleType) -> None:
             or not options.get("causal")
         ):
             return loop_extend(self, *args, scaling=scaling, **options)
-        return run(self, tensors, (extend_lens, seq_lens), scaling)
+        return _run(self, tensors, (extend_lens, seq_lens), scaling)
 
     backend.init_forward_metadata = init_forward_metadata
     backend._run_sdpa_forward_decode = decode

@@ -158,19 +158,12 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
     gpu = replace(gpu, memory_bytes=hardware.memory_bytes or gpu.memory_bytes)
     mean = mean_tokens or max(1, config.generator.context_tokens // 2)
     trainer = fullest_rank(shape, setting_of(config, mean))
-    item_bytes = ITEM_BYTES[config.model.dtype]
-    engine = engine_memory(
-        shape, config.generator, item_bytes=item_bytes, gpu_bytes=gpu.memory_bytes
-    )
-    publish = publish_cost(
-        shape,
-        config.generator,
-        config.weights,
-        copies=copies_of(places_of(config.parallel)),
-        item_bytes=item_bytes,
-        bytes_per_s=hardware.bytes_per_s,
-        turn_s=hardware.turn_s,
-    )
+    item_bytes, generator = ITEM_BYTES[config.model.dtype], config.generator
+    engine = engine_memory(shape, generator, item_bytes=item_bytes, gpu_bytes=gpu.memory_bytes)
+    kv_tokens = cache_tokens(generator, engine)
+    # Half of the context is no more than a guess at the mean.
+    trusted = None if mean_tokens is None else kv_tokens
+    publish = _publish(shape, config, hardware)
     step = _step(shape, config, hardware, mean)
     shared = shared_memory(config, trainer, engine)
     stages = _stages(config, hardware, mean_tokens) if config.stages else ()
@@ -178,7 +171,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         parameters=model_parameters(shape),
         active_parameters=active_parameters(shape),
         trainer_gpus=config.parallel.world_size,
-        generator_gpus=0 if config.generator.shares_gpus else generator_gpus(config),
+        generator_gpus=0 if generator.shares_gpus else generator_gpus(config),
         scorer_gpus=scorer_gpus(config),
         gpu=hardware.card or hardware.gpu,
         gpu_bytes=gpu.memory_bytes,
@@ -186,8 +179,8 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         trainer=trainer,
         engine=engine,
         shared=shared,
-        context_tokens=config.generator.context_tokens,
-        kv_tokens=cache_tokens(config.generator, engine),
+        context_tokens=generator.context_tokens,
+        kv_tokens=kv_tokens,
         step=step,
         publish=publish,
         problems=(
@@ -199,17 +192,20 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
             *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
         ),
         is_known_gpu=not hardware.card,
-        advice=tuple(
-            _advice(
-                config,
-                hardware.gpus,
-                step,
-                publish,
-                # Half of the context is no more than a guess at the mean.
-                kv_tokens=None if mean_tokens is None else cache_tokens(config.generator, engine),
-            )
-        ),
+        advice=tuple(_advice(config, hardware.gpus, step, publish, kv_tokens=trusted)),
         stages=stages,
+    )
+
+
+def _publish(shape: ModelShape, config: Config, hardware: Hardware) -> Publish:
+    return publish_cost(
+        shape,
+        config.generator,
+        config.weights,
+        copies=copies_of(places_of(config.parallel)),
+        item_bytes=ITEM_BYTES[config.model.dtype],
+        bytes_per_s=hardware.bytes_per_s,
+        turn_s=hardware.turn_s,
     )
 
 

@@ -44,7 +44,7 @@ from megatron_rl.backend import fp8, fusions, tensor_overlap
 from megatron_rl.backend.device import Backend
 from megatron_rl.backend.folding import FoldedSeqParams, Folding
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.parallel import stage_layers
+from megatron_rl.config.parallel import ParallelConfig, stage_layers
 from megatron_rl.config.trainer import ModelConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.weights.layout.rotary import inverse_frequencies
@@ -135,44 +135,18 @@ def _build_chunk(
 
 def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> TransformerConfig:
     """Megatron's description of `shape` under the run's dtype and parallel sizes."""
-    dtype = DTYPES[cfg.model.dtype]
     ends = (cfg.parallel.first_stage_layers, cfg.parallel.last_stage_layers)
     stages = stage_layers(shape.layers, cfg.parallel.pipeline, *ends)
-    # Rounding whatever the memory held to FP8 could leave scales that are not finite.
-    leave_unset = torch.nn.init.zeros_ if cfg.model.fp8_parameters else _leave_unset
     values = {
         **_sizes(shape),
         **_experts(shape),
         "moe_enable_routing_replay": bool(shape.experts) and cfg.train.router_replay,
-        "params_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        # load_weights fills every parameter, and proves it. perform_initialization=False would also
-        # leave out the marks by which the gradient norm knows a parameter's tensor shards.
-        "init_method": leave_unset,
-        "output_layer_init_method": leave_unset,
-        "embedding_init_method": leave_unset,
-        "tensor_model_parallel_size": cfg.parallel.tensor,
-        "pipeline_model_parallel_size": cfg.parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": cfg.parallel.interleaved_chunks,
-        "num_layers_in_first_pipeline_stage": cfg.parallel.first_stage_layers or None,
-        "num_layers_in_last_pipeline_stage": cfg.parallel.last_stage_layers or None,
-        "context_parallel_size": cfg.parallel.context,
+        **_parameters(cfg.model),
+        **_split(cfg.parallel),
         "cp_comm_type": backend.context_exchange(
             cfg.parallel, has_window=shape.sliding_window is not None
         ),
-        "expert_model_parallel_size": cfg.parallel.expert,
-        "expert_tensor_parallel_size": cfg.parallel.expert_tensor,
-        "pipeline_dtype": dtype,
-        # Stages tell each other the shape of each microbatch, unless all have the same one.
-        # Megatron then refuses the default token dispatcher even for models without experts.
-        "variable_seq_lengths": cfg.parallel.pipeline > 1 and not cfg.train.pad_microbatches,
-        # A stage keeps the graph of what it sent, not the values. Megatron 0.16.1 drops the values
-        # of interleaved stages while they are being sent (schedules.py:1522).
-        "deallocate_pipeline_outputs": cfg.parallel.pipeline > 1
-        and cfg.parallel.virtual_stages == 1,
-        # Two stages that exchange both directions in one batch would mix them up.
-        "overlap_p2p_comm": cfg.parallel.virtual_stages > 1,
-        "batch_p2p_comm": cfg.parallel.virtual_stages == 1,
+        **_pipeline(cfg),
         **fusions.dispatcher_fields(
             cfg.parallel,
             has_experts=shape.experts > 0,
@@ -198,6 +172,53 @@ def transformer_config(backend: Backend, cfg: Config, shape: ModelShape) -> Tran
         ),
     }
     return TransformerConfig(**values)
+
+
+def _parameters(model: ModelConfig) -> dict[str, Any]:
+    """Their dtype, and that they stay unset until weights are loaded."""
+    dtype = DTYPES[model.dtype]
+    # Rounding whatever the memory held to FP8 could leave scales that are not finite.
+    leave_unset = torch.nn.init.zeros_ if model.fp8_parameters else _leave_unset
+    return {
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # load_weights fills every parameter, and proves it. perform_initialization=False would also
+        # leave out the marks by which the gradient norm knows a parameter's tensor shards.
+        "init_method": leave_unset,
+        "output_layer_init_method": leave_unset,
+        "embedding_init_method": leave_unset,
+    }
+
+
+def _split(parallel: ParallelConfig) -> dict[str, Any]:
+    """How many ranks divide what."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.interleaved_chunks,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers or None,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers or None,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
+
+
+def _pipeline(cfg: Config) -> dict[str, Any]:
+    """What pipeline stages send each other, and how."""
+    has_stages, is_interleaved = cfg.parallel.pipeline > 1, cfg.parallel.virtual_stages > 1
+    return {
+        "pipeline_dtype": DTYPES[cfg.model.dtype],
+        # Stages tell each other the shape of each microbatch, unless all have the same one.
+        # Megatron then refuses the default token dispatcher even for models without experts.
+        "variable_seq_lengths": has_stages and not cfg.train.pad_microbatches,
+        # A stage keeps the graph of what it sent, not the values. Megatron 0.16.1 drops the values
+        # of interleaved stages while they are being sent (schedules.py:1522).
+        "deallocate_pipeline_outputs": has_stages and not is_interleaved,
+        # Two stages that exchange both directions in one batch would mix them up.
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+    }
 
 
 def _sizes(shape: ModelShape) -> dict[str, Any]:
