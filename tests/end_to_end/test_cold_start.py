@@ -1,10 +1,7 @@
 """The cold start with real processes: chosen by evaluation, killed, on two hosts (processes)."""
 
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,7 +10,7 @@ import pytest
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
 from megatron_rl.protocol.metrics import read_jsonl
-from tests.end_to_end.commands import ROOT, launched
+from tests.end_to_end.commands import launched, wait_until, write_inputs
 
 pytestmark = [pytest.mark.slow(150), pytest.mark.timeout(400)]
 ADDRESS = "127.0.0.2"
@@ -64,27 +61,17 @@ path = "FOLDER/prompts.jsonl"
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model, prompts, traces and configuration."""
     folder = tmp_path_factory.mktemp("cold")
-    make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "model")]
-    subprocess.run(make, cwd=ROOT, check=True, timeout=100)
-    prompts, traces = [], []
-    for number in range(100 + HELD_OUT):
-        messages = [{"role": "user", "content": f"{number}="}]
-        split = "train" if number < 100 else "held_out"
-        prompts.append({"task": "any_text", "messages": messages, "answer": "1", "split": split})
-        # Right and wrong ones, so that rewards differ after the cold start too.
-        traces.append({"messages": messages, "response": "1" if number % 2 else "21"})
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    write_inputs(folder, CONFIG, train=100, held_out=HELD_OUT)
+    # Right and wrong ones, so that rewards differ after the cold start too.
+    traces = [
+        {
+            "messages": [{"role": "user", "content": f"{number}="}],
+            "response": "1" if number % 2 else "21",
+        }
+        for number in range(100 + HELD_OUT)
+    ]
     (folder / "traces.jsonl").write_text("\n".join(map(json.dumps, traces)))
-    (folder / "config.toml").write_text(CONFIG.replace("FOLDER", str(folder)))
     return folder
-
-
-def wait_until(is_true: Callable[[], bool], run: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_true():
-        assert run.poll() is None, run.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def sft_steps(run_dir: Path) -> list[int]:

@@ -4,9 +4,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,15 +14,16 @@ import pytest
 
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end import commands
+from tests.end_to_end.commands import wait_until, write_inputs
 
 pytestmark = [pytest.mark.slow(300), pytest.mark.exhaustive, pytest.mark.timeout(400)]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS, GROUPS, GROUP_SIZE = 20, 4, 8
 HELD_OUT = 600
 # Any text counts, and a shorter one for more: a random model earns rewards that differ.
 CONFIG = f"""
 [model]
+path = "FOLDER/model"
 dtype = "float32"
 [train]
 steps = {STEPS}
@@ -51,6 +51,8 @@ length_margin_tokens = 24
 [reward.tasks.any_text]
 gate = "none"
 compare = "exact"
+[[prompts]]
+path = "FOLDER/prompts.jsonl"
 """
 
 
@@ -58,18 +60,7 @@ compare = "exact"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model, prompts and configuration."""
     folder = tmp_path_factory.mktemp("lost")
-    make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "model")]
-    subprocess.run(make, cwd=ROOT, check=True, timeout=100)
-    with (folder / "prompts.jsonl").open("w") as file:
-        for number in range(1000 + HELD_OUT):
-            row = {
-                "task": "any_text", "messages": [{"role": "user", "content": f"{number}="}],
-                "answer": "1", "split": "train" if number < 1000 else "held_out",
-            }  # fmt: skip
-            file.write(json.dumps(row) + "\n")
-    places = f'[[prompts]]\npath = "{folder / "prompts.jsonl"}"\n'
-    config = CONFIG.replace("[model]", f'[model]\npath = "{folder / "model"}"') + places
-    (folder / "config.toml").write_text(config)
+    write_inputs(folder, CONFIG, train=1000, held_out=HELD_OUT)
     return folder
 
 
@@ -81,14 +72,6 @@ def launched(
     config = folder / "config.toml"
     with commands.launched(command, "--config", config, "--run-dir", run_dir, *arguments) as run:
         yield run
-
-
-def wait_until(is_true: Callable[[], bool], run: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_true():
-        assert run.poll() is None, run.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def children_of(run: subprocess.Popen[str], module: str) -> list[psutil.Process]:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +91,6 @@ def test_a_run_learns_from_its_teacher_in_an_engine(
     assert sum(apart[-5:]) < 0.5 * sum(apart[:5])
 
 
-def wait_until(is_true: Callable[[], bool], run: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 200
-    while not is_true():
-        assert run.poll() is None, run.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def kill_scorer(run: subprocess.Popen[str]) -> None:
     [scorer] = [
         process
@@ -127,7 +118,7 @@ def test_a_scorer_that_dies_is_started_again_or_ends_the_run(
     command = arguments(folder, "unused", *given)
     command[command.index("--run-dir") + 1] = str(tmp_path / "run")
     with commands.launched(*command) as run:
-        wait_until(lambda: has_trained(tmp_path / "run"), run)
+        commands.wait_until(lambda: has_trained(tmp_path / "run"), run, within_s=200)
         killed_at = time.monotonic()
         kill_scorer(run)
         output, _ = run.communicate(timeout=RUN_S)

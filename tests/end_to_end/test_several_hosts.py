@@ -1,7 +1,6 @@
 """A run on several hosts, here processes: the Slurm script, encrypted sockets, roles apart."""
 
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -15,10 +14,10 @@ import pytest
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher.status_command import describe, read_status
 from megatron_rl.protocol.metrics import read_jsonl
+from tests.end_to_end.commands import ROOT, start, write_inputs
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # No name of the loopback device in protocol/wire.py: treated as reachable from other hosts.
 ADDRESS = "127.0.0.2"
 STEPS = 3
@@ -58,26 +57,7 @@ path = "FOLDER/prompts.jsonl"
 @pytest.fixture(scope="module")
 def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model, prompts and configuration."""
-    folder = tmp_path_factory.mktemp("hosts")
-    make = [sys.executable, "-m", "tools.make_tiny_model", str(folder / "model")]
-    subprocess.run(make, cwd=ROOT, check=True, timeout=100)
-    with (folder / "prompts.jsonl").open("w") as file:
-        for number in range(100):
-            row = {"task": "any_text", "messages": [{"role": "user", "content": f"{number}="}],
-                   "answer": "1", "split": "train"}  # fmt: skip
-            file.write(json.dumps(row) + "\n")
-    path = folder / "config.toml"
-    path.write_text(CONFIG.replace("FOLDER", str(folder)))
-    return path
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """`megatron-rl ARGUMENTS`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.launcher.cli", *arguments],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return write_inputs(tmp_path_factory.mktemp("hosts"), CONFIG, train=100)
 
 
 # What srun does for one task on each node.

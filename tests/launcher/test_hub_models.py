@@ -4,9 +4,6 @@ huggingface_hub reads its environment when it is imported, so each look is a pro
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.hub_models import choose_files
-from tests.rollout_queue.tables.hub_server import FIRST, MODEL, SECOND, Hub, serving
+from tests.rollout_queue.tables.hub_server import FIRST, MODEL, SECOND, Hub, ask_beside, serving
 
 _PROGRAM = """
 import json, sys
@@ -39,13 +36,6 @@ except InputError as error:
 """
 
 
-@pytest.fixture(autouse=True)
-def online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub here is asked, also where the tests run without the real one."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def commit(content: bytes) -> dict[str, bytes]:
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     return {
@@ -62,18 +52,8 @@ def commit(content: bytes) -> dict[str, bytes]:
 
 def look(hub: Hub | None, home: Path, do: str, *overrides: str, **variables: str) -> list[Any]:
     """What a process with this cache says; without a hub it has no network."""
-    env = {
-        **os.environ, "HF_HOME": str(home), "OMP_NUM_THREADS": "1",
-        # Port 9 of loopback refuses.
-        "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
-        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **variables,
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, do, f"model.path={MODEL}", *overrides],
-        env=env, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    arguments = (do, f"model.path={MODEL}", *overrides)
+    return ask_beside(hub, home, _PROGRAM, *arguments, **variables)
 
 
 def test_a_model_is_fetched_by_name_and_a_resumed_run_keeps_its_commit(tmp_path: Path) -> None:

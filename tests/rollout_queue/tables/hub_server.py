@@ -5,10 +5,14 @@ Run by tests as a thread; it serves one data set, or model, and notes what was a
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -127,3 +131,27 @@ def serving(commits: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
         hub.shutdown()
         thread.join(10)
         hub.server_close()
+
+
+def ask_beside(
+    hub: Hub | None, home: Path, program: str, *arguments: str, **variables: str
+) -> list[Any]:
+    """What a process prints as JSON that has this cache and hub, or no network without a hub.
+
+    huggingface_hub reads its environment when it is imported. Where the tests run without the real
+    hub, this one is asked all the same.
+    """
+    offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    env = {
+        **{name: value for name, value in os.environ.items() if name not in offline},
+        "HF_HOME": str(home), "OMP_NUM_THREADS": "1",
+        # Port 9 of loopback refuses.
+        "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **variables,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=env, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

@@ -5,15 +5,12 @@ huggingface_hub reads its environment when it is imported, so each look is a pro
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout_queue.tables.hub_server import FIRST, NAME, SECOND, Hub, serving
+from tests.rollout_queue.tables.hub_server import FIRST, NAME, SECOND, Hub, ask_beside, serving
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -34,13 +31,6 @@ except InputError as error:
 """
 
 
-@pytest.fixture(autouse=True)
-def online(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub here is asked, also where the tests run without the real one."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def table(*answers: str) -> bytes:
     rows = [{"question": f"q{answer}", "answer": f"so\n#### {answer}"} for answer in answers]
     buffer = io.BytesIO()
@@ -58,21 +48,13 @@ def commit(number: int) -> dict[str, bytes]:
     }
 
 
-def look(hub: Hub | None, home: Path, do: str = "read", **source: Any) -> list[Any]:
+def look(
+    hub: Hub | None, home: Path, do: str = "read", *, is_offline: bool = False, **source: Any
+) -> list[Any]:
     """What a process with this cache says; without a hub it has no network."""
     given = {"name": NAME, "subset": "main", "dataset_split": "train", **source}
-    env = {
-        **os.environ, "HF_HOME": str(home), "OMP_NUM_THREADS": "1",
-        # Port 9 of loopback refuses.
-        "HF_ENDPOINT": hub.url if hub else "http://127.0.0.1:9",
-        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, json.dumps(given), do],
-        env=env, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    variables = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
+    return ask_beside(hub, home, _PROGRAM, json.dumps(given), do, **variables)
 
 
 def test_only_the_wanted_files_are_fetched_and_the_commit_is_pinned(tmp_path: Path) -> None:
@@ -101,15 +83,12 @@ def test_wrong_names_revisions_and_splits_are_clear_errors(tmp_path: Path) -> No
         assert hub.fetched.count("main/train-00000-of-00001.parquet") == 0
 
 
-def test_offline_the_error_names_the_command_and_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_the_error_names_the_command_and_the_folder(tmp_path: Path) -> None:
     [said] = look(None, tmp_path, revision="v1")
     assert "the Hub does not answer" in said
     assert f"hf download --repo-type dataset {NAME} --revision v1 --local-dir FOLDER" in said
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with serving({FIRST: commit(10)}) as hub:
-        [said] = look(hub, tmp_path)
+        [said] = look(hub, tmp_path, is_offline=True)
         assert "HF_HUB_OFFLINE is set" in said and hub.fetched == []
 
 
