@@ -1,6 +1,8 @@
 """A dry run tells configurations that can pay an answer from those that pay nothing."""
 
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,20 @@ def test_the_command_starts_nothing_and_says_what_it_found(
     assert main([*command, 'render.system_prompt=""']) == 1
     assert "problem: math: no reward possible" in capsys.readouterr().out
     assert not run_dir.exists()
+
+
+def test_the_toml_of_the_readme_is_the_shipped_example_and_can_earn_a_reward(
+    model: Path, tmp_path: Path
+) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    [pasted] = [
+        b for b in re.findall(r"```toml\n(.*?)```", readme, re.DOTALL) if "[[prompts]]" in b
+    ]
+    assert pasted == (EXAMPLES / "own_prompts.toml").read_text()
+    folder = tomllib.loads(pasted)["model"]["path"]
+    assert f".venv/bin/python -m tools.convert_smollm2 {folder}\n" in readme
+    (tmp_path / "my.toml").write_text(pasted)
+    config = load_config(tmp_path / "my.toml", [f'model.path="{model}"'])
+    assert problems_of(config) == {"math": []}
+    sets = load_prompts(config.prompts, config.run.seed)
+    assert (len(sets.train[0]), len(sets.held_out)) == (2000, 500)
