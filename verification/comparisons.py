@@ -4,13 +4,12 @@
 The same goes for whether two wrong answers are the same: one stands for the reference then.
 """
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.lookup import find_function
+from megatron_rl.config.lookup import find_function, where_raised
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest
 from verification import gym_answer
@@ -160,7 +159,10 @@ def find_comparison(name: str) -> Comparison:
     def judge(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
         is_right = call_function(function, name, gated.answer, request)
         if not isinstance(is_right, bool):
-            raise GradingError(f"{name!r} returned {type(is_right).__name__}, expected a bool")
+            raise GradingError(
+                f"{name!r} returned {describe_type(is_right)}, expected a bool: whether the answer "
+                "is right, as in `return bool(...)`; a share or bonus is a [[reward.extra]]"
+            )
         return CORRECT if is_right else WRONG
 
     return Comparison(judge, equivalence=Equivalence(str, judge))
@@ -173,11 +175,16 @@ def call_function(function: Callable[..., object], name: str, *arguments: object
     except (GradingError, MemoryError, RecursionError):
         raise
     except Exception as error:  # noqa: BLE001 a user's function may raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise GradingError(
-            f"{name!r} raised {type(error).__name__}: {error!s:.200} ({frame.filename}, line "
-            f"{frame.lineno}, in {frame.name})"
+            f"{name!r} raised {type(error).__name__}: {error!s:.200} ({where_raised(error)})"
         ) from error
+
+
+def describe_type(value: object) -> str:
+    """The type of a value with its module, as numpy has a `bool` too, and the value, cut."""
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{value!r:.80} of the type {module}{kind.__qualname__}"
 
 
 def load_function(name: str, *, key: str) -> Callable[..., object]:

@@ -12,7 +12,7 @@ from functools import cache
 from megatron_rl.config.reward import ExtraReward, StepKind
 from megatron_rl.protocol.types import Score, ScoreRequest
 from verification import language
-from verification.comparisons import call_function, find_comparison, load_function
+from verification.comparisons import call_function, describe_type, find_comparison, load_function
 from verification.draft import Draft, Finding, Question
 from verification.gates import CUT_OFF_REFUSALS, GATES, Gated
 from verification.rules import RewardRules
@@ -162,7 +162,10 @@ def _extra(extra: ExtraReward, question: Question) -> float:
     arguments = question.gated.answer, question.request
     value = call_function(_load_extra(extra), extra.function, *arguments)
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise GradingError(f"{extra.function!r} returned {value!r:.80}, expected a finite number")
+        raise GradingError(
+            f"{extra.function!r} returned {describe_type(value)}, expected one finite number, an "
+            "int or a float, for one completion: as in `return float(...)`"
+        )
     return float(value)
 
 

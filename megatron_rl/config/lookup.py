@@ -5,7 +5,11 @@ Used by every process at start.
 
 import difflib
 import importlib
+import os
+import sysconfig
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_rl.config.errors import InputError
@@ -29,7 +33,30 @@ def find_function(table: Mapping[str, Function], name: str, *, key: str) -> Func
         found: Any = getattr(importlib.import_module(module_name), function_name, None)
     except ImportError as error:
         raise InputError(f"{key}={name!r}: cannot import {module_name}: {error}") from error
+    except Exception as error:  # noqa: BLE001 a user's module may raise anything
+        raise InputError(
+            f"{key}={name!r}: importing {module_name} raised {type(error).__name__}: {error} "
+            f"({where_raised(error)})"
+        ) from error
     if not callable(found):
         raise InputError(f"{key}={name!r}: {module_name} has no function {function_name!r}")
     function: Function = found
     return function
+
+
+def where_raised(error: BaseException) -> str:
+    """File, line and function that raised, for code of the user's.
+
+    The deepest frame outside the standard library and installed packages: a user's mistake often
+    surfaces in a library that it called.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    paths = sysconfig.get_paths()
+    libraries = tuple(paths[key] + os.sep for key in ("stdlib", "purelib", "platlib"))
+    root = Path(__file__).resolve().parents[2]
+    ours = tuple(f"{root / package}{os.sep}" for package in ("megatron_rl", "verification"))
+    own = [f for f in frames if not f.filename.startswith((*libraries, *ours, "<"))]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}, in {frame.name}"

@@ -3,7 +3,6 @@
 Used by `megatron-rl run --dry-run`. A part of ours is not called: its tests have done that.
 """
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from megatron_rl.algorithms.minibatch import Crediting, find_crediting
 from megatron_rl.algorithms.objective import Objective, find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.lookup import where_raised
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms.tokens import Tokens
@@ -201,8 +201,7 @@ def _called(key: str, name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except _ERRORS as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(
-            f"{key}={name!r} raised {type(error).__name__}: {error} ({frame.filename}, line "
-            f"{frame.lineno}), called with {_TOKENS} made-up tokens in {len(_LENGTHS)} groups"
+            f"{key}={name!r} raised {type(error).__name__}: {error} ({where_raised(error)}), "
+            f"called with {_TOKENS} made-up tokens in {len(_LENGTHS)} groups"
         ) from error

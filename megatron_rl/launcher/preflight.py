@@ -38,6 +38,7 @@ from megatron_rl.config.tree import (
 )
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
+from megatron_rl.launcher.reward_trial import try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.scorer_checks import check_scorer
 from megatron_rl.launcher.terminal_text import printable
@@ -346,6 +347,7 @@ def check_prompts(config: Config) -> PromptReport:
     notes += [*map(printable, sets.notes), *_describe_dropped(dropped)]
     asked = {prompt.task for prompt in sets.all if not has_own_system(prompt)}
     notes += _describe_system_prompts(config, sorted(asked))
+    notes += try_rewards(sets.all, config)
     return PromptReport(notes, dropped, sets.files)
 
 

@@ -24,6 +24,7 @@ from megatron_rl.launcher.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, read_jsonl
+from megatron_rl.protocol.process import Interrupted
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -154,6 +155,10 @@ class FolderLock(NamedTuple):
     heartbeat: Heartbeat
 
 
+SIGNALLED = "stopped by signal"
+"""The last phase of a launcher that Ctrl-C or another signal ended begins so."""
+
+
 @contextlib.contextmanager
 def locked(run_dir: Path, phase: str = "") -> Iterator[FolderLock]:
     """Keep other launchers out of the folder, those on other hosts by a heartbeat.
@@ -172,7 +177,11 @@ def locked(run_dir: Path, phase: str = "") -> Iterator[FolderLock]:
                 raise InputError(_second_text(run_dir))
             time.sleep(0.2)
         with Heartbeat(run_dir, phase) as heartbeat:
-            yield FolderLock(descriptor, heartbeat)
+            try:
+                yield FolderLock(descriptor, heartbeat)
+            except Interrupted as stop:
+                heartbeat.phase = f"{SIGNALLED} {int(str(stop.code)) - 128}"
+                raise
     finally:
         os.close(descriptor)
 

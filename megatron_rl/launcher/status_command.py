@@ -26,7 +26,7 @@ from megatron_rl.launcher.health import RECENT, duration_text, step_seconds, war
 from megatron_rl.launcher.heartbeat import PREPARED, read_beat
 from megatron_rl.launcher.live_view import GAP_NOTE, evaluation_line, lacks_gap, step_line
 from megatron_rl.launcher.roster import Roster
-from megatron_rl.launcher.run_folder import is_running
+from megatron_rl.launcher.run_folder import SIGNALLED, is_running
 from megatron_rl.protocol.failure import first_failure
 from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
 
@@ -113,7 +113,14 @@ def read_status(run_dir: Path, now: float) -> Status:
         status.error = (
             "no process noted an error: it was interrupted, or killed from outside; see logs/"
         )
-        if failure is not None:
+        if phase.startswith(SIGNALLED):
+            by = (
+                "the user (Ctrl-C)"
+                if phase == f"{SIGNALLED} 2"
+                else phase.removeprefix("stopped by ")
+            )
+            status.error = f"stopped by {by}; the same command resumes from the last checkpoint"
+        elif failure is not None:
             status.error = f"{failure.who}: {failure.text.strip()}"
     return status
 

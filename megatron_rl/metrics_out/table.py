@@ -259,7 +259,8 @@ Other programs get the same rows by `[metrics]` while a run goes on, or by
   `tensorboard --logdir RUN/tensorboard`.
 - `metrics.wandb = "offline"` or `"online"`: Weights & Biases (`pip install wandb`); offline in
   `RUN/wandb`, for `wandb sync`. `wandb_project`, `wandb_entity`, `wandb_name`, `wandb_group` and
-  `wandb_tags` name the run there.
+  `wandb_tags` name the run there. Names are those below; a generator's and the
+  cold start's have their source as the first part (`generator-0/...`, `sft/loss`).
 - `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with `metrics.prometheus_host`
   another address, where whoever reaches it may read them.
 

@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from megatron_rl.metrics_out.follow import Row, numbers, split_label
 
 ID_FILE = "megatron_rl_run_id"
 _TIMEOUT_S = 60
+_ONLY_WRITERS = ("trainer", "queue", "launch")
+"""Roles whose groups of metrics no other role writes."""
 
 
 class WandbRun:
@@ -46,6 +49,7 @@ class WandbRun:
         )
         self._sent: dict[str, int] = dict(self._run.summary.get("sent_steps", {}))
         self._sources: set[str] = set()
+        self._groups: set[str] = set()
 
     def add(self, rows: list[Row]) -> None:
         """Send rows but for those that an earlier run of the exporter has sent."""
@@ -54,18 +58,21 @@ class WandbRun:
             values = numbers(row)
             if not values or step < self._sent.get(source, -1):
                 continue
-            self._define(source)
             _, name = split_label(row.get("label", ""))
             ending = f"/{name}" if name else ""
-            sent: dict[str, Any] = {f"{source}/{k}{ending}": v for k, v in values.items()}
-            self._run.log(sent | {f"{source}/step": step})
+            sent: dict[str, Any] = {name_of(source, k) + ending: v for k, v in values.items()}
+            self._define(source, sent)
+            self._run.log(sent | {f"step/{source}": step})
             self._sent[source] = step
 
-    def _define(self, source: str) -> None:
+    def _define(self, source: str, names: Iterable[str]) -> None:
         if source not in self._sources:
-            self._run.define_metric(f"{source}/step", hidden=True)
-            self._run.define_metric(f"{source}/*", step_metric=f"{source}/step")
+            self._run.define_metric(f"step/{source}", hidden=True)
             self._sources.add(source)
+        # By group, as two roles share none: "train/*" is over the trainer's steps.
+        for group in {name.partition("/")[0] for name in names} - self._groups:
+            self._run.define_metric(f"{group}/*", step_metric=f"step/{source}")
+            self._groups.add(group)
 
     def close(self) -> None:
         """Send what is left."""
@@ -73,6 +80,18 @@ class WandbRun:
         self._run.finish()
         # Their service, another process, may write the file some time after finish() has returned.
         wandb.teardown()
+
+
+def name_of(source: str, metric: str) -> str:
+    """The metric's name there: as in metrics.jsonl, with the role as group where roles share names.
+
+    Several generators write `generator/*`, and the cold start writes `train/*` as the trainer does.
+    """
+    if source in _ONLY_WRITERS:
+        return metric
+    group, _, name = metric.partition("/")
+    is_own = source.startswith(f"{group}-") or (source, group) == ("sft", "train")
+    return f"{source}/{name if is_own else metric}"
 
 
 def _id_of(folder: Path) -> str:

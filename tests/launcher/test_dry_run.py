@@ -185,7 +185,12 @@ def test_a_task_is_represented_by_prompts_from_all_over() -> None:
 
 
 def test_the_command_starts_nothing_and_says_what_it_found(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = {
         "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
@@ -203,6 +208,13 @@ def test_the_command_starts_nothing_and_says_what_it_found(
     assert "right answer earns" in capsys.readouterr().out
     assert main([*command, 'render.system_prompt=""']) == 1
     assert "problem: math: no reward possible" in capsys.readouterr().out
+    # An exception in a reward is said once for all prompts, with the user's line.
+    (tmp_path / "dry_rewards.py").write_text("def f(answer, request):\n    return float('x')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main([*command, 'reward.extra=[{name="own", function="dry_rewards:f"}]']) == 2
+    shown = capsys.readouterr().out + caplog.text
+    assert shown.count(f"ValueError: could not convert string to float: 'x' ({tmp_path}") == 1
+    assert shown.count("dry_rewards.py, line 2, in f") == 1 and "Traceback" not in shown
     assert not run_dir.exists()
 
 

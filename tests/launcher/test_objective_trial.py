@@ -76,7 +76,11 @@ def test_right_parts_are_called_and_named_and_ours_are_not() -> None:
         ("surrogate", "plain", r"returns a plain tensor, expected Surrogate\(values, sums\)"),
         ("surrogate", "detached", "no finite gradient by tokens.logprobs"),
         ("surrogate", "of_items", r"sums\['share'\] is no tensor of shape \[\]"),
-        ("surrogate", "broken", r"AttributeError: .*log_probs.* \(.*trial_parts\.py, line 22\)"),
+        (
+            "surrogate",
+            "broken",
+            r"AttributeError: .*log_probs.* \(.*trial_parts\.py, line 22, in ",
+        ),
         ("correction", "one_factor", r"gives \[\] for 17 tokens, .*without a sum or mean"),
         ("credit", "of_group", r"shapes \[\(\), \(\)\] .*expected \[\(3,\), \(3,\)\]"),
     ],

@@ -14,6 +14,7 @@ from megatron_rl.launcher.live_view import LiveView
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.launcher.status_command import Status, describe, of_rows, read_status
 from megatron_rl.protocol.checkpoint_folder import record_file, seal
+from megatron_rl.protocol.process import Interrupted
 
 CONFIG = load_config(None, ["train.steps=10", "queue.max_staleness=2", "checkpoint.every_steps=2"])
 
@@ -97,6 +98,15 @@ def test_the_state_is_told_by_lock_summary_and_noted_errors(
     (run / "summary.json").write_text("{}")
     assert cli.main(["status", str(run), "--json"]) == 0
     assert Status(**json.loads(capsys.readouterr().out)).state == "complete"
+
+
+@pytest.mark.parametrize(("number", "words"), [(2, "the user (Ctrl-C)"), (15, "signal 15")])
+def test_a_run_that_a_signal_ended_says_so(tmp_path: Path, number: int, words: str) -> None:
+    run = leave(tmp_path / "run", [step(3, at=1000.0)])
+    with pytest.raises(Interrupted), locked(run):
+        raise Interrupted(128 + number)
+    found = read_status(run, time.time())
+    assert found.state == "stopped" and found.error.startswith(f"stopped by {words}; the same")
 
 
 def test_a_disk_that_becomes_full_is_warned_about_before(

@@ -178,7 +178,7 @@ def test_extra_rewards_are_added_by_weight_and_recorded_by_name() -> None:
 
 def test_extra_reward_that_is_no_number_is_our_failure() -> None:
     rules = make_rules(extra=[ExtraReward(name="bad", function=f"{PLUG_INS}:not_a_number")])
-    with pytest.raises(GradingError, match="returned nan, expected a finite number"):
+    with pytest.raises(GradingError, match="returned nan of the type float, expected one finite"):
         score(make_request(boxed("7")), rules)
 
 

@@ -211,7 +211,7 @@ def test_broken_or_unknown_plug_in_fails_with_its_name(pool: Pool) -> None:
     _submit(pool, _hostile("no_such_task", 2))
     finished = _collect(pool, 30)
     assert isinstance(finished[1], ScoreFailed)
-    assert "returned NoneType, expected a bool" in finished[1].reason
+    assert "returned None of the type NoneType, expected a bool" in finished[1].reason
     assert isinstance(finished[2], ScoreFailed)
     assert "no_such_task" in finished[2].reason
 

@@ -1,0 +1,82 @@
+"""Calls a user's comparisons and extra rewards once, before a run starts anything.
+
+A prompt of each task that has any gets a made-up completion, graded as in a run: by the same rules,
+in the same limited processes. A part of ours is not called: its tests have done that.
+"""
+
+from collections.abc import Sequence
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.reward import CODE, RewardConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.types import Prompt, ScoreFailed
+from verification.canned import Form, make_canned
+from verification.library import Grading, Sample
+from verification.pool.faults import MODEL_FAULTS
+
+_PROGRAM = "def made_up():\n    return None\n"
+
+
+def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
+    """Call the user's functions for one prompt of each task; lines about them.
+
+    Raises InputError where one raises, returns another type, or exceeds the limits of its lane.
+    """
+    reward = config.reward
+    chosen: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if functions_of(prompt.task, reward):
+            chosen.setdefault(prompt.task, prompt)
+    if not chosen:
+        return []
+    samples = [_sample(prompt, config) for prompt in chosen.values()]
+    with Grading(reward, config.verifier, max_tokens=config.sampling.max_new_tokens) as grading:
+        scores = grading.score(samples)
+    for prompt, score in zip(chosen.values(), scores, strict=True):
+        reason = score.reason
+        if isinstance(score, ScoreFailed) or reason in MODEL_FAULTS:
+            custom = config.verifier.custom
+            limits = (
+                f": they exceed verifier.custom.timeout_s={custom.timeout_s:g} or "
+                f"memory_bytes={custom.memory_bytes}, or end their process"
+            )
+            raise InputError(
+                f"the functions of the task {prompt.task!r} "
+                f"({', '.join(functions_of(prompt.task, reward))}) cannot grade a made-up "
+                f"completion of {prompt.place or prompt.id!r}: {reason}"
+                f"{limits if reason in MODEL_FAULTS else ''}"
+            )
+    return [
+        f"{function} was called with a made-up completion of the task {task!r}"
+        for task in chosen
+        for function in functions_of(task, reward)
+    ]
+
+
+def functions_of(task: str, reward: RewardConfig) -> list[str]:
+    """The user's functions that judge completions of a task, as package.module:function."""
+    compare = reward.all_tasks[task].compare
+    extras = [extra.function for extra in reward.extras_of(task)]
+    return list(dict.fromkeys([compare, *extras] if ":" in compare else extras))
+
+
+def _sample(prompt: Prompt, config: Config) -> Sample:
+    """A completion that the gate of the task accepts, whatever the prompt asks for."""
+    reward = config.reward
+    gate = reward.gates[prompt.task]
+    compare = reward.all_tasks[prompt.task].compare
+    form = Form(gate.startswith("think"), gate.endswith("box"), gate.endswith("code"))
+    canned = None
+    if compare == CODE or not form.has_fence:
+        canned = make_canned(prompt, compare, form, tail="", count=reward.tests_per_problem)
+    thoughts = "<think>\nmade up\n</think>\n" if form.has_thoughts else ""
+    text = f"{thoughts}```python\n{_PROGRAM}```" if canned is None else canned.right
+    return Sample(
+        text=text,
+        answer=prompt.answer,
+        task=prompt.task,
+        entry=prompt.entry,
+        problem=prompt.question,
+        language=prompt.language,
+        tokens=1,
+    )
