@@ -78,7 +78,7 @@ class EngineSetup:
     """Whether logits are float32 though the weights are not."""
     returns_expert_choices: bool = False
     """Whether completions carry the experts of each token."""
-    shares_gpus: bool = False
+    colocate: bool = False
     """Whether the trainer computes on its GPUs."""
     releases_memory: bool = False
     """Whether it is asked to give the memory of weights and KV cache back for a while."""
@@ -219,7 +219,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         overlaps_schedule=generator.overlap_schedule,
         releases_memory=generator.release_memory,
         quantization=generator.quantization,
-        shares_gpus=generator.shares_gpus,
+        colocate=generator.colocate,
         has_wide_head=config.model.has_wide_head,
         returns_expert_choices=config.train.router_replay,
         watchdog_timeout_s=longest_pause_s(config),

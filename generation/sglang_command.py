@@ -104,7 +104,7 @@ def server_environment(setup: EngineSetup) -> dict[str, str]:
     if sglang_cpu.is_needed():
         shims = sglang_cpu.server_environment(setup.tensor_parallel)
         shims |= sglang_cpu.family_environment(Path(setup.model))
-    if setup.shares_gpus:
+    if setup.colocate:
         # Free memory of its ranks differs, as the trainer's ranks hold unequal shares.
         shims["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if setup.may_exceed_model:

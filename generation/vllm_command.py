@@ -34,7 +34,7 @@ def vllm_python() -> Path:
 
 
 def installed_release() -> str:
-    """vLLM's version, without starting it. Raises EngineError, with the cure."""
+    """vLLM's version, without starting it. Raises EngineError, with the fix."""
     python = vllm_python()
     found = sorted(python.parent.parent.glob("lib/python*/site-packages/vllm*.dist-info"))
     if not python.exists() or not found:

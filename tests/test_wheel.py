@@ -115,8 +115,8 @@ def test_every_shipped_configuration_is_there_by_name(installed: Installed) -> N
     assert listed.returncode == 0, listed.stderr
     assert {line.split()[0] for line in listed.stdout.splitlines()[1:]} >= set(shipped())
     shown = installed.call("megatron-rl", "config", "show", "magistral_24b", "--json")
-    found = json.loads(shown.stdout)["train.groups_per_batch"]
-    expected = load_config(ROOT / "examples" / "magistral_24b.toml").train.groups_per_batch
+    found = json.loads(shown.stdout)["train.prompts_per_batch"]
+    expected = load_config(ROOT / "examples" / "magistral_24b.toml").train.prompts_per_batch
     where = str(installed.packages / "megatron_rl" / "examples" / "magistral_24b.toml")
     assert found == {"value": expected, "from": where}
 

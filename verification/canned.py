@@ -1,7 +1,8 @@
 """Completions that nobody sampled: right and wrong ones in the form that a prompt asks for.
 
 Used by the dry run of a configuration, to find out whether any completion could earn its reward.
-The form is read from the prompt as the model sees it, never from the gate that will judge it.
+The form is read from the prompt as the model sees it, never from the format check that will judge
+it.
 """
 
 import json

@@ -1,11 +1,11 @@
 """The class requests of a verifier: from texts to classes, a comparison at a time.
 
 Runs in the verifier's only thread; used by `worker.py`. What plain text leaves open is compared in
-the grading processes of the task's lane, like an answer with its reference: under the same limits,
-and tried again like it.
+the grading processes of the task's worker pool, like an answer with its reference: under the same
+limits, and tried again like it.
 
-Gates and quick comparisons run here. `advance` makes a bounded number of them, so that a request of
-many answers holds up no other; `has_work` tells that it is to be called again.
+Format checks and quick comparisons run here. `advance` makes a bounded number of them, so that a
+request of many answers holds up no other; `has_work` tells that it is to be called again.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from megatron_rl.protocol.types import NOT_GRADED, Score, ScoreDone, ScoreFailed
 from verification.classes import Clustering, Pair
 from verification.comparisons import Equivalence, find_comparison
 from verification.draft import Draft
-from verification.gates import GATES, Gated
+from verification.format_checks import FORMAT_CHECKS, FormatResult
 from verification.pool.faults import MODEL_FAULTS
 from verification.pool.pool import Pool
 from verification.rules import RewardRules
@@ -71,8 +71,8 @@ class ClassDesk:
         """Begin with a request. GradingError for an unknown task."""
         task = self._rules.task(request.task)
         equivalence = find_comparison(task.compare).equivalence
-        gated = map(GATES[task.gate], request.texts, request.prompt_tails)
-        answers = [None if g.refusal else equivalence.form(g.answer) for g in gated]
+        checked = map(FORMAT_CHECKS[task.format_check], request.texts, request.prompt_tails)
+        answers = [None if g.refusal else equivalence.form(g.answer) for g in checked]
         clustering = Clustering(answers, compares=equivalence.judge is not None)
         step = self._rules.reward.class_step(request.task)
         self._ready.append(
@@ -112,16 +112,16 @@ class ClassDesk:
 
     def _compare_quickly(self, found: _Open, pair: Pair) -> bool:
         """Whether plain text has decided about a pair; else the pool is asked."""
-        gated, request = self._question(found, pair)
-        verdict = found.equivalence.quick(gated, request, self._rules)
+        checked, request = self._question(found, pair)
+        verdict = found.equivalence.quick(checked, request, self._rules)
         if verdict is not None:
             found.clustering.note(is_same=verdict.is_correct)
             return True
         self._in_pool[request.request_id] = found
-        self._pool.submit(Draft(request, gated, {}, "", (found.step,)))
+        self._pool.submit(Draft(request, checked, {}, "", (found.step,)))
         return False
 
-    def _question(self, found: _Open, pair: Pair) -> tuple[Gated, ScoreRequest]:
+    def _question(self, found: _Open, pair: Pair) -> tuple[FormatResult, ScoreRequest]:
         """The one answer, and the other in the place of a reference."""
         asked, answer, founder = found.request, *(found.answers[place] for place in pair)
         assert answer is not None and founder is not None
@@ -136,7 +136,7 @@ class ClassDesk:
             problem=asked.problem,
             prompt_tail=asked.prompt_tails[pair.answer],
         )
-        return Gated(answer=answer), request
+        return FormatResult(answer=answer), request
 
     def _expire(self, now: float) -> list[Answered]:
         """Give up what is open for too long; a comparison in the pool ends by limits of its own."""

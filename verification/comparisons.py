@@ -14,17 +14,17 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.protocol.types import ScoreRequest
 from verification import gym_answer
 from verification.code import grading
-from verification.gates import Gated
+from verification.format_checks import FormatResult
 from verification.math import answer as math_answer
 from verification.math.unevaluated import UNEVALUATED, is_unevaluated
 from verification.rules import RewardRules
 from verification.verdict import CORRECT, WRONG, GradingError, Verdict
 
-Judge = Callable[[Gated, ScoreRequest, RewardRules], Verdict]
-QuickJudge = Callable[[Gated, ScoreRequest, RewardRules], Verdict | None]
+Judge = Callable[[FormatResult, ScoreRequest, RewardRules], Verdict]
+QuickJudge = Callable[[FormatResult, ScoreRequest, RewardRules], Verdict | None]
 
 
-def _undecided(gated: Gated, request: ScoreRequest, rules: RewardRules) -> None:
+def _undecided(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> None:
     return None
 
 
@@ -63,58 +63,64 @@ class Comparison:
     """Which wrong answers are the same."""
 
 
-def exact_text(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+def exact_text(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
     """Right when both texts are equal apart from surrounding space."""
-    return CORRECT if gated.answer.strip() == request.answer.strip() else WRONG
+    return CORRECT if checked.answer.strip() == request.answer.strip() else WRONG
 
 
-def _math(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
-    verdict = _same_math(gated, request, rules)
-    return _if_evaluated(verdict, gated, request, rules)
+def _math(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
+    verdict = _same_math(checked, request, rules)
+    return _if_evaluated(verdict, checked, request, rules)
 
 
-def _math_quickly(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
-    verdict = _same_math_quickly(gated, request, rules)
-    return None if verdict is None else _if_evaluated(verdict, gated, request, rules)
+def _math_quickly(
+    checked: FormatResult, request: ScoreRequest, rules: RewardRules
+) -> Verdict | None:
+    verdict = _same_math_quickly(checked, request, rules)
+    return None if verdict is None else _if_evaluated(verdict, checked, request, rules)
 
 
-def _same_math(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+def _same_math(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
     # An answer that leaves the asked operation to be done is the same as its value here: this says
     # what is meant, and pays nothing.
     return math_answer.compute(
-        gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
+        checked.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
     )
 
 
-def _same_math_quickly(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
+def _same_math_quickly(
+    checked: FormatResult, request: ScoreRequest, rules: RewardRules
+) -> Verdict | None:
     return math_answer.compare_quickly(
-        gated.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
+        checked.answer, request.answer, accept_missing_unit=rules.reward.accept_missing_unit
     )
 
 
 def _if_evaluated(
-    verdict: Verdict, gated: Gated, request: ScoreRequest, rules: RewardRules
+    verdict: Verdict, checked: FormatResult, request: ScoreRequest, rules: RewardRules
 ) -> Verdict:
     """The verdict, but for a right answer that leaves the asked operation to be done."""
-    if not verdict.is_correct or gated.answer == request.answer:
+    if not verdict.is_correct or checked.answer == request.answer:
         return verdict
     rule = rules.reward.unevaluated
-    is_open = is_unevaluated(gated.answer, request.answer, request.problem, rule)
+    is_open = is_unevaluated(checked.answer, request.answer, request.problem, rule)
     return UNEVALUATED if is_open else verdict
 
 
-def _gym(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
-    return gym_answer.compare(gated.answer, request.entry)
+def _gym(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
+    return gym_answer.compare(checked.answer, request.entry)
 
 
-def _gym_quickly(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
-    return gym_answer.compare_quickly(gated.answer, request.answer)
+def _gym_quickly(
+    checked: FormatResult, request: ScoreRequest, rules: RewardRules
+) -> Verdict | None:
+    return gym_answer.compare_quickly(checked.answer, request.answer)
 
 
-def _code(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
+def _code(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
     return grading.grade(
-        gated.answer,
-        gated.tag,
+        checked.answer,
+        checked.tag,
         grading.parse_tests(request.entry),
         seed=request.seed,
         limits=code_limits(rules.reward),
@@ -156,8 +162,8 @@ def find_comparison(name: str) -> Comparison:
         return COMPARISONS[name]
     function = load_function(name, key="reward.tasks.*.compare")
 
-    def judge(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict:
-        is_right = call_function(function, name, gated.answer, request)
+    def judge(checked: FormatResult, request: ScoreRequest, rules: RewardRules) -> Verdict:
+        is_right = call_function(function, name, checked.answer, request)
         if not isinstance(is_right, bool):
             raise GradingError(
                 f"{name!r} returned {describe_type(is_right)}, expected a bool: whether the answer "

@@ -8,7 +8,7 @@ import msgspec
 
 from megatron_rl.config.reward import CUSTOM, Step, StepKind
 from megatron_rl.protocol.types import Score, ScoreRequest
-from verification.gates import Gated
+from verification.format_checks import FormatResult
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -17,7 +17,7 @@ class Question(msgspec.Struct, frozen=True):
     kind: StepKind
     request: ScoreRequest
     """Its text is left out where no function of the user's own reads it."""
-    gated: Gated
+    checked: FormatResult
     """Its thoughts and its final part are left out but for the language."""
 
 
@@ -35,10 +35,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """What is known of a completion that passed its gate, and the steps that are left."""
+    """What is known of a completion that passed its format check, and the steps that are left."""
 
     request: ScoreRequest
-    gated: Gated
+    checked: FormatResult
     parts: dict[str, float]
     """Addends of the reward found so far; "correct" is 0 before the answer is judged."""
     reason: str
@@ -53,13 +53,13 @@ class Draft(msgspec.Struct, frozen=True):
     @property
     def question(self) -> Question:
         """What a grading process needs to know for the next step."""
-        request, gated, (kind, lane) = self.request, self.gated, self.steps[0]
+        request, checked, (kind, pool) = self.request, self.checked, self.steps[0]
         # Text and thoughts are nearly all of a completion: they travel only where they are read.
-        if lane != CUSTOM:
+        if pool != CUSTOM:
             request = msgspec.structs.replace(request, text="")
         if kind != "language":
-            gated = gated._replace(thoughts="", final="")
-        return Question(kind, request, gated)
+            checked = checked._replace(thoughts="", final="")
+        return Question(kind, request, checked)
 
     def add(self, finding: Finding) -> "Draft | Score":
         """The draft after its next step; the score when that was the last."""
@@ -69,4 +69,4 @@ class Draft(msgspec.Struct, frozen=True):
         detail = self.detail or finding.detail
         if len(self.steps) == 1:
             return Score(sum(parts.values()), parts, reason, tests, detail)
-        return Draft(self.request, self.gated, parts, reason, self.steps[1:], tests, detail)
+        return Draft(self.request, self.checked, parts, reason, self.steps[1:], tests, detail)

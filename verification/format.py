@@ -1,4 +1,4 @@
-"""The format gate: whether a response has the shape that the system prompt asks for.
+"""The format check: whether a response has the shape that the system prompt asks for.
 
 Runs in the verifier and in its grading processes. Pure string code in time linear in the text,
 whatever the text is.
@@ -51,12 +51,12 @@ mended, since the first with a tag counts.
 
 
 class FormatCheck(NamedTuple):
-    """Outcome of the gate: either a boxed answer or the reason of the refusal."""
+    """Outcome of the format check: either a boxed answer or the reason of the refusal."""
 
     answer: str
     """Content of the last box, stripped; empty when refused."""
     refusal: str
-    """Empty when the gate is passed."""
+    """Empty when the format check is passed."""
 
     @property
     def is_passed(self) -> bool:
@@ -65,14 +65,14 @@ class FormatCheck(NamedTuple):
 
 
 class CodeFormatCheck(NamedTuple):
-    """Outcome of the gate for code: either a program or the reason of the refusal."""
+    """Outcome of the format check for code: either a program or the reason of the refusal."""
 
     source: str
     """Content of the block that counts, with its line ends as \\n; empty when refused."""
     tag: str
     """First word after the opening fence, in lower case, else as written; empty when refused."""
     refusal: str
-    """Empty when the gate is passed."""
+    """Empty when the format check is passed."""
 
     @property
     def is_passed(self) -> bool:
@@ -104,7 +104,7 @@ def with_opening(text: str, prompt_tail: str) -> str:
 
 
 def check_format(text: str) -> FormatCheck:
-    """The boxed answer of a response, or why the format gate refuses it.
+    """The boxed answer of a response, or why the format check refuses it.
 
     The response starts with `<think>`, has exactly one `<think>...</think>` pair, and after it a
     `\\boxed{}`; the last box counts. Refusals: no_think_start, several_think_tags, no_think_end,
@@ -126,11 +126,11 @@ def check_format(text: str) -> FormatCheck:
 
 
 def check_code_format(text: str) -> CodeFormatCheck:
-    """The program of a response, or why the format gate refuses it.
+    """The program of a response, or why the format check refuses it.
 
     The think tags are those of `check_format`. After them the first fenced block in a known
     language counts: the paper asks for "at least one" such block, so a block of something else
-    before it (an example's input, a sketch, a command) neither passes nor spoils the gate.
+    before it (an example's input, a sketch, a command) neither passes nor spoils the format check.
     Refusals, beside those of the think tags: no_code_block, code_before_think_end,
     no_language_tag, unclosed_code_block, empty_code_block.
     Source: Magistral (arXiv 2506.10910), section 2.2.1.

@@ -1,4 +1,5 @@
-"""From a completion to its score: gate -> correctness -> length -> language -> extra rewards.
+"""From a completion to its score: format check -> correctness -> length -> language -> extra
+rewards.
 
 `screen` runs in the verifier, once a request; `take_step` in its grading processes, once a step
 that is left, or for a pair of answers (`classes.py`). Functions of their arguments, apart from the
@@ -14,7 +15,7 @@ from megatron_rl.protocol.types import Score, ScoreRequest
 from verification import language
 from verification.comparisons import call_function, describe_type, find_comparison, load_function
 from verification.draft import Draft, Finding, Question
-from verification.gates import CUT_OFF_REFUSALS, GATES, Gated
+from verification.format_checks import CUT_OFF_REFUSALS, FORMAT_CHECKS, FormatResult
 from verification.rules import RewardRules
 from verification.verdict import GradingError, Verdict
 
@@ -35,17 +36,18 @@ def length_penalty(
 
 
 def screen(request: ScoreRequest, rules: RewardRules) -> Score | Draft:
-    """The score where the gate or plain text decides all of it; else a draft with steps to take.
+    """The score where the format check or plain text decides all of it; else a draft with steps to
+    take.
 
-    Quick and safe for any text, and the only caller of gates and quick comparisons. Never loads
-    functions of the user's own. GradingError for an unknown task.
+    Quick and safe for any text, and the only caller of format checks and quick comparisons. Never
+    loads functions of the user's own. GradingError for an unknown task.
     """
-    gated = _gate(request, rules)
-    if gated.refusal:
-        return _refused(request, gated)
+    checked = _format_check(request, rules)
+    if checked.refusal:
+        return _refused(request, checked)
     steps = rules.reward.steps_of(request.task)
-    draft = Draft(request, gated, _basic_parts(request, rules), "", steps)
-    verdict = _quick_verdict(gated, request, rules)
+    draft = Draft(request, checked, _basic_parts(request, rules), "", steps)
+    verdict = _quick_verdict(checked, request, rules)
     return draft if verdict is None else draft.add(_judged(verdict, rules))
 
 
@@ -69,7 +71,7 @@ def score(request: ScoreRequest, rules: RewardRules) -> Score:
 
 
 def unverified(draft: Draft, rules: RewardRules, reason: str) -> Score:
-    """The score of a completion whose grading exceeds a limit: gate and length count alone."""
+    """The score of a completion whose grading exceeds a limit: only format and length count."""
     parts = _basic_parts(draft.request, rules)
     return Score(sum(parts.values()), parts, reason)
 
@@ -87,18 +89,20 @@ def prepare(kind: StepKind, task: str, rules: RewardRules) -> None:
             comparison.prepare()
 
 
-def _gate(request: ScoreRequest, rules: RewardRules) -> Gated:
-    return GATES[rules.task(request.task).gate](request.text, request.prompt_tail)
+def _format_check(request: ScoreRequest, rules: RewardRules) -> FormatResult:
+    return FORMAT_CHECKS[rules.task(request.task).format_check](request.text, request.prompt_tail)
 
 
-def _quick_verdict(gated: Gated, request: ScoreRequest, rules: RewardRules) -> Verdict | None:
+def _quick_verdict(
+    checked: FormatResult, request: ScoreRequest, rules: RewardRules
+) -> Verdict | None:
     name = rules.task(request.task).compare
     # A function of the user's own is not loaded here.
-    return None if ":" in name else find_comparison(name).quick(gated, request, rules)
+    return None if ":" in name else find_comparison(name).quick(checked, request, rules)
 
 
-def _refused(request: ScoreRequest, gated: Gated) -> Score:
-    reason = gated.refusal
+def _refused(request: ScoreRequest, checked: FormatResult) -> Score:
+    reason = checked.refusal
     if not request.is_finished and reason in CUT_OFF_REFUSALS:
         reason = "unfinished"
     return Score(reward=0.0, parts={"format": 0.0, "correct": 0.0, "length": 0.0}, reason=reason)
@@ -124,7 +128,7 @@ def _basic_parts(request: ScoreRequest, rules: RewardRules) -> dict[str, float]:
 
 def _judge(question: Question, rules: RewardRules) -> Finding:
     comparison = find_comparison(rules.task(question.request.task).compare)
-    return _judged(comparison.judge(question.gated, question.request, rules), rules)
+    return _judged(comparison.judge(question.checked, question.request, rules), rules)
 
 
 def _judged(verdict: Verdict, rules: RewardRules) -> Finding:
@@ -137,11 +141,11 @@ def _judged(verdict: Verdict, rules: RewardRules) -> Finding:
 
 
 def _judge_language(question: Question, rules: RewardRules) -> Finding:
-    request, gated = question.request, question.gated
+    request, checked = question.request, question.checked
     found = language.check_language(
         problem=request.problem,
-        thoughts=gated.thoughts,
-        answer=gated.final,
+        thoughts=checked.thoughts,
+        answer=checked.final,
         target=request.language,
         rules=_language_rules(rules.reward.language_confidence),
     )
@@ -159,7 +163,7 @@ def _judge_extras(question: Question, rules: RewardRules) -> Finding:
 
 
 def _extra(extra: ExtraReward, question: Question) -> float:
-    arguments = question.gated.answer, question.request
+    arguments = question.checked.answer, question.request
     value = call_function(_load_extra(extra), extra.function, *arguments)
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise GradingError(
@@ -176,7 +180,7 @@ def _load_extra(extra: ExtraReward) -> Callable[..., object]:
 def _compare_pair(question: Question, rules: RewardRules) -> Finding:
     judge = find_comparison(rules.task(question.request.task).compare).equivalence.judge
     assert judge is not None, "texts decide about pairs of this task"
-    return Finding({}, judge(question.gated, question.request, rules).reason)
+    return Finding({}, judge(question.checked, question.request, rules).reason)
 
 
 _STEPS: dict[StepKind, Callable[[Question, RewardRules], Finding]] = {

@@ -12,8 +12,8 @@ ClassDone or ScoreFailed, ends on Stop. One thread:
 | the earliest deadline | the poll's timeout | pool.collect kills what is late |
 | the next heartbeat | the poll's timeout | sends VerifierReady |
 
-The queue keeps to the room of each lane, so the socket is always read: no lane waits behind
-another. Both count a request in every lane that a step of its task needs
+The queue keeps to the room of each worker pool, so the socket is always read: no worker pool waits
+behind another. Both count a request in every worker pool that a step of its task needs
 (`RewardConfig.steps_of`). A queue that restarts, is met again by zmq, and asks beyond that room is
 refused.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 import zmq
 
 from megatron_rl.config.files import load_config
-from megatron_rl.config.reward import LANES
+from megatron_rl.config.reward import WORKER_POOLS
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.keys import load_keys
 from megatron_rl.protocol.process import (
@@ -160,16 +160,16 @@ class Verifier:
 
     def _take_classes(self, request: ClassRequest) -> None:
         self._rules.task(request.task)  # GradingError where it is unknown.
-        lane = self._rules.reward.class_step(request.task).lane
-        if self._desk.pending >= MAX_OVERBOOKING * self._capacity[lane]:
+        pool = self._rules.reward.class_step(request.task).pool
+        if self._desk.pending >= MAX_OVERBOOKING * self._capacity[pool]:
             raise GradingError(f"{self._desk.pending} class requests are pending: no room")
         self._desk.take(request)
 
     def _submit(self, draft: Draft) -> None:
-        for _, lane in draft.steps:
-            taken = self._pool.taken[lane]
-            if taken >= MAX_OVERBOOKING * self._capacity[lane]:
-                raise GradingError(f"{taken} requests are pending: no room in lane {lane!r}")
+        for _, pool in draft.steps:
+            taken = self._pool.taken[pool]
+            if taken >= MAX_OVERBOOKING * self._capacity[pool]:
+                raise GradingError(f"{taken} requests are pending: no room in worker pool {pool!r}")
         self._pool.submit(draft)
 
 
@@ -183,8 +183,8 @@ def serve(config: Config, role: str) -> None:
         Dealer(address, role, keys, label=config.ports.label) as dealer,
         Pool(config.verifier, rules) as pool,
     ):
-        capacity = {name: config.verifier.lane(name).max_pending for name in LANES}
-        log.info("verifier serves %s, room by lane: %s", address, capacity)
+        capacity = {name: config.verifier.pool(name).max_pending for name in WORKER_POOLS}
+        log.info("verifier serves %s, room by worker pool: %s", address, capacity)
         note_ready()
         desk = ClassDesk(pool, rules, answer_within_s=config.verifier.answer_within_s)
         Verifier(dealer, pool, desk, rules=rules, capacity=capacity).run()

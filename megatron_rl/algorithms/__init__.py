@@ -1,6 +1,6 @@
 """Objectives, as pure functions; one part a file.
 
-The rollout queue computes credit, normalization and aggregation; trainer ranks shaping, surrogate,
-correction, KL and entropy. `objective.py` puts the latter together. May import config alone, and
-torch for types only: the launcher looks names up, and does without.
+The rollout queue computes advantage estimator, normalization and aggregation; trainer ranks
+shaping, policy loss, correction, KL and entropy. `objective.py` puts the latter together. May
+import config alone, and torch for types only: the launcher looks names up, and does without.
 """

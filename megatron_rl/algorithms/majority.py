@@ -1,6 +1,6 @@
 """What a vote of a majority is worth, and what each completion adds to it. Pure numpy.
 
-Used by `credit.py`, and by evaluations.
+Used by `advantage_estimators.py`, and by evaluations.
 
 f(S) is the probability that an answer is right which is drawn uniformly from the most frequent ones
 of a set S of completions. All right answers are one class; a completion without an answer casts no
@@ -17,7 +17,7 @@ import numpy as np
 NO_ANSWER = -1
 """Class of a completion without an answer."""
 _ROUNDING = 1e-12
-"""A smaller credit is what is left of terms that cancel."""
+"""A smaller advantage is what is left of terms that cancel."""
 
 
 class _Vote(NamedTuple):
@@ -31,7 +31,7 @@ class _Vote(NamedTuple):
     """Completions without an answer."""
 
 
-def majority_credit(classes: np.ndarray, is_correct: np.ndarray, k: int) -> np.ndarray:
+def majority_advantages(classes: np.ndarray, is_correct: np.ndarray, k: int) -> np.ndarray:
     """A_i = sum over the k-subsets S with i of (f(S) - f(S without i)) / (n choose k): [n] float64.
 
     classes: [n] int64, read where is_correct [n] is False. f(S without i) does not depend on
@@ -41,7 +41,7 @@ def majority_credit(classes: np.ndarray, is_correct: np.ndarray, k: int) -> np.n
     n = len(classes)
     sizes = _sizes_of_wrong(classes, is_correct)
     vote = _vote(sizes, is_correct)
-    credit = np.zeros(n)
+    advantages = np.zeros(n)
     for i in range(n):
         if is_correct[i]:
             others = vote._replace(right=vote.right - 1)
@@ -51,8 +51,8 @@ def majority_credit(classes: np.ndarray, is_correct: np.ndarray, k: int) -> np.n
             others = vote._replace(wrong=_less_one(vote.wrong, sizes[int(classes[i])]))
         # Of the k-subsets with i, f(S) is what those of all have beyond those of the others.
         gain = _sums_of_f(vote, k)[k] - _sums_of_f(others, k)[k] - _sums_of_f(others, k)[k - 1]
-        credit[i] = gain / comb(n, k)
-    return np.where(np.abs(credit) < _ROUNDING, 0.0, credit)
+        advantages[i] = gain / comb(n, k)
+    return np.where(np.abs(advantages) < _ROUNDING, 0.0, advantages)
 
 
 def majority_value(classes: np.ndarray, is_correct: np.ndarray, k: int) -> float:

@@ -1,6 +1,7 @@
-"""Normalization: how credits of a minibatch are scaled. Pure numpy; used by the rollout queue.
+"""Normalization: how the advantages of a minibatch are scaled. Pure numpy; used by the rollout
+queue.
 
-A normalization is `f(credits, config) -> advantages`, over the groups of a minibatch.
+A normalization is `f(advantages, config) -> scaled advantages`, over the groups of a minibatch.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,28 +13,28 @@ from megatron_rl.config.algorithm import NormalizationConfig
 MIN_STD = 1e-6
 """Below this advantages count as equal: what differs is rounding."""
 
-Credits = Sequence[np.ndarray]
+Advantages = Sequence[np.ndarray]
 """Of each group [n] float64."""
-NormalizationFunction = Callable[[Credits, NormalizationConfig], list[np.ndarray]]
+NormalizationFunction = Callable[[Advantages, NormalizationConfig], list[np.ndarray]]
 
 
-def minibatch(credits: Credits, cfg: NormalizationConfig) -> list[np.ndarray]:
+def minibatch(advantages: Advantages, cfg: NormalizationConfig) -> list[np.ndarray]:
     """(A - mean) / std over all sequences of the minibatch; std divides by their count.
 
     Source: Magistral (arXiv 2506.10910), section 2.1.
     """
-    normalized = _normalized(np.concatenate(credits))
-    return np.split(normalized, np.cumsum([len(credit) for credit in credits])[:-1])
+    normalized = _normalized(np.concatenate(advantages))
+    return np.split(normalized, np.cumsum([len(group) for group in advantages])[:-1])
 
 
-def group(credits: Credits, cfg: NormalizationConfig) -> list[np.ndarray]:
+def group(advantages: Advantages, cfg: NormalizationConfig) -> list[np.ndarray]:
     """(A - mean) / std over each group. Source: GRPO (arXiv 2402.03300), section 4.1.2."""
-    return [_normalized(credit) for credit in credits]
+    return [_normalized(group) for group in advantages]
 
 
-def none(credits: Credits, cfg: NormalizationConfig) -> list[np.ndarray]:
+def none(advantages: Advantages, cfg: NormalizationConfig) -> list[np.ndarray]:
     """As they are."""
-    return list(credits)
+    return list(advantages)
 
 
 def _normalized(values: np.ndarray) -> np.ndarray:

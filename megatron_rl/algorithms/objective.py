@@ -16,8 +16,8 @@ from megatron_rl.algorithms.correction import (
     behaviour_ratios,
 )
 from megatron_rl.algorithms.kl import forward_kl, kl_advantages, kl_loss
+from megatron_rl.algorithms.policy_loss import POLICY_LOSSES, PolicyLossFunction
 from megatron_rl.algorithms.shaping import SHAPINGS, ShapingFunction, needs_groups
-from megatron_rl.algorithms.surrogate import SURROGATES, SurrogateFunction
 from megatron_rl.algorithms.tokens import Tokens
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.lookup import find_function
@@ -40,14 +40,14 @@ class Objective:
     """What an update minimises."""
 
     cfg: AlgorithmConfig
-    surrogate: SurrogateFunction
+    policy_loss: PolicyLossFunction
     correction: CorrectionFunction | None = None
     shaping: ShapingFunction | None = None
 
     @property
     def needs_proximal(self) -> bool:
         """Whether it reads the trainer's own logprobs from before the batch's first update."""
-        return self.cfg.surrogate.old_logprobs == "recompute"
+        return self.cfg.policy_loss.old_logprobs == "recompute"
 
     @property
     def needs_reference(self) -> bool:
@@ -80,12 +80,12 @@ class Objective:
         return found
 
     def loss(self, tokens: Tokens, advantages: Tensor, entropy: Tensor) -> LossOutput:
-        """-sum_t w_t f_t surrogate_t + KL - c sum_t w_t entropy_t, f the correction.
+        """-sum_t w_t f_t policy_loss_t + KL - c sum_t w_t entropy_t, f the correction.
 
         entropy: [tokens] in nats, differentiable where `has_entropy_bonus`.
         """
-        bound = self.cfg.surrogate.max_log_ratio
-        values, sums = self.surrogate(tokens, advantages, self.cfg.surrogate)
+        bound = self.cfg.policy_loss.max_log_ratio
+        values, sums = self.policy_loss(tokens, advantages, self.cfg.policy_loss)
         if self.correction is not None:
             ratios = behaviour_ratios(tokens, self.cfg.correction, bound)
             factors = self.correction(ratios, self.cfg.correction)
@@ -148,7 +148,7 @@ def find_objective(cfg: AlgorithmConfig) -> Objective:
     """The objective of a configuration. Raises InputError for a name that stands for nothing."""
     return Objective(
         cfg,
-        find_function(SURROGATES, cfg.surrogate.name, key="algorithm.surrogate.name"),
+        find_function(POLICY_LOSSES, cfg.policy_loss.name, key="algorithm.policy_loss.name"),
         find_function(CORRECTIONS, cfg.correction.name, key="algorithm.correction.name"),
         find_function(SHAPINGS, cfg.shaping.name, key="algorithm.shaping.name"),
     )

@@ -32,13 +32,13 @@ def needs_groups(function: Any, cfg: ShapingConfig) -> bool:
 def regression(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     """A - beta (S - b): residual of reward - V = beta log(policy / reference), S over a sequence.
 
-    With credit leave_one_out and b the mean of S over the others of the group, sum_i A_i grad log
-    pi(y_i) / n is -1 / beta times the gradient of the group's variance of reward - beta S, halved,
-    whoever sampled it: AGRO (arXiv 2503.19612). With baseline soft or value, A is the reward less V
-    of the prompt, without b: the gradient of the squared residual. V is the soft value from the
-    others of the group: SPO (arXiv 2503.05453); or learnt on the same residual: DRO-V (arXiv
-    2405.19107). With credit soft_value and baseline none, V is the queue's, of samples of the
-    reference.
+    With advantage estimator leave_one_out and b the mean of S over the others of the group, sum_i
+    A_i grad log pi(y_i) / n is -1 / beta times the gradient of the group's variance of reward -
+    beta S, halved, whoever sampled it: AGRO (arXiv 2503.19612). With baseline soft or value, A is
+    the reward less V of the prompt, without b: the gradient of the squared residual. V is the soft
+    value from the others of the group: SPO (arXiv 2503.05453); or learnt on the same residual:
+    DRO-V (arXiv 2405.19107). With advantage estimator soft_value and baseline none, V is the
+    queue's, of samples of the reference.
     """
     segments = tokens.segments
     sums = segments.sum(tokens.with_constant_policy().reference_log_ratios)
@@ -51,9 +51,9 @@ def cross_entropy(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     """(q - p) / (1 - p) of a sequence: SPO's loss -(q log p + (1 - q) log(1 - p)).
 
     q = exp((r - top_reward) / beta) and p = exp((V + beta S - top_reward) / beta). The queue's
-    advantage is r - V (credit soft_value), or r with baseline soft. A sequence whose p reaches 1
-    teaches nothing, as in the paper: take a top_reward above what can be earned.
-    Source: SPO (arXiv 2503.05453), section 3.2.
+    advantage is r - V (advantage estimator soft_value), or r with baseline soft. A sequence whose p
+    reaches 1 teaches nothing, as in the paper: take a top_reward above what can be earned. Source:
+    SPO (arXiv 2503.05453), section 3.2.
     """
     segments, beta = tokens.segments, cfg.temperature
     sums = segments.sum(tokens.with_constant_policy().reference_log_ratios)
@@ -83,7 +83,7 @@ def jepo(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
     sums = segments.sum(tokens.logprobs.detach().masked_fill(~tokens.is_gold, 0.0))
     values, has_gold = segments.by_member(sums, gold > 0)
     _, is_member = segments.by_member(sums, segments.group_of >= 0)
-    advantages, shares = gold_credit(values, has_gold)
+    advantages, shares = gold_advantages(values, has_gold)
     listed = advantages[has_gold]
     spread = listed.std(correction=0) if listed.numel() else advantages.new_ones(())
     bounded = (advantages / spread.clamp_min(MIN_STD)).clamp(-cfg.bound, cfg.bound)
@@ -97,7 +97,7 @@ def jepo(tokens: Tokens, cfg: ShapingConfig) -> Tensor:
 jepo.needs_groups = True  # type: ignore[attr-defined]
 
 
-def gold_credit(values: Tensor, has_gold: Tensor) -> tuple[Tensor, Tensor]:
+def gold_advantages(values: Tensor, has_gold: Tensor) -> tuple[Tensor, Tensor]:
     """(A, s), both [groups, members] float64, 0 without a reference answer or with one alone in A.
 
     values: [groups, members] float64, l_i; A_i = LME(l) - LME(l without i), s = softmax(l).

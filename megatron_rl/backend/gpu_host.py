@@ -39,7 +39,7 @@ class Finding(NamedTuple):
     is_good: bool
     what: str
     found: str
-    """With the cure where it is not good."""
+    """With the fix where it is not good."""
 
 
 def check_host(environment: Mapping[str, str]) -> list[Finding]:
@@ -58,27 +58,27 @@ def check_driver(environment: Mapping[str, str]) -> Finding:
     program = shutil.which("nvidia-smi", path=environment.get("PATH", ""))
     if program is None:
         return Finding(True, what, "absent: nothing will run on GPUs here")
-    cure = f"CUDA {CUDA_MAJOR} needs {MIN_DRIVER} or newer: install a newer driver"
+    fix = f"CUDA {CUDA_MAJOR} needs {MIN_DRIVER} or newer: install a newer driver"
     output = _output(program, "--query-gpu=driver_version", "--format=csv,noheader")
     if (release := re.search(r"\d+(\.\d+)+", output)) is None:
         said = repr(" ".join(output.split())) if output.strip() else "nothing"
-        return Finding(False, what, f"nvidia-smi said {said}, and no release. {cure}")
+        return Finding(False, what, f"nvidia-smi said {said}, and no release. {fix}")
     is_good = int(release.group().split(".")[0]) >= MIN_DRIVER
-    return Finding(is_good, what, release.group() if is_good else f"{release.group()}; {cure}")
+    return Finding(is_good, what, release.group() if is_good else f"{release.group()}; {fix}")
 
 
 def check_compiler(environment: Mapping[str, str]) -> Finding:
     """nvcc: TransformerEngine is built with it, and kernels of SGLang and FlashInfer once used."""
     what, home = f"nvcc {CUDA_MAJOR}", find_cuda_home(environment)
-    program, cure = home / "bin" / "nvcc", _TOOLKIT
+    program, fix = home / "bin" / "nvcc", _TOOLKIT
     if not os.access(program, os.X_OK):
-        return Finding(False, what, f"no {program}; {cure}")
+        return Finding(False, what, f"no {program}; {fix}")
     if missing := _missing(home, COMPILED_WITH):
-        return Finding(False, what, f"{home} lacks {missing}: nothing can be linked there; {cure}")
+        return Finding(False, what, f"{home} lacks {missing}: nothing can be linked there; {fix}")
     release = re.search(r"release (\d+)\.(\d+)", _output(str(program), "--version"))
     if release is None or int(release.group(1)) != CUDA_MAJOR:
         named = "no release" if release is None else release.group()
-        return Finding(False, what, f"{program} says {named}; {cure}")
+        return Finding(False, what, f"{program} says {named}; {fix}")
     return Finding(True, what, f"{program}, {release.group()}")
 
 
@@ -100,15 +100,15 @@ def _missing(home: Path, names: Sequence[str]) -> str:
 def check_glibc(said: str) -> Finding:
     """said: such as "glibc 2.36"; "" where there is another C library."""
     what, needed = "C library", ".".join(map(str, MIN_GLIBC))
-    cure = (
+    fix = (
         f"SGLang needs glibc {needed} or newer, as Ubuntu 22.04, Debian 12 and RHEL 9 have it: "
         "take such a system, or an image of one (Dockerfile)"
     )
     release = re.fullmatch(r"glibc (\d+)\.(\d+).*", said)
     if release is None:
-        return Finding(False, what, f"{said or 'not glibc'}; {cure}")
+        return Finding(False, what, f"{said or 'not glibc'}; {fix}")
     is_good = tuple(map(int, release.groups())) >= MIN_GLIBC
-    return Finding(is_good, what, said if is_good else f"{said}; {cure}")
+    return Finding(is_good, what, said if is_good else f"{said}; {fix}")
 
 
 def _glibc() -> str:

@@ -23,11 +23,11 @@ class Part(Section):
     """Of a function of your own, named as package.module:function; it reads them here."""
 
 
-class CreditConfig(Part):
+class AdvantageEstimatorConfig(Part):
     """What each completion of a group is worth; the rollout queue computes it."""
 
     name: str = "group_mean"
-    """Entry of CREDITS, or package.module:function."""
+    """Entry of ADVANTAGE_ESTIMATORS, or package.module:function."""
     k: PositiveInt = 4
     """pass_at_k and majority: how many samples are judged together."""
     temperature: PositiveFloat = 1e-3
@@ -49,11 +49,11 @@ class AggregationConfig(Part):
     package.module:function."""
 
 
-class SurrogateConfig(Part):
+class PolicyLossConfig(Part):
     """What is differentiated: the importance ratio and its clipping."""
 
     name: str = "clipped"
-    """Entry of SURROGATES, or package.module:function."""
+    """Entry of POLICY_LOSSES, or package.module:function."""
     level: Literal["token", "sequence"] = "token"
     """Whose importance ratio: each token's, or the geometric mean over its sequence."""
     eps_low: float = Field(default=0.2, gt=0, le=1)
@@ -83,14 +83,14 @@ class SurrogateConfig(Part):
 class CorrectionConfig(Part):
     """Weights of tokens by how much likelier they are now than where they were sampled.
 
-    The ratio is that of surrogate.old_logprobs="recompute" to the generator's; with "generator" it
-    is the current policy's, held constant.
+    The ratio is that of policy_loss.old_logprobs="recompute" to the generator's; with "generator"
+    it is the current policy's, held constant.
     """
 
     name: str = "none"
     """Entry of CORRECTIONS (none, truncated, masked), or package.module:function. auto: that of the
-    preset; without one, truncated where surrogate.old_logprobs="recompute" and queue.max_staleness
-    is above 0, else none."""
+    preset; without one, truncated where policy_loss.old_logprobs="recompute" and
+    queue.max_staleness is above 0, else none."""
     level: Literal["token", "sequence"] = "token"
     """Whose ratio: each token's, or the geometric mean over its sequence."""
     low: NonNegativeFloat = 0.5
@@ -232,13 +232,13 @@ class AlgorithmConfig(Section):
 
     preset: str = "magistral"
     """Fills in every key below that is not given; see `megatron-rl algorithms`."""
-    flat_groups: Literal["drop", "keep"] = "drop"
+    zero_variance_groups: Literal["drop", "keep"] = "drop"
     """Groups whose rewards (for majority: verdicts) are all equal: dropped and counted, or trained
     on."""
-    credit: CreditConfig = CreditConfig()
+    advantage_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     normalization: NormalizationConfig = NormalizationConfig()
     aggregation: AggregationConfig = AggregationConfig()
-    surrogate: SurrogateConfig = SurrogateConfig()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
     correction: CorrectionConfig = CorrectionConfig()
     shaping: ShapingConfig = ShapingConfig()
     kl: KlConfig = KlConfig()
@@ -300,11 +300,11 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check_kl_is_read(self) -> Self:
-        if self.kl.adds_to_advantages and self.surrogate.name == "supervised":
-            cure = 'horizon="token"' if self.kl.is_exact else 'placement="loss"'
+        if self.kl.adds_to_advantages and self.policy_loss.name == "supervised":
+            fix = 'horizon="token"' if self.kl.is_exact else 'placement="loss"'
             raise ValueError(
-                'algorithm.kl is taken from the advantages, and algorithm.surrogate.name="'
-                f'supervised" reads none: set algorithm.kl.{cure}'
+                'algorithm.kl is taken from the advantages, and algorithm.policy_loss.name="'
+                f'supervised" reads none: set algorithm.kl.{fix}'
             )
         return self
 
@@ -328,11 +328,12 @@ class AlgorithmConfig(Section):
         if not (self.learns_value or self.has_soft_value):
             return self
         baseline = self.shaping.baseline
-        if (self.credit.name, self.normalization.name) != ("reward", "none"):
+        if (self.advantage_estimator.name, self.normalization.name) != ("reward", "none"):
             raise ValueError(
-                f'algorithm.shaping.baseline="{baseline}" is in units of rewards, and credit '
-                f"{self.credit.name!r} with normalization {self.normalization.name!r} is not: set "
-                'algorithm.credit.name="reward" and algorithm.normalization.name="none"'
+                f'algorithm.shaping.baseline="{baseline}" is in units of rewards, and advantage '
+                f"estimator {self.advantage_estimator.name!r} with normalization "
+                f"{self.normalization.name!r} is not: set algorithm.advantage_estimator.name="
+                '"reward" and algorithm.normalization.name="none"'
             )
         shapings = ("regression",) if self.learns_value else REGRESSIONS
         if self.shaping.name not in shapings:
@@ -371,8 +372,8 @@ class AlgorithmConfig(Section):
     @property
     def reads_generator_logprobs(self) -> bool:
         """Whether anything compares with the logprobs under which completions were sampled."""
-        has_ratio = self.surrogate.name not in ("reinforce", "supervised")
-        is_own = self.surrogate.old_logprobs == "recompute"
+        has_ratio = self.policy_loss.name not in ("reinforce", "supervised")
+        is_own = self.policy_loss.old_logprobs == "recompute"
         is_compared = (has_ratio and not is_own) or self.correction.name != "none"
         return is_compared or self.has_soft_value
 

@@ -34,16 +34,16 @@ def _samples(tree: _Tree) -> int:
 def _correction(tree: _Tree) -> str:
     """truncated where ratios compare with the trainer's own logprobs, so that nothing else would.
 
-    With old_logprobs="generator" the surrogate's own ratio is the correction.
+    With old_logprobs="generator" the policy loss's own ratio is the correction.
     """
     algorithm = _section(tree, "algorithm")
     preset = PRESETS.get(algorithm.get("preset", DEFAULT_PRESET))
     values: _Tree = preset.values if preset is not None else {}
     if "name" in _section(values, "correction"):
         return str(values["correction"]["name"])
-    surrogate = {**_section(values, "surrogate"), **_section(algorithm, "surrogate")}
+    policy_loss = {**_section(values, "policy_loss"), **_section(algorithm, "policy_loss")}
     is_stale = _section(tree, "queue").get("max_staleness", 1) != 0
-    is_own = surrogate.get("old_logprobs") == "recompute"
+    is_own = policy_loss.get("old_logprobs") == "recompute"
     return "truncated" if is_own and is_stale else "none"
 
 

@@ -61,13 +61,13 @@ class GeneratorConfig(Section):
     """Among how many of them the experts of a mixture are divided: each rank holds whole experts,
     or its part of them where this is below tensor_parallel, which it must divide. SGLang, on GPUs.
     """
-    shares_gpus: bool = False
+    colocate: bool = False
     """Engines run on the trainer's GPUs, for hosts without others; needs weights.method = "host" or
     "disk", or "ipc" on one GPU: two ranks of NCCL do not share a GPU."""
     release_memory: bool = False
     """Engines on the trainer's GPUs give the memory of their weights and KV cache back while the
     trainer computes: generation and training take turns, and a model fits that does not fit beside
-    its engine. SGLang; needs shares_gpus and weights.kv_cache = "recompute"."""
+    its engine. SGLang; needs colocate and weights.kv_cache = "recompute"."""
     quantization: str = ""
     """How SGLang keeps its weights: "fp8", or "" as they come. A training run allows "fp8" for
     Qwen2 and Qwen3 alone: SGLang can load no new weights into other quantised models. Weights then
@@ -113,7 +113,7 @@ class GeneratorConfig(Section):
     @property
     def takes_all_memory(self) -> bool:
         """Whether the cache of an engine on a GPU is as large as that leaves room for."""
-        return self.kv_tokens == "auto" and self.engine == "sglang" and not self.shares_gpus
+        return self.kv_tokens == "auto" and self.engine == "sglang" and not self.colocate
 
     @property
     def bounded_kv_tokens(self) -> int:

@@ -36,7 +36,7 @@ PRESETS: dict[str, Preset] = {
         {
             "normalization": _GROUP,
             "aggregation": {"name": "sequence_mean"},
-            "surrogate": _SYMMETRIC,
+            "policy_loss": _SYMMETRIC,
             "kl": {"placement": "loss", "estimator": "forward_kl", "coefficient": 0.04},
             "reference": {"policy": "start"},
         },
@@ -49,27 +49,27 @@ PRESETS: dict[str, Preset] = {
     "dr_grpo": Preset(
         "Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2",
         "no bias by length or by the difficulty of a prompt",
-        {"normalization": _NONE, "aggregation": _SUM, "surrogate": _SYMMETRIC},
+        {"normalization": _NONE, "aggregation": _SUM, "policy_loss": _SYMMETRIC},
     ),
     "rloo": Preset(
         "Back to Basics, arXiv 2402.14740, section 3.2",
         "on-policy and unbiased; needs max_staleness 0",
         {
-            "credit": {"name": "leave_one_out"},
+            "advantage_estimator": {"name": "leave_one_out"},
             "normalization": _NONE,
             "aggregation": _SUM,
-            "surrogate": _REINFORCE,
+            "policy_loss": _REINFORCE,
         },
     ),
     "reinforce": Preset(
         "Williams, Machine Learning 8 (1992), eq. 4",
         "the baseline of baselines: no group is needed, and its variance is large",
         {
-            "credit": {"name": "reward"},
+            "advantage_estimator": {"name": "reward"},
             "normalization": _NONE,
             "aggregation": _SUM,
-            "surrogate": _REINFORCE,
-            "flat_groups": "keep",
+            "policy_loss": _REINFORCE,
+            "zero_variance_groups": "keep",
         },
     ),
     "aipo": Preset(
@@ -77,19 +77,19 @@ PRESETS: dict[str, Preset] = {
         "large staleness: no token counts more than `correction.high` times",
         {
             "normalization": _NONE,
-            "surrogate": _REINFORCE,
+            "policy_loss": _REINFORCE,
             "correction": {"name": "truncated", "high": 5.0},
         },
     ),
     "tis": Preset(
         "Truncated importance sampling, fengyao.notion.site/off-policy-rl (2025)",
         "engines whose logprobs differ from the trainer's (quantised ones)",
-        {"surrogate": _RECOMPUTED, "correction": {"name": "truncated", "high": 2.0}},
+        {"policy_loss": _RECOMPUTED, "correction": {"name": "truncated", "high": 2.0}},
     ),
     "icepop": Preset(
         "Ring-1T, arXiv 2510.18855, section on IcePop",
         "mixtures of experts: tokens on which engine and trainer disagree do not count",
-        {"surrogate": _RECOMPUTED, "correction": {"name": "masked", "low": 0.5, "high": 5.0}},
+        {"policy_loss": _RECOMPUTED, "correction": {"name": "masked", "low": 0.5, "high": 5.0}},
     ),
     "cispo": Preset(
         "MiniMax-M1, arXiv 2506.13585, eq. 4",
@@ -97,7 +97,7 @@ PRESETS: dict[str, Preset] = {
         {
             "normalization": _GROUP,
             "aggregation": {"name": "batch_tokens"},
-            "surrogate": {"name": "cispo", "eps_low": 1.0, "eps_high": 4.0},
+            "policy_loss": {"name": "cispo", "eps_low": 1.0, "eps_high": 4.0},
         },
     ),
     "gspo": Preset(
@@ -106,7 +106,7 @@ PRESETS: dict[str, Preset] = {
         {
             "normalization": _GROUP,
             "aggregation": {"name": "sequence_mean"},
-            "surrogate": {"level": "sequence", "eps_low": 3e-4, "eps_high": 4e-4, **_RECOMPUTED},
+            "policy_loss": {"level": "sequence", "eps_low": 3e-4, "eps_high": 4e-4, **_RECOMPUTED},
         },
     ),
     "decoupled_ppo": Preset(
@@ -114,59 +114,59 @@ PRESETS: dict[str, Preset] = {
         "large staleness and several minibatches",
         {
             "aggregation": {"name": "batch_tokens"},
-            "surrogate": {**_SYMMETRIC, **_RECOMPUTED},
+            "policy_loss": {**_SYMMETRIC, **_RECOMPUTED},
             "correction": {"name": "truncated", "high": float("inf")},
         },
     ),
     "pass_at_k": Preset(
         "Inference-time objectives, arXiv 2503.19595; estimator: arXiv 2505.15201",
         "when k answers may be tried: variety is worth more than the mean",
-        {"credit": {"name": "pass_at_k"}, "normalization": _NONE, "aggregation": _SUM},
+        {"advantage_estimator": {"name": "pass_at_k"}, "normalization": _NONE, "aggregation": _SUM},
     ),
     "majority": Preset(
         "Inference-time objectives, arXiv 2503.19595",
         "when the most frequent of k answers will be taken",
-        {"credit": {"name": "majority"}, "normalization": _NONE, "aggregation": _SUM},
+        {"advantage_estimator": {"name": "majority"}, "normalization": _NONE, "aggregation": _SUM},
     ),
     "agro": Preset(
         "AGRO, arXiv 2503.19612, section 3",
         "off-policy data of any age, without importance ratios",
         {
-            "credit": {"name": "leave_one_out"},
+            "advantage_estimator": {"name": "leave_one_out"},
             "normalization": _NONE,
             "aggregation": _SUM,
-            "surrogate": _REINFORCE,
+            "policy_loss": _REINFORCE,
             "shaping": {"name": "regression", "baseline": "group"},
             "reference": {"policy": "start"},
-            "flat_groups": "keep",
+            "zero_variance_groups": "keep",
         },
     ),
     "spo": Preset(
         "Soft Policy Optimization, arXiv 2503.05453, section 3",
         "off-policy data; variety rather than the mean",
         {
-            "credit": {"name": "reward"},
+            "advantage_estimator": {"name": "reward"},
             "normalization": _NONE,
             "aggregation": _SUM,
-            "surrogate": _REINFORCE,
+            "policy_loss": _REINFORCE,
             # Only the reference holds up what a soft value above most rewards pushes down: with
             # 1e-3, as beside a group's mean, it weighs too little and the policy collapses.
             "shaping": {"name": "regression", "baseline": "soft", "temperature": 0.3},
             "reference": {"policy": "start"},
-            "flat_groups": "keep",
+            "zero_variance_groups": "keep",
         },
     ),
     "dro": Preset(
         "DRO, arXiv 2405.19107, section 3.2",
         "recorded single completions with rewards, such as thumbs: no groups are needed",
         {
-            "credit": {"name": "reward"},
+            "advantage_estimator": {"name": "reward"},
             "normalization": _NONE,
             "aggregation": _SUM,
-            "surrogate": _REINFORCE,
+            "policy_loss": _REINFORCE,
             "shaping": {"name": "regression", "baseline": "value", "temperature": 1.0},
             "reference": {"policy": "start"},
-            "flat_groups": "keep",
+            "zero_variance_groups": "keep",
         },
     ),
     "jepo": Preset(
@@ -174,13 +174,13 @@ PRESETS: dict[str, Preset] = {
         "answers that nothing can verify, such as proofs: thoughts count by how likely they make "
         "the reference answer",
         {
-            "credit": {"name": "well_formed"},
+            "advantage_estimator": {"name": "well_formed"},
             "aggregation": _SUM,
-            "surrogate": _REINFORCE,
+            "policy_loss": _REINFORCE,
             "shaping": {"name": "jepo"},
             "kl": {"placement": "reward", "coefficient": 1e-3},
             "reference": {"policy": "start"},
-            "flat_groups": "keep",
+            "zero_variance_groups": "keep",
             "gold": {"groups": "all"},
         },
     ),
@@ -193,11 +193,11 @@ PRESETS: dict[str, Preset] = {
         "maximum likelihood",
         "supervised phases: every token of the response counts the same, whatever its reward",
         {
-            "credit": {"name": "reward"},
+            "advantage_estimator": {"name": "reward"},
             "normalization": _NONE,
             "aggregation": {"name": "batch_tokens"},
-            "surrogate": {"name": "supervised"},
-            "flat_groups": "keep",
+            "policy_loss": {"name": "supervised"},
+            "zero_variance_groups": "keep",
         },
     ),
     "distill": Preset(
@@ -205,17 +205,17 @@ PRESETS: dict[str, Preset] = {
         "a teacher is at hand: give its folder as algorithm.reference.policy; groups of 2 and "
         "small batches do (train.group_size)",
         {
-            "credit": {"name": "zero"},
+            "advantage_estimator": {"name": "zero"},
             "normalization": _NONE,
             "aggregation": {"name": "batch_tokens"},
-            "surrogate": _REINFORCE,
+            "policy_loss": _REINFORCE,
             "kl": {
                 "placement": "loss",
                 "estimator": "exact",
                 "horizon": "token",
                 "coefficient": 1.0,
             },
-            "flat_groups": "keep",
+            "zero_variance_groups": "keep",
         },
     ),
 }

@@ -94,7 +94,8 @@ class PromptSource(Section):
 
 
 class SystemPrompts(Section):
-    """What is put before a prompt, by the gate of its task: it asks for what the gate demands.
+    """What is put before a prompt, by the format check of its task: it asks for what the format
+    check demands.
 
     After the system prompt of Magistral (arXiv 2506.10910, section 2.2.1), in our words.
     """
@@ -112,15 +113,15 @@ class SystemPrompts(Section):
     box: str = (
         f"Answer in the language of the question. {_BOX} For example: The answer is \\boxed{{7}}."
     )
-    """Tasks whose gate is box."""
+    """Tasks whose format check is box."""
     code: str = _CODE
-    """Tasks whose gate is code."""
+    """Tasks whose format check is code."""
     none: str = ""
-    """Tasks without a gate."""
+    """Tasks without a format check."""
 
 
 class Demonstration(Section):
-    """An exchange in the form that a gate demands."""
+    """An exchange in the form that a format check demands."""
 
     question: str
     """What the user says."""
@@ -129,7 +130,8 @@ class Demonstration(Section):
 
 
 class Demonstrations(Section):
-    """What a model is shown before a prompt, by the gate of its task: one exchange, or none.
+    """What a model is shown before a prompt, by the format check of its task: one exchange, or
+    none.
 
     Models that were never taught to think between tags copy the form from an exchange, and hardly
     ever from a description of it.
@@ -159,18 +161,18 @@ class RenderConfig(Section):
 
     system_prompt: str | None = None
     """Put before the messages of every prompt that has no system message of its own; "" for none.
-    Not given: the text of render.system_prompts for the gate of the prompt's task."""
+    Not given: the text of render.system_prompts for the format check of the prompt's task."""
     system_prompts: SystemPrompts = SystemPrompts()
-    """By gate."""
+    """By format check."""
     demonstrate: bool | Literal["auto"] = "auto"
     """Show the exchange of render.demonstrations between such a system prompt and the prompt; a
     system_prompt of your own comes without. auto: to models of fewer than 500 million parameters,
     which copy a form and hardly follow a description of it."""
     demonstrations: Demonstrations = Demonstrations()
-    """By gate."""
+    """By format check."""
     form_known: bool = False
-    """The model was taught the form that the gates demand, so that prompts need not ask for it:
-    `megatron-rl run --dry-run` then takes the form for given. Nothing else reads it."""
+    """The model was taught the form that the format checks demand, so that prompts need not ask for
+    it: `megatron-rl run --dry-run` then takes the form for given. Nothing else reads it."""
     chat_template: str = ""
     """Jinja chat template that replaces the tokenizer's own; empty keeps that."""
 
@@ -180,17 +182,17 @@ class RenderConfig(Section):
             return self
         return self.model_copy(update={"demonstrate": parameters < _FOLLOWS_FROM})
 
-    def system_prompt_of(self, gate: str) -> str:
-        """What is put before a prompt whose task has this gate; empty for nothing."""
+    def system_prompt_of(self, format_check: str) -> str:
+        """What is put before a prompt whose task has this format check; empty for nothing."""
         if self.system_prompt is not None:
             return self.system_prompt
-        text: str = getattr(self.system_prompts, gate)
+        text: str = getattr(self.system_prompts, format_check)
         return text
 
-    def demonstration_of(self, gate: str) -> Demonstration | None:
-        """The exchange that is shown before a prompt whose task has this gate."""
+    def demonstration_of(self, format_check: str) -> Demonstration | None:
+        """The exchange that is shown before a prompt whose task has this format check."""
         assert self.demonstrate != "auto", "for_model decides"
         if self.system_prompt is not None or not self.demonstrate:
             return None
-        exchange: Demonstration | None = getattr(self.demonstrations, gate)
+        exchange: Demonstration | None = getattr(self.demonstrations, format_check)
         return exchange

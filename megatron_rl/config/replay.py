@@ -52,12 +52,12 @@ class ReplayConfig(Section):
             )
         return self
 
-    def groups_of(self, groups_per_batch: int) -> int:
+    def groups_of(self, prompts_per_batch: int) -> int:
         """Groups of a batch that are replayed. Raises ValueError where they are no whole number."""
-        groups = self.share * groups_per_batch
+        groups = self.share * prompts_per_batch
         if abs(groups - round(groups)) > 1e-6:
             raise ValueError(
-                f"replay.share={self.share:g} of train.groups_per_batch={groups_per_batch} is "
+                f"replay.share={self.share:g} of train.prompts_per_batch={prompts_per_batch} is "
                 f"{groups:g} groups: set a share that gives a whole number"
             )
         return round(groups)

@@ -14,8 +14,8 @@ START_AND_END_S = 5.0
 WALL_FACTOR = 2.0
 """Elapsed time of a program, waits for a core not counted, as a multiple of its CPU time."""
 ANSWERS, LANGUAGE, CODE, CUSTOM = "answers", "language", "code", "custom"
-LANES = (ANSWERS, LANGUAGE, CODE, CUSTOM)
-GateName = Literal["think_box", "think_code", "box", "code", "none"]
+WORKER_POOLS = (ANSWERS, LANGUAGE, CODE, CUSTOM)
+FormatCheckName = Literal["think_box", "think_code", "box", "code", "none"]
 UnevaluatedRule = Literal["refuse_copied", "refuse", "accept"]
 StepKind = Literal["judge", "language", "extras", "pair"]
 
@@ -26,14 +26,14 @@ class Step(NamedTuple):
     kind: StepKind
     """judge: whether the answer is right; extras: all extra rewards of the task; pair, of no score:
     whether two answers are the same."""
-    lane: str
+    pool: str
     """The processes that take it."""
 
 
 class TaskConfig(Section):
     """How completions of a task are judged; prompts name the task."""
 
-    gate: GateName = "think_box"
+    format_check: FormatCheckName = "think_box"
     """Form that a response must have to earn anything. think_*: one <think>...</think> first;
     box: an answer in \\boxed{}; code: a fenced block with a language tag; none: any text."""
     compare: str
@@ -45,7 +45,7 @@ _DEFAULT_TASKS = {
     "math": TaskConfig(compare="math"),
     "exact": TaskConfig(compare="exact"),
     "reasoning_gym": TaskConfig(compare="reasoning_gym"),
-    "code": TaskConfig(gate="think_code", compare="code"),
+    "code": TaskConfig(format_check="think_code", compare="code"),
 }
 
 
@@ -63,7 +63,7 @@ class ExtraReward(Section):
 
 
 class RewardConfig(Section):
-    """Addends of the reward of a completion that passes its gate; any other earns 0.
+    """Addends of the reward of a completion that passes its format check; any other earns 0.
 
     Defaults are the paper's, but for the parts that a run has to ask for.
     """
@@ -71,7 +71,7 @@ class RewardConfig(Section):
     correct: float = Field(default=0.9, ge=0)
     """For a right answer."""
     format: float = Field(default=0.1, ge=0)
-    """For passing the gate."""
+    """For passing the format check."""
     length: float = Field(default=0.1, ge=0)
     """Largest length penalty; see length_margin_tokens."""
     length_margin_tokens: int = Field(default=0, ge=0)
@@ -118,14 +118,14 @@ class RewardConfig(Section):
         return [extra for extra in self.extra if not extra.tasks or task in extra.tasks]
 
     def steps_of(self, task: str) -> tuple[Step, ...]:
-        """Steps that may follow the gate of a completion of a task, in order.
+        """Steps that may follow the format check of a completion of a task, in order.
 
-        The one place that decides a lane: the queue keeps room in the lanes of all these steps, and
-        the verifier takes the steps, less the first where plain text decides.
+        The one place that decides a worker pool: the queue keeps room in the worker pools of all
+        these steps, and the verifier takes the steps, less the first where plain text decides.
         """
         compare = self.all_tasks[task].compare
-        lane = CUSTOM if ":" in compare else CODE if compare == "code" else ANSWERS
-        steps = [Step("judge", lane)]
+        pool = CUSTOM if ":" in compare else CODE if compare == "code" else ANSWERS
+        steps = [Step("judge", pool)]
         if self.language > 0:
             steps.append(Step("language", LANGUAGE))
         if self.extras_of(task):
@@ -144,9 +144,9 @@ class RewardConfig(Section):
         return longest_program_s(self.compile_s, tests * self.test_s)
 
     @property
-    def gates(self) -> dict[str, GateName]:
-        """The gate of each task."""
-        return {name: task.gate for name, task in self.all_tasks.items()}
+    def format_checks(self) -> dict[str, FormatCheckName]:
+        """The format check of each task."""
+        return {name: task.format_check for name, task in self.all_tasks.items()}
 
     @model_validator(mode="after")
     def _check_extra(self) -> Self:
@@ -169,7 +169,7 @@ def longest_program_s(compile_s: float, tests_s: float, factor: float = WALL_FAC
     return START_AND_END_S + factor * (compile_s + tests_s)
 
 
-class LaneConfig(Section):
+class WorkerPoolConfig(Section):
     """Processes for one kind of grading; slow kinds never hold up quick ones."""
 
     workers: PositiveInt | Literal["auto"] = "auto"
@@ -188,18 +188,18 @@ class LaneConfig(Section):
     memory_bytes: PositiveInt = 2 << 30
     """Address space of one process; for code that of a compiler, tests have their own limit."""
     max_pending: PositiveInt = 1024
-    """Requests accepted at once; one counts in every lane that a step of its task needs."""
+    """Requests accepted at once; one counts in every worker pool that a step of its task needs."""
 
-    def with_workers(self, lane: str, cores: int) -> Self:
+    def with_workers(self, pool: str, cores: int) -> Self:
         """The same with a number of processes, on a host with so many cores for the verifier."""
         if self.workers != "auto":
             return self
-        share = cores // 2 if lane == CODE else min(8, cores // 4)
+        share = cores // 2 if pool == CODE else min(8, cores // 4)
         return self.model_copy(update={"workers": max(1, share)})
 
 
 class VerifierConfig(Section):
-    """Grading processes, by lane; a lane that is not needed starts none."""
+    """Grading processes, by worker pool; a worker pool that is not needed starts none."""
 
     answer_within_s: PositiveFloat = 600.0
     """A request that is open for so long is answered: the host had no time to grade it. Below
@@ -210,30 +210,30 @@ class VerifierConfig(Section):
     hosts; without any it ends."""
     restart_window_s: PositiveFloat = 3600.0
     """Seconds over which restarts of a verifier are counted."""
-    answers: LaneConfig = LaneConfig()
+    answers: WorkerPoolConfig = WorkerPoolConfig()
     """Math, exact, reasoning_gym."""
-    language: LaneConfig = LaneConfig(timeout_s=1.0)
+    language: WorkerPoolConfig = WorkerPoolConfig(timeout_s=1.0)
     """Language consistency, once the answer is judged."""
-    code: LaneConfig = LaneConfig(
+    code: WorkerPoolConfig = WorkerPoolConfig(
         timeout_s=200.0, max_elapsed_s=400.0, memory_bytes=4 << 30, max_pending=256
     )
     """Compiling and testing programs."""
-    custom: LaneConfig = LaneConfig(timeout_s=10.0)
+    custom: WorkerPoolConfig = WorkerPoolConfig(timeout_s=10.0)
     """Comparisons and extra rewards of the user's own."""
 
-    def lane(self, name: str) -> LaneConfig:
-        """The lane of that name."""
-        lane: LaneConfig = getattr(self, name)
-        return lane
+    def pool(self, name: str) -> WorkerPoolConfig:
+        """The worker pool of that name."""
+        pool: WorkerPoolConfig = getattr(self, name)
+        return pool
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
-        for name in LANES:
-            lane = self.lane(name)
-            if not lane.timeout_s <= lane.max_elapsed_s <= self.answer_within_s:
+        for name in WORKER_POOLS:
+            pool = self.pool(name)
+            if not pool.timeout_s <= pool.max_elapsed_s <= self.answer_within_s:
                 raise ValueError(
-                    f"verifier.{name}: timeout_s={lane.timeout_s:g}, max_elapsed_s="
-                    f"{lane.max_elapsed_s:g} and verifier.answer_within_s="
+                    f"verifier.{name}: timeout_s={pool.timeout_s:g}, max_elapsed_s="
+                    f"{pool.max_elapsed_s:g} and verifier.answer_within_s="
                     f"{self.answer_within_s:g} must not fall in this order: raise the later ones"
                 )
         return self

@@ -10,10 +10,10 @@ def check_sharing(generator: GeneratorConfig, weights: WeightsConfig, *, ranks: 
     ranks: of the trainer.
     """
     possible = ("disk", "host", "ipc") if ranks == 1 else ("disk", "host")
-    if generator.shares_gpus and weights.method not in possible:
+    if generator.colocate and weights.method not in possible:
         # An engine sees its own GPUs alone, and memory of others cannot be opened there.
         raise ValueError(
-            f"generator.shares_gpus with {ranks} trainer ranks needs "
+            f"generator.colocate with {ranks} trainer ranks needs "
             f"weights.method {' or '.join(possible)}, not {weights.method!r}: two ranks "
             "of NCCL do not share a GPU"
         )
@@ -31,10 +31,10 @@ def check_release(
             f"{given} with generator.engine={generator.engine!r}: SGLang alone gives memory back; "
             "set generator.engine='sglang', or leave release_memory at false"
         )
-    if not generator.shares_gpus:
+    if not generator.colocate:
         raise ValueError(
-            f"{given} without generator.shares_gpus: engines on GPUs of their own are in nobody's "
-            "way; set shares_gpus=true, or leave release_memory at false"
+            f"{given} without generator.colocate: engines on GPUs of their own are in nobody's "
+            "way; set colocate=true, or leave release_memory at false"
         )
     if weights.kv_cache != "recompute":
         raise ValueError(

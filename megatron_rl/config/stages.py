@@ -48,8 +48,8 @@ class StageReward(Section):
 class StageTrain(Section):
     """What a stage changes of `[train]`."""
 
-    groups_per_batch: PositiveInt | None = None
-    """Groups of completions, flat ones not counted, that make a batch."""
+    prompts_per_batch: PositiveInt | None = None
+    """Groups of completions, zero-variance ones not counted, that make a batch."""
     group_size: int | None = Field(default=None, ge=2)
     """Completions of one prompt."""
     minibatches: PositiveInt | None = None

@@ -111,12 +111,12 @@ def _check_engine(stage: Config, name: str) -> None:
 
 
 def _check_replay(config: Config, stages: Sequence[Config]) -> None:
-    counts = {config.replay.groups_of(stage.train.groups_per_batch) for stage in stages}
+    counts = {config.replay.groups_of(stage.train.prompts_per_batch) for stage in stages}
     if len(counts) > 1:
         raise ValueError(
             f"replay.share={config.replay.share:g} means {sorted(counts)} groups of a batch in "
             "different stages, but replayed groups are drawn by a fixed number: keep "
-            "train.groups_per_batch, or set replay.share=0"
+            "train.prompts_per_batch, or set replay.share=0"
         )
 
 

@@ -179,8 +179,8 @@ class TrainConfig(Section):
     """In place of steps: batches until as many groups are trained on as there are train prompts,
     so many times, rounded up. Groups that are dropped come on top. The launcher counts the prompts
     and writes steps to the run's config.toml; 0: steps counts."""
-    groups_per_batch: PositiveInt = 16
-    """Groups of completions, flat ones not counted, that make a batch."""
+    prompts_per_batch: PositiveInt = 16
+    """Groups of completions, zero-variance ones not counted, that make a batch."""
     group_size: int = Field(default=16, ge=2)
     """Completions of one prompt."""
     minibatches: PositiveInt = 1

@@ -78,8 +78,8 @@ class QueueConfig(Section):
     """The run ends when generators failed so many groups beyond those completed, or verifiers by
     finding no classes: each failed one counts one up, each completed one down, never below 0."""
     breaker_window_groups: PositiveInt = 32
-    """Groups of a task, or of tasks of the same lanes, by which it is judged whether they can be
-    graded at all: the latest ones."""
+    """Groups of a task, or of tasks of the same worker pools, by which it is judged whether they
+    can be graded at all: the latest ones."""
     breaker_share: float = Field(default=0.8, gt=0, le=1)
     """The run ends when so much of these groups, on average, cannot be graded; what the host had no
     time for (not_graded) does not count."""
@@ -163,11 +163,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.train.minibatches > self.train.groups_per_batch:
+        if self.train.minibatches > self.train.prompts_per_batch:
             raise ValueError(
                 f"train.minibatches={self.train.minibatches} is more than "
-                f"train.groups_per_batch={self.train.groups_per_batch}: groups never split across "
-                "minibatches; lower the former"
+                f"train.prompts_per_batch={self.train.prompts_per_batch}: groups never split "
+                "across minibatches; lower the former"
             )
         if self.reward.length_margin_tokens > self.sampling.max_new_tokens:
             raise ValueError(
@@ -244,10 +244,11 @@ class Config(Section):
             )
 
     def _check_algorithm(self) -> None:
-        credit, size = self.algorithm.credit, self.train.group_size
-        if credit.name in ("pass_at_k", "majority") and credit.k > size:
+        advantage_estimator, size = self.algorithm.advantage_estimator, self.train.group_size
+        if advantage_estimator.name in ("pass_at_k", "majority") and advantage_estimator.k > size:
             raise ValueError(
-                f"algorithm.credit.k={credit.k} samples are more than train.group_size={size}: "
+                f"algorithm.advantage_estimator.k={advantage_estimator.k} samples are more than "
+                f"train.group_size={size}: "
                 "raise the latter, or lower the former"
             )
         self._check_gold()
@@ -299,7 +300,7 @@ class Config(Section):
     @property
     def sampled_groups(self) -> int:
         """Groups of a batch that are sampled for it; the others are replayed."""
-        return self.train.groups_per_batch - self.replay.groups_of(self.train.groups_per_batch)
+        return self.train.prompts_per_batch - self.replay.groups_of(self.train.prompts_per_batch)
 
     @property
     def evaluators(self) -> int:
@@ -311,7 +312,7 @@ class Config(Section):
 
     def _check_replay(self) -> None:
         replay = self.replay
-        if not replay.groups_of(self.train.groups_per_batch):
+        if not replay.groups_of(self.train.prompts_per_batch):
             return
         if self.algorithm.used_gold is not None:
             raise ValueError(
@@ -326,13 +327,14 @@ class Config(Section):
             )
         if replay.traces and self.algorithm.reads_generator_logprobs:
             raise ValueError(
-                "replay.traces have no generator's logprobs, which algorithm.surrogate.name="
-                f"{self.algorithm.surrogate.name!r} with old_logprobs="
-                f"{self.algorithm.surrogate.old_logprobs!r}, algorithm.shaping.baseline="
+                "replay.traces have no generator's logprobs, which algorithm.policy_loss.name="
+                f"{self.algorithm.policy_loss.name!r} with old_logprobs="
+                f"{self.algorithm.policy_loss.old_logprobs!r}, algorithm.shaping.baseline="
                 f"{self.algorithm.shaping.baseline!r} and algorithm.correction.name="
                 f"{self.algorithm.correction.name!r} read: take a preset without importance "
                 "ratios, such as agro, or old_logprobs='recompute' without a correction; with spo, "
-                "for traces of the reference, credit.name='soft_value', shaping.baseline='none'"
+                "for traces of the reference, advantage_estimator.name='soft_value', "
+                "shaping.baseline='none'"
             )
         if replay.buffer_groups and not self.queue.record_tokens:
             raise ValueError(

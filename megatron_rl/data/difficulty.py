@@ -196,7 +196,8 @@ def _check_labels(
 def open_classes(reward: RewardConfig, verifier: VerifierConfig) -> Iterator[Classify]:
     """Comparisons of answers in grading processes, as long as the context lasts."""
     tasks = {
-        name: task.model_copy(update={"gate": "none"}) for name, task in reward.all_tasks.items()
+        name: task.model_copy(update={"format_check": "none"})
+        for name, task in reward.all_tasks.items()
     }
     with Grading(reward.model_copy(update={"tasks": tasks}), verifier) as grading:
         yield grading.classes

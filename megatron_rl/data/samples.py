@@ -2,7 +2,7 @@
 
 Either records of rollouts (a run's folder, an evaluation's, or one file of them), or JSONL of
 {"id" or "problem", "correct": [bool, ...], "answers": [str or null, ...]}. Text of models is only
-taken apart here, by the gate of its task, as in the verifier; nothing is compared.
+taken apart here, by the format check of its task, as in the verifier; nothing is compared.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.data.rows import Row, read_jsonl
 from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
-from verification.gates import GATES
+from verification.format_checks import FORMAT_CHECKS
 
 _EXPECTED = (
     'a rollout record, or {"id" or "problem": "...", "correct": [true, ...], "answers": ["7", ...]}'
@@ -129,8 +129,8 @@ def _sample(record: RolloutRecord, reward: RewardConfig) -> Sample:
             f"rollouts of {record.prompt_id!r} have the task {record.task!r}; known are "
             f"{', '.join(tasks)}: give the run's configuration with --config"
         )
-    gated = GATES[tasks[record.task].gate](record.text, record.prompt_tail)
-    return Sample(record.reason == "correct", None if gated.refusal else gated.answer)
+    checked = FORMAT_CHECKS[tasks[record.task].format_check](record.text, record.prompt_tail)
+    return Sample(record.reason == "correct", None if checked.refusal else checked.answer)
 
 
 def match(rows: list[Row], graded: Iterable[Graded]) -> Matched:

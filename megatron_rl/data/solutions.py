@@ -23,7 +23,7 @@ from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, roll
 from megatron_rl.protocol.types import Prompt
 from verification.code.outputs import Job, Printed
 from verification.code.setup import CodeLimits, longest_item_s, prepare
-from verification.gates import GATES
+from verification.format_checks import FORMAT_CHECKS
 from verification.verdict import GradingError
 
 OUTPUT_BYTES = 1 << 20
@@ -52,7 +52,7 @@ class Solutions(NamedTuple):
 
     by_id: dict[str, list[Solution]]
     without_program: int
-    """Completions in which the gate found none."""
+    """Completions in which the format check found none."""
     id_of: dict[str, str] = {}
     """Normalized question of a record -> its id there: in sets of evaluations it is another."""
 
@@ -98,10 +98,10 @@ def _all(path: Path, reward: RewardConfig) -> Iterable[tuple[str, str, Solution 
 
 def _of_record(record: RolloutRecord, reward: RewardConfig) -> tuple[str, str, Solution | None]:
     task = reward.all_tasks.get(record.task)
-    if task is None or task.gate not in ("think_code", "code"):
+    if task is None or task.format_check not in ("think_code", "code"):
         return record.prompt_id, record.problem, None
-    gated = GATES[task.gate](record.text, record.prompt_tail)
-    solution = None if gated.refusal else Solution(gated.answer, gated.tag)
+    checked = FORMAT_CHECKS[task.format_check](record.text, record.prompt_tail)
+    solution = None if checked.refusal else Solution(checked.answer, checked.tag)
     return record.prompt_id, record.problem, solution
 
 

@@ -77,7 +77,8 @@ class Outcome(NamedTuple):
 
 
 def read_training_rollouts(run_dir: Path) -> Iterator[Mined]:
-    """Rollouts of a run's training, those of flat and other dropped groups too. InputError."""
+    """Rollouts of a run's training, those of zero-variance and other dropped groups too.
+    InputError."""
     files = [file for file in rollout_files(run_dir) if file.step is not None]
     if not files:
         raise InputError(f"{run_dir} has no rollouts of training steps: expected step_NNNNNN.jsonl")

@@ -30,7 +30,7 @@ class ProblemSamples:
     is_correct: np.ndarray
     """[n] bool."""
     is_well_formed: np.ndarray
-    """[n] bool: whether the format gate passed."""
+    """[n] bool: whether the format check passed."""
     is_cut: np.ndarray
     """[n] bool: whether the completion was cut at its length limit."""
     tokens: np.ndarray

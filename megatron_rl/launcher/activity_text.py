@@ -62,7 +62,7 @@ class ActivityTotals:
         return int(self._sums[name])
 
     def by_reason(self, area: str) -> Counter[str]:
-        """By reason: of "reason", "ill_formed", "groups_dropped" or "completions_dropped"."""
+        """By reason: of "reason", "format_failures", "groups_dropped" or "completions_dropped"."""
         start = f"{area}/"
         return Counter(
             {
@@ -81,14 +81,14 @@ class ActivityTotals:
 
 def rollouts_text(totals: ActivityTotals) -> str:
     """How many rollouts were generated and scored, and how they were."""
-    verdicts, ill_formed = totals.by_reason("reason"), totals.by_reason("ill_formed")
+    verdicts, format_failures = totals.by_reason("reason"), totals.by_reason("format_failures")
     correct = verdicts.pop("correct", 0)
     evaluated = totals.count("rollouts_for_evaluation")
     parts = [f"{correct} correct"]
     if verdicts:
         parts.append(f"{verdicts.total()} not ({reasons_text(verdicts)})")
-    if ill_formed:
-        parts.append(f"{ill_formed.total()} ill-formed ({reasons_text(ill_formed)})")
+    if format_failures:
+        parts.append(f"{format_failures.total()} format failures ({reasons_text(format_failures)})")
     ungraded = totals.by_reason("completions_dropped")
     if ungraded:
         parts.append(f"{ungraded.total()} dropped without a grade ({reasons_text(ungraded)})")

@@ -68,15 +68,15 @@ _ASKS_FOR_REFERENCE = ("distill",)
 
 def _parts(cfg: AlgorithmConfig) -> dict[str, str]:
     """Of each part its name, where it does something."""
-    surrogate = cfg.surrogate.name
-    if surrogate in ("clipped", "cispo"):
-        low, high = cfg.surrogate.eps_low, cfg.surrogate.eps_high
-        surrogate += f" {cfg.surrogate.level} -{low:g} +{high:g}"
+    policy_loss = cfg.policy_loss.name
+    if policy_loss in ("clipped", "cispo"):
+        low, high = cfg.policy_loss.eps_low, cfg.policy_loss.eps_high
+        policy_loss += f" {cfg.policy_loss.level} -{low:g} +{high:g}"
     found = {
-        "credit": cfg.credit.name,
+        "advantage_estimator": cfg.advantage_estimator.name,
         "normalization": cfg.normalization.name,
         "aggregation": cfg.aggregation.name,
-        "surrogate": surrogate,
+        "policy_loss": policy_loss,
     }
     if cfg.correction.name != "none":
         found["correction"] = f"{cfg.correction.name} at {cfg.correction.high:g}"
@@ -84,7 +84,7 @@ def _parts(cfg: AlgorithmConfig) -> dict[str, str]:
         found["shaping"] = f"{cfg.shaping.name}, baseline {cfg.shaping.baseline}"
     if cfg.kl.placement != "none":
         found["kl"] = f"{cfg.kl.estimator} in the {cfg.kl.placement}, {cfg.kl.coefficient:g}"
-    return found | {"flat groups": cfg.flat_groups}
+    return found | {"zero-variance groups": cfg.zero_variance_groups}
 
 
 def _needs(cfg: AlgorithmConfig) -> list[str]:

@@ -129,12 +129,12 @@ def _check_machine() -> list[tuple[bool, str, str]]:
     ]
 
 
-def _enough(what: str, found: int, needed: int, cure: str) -> tuple[bool, str, str]:
+def _enough(what: str, found: int, needed: int, fix: str) -> tuple[bool, str, str]:
     """needed: bytes with which the examples run."""
     text = f"{found / 2**30:.1f} GiB"
     if found >= needed:
         return True, what, f"{text} ({needed >> 30} are enough for the examples)"
-    return False, what, f"only {text}; the examples need {needed >> 30}: {cure}"
+    return False, what, f"only {text}; the examples need {needed >> 30}: {fix}"
 
 
 def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
@@ -170,8 +170,8 @@ def _check_locks(folder: Path) -> tuple[bool, str, str]:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        cure = "set SGLANG_CACHE_DIR and FLASHINFER_WORKSPACE_BASE to folders of a local disk"
-        return False, what, f"{folder}: {error}; {cure}"
+        fix = "set SGLANG_CACHE_DIR and FLASHINFER_WORKSPACE_BASE to folders of a local disk"
+        return False, what, f"{folder}: {error}; {fix}"
     return True, what, str(folder)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.reward import GateName
+from megatron_rl.config.reward import FormatCheckName
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.intentions import NOTHING, run_lines, say
@@ -114,12 +114,12 @@ def rehearse(prompts: Sequence[Prompt], config: Config) -> list[TaskReport]:
         render_all, config, list(prompts), what="rendering the prompts", limit_s=_RENDER_S
     )
     taught = _taught_forms(config)
-    gates = config.reward.gates
+    format_checks = config.reward.format_checks
     rows: list[tuple[Prompt, Form, Rendered, Canned | None]] = []
     for prompt, seen in zip(prompts, rendered, strict=True):
         form = taught(prompt.task) or find_form(seen.text)
         if config.render.form_known:
-            form = _form_of_gate(gates[prompt.task])
+            form = _form_of_check(format_checks[prompt.task])
         canned = make_canned(
             prompt,
             config.reward.all_tasks[prompt.task].compare,
@@ -152,8 +152,12 @@ def _taught_forms(config: Config) -> Callable[[str], Form | None]:
     return lambda task: (forms.get(task) or of_all).most_common(1)[0][0]
 
 
-def _form_of_gate(gate: GateName) -> Form:
-    return Form(gate.startswith("think"), gate.endswith("box"), gate.endswith("code"))
+def _form_of_check(format_check: FormatCheckName) -> Form:
+    return Form(
+        format_check.startswith("think"),
+        format_check.endswith("box"),
+        format_check.endswith("code"),
+    )
 
 
 def _grade(
@@ -240,13 +244,14 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _refusal(refused: Sequence[Rehearsal], count: int, task: str, config: Config) -> str:
     reason = refused[0].right.reason
-    gate = config.reward.gates[task]
+    format_check = config.reward.format_checks[task]
     return (
-        f"no reward possible: the gate {gate!r} refuses ({reason}) a right answer in the form that "
-        f"the prompt asks for, {refused[0].form.describe()}, in {len(refused)} of {count} prompts. "
-        "Let render.system_prompts (or your render.system_prompt) ask for what the gate demands, "
-        f"or set reward.tasks.{task}.gate; for a model that was taught the form set "
-        "render.form_known=true"
+        f"no reward possible: the format check {format_check!r} refuses ({reason}) a right answer "
+        f"in the form that the prompt asks for, {refused[0].form.describe()}, in {len(refused)} of "
+        f"{count} prompts. "
+        "Let render.system_prompts (or your render.system_prompt) ask for what the format check "
+        f"demands, or set reward.tasks.{task}.format_check; for a model that was taught the form "
+        "set render.form_known=true"
     )
 
 

@@ -44,7 +44,7 @@ def find_export(run_dir: Path) -> str | None:
 def sampled_accuracy(rollouts: Path) -> tuple[float | None, float | None]:
     """Share of correct ones among all graded rollouts of the first and of the last fifth of steps.
 
-    Of both, those trained on and those dropped: flat groups are all right or all wrong.
+    Of both, those trained on and those dropped: zero-variance groups are all right or all wrong.
     """
     steps = sorted(rollouts.glob("step_*.jsonl"))
     count = min(SAMPLED_STEPS, max(1, len(steps) // 5))

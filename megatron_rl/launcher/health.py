@@ -15,8 +15,8 @@ Row = dict[str, Any]
 RECENT = 10
 """Steps that speed and warnings are about."""
 _LARGE_GAP_NATS = 0.05
-_MANY_FLAT = 2.0
-"""Flat groups for each one that was trained on."""
+_MANY_ZERO_VARIANCE = 2.0
+"""Zero-variance groups for each one that was trained on."""
 
 
 def step_seconds(steps: Sequence[Row]) -> float | None:
@@ -40,13 +40,13 @@ def warnings_of(steps: Sequence[Row], config: Config) -> dict[str, str]:
     def median(name: str) -> float:
         return statistics.median([row.get(name, 0.0) for row in steps])
 
-    flat = f"{GROUPS_DROPPED}flat"
+    dropped = f"{GROUPS_DROPPED}zero_variance"
     trained = sum(row.get("queue/groups_trained", 0) for row in steps)
     checks = (
         ("queue/staleness_versions_mean", median("queue/staleness_versions_mean"),
          float(config.queue.max_staleness)),
         ("train/logprob_gap", median("train/logprob_gap"), _LARGE_GAP_NATS),
-        (flat, sum(row.get(flat, 0) for row in steps), _MANY_FLAT * trained),
+        (dropped, sum(row.get(dropped, 0) for row in steps), _MANY_ZERO_VARIANCE * trained),
         ("train/skipped_steps", sum(row.get("train/skipped_steps", 0) for row in steps), 0.0),
     )  # fmt: skip
     found = {}
@@ -55,7 +55,7 @@ def warnings_of(steps: Sequence[Row], config: Config) -> dict[str, str]:
         if value > limit and documented is not None:
             found[name] = (
                 f"{name} is {value:.4g} in the latest {len(steps)} steps, above {limit:.4g}: "
-                f"{documented[0].cure}"
+                f"{documented[0].fix}"
             )
     return found
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rl.algorithms.credit import GroupView
-from megatron_rl.algorithms.minibatch import Crediting, find_crediting
+from megatron_rl.algorithms.advantage_estimators import GroupView
+from megatron_rl.algorithms.minibatch import AdvantageFunctions, find_advantage_functions
 from megatron_rl.algorithms.objective import Objective, find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.errors import InputError
@@ -30,27 +30,35 @@ _ERRORS = (
 
 def try_objective(cfg: AlgorithmConfig) -> list[str]:
     """Call each part that is a function of the user's; lines about them. Raises InputError."""
-    crediting = find_crediting(cfg)
-    found = [*_try_crediting(crediting)]
-    if any(":" in one.name for one in (cfg.surrogate, cfg.correction, cfg.shaping)):
+    advantage_functions = find_advantage_functions(cfg)
+    found = [*_try_advantage_functions(advantage_functions)]
+    if any(":" in one.name for one in (cfg.policy_loss, cfg.correction, cfg.shaping)):
         found += _try_loss(find_objective(cfg))
     return [
         f"{key}={name!r} was called with made-up tokens: shapes are right" for key, name in found
     ]
 
 
-def _try_crediting(crediting: Crediting) -> list[tuple[str, str]]:
-    cfg, groups = crediting.cfg, _groups()
+def _try_advantage_functions(advantage_functions: AdvantageFunctions) -> list[tuple[str, str]]:
+    cfg, groups = advantage_functions.cfg, _groups()
     lengths = [group.lengths for group in groups]
     rewards = [group.rewards for group in groups]
     calls: list[tuple[str, Any, Callable[[], Any]]] = [
-        ("credit", cfg.credit, lambda: [crediting.credit(g, cfg.credit) for g in groups]),
+        (
+            "advantage_estimator",
+            cfg.advantage_estimator,
+            lambda: [advantage_functions.estimator(g, cfg.advantage_estimator) for g in groups],
+        ),
         (
             "normalization",
             cfg.normalization,
-            lambda: crediting.normalization(rewards, cfg.normalization),
+            lambda: advantage_functions.normalization(rewards, cfg.normalization),
         ),
-        ("aggregation", cfg.aggregation, lambda: crediting.aggregation(lengths, cfg.aggregation)),
+        (
+            "aggregation",
+            cfg.aggregation,
+            lambda: advantage_functions.aggregation(lengths, cfg.aggregation),
+        ),
     ]
     tried = []
     for part, section, call in calls:
@@ -103,12 +111,12 @@ def _try_loss(objective: Objective) -> list[tuple[str, str]]:
         ratios = (tokens.logprobs.detach() - tokens.generator_logprobs).exp()
         _check_tensor(key, name, _called(key, name, lambda: correction(ratios, cfg.correction)))
         tried.append((key, name))
-    name = cfg.surrogate.name
+    name = cfg.policy_loss.name
     if ":" in name:
-        key = "algorithm.surrogate.name"
-        surrogate, advantages = objective.surrogate, tokens.advantages
-        found = _called(key, name, lambda: surrogate(tokens, advantages, cfg.surrogate))
-        _check_surrogate(key, name, found, tokens)
+        key = "algorithm.policy_loss.name"
+        policy_loss, advantages = objective.policy_loss, tokens.advantages
+        found = _called(key, name, lambda: policy_loss(tokens, advantages, cfg.policy_loss))
+        _check_policy_loss(key, name, found, tokens)
         tried.append((key, name))
     return tried
 
@@ -164,17 +172,17 @@ def _check_tensor(key: str, name: str, found: Any) -> None:
         raise InputError(f"{key}={name!r} gives numbers that are not finite: {found.tolist()}")
 
 
-def _check_surrogate(key: str, name: str, found: Any, tokens: "Tokens") -> None:
+def _check_policy_loss(key: str, name: str, found: Any, tokens: "Tokens") -> None:
     import torch
 
-    from megatron_rl.algorithms.surrogate import Surrogate
+    from megatron_rl.algorithms.policy_loss import PolicyLoss
 
-    if not isinstance(found, Surrogate):
+    if not isinstance(found, PolicyLoss):
         what = "a plain tensor" if isinstance(found, torch.Tensor) else type(found).__name__
         raise InputError(
-            f"{key}={name!r} returns {what}, expected Surrogate(values, sums) of "
-            "megatron_rl.algorithms.surrogate: values [tokens] to maximise, sums by name to report "
-            "({} for none), as in `return Surrogate(ratio * advantages, {})`"
+            f"{key}={name!r} returns {what}, expected PolicyLoss(values, sums) of "
+            "megatron_rl.algorithms.policy_loss: values [tokens] to maximise, sums by name to "
+            "report ({} for none), as in `return PolicyLoss(ratio * advantages, {})`"
         )
     _check_tensor(key, name, found.values)
     gradient = None

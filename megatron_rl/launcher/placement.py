@@ -96,7 +96,7 @@ def _trainer_ranks(config: Config) -> int:
 def _engine_starts(config: Config, ranks: int, gpus_per_host: int) -> list[int]:
     """First GPU of each engine, counted through all hosts."""
     width = config.generator.tensor_parallel
-    first = 0 if config.generator.shares_gpus else ranks
+    first = 0 if config.generator.colocate else ranks
     starts = []
     for _ in range(config.generator.replicas):
         if first % gpus_per_host + width > gpus_per_host:

@@ -16,7 +16,7 @@ from generation.engine import ENGINES, EngineError, load_engine
 from generation.sglang_arguments import check_extras
 from generation.sglang_command import FP8_RELOADS
 from generation.vllm_command import installed_release, refuse_model
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.backend.environment import (
     ALLOCATOR,
@@ -213,7 +213,7 @@ def check_names(config: Config) -> None:
     """Every function that is named exists; the processes that use them start much later."""
     if config.train.steps:
         find_objective(config.algorithm)
-        find_crediting(config.algorithm)
+        find_advantage_functions(config.algorithm)
     # By name alone: the engines' modules are slow to load.
     engines = dict.fromkeys(ENGINES, load_engine)
     find_function(engines, config.generator.engine, key="generator.engine")
@@ -311,11 +311,11 @@ def check_replay(config: Config) -> None:
     """What is replayed can be read, and the objective can learn from it."""
     if not config.replay.share or not config.train.steps:
         return
-    if find_crediting(config.algorithm).needs_classes:
+    if find_advantage_functions(config.algorithm).needs_classes:
         raise InputError(
-            f"replay.share={config.replay.share:g} and algorithm.credit.name="
-            f"{config.algorithm.credit.name!r} exclude each other: which answers are the same is "
-            "not recorded; set the share to 0, or take another credit"
+            f"replay.share={config.replay.share:g} and algorithm.advantage_estimator.name="
+            f"{config.algorithm.advantage_estimator.name!r} exclude each other: which answers are "
+            "the same is not recorded; set the share to 0, or take another advantage estimator"
         )
     check_sources(config)
 
@@ -382,10 +382,10 @@ def _describe_system_prompts(config: Config, tasks: list[str]) -> list[str]:
     tasks_of: dict[str, list[str]] = {}
     render = config.render.for_model(count_parameters(config.model.path))
     for task in tasks:
-        gate = config.reward.gates[task]
-        text = config.render.system_prompt_of(gate)
+        format_check = config.reward.format_checks[task]
+        text = config.render.system_prompt_of(format_check)
         shown = json.dumps(text, ensure_ascii=False) if text else "none"
-        if exchange := render.demonstration_of(gate):
+        if exchange := render.demonstration_of(format_check):
             shown += f"; shown before each prompt: {json.dumps(exchange.reply, ensure_ascii=False)}"
         tasks_of.setdefault(shown, []).append(task)
     return [f"system prompt ({', '.join(names)}): {shown}" for shown, names in tasks_of.items()]

@@ -62,7 +62,7 @@ def _count_epochs(config: Config) -> Config:
     """Steps in which as many groups are trained on as there are train prompts, epochs times."""
     if not config.train.epochs:
         return config
-    sizes = {stage.train.groups_per_batch for stage in resolve_stages(config)}
+    sizes = {stage.train.prompts_per_batch for stage in resolve_stages(config)}
     if len(sizes) > 1:
         raise InputError(
             f"train.epochs={config.train.epochs} with stages of {sorted(sizes)} groups a batch: "

@@ -20,7 +20,8 @@ _PROGRAM = "def made_up():\n    return None\n"
 def try_rewards(prompts: Sequence[Prompt], config: Config) -> list[str]:
     """Call the user's functions for one prompt of each task; lines about them.
 
-    Raises InputError where one raises, returns another type, or exceeds the limits of its lane.
+    Raises InputError where one raises, returns another type, or exceeds the limits of its worker
+    pool.
     """
     reward = config.reward
     chosen: dict[str, Prompt] = {}
@@ -61,11 +62,15 @@ def functions_of(task: str, reward: RewardConfig) -> list[str]:
 
 
 def _sample(prompt: Prompt, config: Config) -> Sample:
-    """A completion that the gate of the task accepts, whatever the prompt asks for."""
+    """A completion that the format check of the task accepts, whatever the prompt asks for."""
     reward = config.reward
-    gate = reward.gates[prompt.task]
+    format_check = reward.format_checks[prompt.task]
     compare = reward.all_tasks[prompt.task].compare
-    form = Form(gate.startswith("think"), gate.endswith("box"), gate.endswith("code"))
+    form = Form(
+        format_check.startswith("think"),
+        format_check.endswith("box"),
+        format_check.endswith("code"),
+    )
     canned = None
     if compare == CODE or not form.has_fence:
         canned = make_canned(prompt, compare, form, tail="", count=reward.tests_per_problem)

@@ -110,7 +110,7 @@ class SimulateOptions:
     correlation: Annotated[float, _generated("of log length in a group")] = 0.5
     prompt_tokens: Annotated[int, _generated()] = 300
     pass_rate: Annotated[float, _generated()] = 0.4
-    flat_share: Annotated[float, _generated("of groups of the config's size")] = 0.25
+    zero_variance_share: Annotated[float, _generated("of groups of the config's size")] = 0.25
     steps: Annotated[int, typer.Option(help="measured")] = Span.steps
     warm_up: Annotated[int, typer.Option(help="steps before those")] = Span.warm_up
     seed: int = 0
@@ -168,11 +168,11 @@ def _check(options: SimulateOptions) -> None:
     for name in ("sigma", "verify_s", "deaths_per_engine_hour", "dead", "warm_up"):
         if getattr(options, name) < 0:
             raise InputError(f"--{name.replace('_', '-')} must not be below 0")
-    for name in ("correlation", "pass_rate", "flat_share"):
+    for name in ("correlation", "pass_rate", "zero_variance_share"):
         if not 0 <= getattr(options, name) <= 1:
             raise InputError(f"--{name.replace('_', '-')} must be between 0 and 1")
-    if not 0 < options.pass_rate < 1 or options.flat_share >= 1:
-        raise InputError("--pass-rate must be above 0 and below 1, --flat-share below 1")
+    if not 0 < options.pass_rate < 1 or options.zero_variance_share >= 1:
+        raise InputError("--pass-rate must be above 0 and below 1, --zero-variance-share below 1")
     read_lanes(options.lanes)
 
 
@@ -200,7 +200,7 @@ def _workload(
     return Workload(
         LogNormalLengths(median, options.sigma, options.correlation),
         options.prompt_tokens,
-        PassRates.of(options.pass_rate, options.flat_share, config.train.group_size),
+        PassRates.of(options.pass_rate, options.zero_variance_share, config.train.group_size),
         options.seed,
     )
 

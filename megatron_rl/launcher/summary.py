@@ -47,7 +47,8 @@ class RunFacts:
     traces_remark: str = ""
     """`sft.remark`, where there was a cold start."""
     sampled_accuracy: tuple[float | None, float | None] = (None, None)
-    """Share of correct rollouts, flat groups too, of the first and the last fifth of the steps."""
+    """Share of correct rollouts, zero-variance groups too, of the first and the last fifth of the
+    steps."""
     run_dir: str = ""
     files: tuple[str, ...] = ()
     """What the run folder holds beside the exported model, for the text."""
@@ -75,7 +76,7 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
         "model_parameters": start.get("model/parameters"),
         "steps": len(steps),
         "rollouts_trained": int(sum(_values(steps, "queue/rollouts_trained"))),
-        "groups_dropped_flat": int(sum(_values(steps, f"{GROUPS_DROPPED}flat"))),
+        "groups_dropped_zero_variance": int(sum(_values(steps, f"{GROUPS_DROPPED}zero_variance"))),
         "groups_dropped": _dropped(steps, activity, what="groups"),
         "completions_dropped": _dropped(steps, activity, what="completions"),
         "activity": activity.counts(),
@@ -261,7 +262,7 @@ def _training_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
         f"groups dropped: {_dropped_text(summary)}{_ungraded_text(summary)}",
         f"Mean reward         first 10 steps {_number(summary['reward_first10'])}, "
         f"last 10 steps {_number(summary['reward_last10'])}",
-        "Sampled accuracy    of all rollouts, flat groups too: first fifth of the steps "
+        "Sampled accuracy    of all rollouts, zero-variance groups too: first fifth of the steps "
         f"{_number(summary.get('sampled_accuracy_first'))}, last fifth "
         f"{_number(summary.get('sampled_accuracy_last'))}",
         f"Staleness           mean {_number(summary['staleness_mean'], 2)}, "
@@ -296,8 +297,10 @@ def _stepless_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _dropped_text(summary: dict[str, Any]) -> str:
-    # A summary that was written before reasons were counted has flat ones alone.
-    dropped = summary.get("groups_dropped", {"flat": summary["groups_dropped_flat"]})
+    # A summary that was written before reasons were counted has zero-variance ones alone.
+    dropped = summary.get(
+        "groups_dropped", {"zero_variance": summary["groups_dropped_zero_variance"]}
+    )
     return reasons_text(Counter(dropped)) or "none"
 
 

@@ -137,6 +137,6 @@ def settings(config: Config) -> dict[str, float]:
     return {
         "queue.max_staleness": config.queue.max_staleness,
         "generator.replicas": config.generator.replicas,
-        "train.groups_per_batch": config.train.groups_per_batch,
+        "train.prompts_per_batch": config.train.prompts_per_batch,
         "train.batch_timeout_s": config.train.batch_timeout_s,
     }

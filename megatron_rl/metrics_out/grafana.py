@@ -35,7 +35,7 @@ _BUSY, _IDLE = (
     _rate("generator_busy_s", " by (source) "),
     _rate("generator_idle_s", " by (source) "),
 )
-_FLAT = f'increase({PREFIX}queue_groups_dropped_total{{what="flat"}}[30m])'
+_ZERO_VARIANCE = f'increase({PREFIX}queue_groups_dropped_total{{what="zero_variance"}}[30m])'
 _LEFT_OUT = f"{PREFIX}activity_completions_dropped_total"
 _TRAINED = f"increase({PREFIX}queue_groups_trained_total[30m])"
 
@@ -88,8 +88,8 @@ ALERTS = (
           "1m", "The trainer wrote no row for train.batch_timeout_s: see logs/ and the live view."),
     Alert("LogprobGapLarge", f"{_gauge('train_logprob_gap')} > 0.05", "10m",
           "Trainer and generators disagree on logprobs: weights, dtypes or sampling differ."),
-    Alert("MostGroupsFlat", f"{_FLAT} > 2 * ignoring(what) {_TRAINED}", "30m",
-          "More than two of three groups are flat: prompts are too easy or too hard."),
+    Alert("MostGroupsHaveZeroVariance", f"{_ZERO_VARIANCE} > 2 * ignoring(what) {_TRAINED}", "30m",
+          "More than two of three groups have zero variance: prompts are too easy or too hard."),
     Alert("GradingFails",
           f"sum(rate({_LEFT_OUT}[10m])) > "
           f"0.1 * sum(rate({PREFIX}activity_rollouts_generated_total[10m]))",

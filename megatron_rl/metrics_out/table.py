@@ -17,15 +17,15 @@ class Known(NamedTuple):
     meaning: str
     """With the unit."""
     healthy: str = ""
-    cure: str = ""
+    fix: str = ""
     """What to do where it is not healthy."""
     kind: Kind = "gauge"
     """count: a row holds what came since the row before it."""
 
 
 ROLLOUTS = (
-    Known("rollout/reward", "mean reward of all rollouts of the step, flat groups too", "grows",
-          "look at reason/* and at reward/*: which part does not grow?"),
+    Known("rollout/reward", "mean reward of all rollouts of the step, zero-variance groups too",
+          "grows", "look at reason/* and at reward/*: which part does not grow?"),
     Known("rollout/correct", "share of right ones among the same", "grows"),
     Known("rollout/format", "share of well-formed ones among the same", "near 1 after some steps",
           "reason/* names the fault; let prompts ask for the form, or teach it by a cold start"),
@@ -38,11 +38,11 @@ ROLLOUTS = (
 )  # fmt: skip
 
 QUEUE = (
-    Known("queue/groups_trained", "groups of the batch", "train.groups_per_batch", kind="count"),
+    Known("queue/groups_trained", "groups of the batch", "train.prompts_per_batch", kind="count"),
     Known("queue/rollouts_trained", "rollouts of the batch", kind="count"),
     Known("queue/groups_dropped_*", "groups that were not trained on, by reason",
-          "flat: below 2 for each trained group; others: 0",
-          "flat: prompts are too easy or too hard, see [curriculum] and `megatron-rl data "
+          "zero_variance: below 2 for each trained group; others: 0",
+          "zero_variance: prompts are too easy or too hard, see [curriculum] and `megatron-rl data "
           "difficulty`; others: logs of generators and verifiers", "count"),
     Known("queue/completions_dropped_*", "completions that were left out, by reason", "0",
           "logs/verifier.log; not_graded: more verifier.*.workers, or less on the host", "count"),
@@ -87,7 +87,7 @@ QUEUE = (
 TRAINER = (
     Known("train/loss", "the loss; its level means little"),
     Known("train/entropy_nats", "mean entropy of tokens in nats", "stays above 0.1, without a jump",
-          "falls: a higher algorithm.surrogate.eps_high, an entropy bonus"),
+          "falls: a higher algorithm.policy_loss.eps_high, an entropy bonus"),
     Known("train/grad_norm", "norm of the gradient before clipping",
           "of the order of optimizer.clip_grad_norm", "jumps: a lower optimizer.lr"),
     Known("train/lr", "learning rate"),
@@ -212,7 +212,8 @@ ACTIVITY = (
     Known("activity/groups_complete", "groups that were completed", kind="count"),
     Known("activity/reason/*", "well-formed completions by the reason of their score",
           kind="count"),
-    Known("activity/ill_formed/*", "ill-formed ones by what is wrong", kind="count"),
+    Known("activity/format_failures/*", "completions that fail the format check, by reason",
+          kind="count"),
     Known("activity/groups_dropped/*", "groups that were dropped, by reason", kind="count"),
     Known("activity/completions_dropped/*", "completions left out, by reason", "0",
           "as for queue/completions_dropped_*", "count"),
@@ -279,9 +280,7 @@ def markdown() -> str:
     """The page docs/metrics.md."""
     parts = [_PAGE]
     for area, metrics in AREAS.items():
-        rows = [
-            f"| `{m.name}` | {m.meaning} | {m.kind} | {m.healthy} | {m.cure} |" for m in metrics
-        ]
+        rows = [f"| `{m.name}` | {m.meaning} | {m.kind} | {m.healthy} | {m.fix} |" for m in metrics]
         head = "| metric | meaning | kind | healthy | what to do |\n|---|---|---|---|---|"
         parts.append(f"## {area}\n\n{head}\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)

@@ -37,9 +37,14 @@ class Renderer:
     """The tokenizer and chat template of a model folder."""
 
     def __init__(
-        self, config: RenderConfig, model: Path, context_tokens: int, *, gates: Mapping[str, str]
+        self,
+        config: RenderConfig,
+        model: Path,
+        context_tokens: int,
+        *,
+        format_checks: Mapping[str, str],
     ) -> None:
-        """gates: that of each task, by which its system prompt is chosen.
+        """format_checks: that of each task, by which its system prompt is chosen.
 
         Raises InputError when the folder has no tokenizer, or there is no chat template.
         """
@@ -58,7 +63,9 @@ class Renderer:
         if self._tokenizer.eos_token_id is None:
             raise InputError(f"model.path={model}: its tokenizer names no eos_token")
         config = config.for_model(count_parameters(model))
-        self._openings = {task: _opening(config, gate) for task, gate in gates.items()}
+        self._openings = {
+            task: _opening(config, format_check) for task, format_check in format_checks.items()
+        }
         self.context_tokens = context_tokens
         """Longest prompt plus completion."""
         self.eos_id: int = self._tokenizer.eos_token_id
@@ -178,7 +185,7 @@ def open_renderer(config: Config) -> Renderer:
         config.render,
         config.model.path,
         config.generator.context_tokens,
-        gates=config.reward.gates,
+        format_checks=config.reward.format_checks,
     )
 
 
@@ -196,12 +203,12 @@ def count_parameters(model: Path) -> int:
     return round(hidden * (vocabulary + layers * layer))
 
 
-def _opening(config: RenderConfig, gate: str) -> list[dict[str, str]]:
+def _opening(config: RenderConfig, format_check: str) -> list[dict[str, str]]:
     """What is put before the messages of a prompt without a system message of its own."""
     turns = []
-    if system_prompt := config.system_prompt_of(gate):
+    if system_prompt := config.system_prompt_of(format_check):
         turns.append({"role": "system", "content": system_prompt})
-    if exchange := config.demonstration_of(gate):
+    if exchange := config.demonstration_of(format_check):
         turns.append({"role": "user", "content": exchange.question})
         turns.append({"role": "assistant", "content": exchange.reply})
     return turns

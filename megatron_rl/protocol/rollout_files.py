@@ -89,8 +89,8 @@ class RolloutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tail: str
     """The end of the rendered prompt, which may open <think>."""
     dropped: str = ""
-    """Why its group was not trained on, "flat" for equal rewards; or why it alone was dropped.
-    Left out of other records."""
+    """Why its group was not trained on, "zero_variance" for equal rewards; or why it alone was
+    dropped. Left out of other records."""
     detail: str = ""
     """What verifiers said last of a completion that they could not grade; or the test that a
     program failed first, and what it printed."""

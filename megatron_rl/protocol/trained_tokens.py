@@ -10,7 +10,7 @@ for S sequences of T completion tokens in all, end to end:
 | `logprobs`   | [T] float32: of the policy before the batch's first update where the objective  |
 |              | recomputes them, else before the update of its minibatch; in nats               |
 | `entropies`  | [T] float32: of the policy's next-token distribution there; in nats             |
-| `advantages` | [T] float32: as the surrogate was given them                                    |
+| `advantages` | [T] float32: as the policy loss was given them                                    |
 """
 
 import os

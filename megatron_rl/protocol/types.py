@@ -145,7 +145,7 @@ class Score(msgspec.Struct, frozen=True):
 
     @property
     def is_well_formed(self) -> bool:
-        """Whether the format gate passed."""
+        """Whether the format check passed."""
         return self.parts.get("format", 0.0) > 0.0
 
 
@@ -234,7 +234,7 @@ class VerifierReady(msgspec.Struct, frozen=True, tag="VerifierReady"):
     """State of a verifier, sent at start and as heartbeat."""
 
     capacity: dict[str, int]
-    """Lane of grading -> requests it accepts at once."""
+    """Worker pool -> requests it accepts at once."""
     session: int
     """Differs after a restart: requests of the earlier session are lost."""
     requests: list[int] | None = None

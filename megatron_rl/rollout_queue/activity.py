@@ -13,12 +13,12 @@ A row counts what happened since the row before:
 | `activity/rollouts_scored`         | scores, those of evaluations too                           |
 | `activity/rollouts_for_evaluation` | scores of evaluations                                      |
 | `activity/reason/REASON`           | scores by verdict                                          |
-| `activity/ill_formed/REASON`       | scores by what a gate found wrong                          |
+| `activity/format_failures/REASON`  | scores by what a format check found wrong                  |
 | `activity/completions_dropped/REASON` | completions that could not be graded                    |
 | `activity/groups_complete`         | training groups whose rollouts are all scored              |
 | `activity/groups_dropped/REASON`   | training groups that are not trained on                    |
 | `activity/completions_in_flight`   | at the moment of the row                                   |
-| `activity/diagnosis`               | likely fault and cure ("": none any more); not in each row |
+| `activity/diagnosis`               | likely fault and fix ("": none any more); not in each row |
 
 While an evaluation goes on, a row also says how far it is (`eval/completions_done`, ...).
 """
@@ -45,7 +45,7 @@ DIAGNOSIS = "activity/diagnosis"
 ROW_S = 5.0
 """Rows are at least so far apart, but for the first."""
 _LATE_S = 15.0
-"""After this time from the first score, fewer ill-formed completions name the likely fault."""
+"""After this time from the first score, fewer format failures name the likely fault."""
 _REPEAT_FACTOR = 4
 """A fault is named again when there are so many times as many scores."""
 _EXAMPLE_CHARS = 80
@@ -81,7 +81,7 @@ class Activity:
         self._counts["rollouts_scored"] += 1
         self._evidence.reasons[reason] += 1
         if reason in REFUSALS:
-            self._counts[f"ill_formed/{reason}"] += 1
+            self._counts[f"format_failures/{reason}"] += 1
             if begin := scored.rollout.text.strip()[:_EXAMPLE_CHARS]:
                 self._evidence.examples.setdefault(reason, begin)
         else:
@@ -97,7 +97,7 @@ class Activity:
         """No completion of a training group is open any more."""
         self._counts["groups_complete"] += 1
         self._evidence.groups += 1
-        self._evidence.flat_groups += group.is_flat
+        self._evidence.zero_variance_groups += group.has_zero_variance
 
     def add_ungraded(self, reason: str) -> None:
         """A completion could not be graded."""

@@ -15,7 +15,7 @@ j >= k, those with deadline <= j number at most (j - k + 1) * G: they fit into t
 1. Opening keeps the set timely. Between Published(v) and Published(v + 1) a new group has the
    latest deadline of all, v + s, so only j >= v + s gets tighter; `may_open_group` keeps the
    untrained groups, the batch in training included, within (s + 1) * G, the room of v .. v + s.
-2. Dropping flat groups only shrinks the set.
+2. Dropping zero-variance groups only shrinks the set.
 3. `choose_batch` forms batch k only if what remains is timely at step k + 1.
 4. It never waits forever: when all are complete, taking those with the earliest deadlines leaves a
    timely set timely (the exchange argument of earliest-deadline-first with unit jobs).
@@ -45,14 +45,14 @@ class UntrainedGroup(NamedTuple):
     is_complete: bool
 
 
-def may_open_group(untrained: int, *, max_staleness: int, groups_per_batch: int) -> bool:
+def may_open_group(untrained: int, *, max_staleness: int, prompts_per_batch: int) -> bool:
     """Whether one more group keeps the untrained ones within (max_staleness + 1) batches."""
-    return untrained < (max_staleness + 1) * groups_per_batch
+    return untrained < (max_staleness + 1) * prompts_per_batch
 
 
-def is_group_needed(waiting: int, *, next_step: int, steps: int, groups_per_batch: int) -> bool:
+def is_group_needed(waiting: int, *, next_step: int, steps: int, prompts_per_batch: int) -> bool:
     """Whether the batches from `next_step` on can use more than the `waiting` untaken groups."""
-    return waiting < (steps - next_step) * groups_per_batch
+    return waiting < (steps - next_step) * prompts_per_batch
 
 
 def oldest_leasable_version(published: int, *, max_staleness: int, is_strict: bool) -> int:
@@ -107,7 +107,7 @@ def choose_batch(
     groups: Iterable[UntrainedGroup],
     *,
     step: int,
-    groups_per_batch: int,
+    prompts_per_batch: int,
     max_staleness: int,
     is_strict: bool,
 ) -> list[int] | None:
@@ -116,22 +116,22 @@ def choose_batch(
     `groups`: the untrained ones that are in no batch yet.
     """
     groups = sorted(groups)
-    chosen = [group for group in groups if group.is_complete][:groups_per_batch]
-    if len(chosen) < groups_per_batch:
+    chosen = [group for group in groups if group.is_complete][:prompts_per_batch]
+    if len(chosen) < prompts_per_batch:
         return None
     if is_strict:
         taken = {group.number for group in chosen}
         deadlines = sorted(
             group.opened_version + max_staleness for group in groups if group.number not in taken
         )
-        if not _is_timely(deadlines, step + 1, groups_per_batch):
+        if not _is_timely(deadlines, step + 1, prompts_per_batch):
             return None
     return [group.number for group in chosen]
 
 
-def _is_timely(deadlines: list[int], step: int, groups_per_batch: int) -> bool:
+def _is_timely(deadlines: list[int], step: int, prompts_per_batch: int) -> bool:
     """Whether groups with these ascending deadlines fit into the batches from `step` on."""
     return all(
-        position < (deadline - step + 1) * groups_per_batch
+        position < (deadline - step + 1) * prompts_per_batch
         for position, deadline in enumerate(deadlines)
     )

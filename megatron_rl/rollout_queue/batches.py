@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from megatron_rl.algorithms.credit import GroupView
-from megatron_rl.algorithms.minibatch import Crediting
+from megatron_rl.algorithms.advantage_estimators import GroupView
+from megatron_rl.algorithms.minibatch import AdvantageFunctions
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DROPPED,
@@ -28,7 +28,7 @@ from megatron_rl.protocol.types import (
     ScoredRollout,
     TrainSequence,
 )  # fmt: skip
-from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, DroppedGroups, Group
 from megatron_rl.rollout_queue.replay.drawn import NOTHING, Drawn
 from megatron_rl.rollout_queue.tally import RolloutTally
 from megatron_rl.rollout_queue.train_sequence import length_of, sequence_of
@@ -62,13 +62,15 @@ def plan_batch(
     return plans
 
 
-Fill = Callable[[MinibatchPlan, Crediting], list[MinibatchShare]]
+Fill = Callable[[MinibatchPlan, AdvantageFunctions], list[MinibatchShare]]
 """The share of each data-parallel rank of a planned minibatch."""
 
 
-def fill_minibatch(plan: MinibatchPlan, crediting: Crediting) -> list[MinibatchShare]:
+def fill_minibatch(
+    plan: MinibatchPlan, advantage_functions: AdvantageFunctions
+) -> list[MinibatchShare]:
     """Each rank's share, with the arrays of its sequences, their advantages and weights."""
-    sequences = minibatch_sequences(plan.groups, crediting)
+    sequences = minibatch_sequences(plan.groups, advantage_functions)
     assert [len(sequence.token_ids) for sequence in sequences] == plan.lengths
     return [
         MinibatchShare(
@@ -89,7 +91,7 @@ class BatchOrder:
     groups: list[Group]
     """Sampled and replayed ones."""
     stage: Config
-    crediting: Crediting
+    advantage_functions: AdvantageFunctions
     dp_size: int
     cost: SequenceCost
     """By which the ranks get equally much to do."""
@@ -104,7 +106,7 @@ def order_batch(
     replayed: Drawn = NOTHING,
     dropped: DroppedGroups,
     stage: Config,
-    crediting: Crediting,
+    advantage_functions: AdvantageFunctions,
     dp_size: int,
     cost: SequenceCost = TOKENS,
     more: Sequence[Metric] = (),
@@ -118,24 +120,28 @@ def order_batch(
     metrics = MetricSet()
     metrics.add([*batch_metrics(step, groups, dropped), *replayed.metrics(step), *more])
     everything = [*groups, *replayed.groups]
-    return BatchOrder(step, everything, stage, crediting, dp_size, cost, metrics.entries())
+    return BatchOrder(
+        step, everything, stage, advantage_functions, dp_size, cost, metrics.entries()
+    )
 
 
 def deal_batch(order: BatchOrder, fill: Fill = fill_minibatch) -> list[RankBatch]:
     """Each data-parallel rank's share of the batch."""
     plans = plan_batch(order.groups, order.stage, order.dp_size, order.cost)
-    filled = [fill(plan, order.crediting) for plan in plans]
+    filled = [fill(plan, order.advantage_functions) for plan in plans]
     return [
         RankBatch(order.step, rank, list(minibatches), order.metrics if rank == 0 else {})
         for rank, minibatches in enumerate(zip(*filled, strict=True))
     ]
 
 
-def minibatch_sequences(groups: Sequence[Group], crediting: Crediting) -> list[TrainSequence]:
+def minibatch_sequences(
+    groups: Sequence[Group], advantage_functions: AdvantageFunctions
+) -> list[TrainSequence]:
     """Sequences of a minibatch with their advantages and weights, group by group."""
     sequences = [[sequence_of(group, scored) for scored in group.ordered] for group in groups]
     views = [_view(group, mine) for group, mine in zip(groups, sequences, strict=True)]
-    advantages, weights = crediting.advantages(views), crediting.weights(views)
+    advantages, weights = advantage_functions.advantages(views), advantage_functions.weights(views)
     return [
         msgspec.structs.replace(
             sequence,
@@ -175,7 +181,7 @@ def batch_metrics(step: int, groups: list[Group], dropped: DroppedGroups) -> lis
     spanning = sum(map(_spans_versions, trained))
     staleness = [step - scored.rollout.oldest_version for scored in trained]
     count = len(trained)
-    dropped_by_reason = {FLAT: 0} | dropped.reasons
+    dropped_by_reason = {ZERO_VARIANCE: 0} | dropped.reasons
     return [
         *generated.metrics(),
         Metric("queue/staleness_versions_mean", sum(staleness), "mean", count),

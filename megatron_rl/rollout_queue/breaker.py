@@ -3,8 +3,8 @@
 Used by the rollout queue. One completion that cannot be graded is dropped and counted, and a model
 may well learn to write such ones. It is our own fault, and the run's end, when they come of many
 unrelated prompts, and hardly any other comes. So it counts in *groups*, each with the same weight,
-however many attempts it burns, and apart for each task, and for the tasks that need the same lanes:
-what is graded well elsewhere says nothing about a compiler that is broken.
+however many attempts it burns, and apart for each task, and for the tasks that need the same worker
+pools: what is graded well elsewhere says nothing about a compiler that is broken.
 
 Of each kind the last queue.breaker_window_groups groups count. The run ends when
 
@@ -72,14 +72,14 @@ class _Window:
 
 
 class CircuitBreaker:
-    """Counts what is graded and what is not, by task and by lanes."""
+    """Counts what is graded and what is not, by task and by worker pools."""
 
     def __init__(self, config: QueueConfig, reward: RewardConfig, *, prompts: int) -> None:
         """prompts: how many the run has."""
         self._config = config
         self._prompts = prompts
         self._kinds = {task: _kinds_of(task, reward) for task in reward.all_tasks}
-        self._lanes = {task: reward.steps_of(task)[0].lane for task in reward.all_tasks}
+        self._pools = {task: reward.steps_of(task)[0].pool for task in reward.all_tasks}
         self._windows: dict[str, _Window] = {}
         self._last: dict[str, tuple[ScoreFailure, Path]] = {}
         """By task: what failed last, and where it is recorded."""
@@ -133,7 +133,7 @@ class CircuitBreaker:
         )
 
     def find_trouble(self) -> Finding | None:
-        """What is wrong where much cannot be graded, and the cure; the worst task's."""
+        """What is wrong where much cannot be graded, and the fix; the worst task's."""
         found = [
             (share, task, counts)
             for task in self._last
@@ -143,7 +143,7 @@ class CircuitBreaker:
             return None
         _, task, counts = max(found, key=lambda trouble: trouble[:2])
         failure, record = self._last[task]
-        lost, lane = counts.ungradable + counts.not_graded, self._lanes[task]
+        lost, pool = counts.ungradable + counts.not_graded, self._pools[task]
         head = (
             f"{lost} of {counts.scored + lost} completions of the last groups of task {task!r} "
             f"got no grade ({counts.ungradable} ungradable, {counts.not_graded} not_graded): they "
@@ -152,14 +152,14 @@ class CircuitBreaker:
         if counts.not_graded >= counts.ungradable:
             return Finding(
                 NOT_GRADED,
-                f"{head} Cause: the host had no time to grade them. Cure: end other work on the "
+                f"{head} Cause: the host had no time to grade them. Fix: end other work on the "
                 f"verifier's host, give it one of its own or more cores, lower "
-                f"verifier.{lane}.workers, or raise verifier.{lane}.timeout_s; see {record}.",
+                f"verifier.{pool}.workers, or raise verifier.{pool}.timeout_s; see {record}.",
             )
         return Finding(
             "ungradable",
             f"{head} Cause: a fault in the verifier, in tests of the prompts or in a reward of "
-            "your own, or a trick that the model has learned. Cure: look at 'text' and 'detail' "
+            "your own, or a trick that the model has learned. Fix: look at 'text' and 'detail' "
             f"in {record}, and into the verifier's log.",
         )
 
@@ -173,8 +173,8 @@ class CircuitBreaker:
 
 
 def _kinds_of(task: str, reward: RewardConfig) -> tuple[str, str]:
-    lanes = sorted({step.lane for step in reward.steps_of(task)})
-    return _task_kind(task), f"lane {' and '.join(map(repr, lanes))}"
+    pools = sorted({step.pool for step in reward.steps_of(task)})
+    return _task_kind(task), f"worker pool {' and '.join(map(repr, pools))}"
 
 
 def _task_kind(task: str) -> str:

@@ -1,4 +1,4 @@
-"""Why a run learns nothing: the likely cause and the cure, from what was scored so far. Pure.
+"""Why a run learns nothing: the likely cause and the fix, from what was scored so far. Pure.
 
 Used by the rollout queue. Learning needs groups whose rewards differ. As long as there is none,
 `diagnose` looks at the reasons of the scores.
@@ -8,7 +8,7 @@ A fault is named only beyond chance. A run that could learn is accused in fewer 
 
 | claim                                | fine at least                                           |
 |--------------------------------------|---------------------------------------------------------|
-| every completion is ill-formed       | 1 completion in 10; after 15 s of scores, 1 in 4        |
+| no completion passes the format check | 1 completion in 10; after 15 s of scores, 1 in 4        |
 | every completion is wrong (or right) | 1 completion in 20, and 1 prompt in 4                   |
 | every group has equal rewards        | 1 group in 4                                            |
 
@@ -37,7 +37,8 @@ _NO_CODE = frozenset(
     }
 )  # fmt: skip
 REFUSALS = _NO_THOUGHTS | _NO_BOX | _NO_CODE | {UNFINISHED, "empty_response"}
-"""Reasons of scores that a gate gives: the completion is ill-formed and earns nothing."""
+"""Reasons of scores that a format check gives: the completion fails the format check and earns
+nothing."""
 
 _FORMS = {
     "think_box": "<think>...</think>, then an answer in \\boxed{}",
@@ -46,7 +47,7 @@ _FORMS = {
     "code": "a fenced code block with a language tag",
     "none": "any text that is not blank",
 }
-_LOOSER_GATES = {"think_box": ("box", "none"), "think_code": ("code",), "box": ("none",)}
+_LOOSER_CHECKS = {"think_box": ("box", "none"), "think_code": ("code",), "box": ("none",)}
 _ERROR_RATE = 0.01
 _MOSTLY = 0.9
 
@@ -56,7 +57,7 @@ def least_evidence(share: float) -> int:
     return math.ceil(math.log(_ERROR_RATE) / math.log(1 - share))
 
 
-_MIN_ILL_FORMED, _MIN_ILL_FORMED_LATE = least_evidence(1 / 10), least_evidence(1 / 4)
+_MIN_FORMAT_FAILURE, _MIN_FORMAT_FAILURE_LATE = least_evidence(1 / 10), least_evidence(1 / 4)
 _MIN_COMPLETIONS = least_evidence(1 / 20)
 _MIN_PROMPTS = _MIN_GROUPS = least_evidence(1 / 4)
 
@@ -66,7 +67,7 @@ class Finding(NamedTuple):
 
     kind: str
     text: str
-    """What was seen, the likely cause, and the cure."""
+    """What was seen, the likely cause, and the fix."""
 
 
 @dataclasses.dataclass
@@ -82,10 +83,10 @@ class Evidence:
     truncated: int = 0
     """Training completions that were cut at the length limit."""
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Text of the first ill-formed completion of each reason, not blank."""
+    """Text of the first completion that fails the format check of each reason, not blank."""
     groups: int = 0
     """Complete training groups."""
-    flat_groups: int = 0
+    zero_variance_groups: int = 0
     """Of these, groups of equal rewards."""
 
     def add_prompt(self, prompt_id: str) -> None:
@@ -124,21 +125,21 @@ def diagnose(
 ) -> Finding | None:
     """The likely fault; None when a group had different rewards, or too little is scored to tell.
 
-    is_late: the user has waited: fewer ill-formed completions are enough. records: file with the
+    is_late: the user has waited: fewer format failures are enough. records: file with the
     rollouts of the dropped groups, if there is one.
     """
-    if evidence.groups > evidence.flat_groups:
+    if evidence.groups > evidence.zero_variance_groups:
         return None
     total, training = evidence.reasons.total(), evidence.training.total()
-    all_flat = evidence.groups >= _MIN_GROUPS
+    all_zero_variance = evidence.groups >= _MIN_GROUPS
     refused = _only(evidence.reasons, REFUSALS)
-    least = _MIN_ILL_FORMED_LATE if is_late else _MIN_ILL_FORMED
+    least = _MIN_FORMAT_FAILURE_LATE if is_late else _MIN_FORMAT_FAILURE
     is_refused = refused.total() == total >= least
-    if is_refused or (all_flat and refused.total() >= _MOSTLY * total):
-        return _ill_formed(evidence, refused, setting)
+    if is_refused or (all_zero_variance and refused.total() >= _MOSTLY * total):
+        return _format_failure(evidence, refused, setting)
     correct, wrong = evidence.training["correct"], _wrong(evidence.training).total()
-    if not all_flat:
-        # Completions of one class alone: the groups that they belong to will be flat.
+    if not all_zero_variance:
+        # Completions of one class alone: the groups that they belong to will have zero variance.
         is_uniform = training in (correct, wrong)
         is_enough = training >= _MIN_COMPLETIONS and len(evidence.prompts) >= _MIN_PROMPTS
         if not (is_uniform and is_enough):
@@ -164,24 +165,26 @@ def _wrong(reasons: collections.Counter[str]) -> collections.Counter[str]:
     return _only(reasons, frozenset(reasons) - REFUSALS - {"correct"})
 
 
-def _ill_formed(evidence: Evidence, refused: collections.Counter[str], setting: Setting) -> Finding:
+def _format_failure(
+    evidence: Evidence, refused: collections.Counter[str], setting: Setting
+) -> Finding:
     head = (
-        f"{refused.total()} of {evidence.reasons.total()} completions are ill-formed and earn 0 "
-        f"({reasons_text(refused)})."
+        f"{refused.total()} of {evidence.reasons.total()} completions fail the format check and "
+        f"earn 0 ({reasons_text(refused)})."
     )
     worst = refused.most_common(1)[0][0]
     if worst == UNFINISHED:
-        cause = "Cause: they are cut at the length limit. Cure:"
+        cause = "Cause: they are cut at the length limit. Fix:"
         return Finding("length_limit", f"{head} {cause} {_longer(setting)}.")
     if worst == "empty_response":
-        cure = (
-            "Cause: the model ends at once. Cure: look at render.chat_template, and at the end "
+        fix = (
+            "Cause: the model ends at once. Fix: look at render.chat_template, and at the end "
             "tokens in generation_config.json of the model's folder."
         )
-        return Finding("ends_at_once", f"{head} {cure}")
+        return Finding("ends_at_once", f"{head} {fix}")
     example = evidence.examples.get(worst, "")
     shown = f" One begins: {example!r}." if example else ""
-    return Finding("ill_formed", f"{head}{shown} {_wrong_form(setting)}")
+    return Finding("format_failure", f"{head}{shown} {_wrong_form(setting)}")
 
 
 def _longer(setting: Setting) -> str:
@@ -193,7 +196,7 @@ def _longer(setting: Setting) -> str:
 
 def _wrong_form(setting: Setting) -> str:
     wanted = "; ".join(
-        f"gate {task.gate!r} of task {name!r} wants {_FORMS[task.gate]}"
+        f"format check {task.format_check!r} of task {name!r} wants {_FORMS[task.format_check]}"
         for name, task in setting.tasks.items()
     )
     asked = "say so in render.system_prompt"
@@ -203,15 +206,15 @@ def _wrong_form(setting: Setting) -> str:
     if setting.has_cold_start:
         taught = "give the cold start more steps (sft.steps) or traces of that form"
     looser = [
-        f"gate = {' or '.join(json.dumps(gate) for gate in _LOOSER_GATES[task.gate])} beside "
+        f"format_check = {' or '.join(map(json.dumps, _LOOSER_CHECKS[task.format_check]))} with "
         f"compare = {json.dumps(task.compare)} in [reward.tasks.{name}]"
         for name, task in setting.tasks.items()
-        if task.gate in _LOOSER_GATES
+        if task.format_check in _LOOSER_CHECKS
     ]
-    cures = [asked, taught, *(f"accept another form, {text}" for text in looser)]
+    fixes = [asked, taught, *(f"accept another form, {text}" for text in looser)]
     return (
         f"Cause: the model does not answer in the form that is graded ({wanted}). "
-        f"Cure: {'; or '.join(cures)}."
+        f"Fix: {'; or '.join(fixes)}."
     )
 
 
@@ -220,7 +223,7 @@ def _never_correct(evidence: Evidence, setting: Setting, records: Path | None) -
     text = (
         f"None of {training.total()} training completions is right ({reasons_text(training)}). "
         "Cause: the prompts are too hard for this model, or it writes answers in another form than "
-        "the references. Cure: "
+        "the references. Fix: "
     )
     if records is not None:
         text += f"compare 'text' and 'answer' in {records}; "
@@ -236,7 +239,7 @@ def _too_easy(evidence: Evidence) -> Finding:
     return Finding(
         "too_easy",
         f"{training['correct']} of {training.total()} training completions are right, and no group "
-        "has different rewards. Cause: the prompts are too easy. Cure: give harder ones.",
+        "has different rewards. Cause: the prompts are too easy. Fix: give harder ones.",
     )
 
 
@@ -246,7 +249,7 @@ def _equal_though_mixed(evidence: Evidence, setting: Setting, records: Path | No
         f"All {evidence.groups} complete groups have equal rewards inside, though completions "
         f"differ ({reasons_text(evidence.training)}). Cause: each prompt is solved always or "
         f"never, or what differs does not count (reward.correct = {reward.correct:g}, "
-        f"reward.format = {reward.format:g}). Cure: prompts of middling difficulty, a larger "
+        f"reward.format = {reward.format:g}). Fix: prompts of middling difficulty, a larger "
         "train.group_size, a higher sampling.temperature"
     )
     return Finding("equal_rewards", f"{text}; see {records}." if records else f"{text}.")

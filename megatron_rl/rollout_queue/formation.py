@@ -6,7 +6,7 @@ Used by the rollout queue.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.sequence_cost import find_cost
 from megatron_rl.protocol.types import Prompt, RankBatch
@@ -38,7 +38,7 @@ class Formation:
         held_out: Sequence[Prompt],
     ) -> None:
         """held_out: prompts that are not replayed. Raises InputError, as `open_replay`."""
-        self._crediting = find_crediting(config.algorithm)
+        self._advantage_functions = find_advantage_functions(config.algorithm)
         self._cost = find_cost(config.train.packing, config.model.path)
         self._training = training
         self._book = book
@@ -67,7 +67,7 @@ class Formation:
             replayed=self._replay.draw(step, groups),
             dropped=dropped,
             stage=training.schedule.at(step),
-            crediting=self._crediting,
+            advantage_functions=self._advantage_functions,
             dp_size=dp_size,
             cost=self._cost,
             more=training.metrics(step),

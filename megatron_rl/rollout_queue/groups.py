@@ -16,7 +16,7 @@ from megatron_rl.protocol.types import ROUNDING_NATS, Prompt, Rollout, Sampling,
 from megatron_rl.rollout_queue.admission import UntrainedGroup
 from megatron_rl.rollout_queue.tally import RolloutTally
 
-FLAT = "flat"
+ZERO_VARIANCE = "zero_variance"
 """Why a group is dropped whose rewards, or verdicts, are all equal (zero variance)."""
 NOT_NEEDED = "not_needed"
 """Why the groups are dropped that are left when training is over."""
@@ -55,8 +55,8 @@ class Group:
     """Label of the evaluation that it belongs to; empty for training."""
     needs_classes: bool = False
     """It is complete only once it is known which of its answers are the same."""
-    flat_on: Literal["reward", "verdict"] = "reward"
-    """What all completions have in common where it is flat."""
+    zero_variance_on: Literal["reward", "verdict"] = "reward"
+    """What all completions have in common where it has zero variance."""
     is_abandoned: bool = False
     """It was dropped, or the run ended before it was trained on: what still arrives of it is
     ignored."""
@@ -94,9 +94,9 @@ class Group:
         return self.is_scored and (not self.needs_classes or len(self.classes) == len(self.scored))
 
     @property
-    def is_flat(self) -> bool:
+    def has_zero_variance(self) -> bool:
         """Whether all rewards (or all verdicts) are equal, so that no advantage differs from 0."""
-        if self.flat_on == "verdict":
+        if self.zero_variance_on == "verdict":
             return len({scored.score.is_correct for scored in self.ordered}) == 1
         return are_equal(self.rewards)
 

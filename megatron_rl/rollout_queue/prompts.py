@@ -99,8 +99,8 @@ def describe_own_system(prompts: Sequence[Prompt]) -> str:
     )
     return (
         f"{of_all} have a system message of their own, so render.system_prompt is not added to "
-        "them, and no demonstration: a task's gate rejects completions in another form. Ask for "
-        "the form in these messages, or remove the messages from the rows"
+        "them, and no demonstration: a task's format check rejects completions in another form. "
+        "Ask for the form in these messages, or remove the messages from the rows"
     )
 
 

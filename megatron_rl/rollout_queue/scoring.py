@@ -42,8 +42,8 @@ class _Pending:
     rollout: Rollout | None
     """What is to be graded; None where the classes of the group are asked for."""
     request: ScoreRequest | ClassRequest
-    lanes: frozenset[str]
-    """Lanes in which it needs room."""
+    pools: frozenset[str]
+    """Worker pools in which it needs room."""
     attempts: int = 0
     losses: int = 0
     """Times a verifier took it along."""
@@ -65,19 +65,20 @@ class Scoring:
 
     Its size is bounded by the leases: each pending request is a completion of an open group, or one
     for all those of a group that is scored.
-    Verifiers have room by lane, so that answers never wait behind programs.
+    Verifiers have room by worker pool, so that answers never wait behind programs.
     """
 
     def __init__(self, config: QueueConfig, reward: RewardConfig) -> None:
         self._config = config
-        self._lanes_of_task = {
-            name: frozenset(step.lane for step in reward.steps_of(name))
+        self._pools_of_task = {
+            name: frozenset(step.pool for step in reward.steps_of(name))
             for name in reward.all_tasks
         }
         self._reward = reward
         self._verifiers = Verifiers()
         self._pending: dict[int, _Pending] = {}
-        # One line for each combination of lanes, so that nothing waits for room that it needs not.
+        # One line for each combination of worker pools, so that nothing waits for room that it
+        # needs not.
         self._waiting: collections.defaultdict[frozenset[str], collections.deque[int]]
         self._waiting = collections.defaultdict(collections.deque)
         self._next_id = 0
@@ -126,13 +127,13 @@ class Scoring:
             prompt_tail=rollout.prompt_tail,
             length_rule=group.length_rule,
         )
-        self._put(_Pending(group, rollout, request, self._lanes_of_task[prompt.task]))
+        self._put(_Pending(group, rollout, request, self._pools_of_task[prompt.task]))
 
     def submit_classes(self, group: Group) -> None:
         """Queue the question which answers of a scored group are the same."""
         request = class_request(self._next_id, group, self._reward)
-        lanes = frozenset({self._reward.class_step(group.prompt.task).lane})
-        self._put(_Pending(group, None, request, lanes))
+        pools = frozenset({self._reward.class_step(group.prompt.task).pool})
+        self._put(_Pending(group, None, request, pools))
 
     def _put(self, pending: _Pending) -> None:
         self._pending[self._next_id] = pending
@@ -144,38 +145,38 @@ class Scoring:
         pending = self._pending[request_id]
         pending.turn = self._next_turn
         self._next_turn += 1
-        self._waiting[pending.lanes].append(request_id)
+        self._waiting[pending.pools].append(request_id)
 
     def next_request(self, now: float) -> tuple[str, ScoreRequest | ClassRequest] | None:
         """A verifier with room and what to ask it; None when nothing waits or all are full."""
-        found = [self._next_of_line(lanes) for lanes in self._waiting]
-        # By turn, since lines may share a lane and one must not starve the other.
+        found = [self._next_of_line(pools) for pools in self._waiting]
+        # By turn, since lines may share a worker pool and one must not starve the other.
         _, request_id, name = min(filter(None, found), default=(0, 0, ""))
         if not name:
             return None
         pending = self._pending[request_id]
-        self._waiting[pending.lanes].remove(request_id)
+        self._waiting[pending.pools].remove(request_id)
         pending.attempts += 1
         pending.verifier = name
         pending.asked_at, pending.absent_since = now, None
         if pending.first_asked_at is None:
             pending.first_asked_at = now
-        self._verifiers.hand_out(name, request_id, pending.lanes)
+        self._verifiers.hand_out(name, request_id, pending.pools)
         return name, pending.request
 
-    def _next_of_line(self, lanes: frozenset[str]) -> tuple[int, int, str] | None:
+    def _next_of_line(self, pools: frozenset[str]) -> tuple[int, int, str] | None:
         """(turn, request, verifier) of the first in a line that a verifier has room for.
 
         One that waits for another verifier than those that have failed it is passed over.
         """
-        line = self._waiting[lanes]
-        if not line or self._verifiers.find_room(lanes) is None:
+        line = self._waiting[pools]
+        if not line or self._verifiers.find_room(pools) is None:
             return None
         rooms: dict[frozenset[str], str | None] = {}
         for request_id in line:
             pending = self._pending[request_id]
             if pending.failed_by not in rooms:
-                rooms[pending.failed_by] = self._verifiers.find_room(lanes, pending.failed_by)
+                rooms[pending.failed_by] = self._verifiers.find_room(pools, pending.failed_by)
             name = rooms[pending.failed_by]
             if name is not None:
                 return pending.turn, request_id, name
@@ -247,7 +248,7 @@ class Scoring:
             pending.attempts -= 1
             pending.losses += 1
             if self._may_repeat(ScoreFailed(request_id, why)):
-                line = self._waiting[pending.lanes]
+                line = self._waiting[pending.pools]
                 bisect.insort(line, request_id, key=lambda n: self._pending[n].turn)
 
     def _fail(self, failure: ScoreFailed, verifier: str, now: float) -> None:
@@ -295,7 +296,7 @@ class Scoring:
             if pending.verifier:
                 self._verifiers.give_back(pending.verifier, request_id)
             else:
-                self._waiting[pending.lanes].remove(request_id)
+                self._waiting[pending.pools].remove(request_id)
             del self._pending[request_id]
             self._give_up(pending, NOT_GRADED, why, is_late=True)
 

@@ -7,7 +7,7 @@ import logging
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.protocol.types import ScoredRollout
-from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
 from megatron_rl.rollout_queue.ungraded import Tellers
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ class Selection:
 
     def __init__(self, cfg: AlgorithmConfig, book: GroupBook, tellers: Tellers) -> None:
         self._gold = cfg.gold.groups
-        self._drops_flat = cfg.flat_groups == "drop"
+        self._drops_zero_variance = cfg.zero_variance_groups == "drop"
         self._book = book
         self._tellers = tellers
 
@@ -33,7 +33,7 @@ class Selection:
             group.learns_gold = True
             self._leave_out_without_gold(group)
             return ""
-        return FLAT if group.is_flat and self._drops_flat else ""
+        return ZERO_VARIANCE if group.has_zero_variance and self._drops_zero_variance else ""
 
     def _may_learn_gold(self, group: Group) -> bool:
         if self._gold == "unrewarded":

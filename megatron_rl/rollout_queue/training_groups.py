@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import name_of
 from megatron_rl.config.tree import Config
@@ -39,7 +39,7 @@ class TrainingGroups:
         self._prompts = prompts
         self.schedule = Schedule(config)
         self._stream = PromptStream(prompts, config.run.seed)
-        self._crediting = find_crediting(config.algorithm)
+        self._advantage_functions = find_advantage_functions(config.algorithm)
         self._again: list[_Again] = []
         self._curriculum = None
         if config.curriculum.is_on:
@@ -73,8 +73,8 @@ class TrainingGroups:
             version,
             stage=stage,
             length_rule=length_rule(config),
-            needs_classes=self._crediting.needs_classes,
-            flat_on=self._crediting.flat_on,
+            needs_classes=self._advantage_functions.needs_classes,
+            zero_variance_on=self._advantage_functions.zero_variance_on,
         )
 
     def _draw(self, weights: Sequence[float]) -> Prompt:
@@ -107,12 +107,12 @@ class TrainingGroups:
                 book.untrained_of(stage),
                 # The batches before its first one have no room for it.
                 max_staleness=config.queue.max_staleness - max(0, first - published),
-                groups_per_batch=config.sampled_groups,
+                prompts_per_batch=config.sampled_groups,
             ) and admission.is_group_needed(
                 book.untaken_of(stage),
                 next_step=max(next_step, first),
                 steps=self.schedule.end_step(stage),
-                groups_per_batch=config.sampled_groups,
+                prompts_per_batch=config.sampled_groups,
             ):
                 return stage
         return None
@@ -128,7 +128,7 @@ class TrainingGroups:
         return admission.choose_batch(
             book.candidates(self.schedule.stage_at(step)),
             step=step,
-            groups_per_batch=config.sampled_groups,
+            prompts_per_batch=config.sampled_groups,
             max_staleness=config.queue.max_staleness,
             is_strict=config.queue.strict_staleness,
         )

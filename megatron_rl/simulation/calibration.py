@@ -5,7 +5,7 @@ Used by `megatron-rl simulate --calibrate RUN`.
 | part      | fitted to                                                                           |
 |-----------|-------------------------------------------------------------------------------------|
 | lengths   | the run's completions, prompt by prompt; dropped groups too                         |
-| verdicts  | share of right completions, and of groups dropped as flat                           |
+| verdicts  | share of right completions, and of groups dropped for zero variance                 |
 | engine    | what its passes cost, where it tells; else seconds a token of each completion, by   |
 |           | the completions and tokens that were with it (`engine_fit.py`)                      |
 | trainer   | train/update_s by the tokens of the slowest rank; train/optimizer_s                 |
@@ -80,7 +80,7 @@ class Calibration:
     engine: FittedEngine
 
     def doubt(self, outcome: Outcome) -> str:
-        """Why an outcome of these models may be far off, with the cure; empty: nothing is known."""
+        """Why an outcome of these models may be far off, with the fix; empty: nothing is known."""
         low, high, asked = (
             self.engine.least_running, self.engine.most_running, outcome.running_mean
         )  # fmt: skip
@@ -97,9 +97,9 @@ class Calibration:
     def model(self, config: Config, assumed: Assumptions) -> ClusterModel:
         """The model of another configuration of the same machines. Raises InputError."""
         mine, fitted = self.config, self.fitted
-        if config.generator.shares_gpus:
+        if config.generator.colocate:
             raise InputError(
-                "generator.shares_gpus with --calibrate: what turns on a GPU cost is not found in "
+                "generator.colocate with --calibrate: what turns on a GPU cost is not found in "
                 "a run; simulate them without it"
             )
         for name in ("tensor", "pipeline", "context", "expert"):
@@ -279,13 +279,15 @@ def _workload(run: RunRecords) -> Workload:
         by_group[record.group].append(record)
     graded = [r for group in by_group.values() for r in group if r.reward is not None]
     right = sum(record.reason == "correct" for record in graded) / len(graded)
-    dropped = Counter(group[0].dropped == "flat" for group in by_group.values())
-    flat_share = dropped[True] / dropped.total()
+    dropped = Counter(group[0].dropped == "zero_variance" for group in by_group.values())
+    zero_variance_share = dropped[True] / dropped.total()
     prompts = [record.prompt_tokens for record in graded]
     return Workload(
         RecordedLengths(tuple(tuple(r.tokens for r in group) for group in by_group.values())),
         max(1, round(float(np.mean(prompts)))),
-        PassRates.of(min(0.999, max(0.001, right)), flat_share, run.config.train.group_size),
+        PassRates.of(
+            min(0.999, max(0.001, right)), zero_variance_share, run.config.train.group_size
+        ),
     )
 
 

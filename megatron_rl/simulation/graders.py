@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from megatron_rl.config.reward import LANES
+from megatron_rl.config.reward import WORKER_POOLS
 from megatron_rl.protocol.types import (
     ClassDone,
     ClassRequest,
@@ -67,7 +67,7 @@ class Graders:
 
     def announce(self) -> None:
         """The state of the pool, as heartbeat too."""
-        ready = VerifierReady(dict.fromkeys(LANES, self._room), 1)
+        ready = VerifierReady(dict.fromkeys(WORKER_POOLS, self._room), 1)
         self._queue.handle(VERIFY, NAME, ready, self._agenda.now)
 
     def take(self, request: ScoreRequest) -> None:

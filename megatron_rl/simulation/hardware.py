@@ -95,9 +95,9 @@ class Assumptions:
 
 def cluster_model(config: Config, assumed: Assumptions) -> ClusterModel:
     """What a configuration costs on these GPUs. Raises InputError for impossible sizes."""
-    if config.generator.shares_gpus and not config.generator.release_memory:
+    if config.generator.colocate and not config.generator.release_memory:
         raise InputError(
-            "generator.shares_gpus: trainer and engines that compute on a GPU at the same time are "
+            "generator.colocate: trainer and engines that compute on a GPU at the same time are "
             "not simulated; give each GPUs of its own, or generator.release_memory=true: turns"
         )
     shape = read_shape(config.model.path)

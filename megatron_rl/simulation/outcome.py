@@ -39,7 +39,7 @@ class Outcome:
     """Generated completion tokens, all of them."""
     trained_tokens: float
     """Of a step, prompts included."""
-    flat_share: float
+    zero_variance_share: float
     """Groups dropped, over all that were closed."""
     retractions: float
     """A step."""
@@ -91,7 +91,7 @@ def sum_up(
         latency_s_per_token=totals.latency_s / max(1, totals.finished_tokens),
         tokens_per_s=totals.tokens / length,
         trained_tokens=sum(record.tokens for record in records) / count,
-        flat_share=dropped / (dropped + groups),
+        zero_variance_share=dropped / (dropped + groups),
         retractions=totals.retractions / count,
         deaths=totals.deaths,
         timeouts=totals.timeouts,

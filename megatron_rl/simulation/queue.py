@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.algorithms.minibatch import Crediting
+from megatron_rl.algorithms.minibatch import AdvantageFunctions
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.replay import ReplayConfig
@@ -90,7 +90,9 @@ class PlannedBatches:
     def __init__(self) -> None:
         self._plans: list[MinibatchPlan] = []
 
-    def fill(self, plan: MinibatchPlan, crediting: Crediting) -> list[MinibatchShare]:
+    def fill(
+        self, plan: MinibatchPlan, advantage_functions: AdvantageFunctions
+    ) -> list[MinibatchShare]:
         """Empty shares, and the plan kept."""
         self._plans.append(plan)
         return [MinibatchShare([], len(plan.groups)) for _ in plan.ranks]

@@ -38,7 +38,7 @@ class StepRecord:
     staleness_max: float
     groups: int
     groups_dropped: int
-    """For any reason, since the batch before; in a simulation nearly all are flat."""
+    """For any reason, since the batch before; in a simulation nearly all have zero variance."""
 
 
 @dataclass

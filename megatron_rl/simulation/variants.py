@@ -52,7 +52,7 @@ class Variant:
     @property
     def engine_gpus(self) -> int:
         """Ranks of all engines; 0 if they are on the trainer's."""
-        if self.config.generator.shares_gpus:
+        if self.config.generator.colocate:
             return 0
         return self.config.generator.replicas * self.config.generator.tensor_parallel
 
@@ -74,8 +74,8 @@ def make_variants(
 ) -> list[Variant]:
     """Every combination. Raises InputError."""
     base = load([])
-    if base.generator.shares_gpus and any(key == "split" for key, _ in sweeps):
-        raise InputError("--sweep split: with generator.shares_gpus engines have no GPUs of theirs")
+    if base.generator.colocate and any(key == "split" for key, _ in sweeps):
+        raise InputError("--sweep split: with generator.colocate engines have no GPUs of theirs")
     total = gpus or base.parallel.world_size + (
         base.generator.replicas * base.generator.tensor_parallel
     )

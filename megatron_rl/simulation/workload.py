@@ -64,7 +64,7 @@ class PassRates:
     alpha: float
     beta: float
 
-    def flat_share(self, size: int) -> float:
+    def zero_variance_share(self, size: int) -> float:
         """Share of groups of a size whose completions are all right or all wrong.
 
         E[p^n] + E[(1-p)^n] under Beta(alpha, beta).
@@ -76,13 +76,17 @@ class PassRates:
         return right + wrong
 
     @classmethod
-    def of(cls, mean: float, flat_share: float, size: int) -> "PassRates":
-        """With this mean, and this share of flat groups of a size, or the nearest possible."""
+    def of(cls, mean: float, zero_variance_share: float, size: int) -> "PassRates":
+        """With this mean, and this share of zero-variance groups of a size, or the nearest
+        possible."""
         low, high = math.log(_LEAST), math.log(_MOST)
         for _ in range(80):
             middle = (low + high) / 2
             total = math.exp(middle)
-            if cls(mean * total, (1 - mean) * total).flat_share(size) > flat_share:
+            if (
+                cls(mean * total, (1 - mean) * total).zero_variance_share(size)
+                > zero_variance_share
+            ):
                 low = middle
             else:
                 high = middle

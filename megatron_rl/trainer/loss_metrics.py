@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.algorithms.surrogate import CLIPPED_HIGH, CLIPPED_LOW
+from megatron_rl.algorithms.policy_loss import CLIPPED_HIGH, CLIPPED_LOW
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.protocol.metrics import Metric
 

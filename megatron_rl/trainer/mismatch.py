@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.tokens import bounded_exp
-from megatron_rl.config.algorithm import SurrogateConfig
+from megatron_rl.config.algorithm import PolicyLossConfig
 from megatron_rl.protocol.metrics import Metric
 
 QUANTILE = 0.99
@@ -22,7 +22,7 @@ SIZE = len(_NAMES) + BINS
 
 
 def mismatch_sums(
-    trainer: Tensor, generator: Tensor, cfg: SurrogateConfig, is_counted: Tensor | None = None
+    trainer: Tensor, generator: Tensor, cfg: PolicyLossConfig, is_counted: Tensor | None = None
 ) -> Tensor:
     """[SIZE] float64 of the logprobs of tokens that the generator sampled: [tokens] each.
 

@@ -173,7 +173,7 @@ def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
     rows = without_superseded(read_jsonl(cfg.run.dir / "metrics.jsonl"))
     rows = [row for row in rows if row["source"] == "trainer"]
     trained = sum(row.get("train/padded_tokens", 0.0) for row in rows)
-    groups = ("queue/groups_trained", "queue/groups_dropped_flat")
+    groups = ("queue/groups_trained", "queue/groups_dropped_zero_variance")
     sizes = [stage.train.group_size for stage in resolve_stages(cfg)]
     generated = sum(
         sum(row[name] for name in groups)

@@ -344,7 +344,7 @@ class Trainer:
                 }
             )
             mismatch = mismatch_sums(
-                own, batch.generator_logprobs, self._objective.cfg.surrogate, is_current
+                own, batch.generator_logprobs, self._objective.cfg.policy_loss, is_current
             )
         # Megatron wants a token count; the loss is a sum already and is divided by nothing.
         return result.loss, torch.ones((), dtype=torch.int), torch.cat([report, mismatch])

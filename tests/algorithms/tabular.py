@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.algorithms.soft_value import soft_values
 from megatron_rl.config.algorithm import AlgorithmConfig
@@ -185,7 +185,7 @@ def _gradient_of_groups(
     ]
     sequences = [
         _weighted(sequence, float(chances[sequence.group]) * len(groups))
-        for sequence in minibatch_sequences(groups, find_crediting(cfg))
+        for sequence in minibatch_sequences(groups, find_advantage_functions(cfg))
     ]
     batch = collate(sequences)
     places = torch.tensor(tuples).flatten()

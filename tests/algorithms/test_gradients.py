@@ -32,7 +32,8 @@ def rewards(table: Table) -> Tensor:
     return torch.tensor(table.rewards, dtype=torch.float64)
 
 
-# --- credit ------------------------------------------------------------------------------------
+# --- advantage estimator
+# ------------------------------------------------------------------------------------
 
 
 @TABLES
@@ -46,7 +47,7 @@ def test_rloo_and_reinforce_follow_the_mean_reward(table: Table, preset: str) ->
 @TABLES
 def test_the_group_mean_is_short_by_one_nth(table: Table) -> None:
     logits = table.logits(0)
-    given = SUMMED | {"surrogate": {"name": "reinforce"}}
+    given = SUMMED | {"policy_loss": {"name": "reinforce"}}
     for n in (2, 3):
         found = expected_gradient(table, given, logits, group_size=n)
         exact = gradient(table.mean_reward, logits) * (n - 1) / n
@@ -73,7 +74,7 @@ def test_pass_at_k_follows_the_mean_best_of_k(table: Table, n: int, k: int) -> N
             for places in product(range(len(r)), repeat=k)
         )
 
-    given = {"preset": "pass_at_k", "credit": {"k": k}}
+    given = {"preset": "pass_at_k", "advantage_estimator": {"k": k}}
     found = expected_gradient(table, given, logits, group_size=n)
     # The mean over the sequences of a group, where the sum over them is the estimator.
     torch.testing.assert_close(found, gradient(best_of_k, logits) / n, **LIMIT)
@@ -84,8 +85,12 @@ def test_pass_at_k_follows_the_mean_best_of_k(table: Table, n: int, k: int) -> N
 
 def corrected(high: float, **more: Any) -> dict[str, Any]:
     correction = {"name": "truncated", "high": high, **more}
-    credit = {"name": "leave_one_out"}
-    return SUMMED | {"preset": "aipo", "correction": correction, "credit": credit}
+    advantage_estimator = {"name": "leave_one_out"}
+    return SUMMED | {
+        "preset": "aipo",
+        "correction": correction,
+        "advantage_estimator": advantage_estimator,
+    }
 
 
 def test_aipo_below_its_cap_follows_the_mean_reward_of_another_policys_samples() -> None:
@@ -118,7 +123,7 @@ def test_clipped_losses_with_corrections_follow_the_mean_reward_where_nothing_is
     preset: str,
 ) -> None:
     logits, behaviour = BANDIT.logits(0, 0.2), BANDIT.logits(5, 0.2)
-    given = SUMMED | {"preset": preset, "credit": {"name": "leave_one_out"}}
+    given = SUMMED | {"preset": preset, "advantage_estimator": {"name": "leave_one_out"}}
     found = expected_gradient(
         BANDIT, given, logits, group_size=2, behaviour=behaviour, proximal=logits
     )
@@ -135,8 +140,8 @@ def test_cispo_keeps_the_gradient_of_every_token() -> None:
     exact = (factors[:, :, None] * token_scores(PAIRS, logits)).sum((0, 1))
     given = SUMMED | {
         "preset": "cispo",
-        "surrogate": {"eps_high": 0.2},
-        "credit": {"name": "leave_one_out"},
+        "policy_loss": {"eps_high": 0.2},
+        "advantage_estimator": {"name": "leave_one_out"},
     }
     found = expected_gradient(PAIRS, given, logits, group_size=2, behaviour=behaviour)
     torch.testing.assert_close(found, exact, **LIMIT)
@@ -147,24 +152,24 @@ def test_gspo_clips_whole_sequences() -> None:
     chances = PAIRS.probabilities(behaviour)
     advantages = rewards(PAIRS) - (chances * rewards(PAIRS)).sum()
 
-    def surrogate(leaf: Tensor) -> Tensor:
+    def policy_loss(leaf: Tensor) -> Tensor:
         ratio = (PAIRS.logprobs(leaf) - PAIRS.logprobs(behaviour)).mean(1).exp()
         free, bounded = ratio * advantages, ratio.clamp(0.8, 1.2) * advantages
         return (chances * free.minimum(bounded)).sum()
 
-    exact = gradient(surrogate, logits)
+    exact = gradient(policy_loss, logits)
     given = {
         "preset": "gspo",
         "normalization": {"name": "none"},
-        "surrogate": {"eps_low": 0.2, "eps_high": 0.2},
-        "credit": {"name": "leave_one_out"},
+        "policy_loss": {"eps_low": 0.2, "eps_high": 0.2},
+        "advantage_estimator": {"name": "leave_one_out"},
     }
     # Others of the group are drawn, so that the sign of an advantage is, too: one by one here.
     total = torch.zeros_like(exact)
     r = rewards(PAIRS)
     for other, chance in enumerate(chances):
         advantages = r - r[other]
-        total += chance * gradient(surrogate, logits)
+        total += chance * gradient(policy_loss, logits)
     found = expected_gradient(
         PAIRS, given, logits, group_size=2, behaviour=behaviour, proximal=behaviour
     )
@@ -183,7 +188,7 @@ def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
         is_cut |= bool(ratios[i] > 3 and advantage < 0)
         if not is_cut:
             exact += other[i] * other[j] * ratios[i] * advantage * scores(BANDIT, logits)[i]
-    given = SUMMED | {"surrogate": {"dual_clip": 3.0}}
+    given = SUMMED | {"policy_loss": {"dual_clip": 3.0}}
     found = expected_gradient(BANDIT, given, logits, group_size=2, behaviour=behaviour)
     torch.testing.assert_close(found, exact, **LIMIT)
 
@@ -259,7 +264,7 @@ def test_spo_follows_its_loss_with_the_value_of_its_group(shaping: str) -> None:
         exact -= chances[i] * chances[j] * gradient(loss, logits)
     given = {
         "preset": "spo",
-        "credit": {"name": "soft_value", "temperature": BETA},
+        "advantage_estimator": {"name": "soft_value", "temperature": BETA},
         "shaping": {"name": shaping, "temperature": BETA, "top_reward": top, "baseline": "none"},
     }
     found = expected_gradient(

@@ -1,4 +1,5 @@
-"""JEPO: the gradient of the bound by listing all thoughts, and what holds of its credit."""
+"""JEPO: the gradient of the bound by listing all thoughts, and what holds of its advantage
+estimator."""
 
 from itertools import product
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.shaping import gold_credit
+from megatron_rl.algorithms.shaping import gold_advantages
 from tests.algorithms.tabular import PAIRS, expected_gradient, gradient
 
 LIMIT = {"rtol": 0.0, "atol": 1e-6}
@@ -18,7 +19,7 @@ def given(support: float, bound: float = UNBOUNDED) -> dict:
     """The preset without its normalised parts, KL and format."""
     return {
         "preset": "jepo",
-        "credit": {"name": "zero"},
+        "advantage_estimator": {"name": "zero"},
         "normalization": {"name": "none"},
         "shaping": {"support": support, "bound": bound},
         "kl": {"placement": "none"},
@@ -46,7 +47,7 @@ def bound(logits: Tensor, n: int, constant: Tensor | None = None) -> Tensor:
     )
 
 
-def spread_of_credit(logits: Tensor, n: int) -> Tensor:
+def spread_of_advantage_estimator(logits: Tensor, n: int) -> Tensor:
     """Standard deviation of A over all members of all groups, each outcome once."""
     _, answers = thoughts(logits)
     found = []
@@ -61,7 +62,7 @@ def spread_of_credit(logits: Tensor, n: int) -> Tensor:
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_gradient_is_that_of_the_bound(n: int) -> None:
     logits = PAIRS.logits(3)
-    spread = spread_of_credit(logits, n)
+    spread = spread_of_advantage_estimator(logits, n)
     # The answers' part, thoughts held fixed, and that of the thoughts, answers held fixed.
     answers = gradient(lambda leaf: bound(leaf, n, constant=logits), logits)
     whole = gradient(lambda leaf: bound(leaf, n), logits)
@@ -91,7 +92,7 @@ def test_the_sampled_answers_do_not_count() -> None:
 
 def test_advantages_are_cut_at_the_bound() -> None:
     logits = PAIRS.logits(3)
-    spread, cut = spread_of_credit(logits, 2), 0.5
+    spread, cut = spread_of_advantage_estimator(logits, 2), 0.5
     own, answers = thoughts(logits)
     exact = torch.zeros_like(logits)
     jacobian = torch.autograd.functional.jacobian(lambda leaf: thoughts(leaf)[0], logits)
@@ -108,12 +109,13 @@ def test_advantages_are_cut_at_the_bound() -> None:
     torch.testing.assert_close(found, exact, **LIMIT)
 
 
-# --- credit ------------------------------------------------------------------------------------
+# --- advantage estimator
+# ------------------------------------------------------------------------------------
 
 
 def test_equal_likelihoods_give_no_advantage_and_equal_shares() -> None:
     values = torch.full((1, 4), -3.0, dtype=torch.float64)
-    advantages, shares = gold_credit(values, torch.ones(1, 4, dtype=torch.bool))
+    advantages, shares = gold_advantages(values, torch.ones(1, 4, dtype=torch.bool))
     torch.testing.assert_close(advantages, torch.zeros_like(values), rtol=0, atol=1e-12)
     torch.testing.assert_close(shares, torch.full_like(values, 0.25))
 
@@ -123,14 +125,14 @@ def test_a_constant_changes_nothing_and_tiny_likelihoods_are_stable() -> None:
     everywhere = torch.ones(1, 4, dtype=torch.bool)
     for moved in (values - 1e4, values - 7.0):
         for found, expected in zip(
-            gold_credit(moved, everywhere), gold_credit(values, everywhere), strict=True
+            gold_advantages(moved, everywhere), gold_advantages(values, everywhere), strict=True
         ):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_one_answer_alone_is_learnt_as_it_is() -> None:
     values = torch.tensor([[-1.0, 0.0, 0.0]], dtype=torch.float64)
-    advantages, shares = gold_credit(values, torch.tensor([[True, False, False]]))
+    advantages, shares = gold_advantages(values, torch.tensor([[True, False, False]]))
     assert advantages.tolist() == [[0.0, 0.0, 0.0]]
     assert shares.tolist() == [[1.0, 0.0, 0.0]]
 
@@ -138,7 +140,7 @@ def test_one_answer_alone_is_learnt_as_it_is() -> None:
 def test_members_without_an_answer_are_in_no_mean() -> None:
     values = torch.tensor([[-1.0, 9.0, -2.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
     has_gold = torch.tensor([[True, False, True], [False, False, False]])
-    advantages, shares = gold_credit(values, has_gold)
+    advantages, shares = gold_advantages(values, has_gold)
     pair = torch.tensor([-1.0, -2.0], dtype=torch.float64)
     whole = log_mean_exp(pair)
     expected = torch.tensor([float(whole) + 2.0, 0.0, float(whole) + 1.0], dtype=torch.float64)

@@ -28,8 +28,8 @@ TABLES = pytest.mark.parametrize("table", ALL.values(), ids=ALL)
 
 def kl_alone(**kl: Any) -> dict[str, Any]:
     return SUMMED | {
-        "credit": {"name": "zero"},
-        "surrogate": {"name": "reinforce"},
+        "advantage_estimator": {"name": "zero"},
+        "policy_loss": {"name": "reinforce"},
         "kl": {"coefficient": 0.7, **kl},
         "reference": {"policy": "start"},
     }
@@ -59,11 +59,11 @@ def test_sums_to_the_end_of_a_sequence_are_those_of_its_tokens_alone() -> None:
 
 
 @TABLES
-@pytest.mark.parametrize("surrogate", ["reinforce", "clipped", "cispo"])
-def test_exact_kl_is_followed_exactly(table: Table, surrogate: str) -> None:
+@pytest.mark.parametrize("policy_loss", ["reinforce", "clipped", "cispo"])
+def test_exact_kl_is_followed_exactly(table: Table, policy_loss: str) -> None:
     logits, reference = table.logits(0), table.logits(5)
     exact = -0.7 * gradient(lambda leaf: table.kl(leaf, reference), logits)
-    given = kl_alone(**EXACT) | {"surrogate": {"name": surrogate}}
+    given = kl_alone(**EXACT) | {"policy_loss": {"name": policy_loss}}
     found = expected_gradient(table, given, logits, group_size=1, reference=reference)
     torch.testing.assert_close(found, exact, **LIMIT)
 

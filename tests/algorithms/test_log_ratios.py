@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron_rl.algorithms.correction import CORRECTIONS
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.algorithms.surrogate import SURROGATES
+from megatron_rl.algorithms.policy_loss import POLICY_LOSSES
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.config.algorithm import AlgorithmConfig
 
 EXTREME = [30.0, -30.0, 100.0, -100.0, 1e4, -1e4]
-PARTS = sorted(itertools.product(SURROGATES, CORRECTIONS, ("token", "sequence")))
+PARTS = sorted(itertools.product(POLICY_LOSSES, CORRECTIONS, ("token", "sequence")))
 KLS = [("loss", "k2"), ("loss", "forward_kl"), ("reward", "k1")]
 
 
@@ -50,12 +50,12 @@ def loss_and_gradient(
     return found.loss.detach(), gradient, found.sums
 
 
-@pytest.mark.parametrize(("surrogate", "correction", "level"), PARTS)
+@pytest.mark.parametrize(("policy_loss", "correction", "level"), PARTS)
 def test_every_loss_has_finite_gradients_at_any_log_ratio(
-    surrogate: str, correction: str, level: str
+    policy_loss: str, correction: str, level: str
 ) -> None:
     given = {
-        "surrogate": {"name": surrogate, "level": level},
+        "policy_loss": {"name": policy_loss, "level": level},
         "correction": {"name": correction, "level": level},
     }
     for sign in (1.0, -1.0):
@@ -68,7 +68,7 @@ def test_every_loss_has_finite_gradients_at_any_log_ratio(
 @pytest.mark.parametrize(("placement", "estimator"), KLS)
 def test_every_kl_has_finite_gradients_at_any_log_ratio(placement: str, estimator: str) -> None:
     kl = {"placement": placement, "estimator": estimator, "horizon": "token"}
-    given = {"kl": kl, "reference": {"policy": "start"}, "surrogate": {"name": "reinforce"}}
+    given = {"kl": kl, "reference": {"policy": "start"}, "policy_loss": {"name": "reinforce"}}
     loss, gradient, sums = loss_and_gradient(given, EXTREME, 1.0)
     assert all(value.isfinite().all() for value in (loss, gradient, *sums.values()))
 
@@ -79,7 +79,7 @@ def test_a_token_beyond_the_bound_is_neither_pushed_nor_blown_up() -> None:
         loss, gradient, _ = loss_and_gradient({}, [log_ratio], sign)
         assert gradient.item() == 0.0
         assert loss.item() == pytest.approx(-sign * math.exp(math.copysign(20, log_ratio)))
-    wider = {"surrogate": {"max_log_ratio": 32.0}}
+    wider = {"policy_loss": {"max_log_ratio": 32.0}}
     _, gradient, _ = loss_and_gradient(wider, [30.0], -1.0)
     assert gradient.item() == pytest.approx(math.exp(30), rel=1e-5)
 
@@ -87,12 +87,12 @@ def test_a_token_beyond_the_bound_is_neither_pushed_nor_blown_up() -> None:
 WITHIN = torch.linspace(-19.9, 19.9, 97).tolist()
 
 
-@pytest.mark.parametrize(("surrogate", "correction", "level"), PARTS)
-def test_a_bound_changes_nothing_within_it(surrogate: str, correction: str, level: str) -> None:
+@pytest.mark.parametrize(("policy_loss", "correction", "level"), PARTS)
+def test_a_bound_changes_nothing_within_it(policy_loss: str, correction: str, level: str) -> None:
     found = []
     for bound in (20.0, 40.0):
         given = {
-            "surrogate": {"name": surrogate, "level": level, "max_log_ratio": bound},
+            "policy_loss": {"name": policy_loss, "level": level, "max_log_ratio": bound},
             "correction": {"name": correction, "level": level},
         }
         found.append([loss_and_gradient(given, WITHIN, sign)[:2] for sign in (1.0, -1.0)])

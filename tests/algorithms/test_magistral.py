@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.rollout_queue.batches import minibatch_sequences
@@ -29,7 +29,7 @@ def sequences() -> list:
         make_group(number, group["rewards"], tokens=group["tokens"])
         for number, group in enumerate(GOLDEN["groups"])
     ]
-    return minibatch_sequences(groups, find_crediting(CFG))
+    return minibatch_sequences(groups, find_advantage_functions(CFG))
 
 
 def test_advantages_and_weights_are_those_that_were_stored() -> None:

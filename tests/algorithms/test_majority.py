@@ -1,5 +1,5 @@
-"""The majority's credit against subsets that are listed one by one, and its gradient against the
-exact one, by listing all outcomes."""
+"""The majority's advantage estimator against subsets that are listed one by one, and its gradient
+against the exact one, by listing all outcomes."""
 
 import random
 import time
@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.credit import CREDITS, GroupView
-from megatron_rl.algorithms.minibatch import find_crediting
-from megatron_rl.config.algorithm import AlgorithmConfig, CreditConfig
+from megatron_rl.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS, GroupView
+from megatron_rl.algorithms.minibatch import find_advantage_functions
+from megatron_rl.config.algorithm import AdvantageEstimatorConfig, AlgorithmConfig
 from megatron_rl.config.errors import InputError
 from tests.algorithms.tabular import BANDIT, PAIRS, Table, expected_gradient, gradient
 
@@ -32,25 +32,25 @@ def chance_of_right(classes: tuple[int, ...]) -> Fraction:
 
 
 def listed(classes: tuple[int, ...], k: int) -> list[float]:
-    """The credit, subset by subset."""
+    """The advantage estimator, subset by subset."""
     n = len(classes)
-    credit = [Fraction(0)] * n
+    advantages = [Fraction(0)] * n
     for places in combinations(range(n), k):
         chosen = tuple(classes[j] for j in places)
         for position, i in enumerate(places):
             others = chosen[:position] + chosen[position + 1 :]
-            credit[i] += chance_of_right(chosen) - chance_of_right(others)
-    return [float(c / comb(n, k)) for c in credit]
+            advantages[i] += chance_of_right(chosen) - chance_of_right(others)
+    return [float(c / comb(n, k)) for c in advantages]
 
 
 def found(classes: tuple[int, ...], k: int) -> np.ndarray:
     labels = np.array(classes)
     n = len(labels)
     view = GroupView("p", np.zeros(n), labels == RIGHT, labels >= 0, np.ones(n, int), labels)
-    return CREDITS["majority"](view, CreditConfig(name="majority", k=k))
+    return ADVANTAGE_ESTIMATORS["majority"](view, AdvantageEstimatorConfig(name="majority", k=k))
 
 
-def test_credit_is_what_a_completion_adds_to_the_vote_of_all_subsets() -> None:
+def test_advantage_estimator_is_what_a_completion_adds_to_the_vote_of_all_subsets() -> None:
     rng = random.Random(0)
     groups = {
         tuple(rng.randint(SILENT, 3) for _ in range(n)) for n in range(1, 8) for _ in range(60)
@@ -75,7 +75,9 @@ def test_hand_worked_votes() -> None:
 
 
 @pytest.mark.parametrize("classes", [(1, 2, 1, SILENT, 3), (0,) * 9, (SILENT,) * 4, (2,) * 5])
-def test_flat_verdicts_leave_no_credit_where_more_than_one_votes(classes: tuple[int, ...]) -> None:
+def test_flat_verdicts_leave_no_advantage_estimator_where_more_than_one_votes(
+    classes: tuple[int, ...],
+) -> None:
     assert not found(classes, 2).any() and not found(classes, 4).any()
 
 
@@ -105,10 +107,13 @@ def test_the_largest_groups_are_quick_and_exact() -> None:
     begin = time.process_time()
     for classes in groups:
         for k in (1, 2, 32, 63, 64):
-            credit = found(classes, k)
-            assert np.isfinite(credit).all() and np.abs(credit).max() <= k / 64 + 1e-9
+            advantage_estimator = found(classes, k)
+            assert (
+                np.isfinite(advantage_estimator).all()
+                and np.abs(advantage_estimator).max() <= k / 64 + 1e-9
+            )
             if k >= 63:
-                np.testing.assert_allclose(credit, listed(classes, k), atol=1e-11)
+                np.testing.assert_allclose(advantage_estimator, listed(classes, k), atol=1e-11)
     assert time.process_time() - begin < 20
 
 
@@ -116,36 +121,46 @@ def test_the_largest_groups_are_quick_and_exact() -> None:
 def test_a_group_smaller_than_k_is_judged_as_a_whole(name: str) -> None:
     labels = np.array([0, 1, 1])
     view = GroupView("p", np.array([1.0, 0, 0]), labels == 0, labels >= 0, np.ones(3, int), labels)
-    credits = [CREDITS[name](view, CreditConfig(name=name, k=k)) for k in (3, 8)]
-    np.testing.assert_array_equal(*credits)
-    assert credits[0].any()
+    advantage_estimators = [
+        ADVANTAGE_ESTIMATORS[name](view, AdvantageEstimatorConfig(name=name, k=k)) for k in (3, 8)
+    ]
+    np.testing.assert_array_equal(*advantage_estimators)
+    assert advantage_estimators[0].any()
 
 
-def test_a_credit_says_what_it_needs() -> None:
-    for preset, needs, flat_on in (("majority", True, "verdict"), ("magistral", False, "reward")):
-        crediting = find_crediting(AlgorithmConfig.model_validate({"preset": preset}))
-        assert (crediting.needs_classes, crediting.flat_on) == (needs, flat_on)
+def test_a_advantage_estimator_says_what_it_needs() -> None:
+    for preset, needs, zero_variance_on in (
+        ("majority", True, "verdict"),
+        ("magistral", False, "reward"),
+    ):
+        advantage_functions = find_advantage_functions(
+            AlgorithmConfig.model_validate({"preset": preset})
+        )
+        assert (advantage_functions.needs_classes, advantage_functions.zero_variance_on) == (
+            needs,
+            zero_variance_on,
+        )
 
 
-def odd(group: GroupView, cfg: CreditConfig) -> np.ndarray:
-    """A credit of a user's with a mistake in what it says."""
+def odd(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
+    """An advantage estimator of a user's with a mistake in what it says."""
     return group.rewards
 
 
-odd.flat_on = "answers"
+odd.zero_variance_on = "answers"
 
 
-def test_a_credit_that_is_flat_on_nothing_known_is_refused() -> None:
-    given = {"credit": {"name": f"{__name__}:odd"}}
-    with pytest.raises(InputError, match="flat_on is 'answers', expected one of"):
-        find_crediting(AlgorithmConfig.model_validate(given))
+def test_a_advantage_estimator_that_is_flat_on_nothing_known_is_refused() -> None:
+    given = {"advantage_estimator": {"name": f"{__name__}:odd"}}
+    with pytest.raises(InputError, match="zero_variance_on is 'answers', expected one of"):
+        find_advantage_functions(AlgorithmConfig.model_validate(given))
 
 
 @pytest.mark.parametrize(
     ("table", "n", "k"),
     [(BANDIT, 3, 3), (BANDIT, 4, 4), (BANDIT, 4, 3), (BANDIT, 4, 2), (BANDIT, 3, 1), (PAIRS, 3, 2)],
 )
-def test_credit_follows_the_chance_that_the_mode_of_k_answers_is_right(
+def test_advantage_estimator_follows_the_chance_that_the_mode_of_k_answers_is_right(
     table: Table, n: int, k: int
 ) -> None:
     logits = table.logits(1)
@@ -159,7 +174,7 @@ def test_credit_follows_the_chance_that_the_mode_of_k_answers_is_right(
             total = total + chances[list(places)].prod() * float(chance_of_right(answers))
         return total
 
-    given = {"preset": "majority", "credit": {"k": k}}
+    given = {"preset": "majority", "advantage_estimator": {"k": k}}
     found = expected_gradient(table, given, logits, group_size=n)
     # The mean over the sequences of a group, where the sum over them is the estimator.
     exact = gradient(objective, logits) / n

@@ -1,4 +1,4 @@
-"""Credits, normalizations and aggregations against numbers worked by hand."""
+"""Advantage estimators, normalizations and aggregations against numbers worked by hand."""
 
 from itertools import combinations
 from math import comb, sqrt
@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms import aggregation, normalization
-from megatron_rl.algorithms.credit import CREDITS, GroupView
-from megatron_rl.config.algorithm import AggregationConfig, CreditConfig, NormalizationConfig
+from megatron_rl.algorithms.advantage_estimators import ADVANTAGE_ESTIMATORS, GroupView
+from megatron_rl.config.algorithm import (
+    AdvantageEstimatorConfig,
+    AggregationConfig,
+    NormalizationConfig,
+)
 
 ONE, MANY = NormalizationConfig(), AggregationConfig()
 LENGTHS = [np.array([3, 7]), np.array([20, 1, 9])]
@@ -19,25 +23,29 @@ def view(rewards: list[float]) -> GroupView:
     return GroupView("p", values, values > 0.5, values > 0.05, np.full(len(values), 3))
 
 
-def credit(name: str, rewards: list[float], **given: float) -> np.ndarray:
-    return CREDITS[name](view(rewards), CreditConfig.model_validate({"name": name, **given}))
+def advantage_estimator(name: str, rewards: list[float], **given: float) -> np.ndarray:
+    return ADVANTAGE_ESTIMATORS[name](
+        view(rewards), AdvantageEstimatorConfig.model_validate({"name": name, **given})
+    )
 
 
 def test_the_group_mean_is_subtracted_and_nothing_divided() -> None:
     # Mean 0.3.
-    found = credit("group_mean", [1.0, 0.1, 0.1, 0.0])
+    found = advantage_estimator("group_mean", [1.0, 0.1, 0.1, 0.0])
     np.testing.assert_allclose(found, [0.7, -0.2, -0.2, -0.3], atol=1e-12)
 
 
 def test_leave_one_out_takes_off_the_mean_of_the_others() -> None:
-    found = credit("leave_one_out", [1.0, 0.1, 0.1, 0.0])
+    found = advantage_estimator("leave_one_out", [1.0, 0.1, 0.1, 0.0])
     expected = [1 - 0.2 / 3, 0.1 - 1.1 / 3, 0.1 - 1.1 / 3, -1.2 / 3]
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(CREDITS))
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
 @pytest.mark.parametrize("is_right", [False, True])
-def test_a_completion_alone_in_its_group_has_a_finite_credit(name: str, is_right: bool) -> None:
+def test_a_completion_alone_in_its_group_has_a_finite_advantage_estimator(
+    name: str, is_right: bool
+) -> None:
     group = GroupView(
         "p",
         rewards=np.array([float(is_right)]),
@@ -46,7 +54,7 @@ def test_a_completion_alone_in_its_group_has_a_finite_credit(name: str, is_right
         lengths=np.array([3]),
         classes=np.array([0 if is_right else -1]),
     )
-    found = CREDITS[name](group, CreditConfig())
+    found = ADVANTAGE_ESTIMATORS[name](group, AdvantageEstimatorConfig())
     # What compares with others has nothing to say.
     expected = float(is_right) if name in ("reward", "pass_at_k", "majority") else 0.0
     assert found == pytest.approx([expected], abs=1e-12)
@@ -62,35 +70,35 @@ def test_pass_at_k_is_what_a_completion_adds_to_the_best_of_all_subsets(
         for i in places:
             others = [rewards[j] for j in places if j != i]
             expected[i] += (max(rewards[j] for j in places) - max(others)) / comb(5, k)
-    np.testing.assert_allclose(credit("pass_at_k", rewards, k=k), expected, atol=1e-12)
+    np.testing.assert_allclose(advantage_estimator("pass_at_k", rewards, k=k), expected, atol=1e-12)
 
 
 def test_pass_at_k_of_right_and_wrong_has_a_closed_form() -> None:
     # 2 of 6 right, k = 3: (4 choose 2) / (6 choose 3).
-    found = credit("pass_at_k", [1, 0, 0, 1, 0, 0], k=3)
+    found = advantage_estimator("pass_at_k", [1, 0, 0, 1, 0, 0], k=3)
     np.testing.assert_allclose(found, np.array([1, 0, 0, 1, 0, 0]) * 6 / 20, atol=1e-12)
-    assert not credit("pass_at_k", [1, 1, 1], k=2).any()
+    assert not advantage_estimator("pass_at_k", [1, 1, 1], k=2).any()
 
 
 def test_a_soft_value_lies_between_mean_and_best_and_survives_a_small_temperature() -> None:
-    found = credit("soft_value", [1.0, 0.0], temperature=0.5)
+    found = advantage_estimator("soft_value", [1.0, 0.0], temperature=0.5)
     value = 0.5 * np.log((np.exp(2.0) + 1) / 2)
     np.testing.assert_allclose(found, [1 - value, -value], atol=1e-12)
-    sharp = credit("soft_value", [1.0, 0.0], temperature=1e-4)
+    sharp = advantage_estimator("soft_value", [1.0, 0.0], temperature=1e-4)
     np.testing.assert_allclose(sharp, [0.0, -1.0], atol=1e-4)
 
 
 def test_minibatch_normalization_matches_hand_worked_numbers() -> None:
     # Mean 0; variance ((9 + 1 + 1 + 1) / 16 + 4 / 4) / 8 = 7/32.
-    credits = [np.array([0.75, -0.25, -0.25, -0.25]), np.array([0.5, 0.5, -0.5, -0.5])]
-    found = normalization.minibatch(credits, ONE)
-    for one, other in zip(found, credits, strict=True):
+    advantage_estimators = [np.array([0.75, -0.25, -0.25, -0.25]), np.array([0.5, 0.5, -0.5, -0.5])]
+    found = normalization.minibatch(advantage_estimators, ONE)
+    for one, other in zip(found, advantage_estimators, strict=True):
         np.testing.assert_allclose(one, other / sqrt(7 / 32))
 
 
 def test_group_normalization_gives_each_group_a_deviation_of_one() -> None:
-    credits = [np.array([0.75, -0.25, -0.25, -0.25]), np.array([0.2, 0.0])]
-    first, second = normalization.group(credits, ONE)
+    advantage_estimators = [np.array([0.75, -0.25, -0.25, -0.25]), np.array([0.2, 0.0])]
+    first, second = normalization.group(advantage_estimators, ONE)
     np.testing.assert_allclose(first, np.array([3, -1, -1, -1]) / sqrt(3))
     np.testing.assert_allclose(second, [1.0, -1.0])
 

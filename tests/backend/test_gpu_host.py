@@ -103,7 +103,7 @@ def test_a_host_without_compiler_is_told_where_it_was_sought(tmp_path: Path) -> 
         ("", False),
     ],
 )
-def test_a_c_library_without_wheels_is_named_with_the_cure(said: str, is_good: bool) -> None:
+def test_a_c_library_without_wheels_is_named_with_the_fix(said: str, is_good: bool) -> None:
     found = check_glibc(said)
     assert found.is_good == is_good and (said or "not glibc") in found.found
     assert is_good or "needs glibc 2.34 or newer, as Ubuntu 22.04" in found.found

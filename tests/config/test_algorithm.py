@@ -14,17 +14,17 @@ from megatron_rl.config.tree import Config
 def test_the_default_is_magistral() -> None:
     cfg = load_config(None).algorithm
     assert cfg == AlgorithmConfig(preset="magistral")
-    assert (cfg.credit.name, cfg.normalization.name) == ("group_mean", "minibatch")
-    assert (cfg.aggregation.name, cfg.surrogate.name) == ("group_tokens", "clipped")
-    assert (cfg.surrogate.eps_low, cfg.surrogate.eps_high) == (0.2, 0.28)
+    assert (cfg.advantage_estimator.name, cfg.normalization.name) == ("group_mean", "minibatch")
+    assert (cfg.aggregation.name, cfg.policy_loss.name) == ("group_tokens", "clipped")
+    assert (cfg.policy_loss.eps_low, cfg.policy_loss.eps_high) == (0.2, 0.28)
 
 
 def test_a_key_differs_from_its_preset_and_the_others_stay() -> None:
     cfg = load_config(
-        None, ["algorithm.preset=gspo", "algorithm.surrogate.eps_high=0.01"]
+        None, ["algorithm.preset=gspo", "algorithm.policy_loss.eps_high=0.01"]
     ).algorithm
-    assert (cfg.surrogate.eps_low, cfg.surrogate.eps_high) == (3e-4, 0.01)
-    assert cfg.surrogate.level == "sequence" and cfg.normalization.name == "group"
+    assert (cfg.policy_loss.eps_low, cfg.policy_loss.eps_high) == (3e-4, 0.01)
+    assert cfg.policy_loss.level == "sequence" and cfg.normalization.name == "group"
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -36,7 +36,7 @@ def test_the_resolved_file_states_all_and_reads_back_equal(preset: str, tmp_path
     path = tmp_path / "config.toml"
     path.write_text(dump_toml(config))
     assert load_config(path) == config
-    for part in ("credit", "aggregation", "surrogate", "kl", "reference"):
+    for part in ("advantage_estimator", "aggregation", "policy_loss", "kl", "reference"):
         assert f"[algorithm.{part}]" in path.read_text()
 
 
@@ -50,9 +50,9 @@ def test_a_preset_named_on_the_command_line_replaces_that_of_a_resolved_file(
     expected = load_config(None, given).algorithm
     assert found == expected and found.normalization.name == "group"
     # The same preset again changes nothing.
-    path.write_text(dump_toml(load_config(None, ["algorithm.surrogate.eps_low=0.1"])))
+    path.write_text(dump_toml(load_config(None, ["algorithm.policy_loss.eps_low=0.1"])))
     kept = load_config(path, ["algorithm.preset=magistral"]).algorithm
-    assert kept.surrogate.eps_low == 0.1
+    assert kept.policy_loss.eps_low == 0.1
 
 
 EXACT = [
@@ -76,8 +76,14 @@ def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> N
         (["algorithm.preset=gpso"], "did you mean 'gspo'"),
         (["algorithm.preset=distill"], 'reference.policy="none": set it to "start"'),
         (["algorithm.kl.placement=reward"], "compares with a reference policy"),
-        (["algorithm.preset=pass_at_k", "algorithm.credit.k=32"], "more than train.group_size=16"),
-        (["algorithm.preset=majority", "algorithm.credit.k=17"], "more than train.group_size=16"),
+        (
+            ["algorithm.preset=pass_at_k", "algorithm.advantage_estimator.k=32"],
+            "more than train.group_size=16",
+        ),
+        (
+            ["algorithm.preset=majority", "algorithm.advantage_estimator.k=17"],
+            "more than train.group_size=16",
+        ),
         (["algorithm.shaping.name=jepo"], 'set it to "unrewarded" or "all"'),
         (["algorithm.gold.groups=all"], 'gives them no advantage: set it to "jepo"'),
         (["algorithm.preset=jepo", "train.router_replay=true"], "no generator chose experts"),
@@ -96,14 +102,14 @@ def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> N
             'reads none: set algorithm.kl.placement="loss"',
         ),
         (
-            ["algorithm.preset=spo", "algorithm.credit.name=group_mean"],
-            "baseline=\"soft\" is in units of rewards, and credit 'group_mean'",
+            ["algorithm.preset=spo", "algorithm.advantage_estimator.name=group_mean"],
+            "baseline=\"soft\" is in units of rewards, and advantage estimator 'group_mean'",
         ),
         (
             ["algorithm.preset=dro", "algorithm.shaping.name=cross_entropy"],
             'baseline="value" is of regression, not of algorithm.shaping.name="cross_entropy"',
         ),
-        (["algorithm.surrogate.dual_clip=0.5"], "ratios that did not move"),
+        (["algorithm.policy_loss.dual_clip=0.5"], "ratios that did not move"),
         (
             ["algorithm.correction.name=masked", "algorithm.correction.low=3"],
             "low=3 is not below high=2",
@@ -111,7 +117,7 @@ def test_exact_kl_answers_for_what_follows_and_in_distillation_for_itself() -> N
         (["algorithm.normalisation.name=group"], "did you mean 'algorithm.normalization'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_cure(overrides: list[str], words: str) -> None:
+def test_what_cannot_be_meant_is_refused_with_the_fix(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert words in str(caught.value)
@@ -141,10 +147,10 @@ TRACES = 'replay.traces=["t.jsonl"]'
             ["replay.buffer_groups=8", "replay.share=0.5", "algorithm.preset=jepo"],
             "no place for reference answers",
         ),
-        ([TRACES, "replay.share=0.5"], "no generator's logprobs, which algorithm.surrogate.name"),
+        ([TRACES, "replay.share=0.5"], "no generator's logprobs, which algorithm.policy_loss.name"),
         (
             [TRACES, "replay.share=0.5", "algorithm.preset=spo"],
-            "credit.name='soft_value', shaping.baseline='none'",
+            "advantage_estimator.name='soft_value', shaping.baseline='none'",
         ),
         (
             [TRACES, "replay.share=0.5", "algorithm.preset=tis"],
@@ -152,21 +158,26 @@ TRACES = 'replay.traces=["t.jsonl"]'
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_with_the_cure(overrides: list[str], words: str) -> None:
+def test_what_cannot_be_replayed_is_refused_with_the_fix(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, ["train.groups_per_batch=16", *overrides])
+        load_config(None, ["train.prompts_per_batch=16", *overrides])
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("preset", ["agro", "dro", "sft", "reinforce", "rloo"])
 def test_traces_suit_objectives_without_importance_ratios(preset: str) -> None:
-    given = [TRACES, "replay.share=0.25", "train.groups_per_batch=16", f"algorithm.preset={preset}"]
+    given = [
+        TRACES,
+        "replay.share=0.25",
+        "train.prompts_per_batch=16",
+        f"algorithm.preset={preset}",
+    ]
     assert load_config(None, given).sampled_groups == 12
 
 
 def test_traces_of_the_reference_suit_spo_with_the_value_of_their_group() -> None:
-    given = [TRACES, "replay.share=0.25", "train.groups_per_batch=16", "algorithm.preset=spo"]
-    own = ["algorithm.credit.name=soft_value", "algorithm.shaping.baseline=none"]
+    given = [TRACES, "replay.share=0.25", "train.prompts_per_batch=16", "algorithm.preset=spo"]
+    own = ["algorithm.advantage_estimator.name=soft_value", "algorithm.shaping.baseline=none"]
     assert load_config(None, [*given, *own]).sampled_groups == 12
 
 

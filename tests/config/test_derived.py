@@ -11,7 +11,7 @@ from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import dump_toml, load_config, read_layers
 from megatron_rl.config.generator import GeneratorConfig
 from megatron_rl.config.prompts import RenderConfig
-from megatron_rl.config.reward import LaneConfig
+from megatron_rl.config.reward import WorkerPoolConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.run_command import load
 from megatron_rl.protocol.render import count_parameters
@@ -55,9 +55,9 @@ def test_a_given_value_is_kept_and_a_wrong_one_refused() -> None:
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        ([], "none"),  # the surrogate's own ratio is to the generator
-        (["algorithm.surrogate.old_logprobs=recompute"], "truncated"),
-        (["algorithm.surrogate.old_logprobs=recompute", "queue.max_staleness=0"], "none"),
+        ([], "none"),  # the policy loss's own ratio is to the generator
+        (["algorithm.policy_loss.old_logprobs=recompute"], "truncated"),
+        (["algorithm.policy_loss.old_logprobs=recompute", "queue.max_staleness=0"], "none"),
         (["algorithm.preset=gspo"], "truncated"),
         (["algorithm.preset=gspo", "algorithm.correction.name=none"], "none"),
         (["algorithm.preset=gspo", "algorithm.correction.name=auto"], "truncated"),
@@ -83,18 +83,18 @@ def test_supervised_steps_have_their_own_rate_and_the_rest_of_the_defaults() -> 
     ("cores", "answers", "code"), [(1, 1, 1), (2, 1, 1), (16, 4, 8), (32, 8, 16), (192, 8, 96)]
 )
 def test_grading_processes_follow_the_cores(cores: int, answers: int, code: int) -> None:
-    lane = LaneConfig()
-    assert lane.with_workers("answers", cores).workers == answers
-    assert lane.with_workers("custom", cores).workers == answers
-    assert lane.with_workers("code", cores).workers == code
-    assert LaneConfig(workers=3).with_workers("code", cores).workers == 3
+    pool = WorkerPoolConfig()
+    assert pool.with_workers("answers", cores).workers == answers
+    assert pool.with_workers("custom", cores).workers == answers
+    assert pool.with_workers("code", cores).workers == code
+    assert WorkerPoolConfig(workers=3).with_workers("code", cores).workers == 3
 
 
 def test_the_cache_fills_a_gpu_of_its_own_and_is_bounded_elsewhere() -> None:
     auto = GeneratorConfig()
     assert auto.takes_all_memory and auto.bounded_kv_tokens == 65_536
     assert not GeneratorConfig(kv_tokens=1000).takes_all_memory
-    assert not GeneratorConfig(shares_gpus=True).takes_all_memory
+    assert not GeneratorConfig(colocate=True).takes_all_memory
     assert not GeneratorConfig(engine="hf").takes_all_memory
     assert GeneratorConfig(context_tokens=100_000).bounded_kv_tokens == 100_000
 

@@ -20,7 +20,7 @@ def load_text(folder: Path, text: str, overrides: list[str] | None = None) -> Co
         ("[optimiser]\nlr = 1e-5", "optimiser", "optimizer"),
         ("[sft.optimizer]\nlearning_rate = 1e-5\nwarmup_step = 1", "sft.optimizer.warmup_step",
          "sft.optimizer.warmup_steps"),
-        ("[train]\nbatch_size = 8", "train.batch_size", "train.groups_per_batch"),
+        ("[train]\nbatch_size = 8", "train.batch_size", "train.prompts_per_batch"),
         ("[rollout]\nn = 8", "rollout", "generator"),
         ("[algorithm]\nkl_coef = 0.1", "algorithm.kl_coef", "algorithm.kl.coefficient"),
         ("[sft.optimizer]\nlearning_rate = 1", "sft.optimizer.learning_rate", "sft.optimizer.lr"),
@@ -42,7 +42,10 @@ def test_unknown_key_names_the_nearest_one(
     [
         ("[train]\nsteps = 'many'", r"train\.steps: .*given: 'many'"),
         ("[train]\ngroup_size = 1", r"train\.group_size: .*greater than or equal to 2.*given: 1"),
-        ("[train]\nminibatches = 3\ngroups_per_batch = 2", "groups never split across minibatches"),
+        (
+            "[train]\nminibatches = 3\nprompts_per_batch = 2",
+            "groups never split across minibatches",
+        ),
         ("[generator]\nrequest_timeout_s = 500", r"set queue.lease_timeout_s to 600, or lower"),
         ("[queue]\nscore_timeout_s = 500", r"set queue.score_timeout_s to 900"),
         ("[verifier]\nanswer_within_s = 300", r"verifier\.code: .*raise the later ones"),

@@ -64,26 +64,29 @@ def test_every_value_knows_its_origin(tmp_path: Path) -> None:
 
 
 def test_what_a_preset_fills_in_comes_from_the_preset(tmp_path: Path) -> None:
-    text = '[algorithm]\npreset = "grpo"\nsurrogate.eps_low = 0.1\n'
+    text = '[algorithm]\npreset = "grpo"\npolicy_loss.eps_low = 0.1\n'
     layers = read_layers(write(tmp_path, base=text))
     config = resolve(layers)
-    assert (config.algorithm.surrogate.eps_low, config.algorithm.surrogate.eps_high) == (0.1, 0.2)
-    assert layers.origin_of("algorithm.surrogate.eps_low").endswith("base.toml")
-    assert layers.origin_of("algorithm.surrogate.eps_high") == "preset grpo"
+    assert (config.algorithm.policy_loss.eps_low, config.algorithm.policy_loss.eps_high) == (
+        0.1,
+        0.2,
+    )
+    assert layers.origin_of("algorithm.policy_loss.eps_low").endswith("base.toml")
+    assert layers.origin_of("algorithm.policy_loss.eps_high") == "preset grpo"
 
 
 def test_a_later_preset_forgets_what_an_earlier_file_said_of_another(tmp_path: Path) -> None:
-    first = '[algorithm]\npreset = "grpo"\nsurrogate.eps_high = 0.5\n'
+    first = '[algorithm]\npreset = "grpo"\npolicy_loss.eps_high = 0.5\n'
     files = write(tmp_path, base=first, mine='[algorithm]\npreset = "dr_grpo"\n')
     layers = read_layers(files)
     assert resolve(layers) == load_config(None, ["algorithm.preset=dr_grpo"])
-    assert layers.origin_of("algorithm.surrogate.eps_high") == "preset dr_grpo"
+    assert layers.origin_of("algorithm.policy_loss.eps_high") == "preset dr_grpo"
     # The same preset again changes nothing, also where the default was not named before.
     files = write(tmp_path, base=first, mine='[algorithm]\npreset = "grpo"\n')
-    assert load_config(files).algorithm.surrogate.eps_high == 0.5
-    files = write(tmp_path, base="[algorithm.surrogate]\neps_high = 0.5\n")
+    assert load_config(files).algorithm.policy_loss.eps_high == 0.5
+    files = write(tmp_path, base="[algorithm.policy_loss]\neps_high = 0.5\n")
     again = load_config(files, ["algorithm.preset=magistral"])
-    assert again.algorithm.surrogate.eps_high == 0.5
+    assert again.algorithm.policy_loss.eps_high == 0.5
 
 
 def test_an_override_appends_a_table_to_a_list(tmp_path: Path) -> None:
@@ -168,11 +171,11 @@ def test_every_path_of_the_configuration_is_known_to_be_one() -> None:
 
 
 def test_an_override_of_a_whole_table_replaces_it(tmp_path: Path) -> None:
-    files = write(tmp_path, base='[reward.tasks.own]\ngate = "box"\ncompare = "exact"\n')
+    files = write(tmp_path, base='[reward.tasks.own]\nformat_check = "box"\ncompare = "exact"\n')
     layers = read_layers(files, ['reward.tasks={mine = {compare = "math"}}'])
     assert set(resolve(layers).reward.tasks) == {"mine"}
     assert layers.origin_of("reward.tasks.mine.compare") == OVERRIDE
-    assert layers.origin_of("reward.tasks.own.gate") == DEFAULT
+    assert layers.origin_of("reward.tasks.own.format_check") == DEFAULT
 
 
 def test_a_faulty_file_is_named_among_several(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from megatron_rl.config.staging import longest_stage, optimizer_steps, resolve_s
 STAGED = """
 [train]
 steps = 20
-groups_per_batch = 8
+prompts_per_batch = 8
 minibatches = 2
 
 [sampling]
@@ -31,7 +31,7 @@ weight = 0
 name = "longer"
 at_step = 5
 sampling = {max_new_tokens = 200}
-train = {groups_per_batch = 4, minibatches = 1}
+train = {prompts_per_batch = 4, minibatches = 1}
 
 [[stages]]
 at_step = 12
@@ -53,7 +53,7 @@ def test_a_stage_keeps_what_the_stage_before_it_changed(tmp_path: Path) -> None:
     assert [s.sampling.max_new_tokens for s in stages] == [100, 200, 200]
     assert [s.sampling.temperature for s in stages] == [1.0, 1.0, 0.8]
     assert [s.reward.length_margin_tokens for s in stages] == [20, 20, 50]
-    assert [s.train.groups_per_batch for s in stages] == [8, 4, 4]
+    assert [s.train.prompts_per_batch for s in stages] == [8, 4, 4]
     assert [[p.weight for p in s.prompts] for s in stages] == [[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]]
     assert stages[0] == config.model_copy(update={"stages": []})
     assert longest_stage(config) == stages[1]

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.algorithms.credit import GroupView
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.advantage_estimators import GroupView
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.algorithms.tokens import Segments, Tokens
-from megatron_rl.config.algorithm import CreditConfig, SurrogateConfig
+from megatron_rl.config.algorithm import AdvantageEstimatorConfig, PolicyLossConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.rollout_queue.prompts import load_prompts
 from tests.launcher.test_dry_run import write_byte_tokenizer
@@ -114,15 +114,15 @@ def test_the_loss_is_what_the_page_says_by_hand(folder: Path) -> None:
     tokens = Tokens(
         logprobs, old, advantages, zeros, zeros, true, zeros.long(), segments, ~true
     )  # fmt: skip
-    found = losses.tapered(tokens, advantages, SurrogateConfig())
+    found = losses.tapered(tokens, advantages, PolicyLossConfig())
     assert torch.allclose(found.values, torch.tensor([1.0, 1.0, -3.0]))
     assert found.sums["tapered"] == 1
     found.values.sum().backward()
     assert torch.allclose(logprobs.grad, torch.tensor([-0.5, -1.0, 3.0]))
     group = GroupView("p", np.array([1.0, 0.0, 0.0, 0.1]), *(np.zeros(4),) * 3)
-    assert np.allclose(losses.median(group, CreditConfig()), [0.95, -0.05, -0.05, 0.05])
+    assert np.allclose(losses.median(group, AdvantageEstimatorConfig()), [0.95, -0.05, -0.05, 0.05])
     algorithm = load_config(Path("my_loss.toml"), []).algorithm
-    assert find_crediting(algorithm).credit is losses.median
+    assert find_advantage_functions(algorithm).estimator is losses.median
     assert losses.tapered in vars(find_objective(algorithm)).values()
 
 

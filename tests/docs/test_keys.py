@@ -117,7 +117,9 @@ def test_keys_of_a_page_in_toml_exist(page: Path) -> None:
 
 
 def test_the_checks_find_what_does_not_exist() -> None:
-    text = "`train.group_sizes`, `prompts.0.path=FILE`, `reward.tasks.mine.gate`, `sft.optimizer`"
+    text = (
+        "`train.group_sizes`, `prompts.0.path=FILE`, `reward.tasks.mine.compare`, `sft.optimizer`"
+    )
     assert [key for key in named_keys(text) if not is_known(key)] == ["train.group_sizes"]
     assert list(named_keys("```bash\nmegatron-rl run queue.nothing=1 eval.json\n```")) == [
         "queue.nothing"

@@ -27,7 +27,7 @@ optimizer = {{lr = 1e-2, warmup_steps = 2}}
 [train]
 steps = 1
 batch_timeout_s = 60
-groups_per_batch = 2
+prompts_per_batch = 2
 group_size = 4
 [sampling]
 max_new_tokens = 8
@@ -50,7 +50,7 @@ samples = 1
 [reward]
 length_margin_tokens = 2
 [reward.tasks.any_text]
-gate = "none"
+format_check = "none"
 compare = "exact"
 [[prompts]]
 path = "FOLDER/prompts.jsonl"

@@ -35,7 +35,7 @@ system_prompt = ""
 [reward]
 length_margin_tokens = 2
 [reward.tasks.character]
-gate = "none"
+format_check = "none"
 compare = "exact"
 [eval]
 temperature = 1.0

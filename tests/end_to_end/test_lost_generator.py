@@ -28,7 +28,7 @@ dtype = "float32"
 [train]
 steps = {STEPS}
 batch_timeout_s = 60
-groups_per_batch = {GROUPS}
+prompts_per_batch = {GROUPS}
 group_size = {GROUP_SIZE}
 [sampling]
 max_new_tokens = 24
@@ -49,7 +49,7 @@ temperature = 1.0
 [reward]
 length_margin_tokens = 24
 [reward.tasks.any_text]
-gate = "none"
+format_check = "none"
 compare = "exact"
 [[prompts]]
 path = "FOLDER/prompts.jsonl"

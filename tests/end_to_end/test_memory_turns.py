@@ -27,7 +27,7 @@ from tests.end_to_end.test_lost_generator import (
 pytestmark = [pytest.mark.slow(80), pytest.mark.exhaustive, pytest.mark.timeout(300)]
 STEPS = 8
 TURNS = [
-    "generator.engine=sglang", "generator.shares_gpus=true", "generator.release_memory=true",
+    "generator.engine=sglang", "generator.colocate=true", "generator.release_memory=true",
     "weights.method=ipc", "weights.kv_cache=recompute", f"train.steps={STEPS}",
     "sampling.max_new_tokens=48", "train.max_mismatch=0.01",
 ]  # fmt: skip

@@ -112,7 +112,7 @@ def check_stages(run_dir: Path) -> None:
             _, limit, margin = RULES[stage]
             excess = max(0, record["tokens"] - (limit - margin)) / margin
             assert record["tokens"] <= limit
-            # An empty completion does not pass the gate, and has no parts.
+            # An empty completion does not pass the format check, and has no parts.
             is_judged = record["parts"]["format"] > 0
             assert abs(record["parts"]["length"] + 0.1 * excess * is_judged) < 1e-9
             if path.stem.startswith("step"):
@@ -145,7 +145,7 @@ def check_ledger(run_dir: Path, newest: int) -> None:
     # Groups are numbered as prompts are drawn: each epoch is a stretch of numbers.
     trained = collections.Counter((number // PROMPTS, prompt) for number, prompt in groups.items())
     assert set(trained.values()) == {1}
-    # One is missing only where its group was flat, or not needed at the end.
-    dropped = sum(row.get("queue/groups_dropped_flat", 0) for row in rows)
+    # One is missing only where its group had zero variance, or not needed at the end.
+    dropped = sum(row.get("queue/groups_dropped_zero_variance", 0) for row in rows)
     dropped += sum(row.get("queue/groups_abandoned", 0) for row in rows)
     assert max(groups) + 1 - len(groups) <= dropped

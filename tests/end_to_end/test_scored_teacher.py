@@ -23,7 +23,7 @@ ENGINE = "algorithm.reference.source=engine"
 SAMPLED = ["algorithm.preset=distill", "algorithm.kl.placement=reward", "algorithm.kl.estimator=k1"]
 # Wider samples and a lower rate than with whole distributions: a sampled token says little.
 LEARNING = [
-    "train.groups_per_batch=32",
+    "train.prompts_per_batch=32",
     "train.group_size=8",
     "optimizer.lr=1e-4",
     "train.steps=25",
@@ -105,9 +105,9 @@ def has_trained(run_dir: Path) -> bool:
     return path.exists() and "train/loss" in path.read_text()
 
 
-# An untrained model earns nothing, so all its groups are flat.
+# An untrained model earns nothing, so all its groups have zero variance.
 SHORT = ["sft.steps=0", "eval.prompts=0", "train.steps=30", "algorithm.preset=grpo", ENGINE,
-         "algorithm.flat_groups=keep", "generator.engine=hf"]  # fmt: skip
+         "algorithm.zero_variance_groups=keep", "generator.engine=hf"]  # fmt: skip
 
 
 @pytest.mark.parametrize("max_restarts", [3, 0])

@@ -28,7 +28,7 @@ dtype = "float32"
 [train]
 steps = {STEPS}
 batch_timeout_s = 60
-groups_per_batch = 2
+prompts_per_batch = 2
 group_size = 4
 [sampling]
 max_new_tokens = 16
@@ -47,7 +47,7 @@ prompts = 0
 [reward]
 length_margin_tokens = 16
 [reward.tasks.any_text]
-gate = "none"
+format_check = "none"
 compare = "exact"
 [[prompts]]
 path = "FOLDER/prompts.jsonl"

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow(180), pytest.mark.timeout(420)]
 ROOT = Path(__file__).resolve().parent.parent.parent
 SUMMARY_KEYS = {
     "engine", "engine_version", "megatron_core_version", "trainer_world_size", "tp", "pp", "dp",
-    "model_parameters", "steps", "rollouts_trained", "groups_dropped_flat", "eval_n",
+    "model_parameters", "steps", "rollouts_trained", "groups_dropped_zero_variance", "eval_n",
     "accuracy_before", "accuracy_after", "accuracy_se_before", "accuracy_se_after",
     "reward_first10", "reward_last10", "rollouts_spanning_versions", "staleness_mean",
     "staleness_max", "logprob_gap_mean", "publish_s_median", "generator_idle_fraction",
@@ -129,13 +129,14 @@ def test_the_run_and_traces_with_rewards_are_replayed(
     run_dir = tmp_path / "offline"
     command = [
         *run_command(finished[0], run_dir), "train.steps=2", "algorithm.preset=agro",
-        "algorithm.shaping.temperature=0.1", "algorithm.flat_groups=keep", "replay.share=1",
+        "algorithm.shaping.temperature=0.1", "algorithm.zero_variance_groups=keep",
+        "replay.share=1",
         f'replay.runs=["{finished[0]}"]', f'replay.traces=["{tmp_path}/traces.jsonl"]',
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [row for row in training_rows(run_dir) if "train/loss" in row]
-    # Every group of 30 steps and of the flat ones between, and four of one trace each.
+    # Every group of 30 steps and of the zero-variance ones between, and four of one trace each.
     recorded = [*(finished[0] / "rollouts").glob("[sd]*_0*.jsonl")]
     lines = sum(len(path.read_text().splitlines()) for path in recorded)
     assert [row["queue/replay_groups"] for row in rows] == [lines / 16 + 4] * 2

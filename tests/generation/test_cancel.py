@@ -45,8 +45,8 @@ async def serve_and_cancel(folder: Path, log_path: Path, port: int) -> list[obje
     """What the worker sends back for leases of which the first is cancelled."""
     # No token ends a completion: each has as many as it may have.
     engine = HFEngine(make_setup(folder.parent, log_path, stop_ids=(), max_running=4))
-    gates = {"exact": "none"}
-    renderer = Renderer(RenderConfig(), folder, context_tokens=512, gates=gates)
+    format_checks = {"exact": "none"}
+    renderer = Renderer(RenderConfig(), folder, context_tokens=512, format_checks=format_checks)
     await engine.start()
     answers: list[object] = []
 

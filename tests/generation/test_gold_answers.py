@@ -24,7 +24,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     tokenizer.save_pretrained(folder)
-    return Renderer(RenderConfig(system_prompt=""), folder, 1000, gates={"math": "box"})
+    return Renderer(RenderConfig(system_prompt=""), folder, 1000, format_checks={"math": "box"})
 
 
 def find(

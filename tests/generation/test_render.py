@@ -25,7 +25,7 @@ def ids(text: str) -> list[int]:
 def make(models_dir: Path, context_tokens: int = 64, **render: str) -> Renderer:
     config = RenderConfig(**{"system_prompt": "", **render})
     return Renderer(
-        config, models_dir / "old", context_tokens, gates={"sums": "box", "any": "none"}
+        config, models_dir / "old", context_tokens, format_checks={"sums": "box", "any": "none"}
     )
 
 
@@ -47,8 +47,8 @@ def test_a_prompt_gets_the_system_prompt_of_its_gate_unless_it_has_its_own(
     models_dir: Path,
 ) -> None:
     config = RenderConfig(system_prompts={"box": "use a box"}, demonstrations={"box": None})
-    gates = {"sums": "box", "any": "none"}
-    renderer = Renderer(config, models_dir / "old", 64, gates=gates)
+    format_checks = {"sums": "box", "any": "none"}
+    renderer = Renderer(config, models_dir / "old", 64, format_checks=format_checks)
     question = ChatMessage("user", "1")
     assert renderer.render([question], 8, task="sums") == ids("system:use a box=>user:1=>")
     assert renderer.render([question], 8, task="any") == ids("user:1=>")
@@ -61,7 +61,9 @@ def test_a_prompt_gets_the_system_prompt_of_its_gate_unless_it_has_its_own(
 def test_a_demonstration_stands_between_system_prompt_and_prompt(models_dir: Path) -> None:
     exchange = {"question": "2+3", "reply": "it is 5"}
     config = RenderConfig(system_prompts={"box": "use a box"}, demonstrations={"box": exchange})
-    renderer = Renderer(config, models_dir / "old", 64, gates={"sums": "box", "any": "none"})
+    renderer = Renderer(
+        config, models_dir / "old", 64, format_checks={"sums": "box", "any": "none"}
+    )
     question = ChatMessage("user", "1")
     assert renderer.render([question], 8, task="sums") == ids(
         "system:use a box=>user:2+3=>assistant:it is 5=>user:1=>"
@@ -131,7 +133,7 @@ def test_text_leaves_out_only_the_last_end_of_sequence(models_dir: Path) -> None
 
 def test_a_folder_without_a_tokenizer_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot load its tokenizer"):
-        Renderer(RenderConfig(), tmp_path, 64, gates={})
+        Renderer(RenderConfig(), tmp_path, 64, format_checks={})
 
 
 class CountingRenderer(Renderer):
@@ -161,8 +163,11 @@ class Sent(list[Any]):
 
 
 def test_a_prompt_is_rendered_once_for_all_its_leases_and_few_are_kept(models_dir: Path) -> None:
-    config, gates = RenderConfig(system_prompt=""), {"sums": "box"}
-    renderer, sent = CountingRenderer(config, models_dir / "old", 64, gates=gates), Sent()
+    config, format_checks = RenderConfig(system_prompt=""), {"sums": "box"}
+    renderer, sent = (
+        CountingRenderer(config, models_dir / "old", 64, format_checks=format_checks),
+        Sent(),
+    )
     worker = GeneratorWorker(OneToken(), renderer, sent, capacity=4)
 
     def serve(question: int, index: int = 0, limit: int = 8) -> int:

@@ -100,11 +100,11 @@ def test_variables_of_the_user_do_not_break_an_engine(
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
     alone = dataclasses.replace(SETUP, model=tmp_path)
-    for setup in (alone, dataclasses.replace(alone, shares_gpus=True)):
+    for setup in (alone, dataclasses.replace(alone, colocate=True)):
         for name, value in server_environment(setup).items():
             monkeypatch.setenv(name, value)
         assert envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get() is False
-        assert envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get() is not setup.shares_gpus
+        assert envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get() is not setup.colocate
 
 
 @pytest.mark.parametrize(("family", "is_reloaded"), [("Qwen3", True), ("Llama", False)])

@@ -18,7 +18,7 @@ from tests.ports import free_port
 async def meet(folder: Path, log_path: Path, port: int) -> Router:
     # Not started: it has no weights, and gets no lease here.
     engine = HFEngine(make_setup(folder.parent, log_path, stop_ids=(), max_running=4))
-    renderer = Renderer(RenderConfig(), folder, context_tokens=512, gates={"exact": "none"})
+    renderer = Renderer(RenderConfig(), folder, context_tokens=512, format_checks={"exact": "none"})
     address = f"127.0.0.1:{port}"
     with (
         Router("127.0.0.1", port, label="a.step_2") as router,

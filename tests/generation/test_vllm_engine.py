@@ -58,7 +58,7 @@ def test_a_model_that_vllm_cannot_run_is_refused(
     vllm_command.refuse_model(tmp_path)
 
 
-def test_without_vllm_the_cure_is_named(
+def test_without_vllm_the_fix_is_named(
     models_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(vllm_command.PYTHON_VARIABLE, str(tmp_path / "bin" / "python"))

@@ -19,8 +19,8 @@ def test_the_json_has_every_preset_with_all_values() -> None:
     rows = json.loads(file.getvalue())
     assert [row["preset"] for row in rows] == list(PRESETS)
     gspo = next(row for row in rows if row["preset"] == "gspo")
-    assert gspo["values"]["surrogate"]["eps_high"] == 4e-4
-    assert gspo["parts"]["surrogate"] == "clipped sequence -0.0003 +0.0004"
+    assert gspo["values"]["policy_loss"]["eps_high"] == 4e-4
+    assert gspo["parts"]["policy_loss"] == "clipped sequence -0.0003 +0.0004"
 
 
 def test_the_guide_lists_the_presets_and_the_passes_that_they_need() -> None:

@@ -34,7 +34,7 @@ def test_what_is_printed_is_a_configuration(
 def test_explain_names_default_and_presets(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    code, text = call(monkeypatch, "explain", "algorithm.surrogate.eps_high")
+    code, text = call(monkeypatch, "explain", "algorithm.policy_loss.eps_high")
     assert code == 0 and "default: 0.28" in text and "preset dr_grpo: 0.2" in text
     assert call(monkeypatch, "explain", "trian.steps")[0] == 2
     assert "near it: train.steps" in caplog.text

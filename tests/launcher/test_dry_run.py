@@ -130,21 +130,21 @@ def test_the_quickstart_teaches_its_form(model: Path, prompts: Path, tmp_path: P
         assert (problems_of(config)["math"] == []) == is_fine
 
 
-def test_a_gate_that_nothing_asks_for_is_found(model: Path, prompts: Path) -> None:
+def test_a_format_check_that_nothing_asks_for_is_found(model: Path, prompts: Path) -> None:
     silent = load("one_node", model, prompts, 'render.system_prompt=""')
     found = problems_of(silent)
-    assert "the gate 'think_box' refuses (no_think_start)" in found["math"][0]
+    assert "the format check 'think_box' refuses (no_think_start)" in found["math"][0]
     assert "no thoughts, in 3 of 3 prompts" in found["math"][0]
-    assert "the gate 'think_code' refuses" in found["code"][0]
-    for cure in ('render.system_prompt="Think in <think></think>, answer in \\\\boxed{} or in ```"',
+    assert "the format check 'think_code' refuses" in found["code"][0]
+    for fix in ('render.system_prompt="Think in <think></think>, answer in \\\\boxed{} or in ```"',
                  "render.form_known=true"):  # fmt: skip
-        assert problems_of(load("one_node", model, prompts, cure)) == {"math": [], "code": []}
+        assert problems_of(load("one_node", model, prompts, fix)) == {"math": [], "code": []}
 
 
-def test_a_prompt_that_asks_for_thoughts_under_a_plain_gate_is_found(
+def test_a_prompt_that_asks_for_thoughts_under_a_plain_format_check_is_found(
     model: Path, prompts: Path
 ) -> None:
-    rule = 'reward.tasks={math={gate="none", compare="exact"}}'
+    rule = 'reward.tasks={math={format_check="none", compare="exact"}}'
     think = 'render.system_prompt="Use <think></think> and ```"'
     found = problems_of(load("one_node", model, prompts, rule, think))
     # Thoughts and answer together are no exact answer.

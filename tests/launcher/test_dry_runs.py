@@ -128,7 +128,7 @@ def test_what_a_run_would_start_is_said(files: Path, words: str, said: str) -> N
         "train.steps=7", "sft.steps=5", f"sft.traces={files / 'traces.jsonl'}", "eval.prompts=4",
         "parallel.tensor=2", "generator.replicas=3", "ports.prompts=5001", words,
     )  # fmt: skip
-    config = load_config(shipped()["one_gpu"], given(files, "generator.shares_gpus=false", *asked))
+    config = load_config(shipped()["one_gpu"], given(files, "generator.colocate=false", *asked))
     lines = run_lines(config)
     assert lines[0] == said
     assert lines[1] == (

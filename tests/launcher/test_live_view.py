@@ -36,13 +36,14 @@ RESTART_LINE = "warning: generator-0 ended with signal 9 after step 7; restart 2
 ROLLOUTS = {
     "time": 4.0, "source": "queue", "step": 0, "activity/seconds": 2.0, "activity/tokens": 300,
     "activity/rollouts_generated": 12, "activity/rollouts_scored": 10,
-    "activity/ill_formed/no_think_start": 7, "activity/reason/correct": 2,
+    "activity/format_failures/no_think_start": 7, "activity/reason/correct": 2,
     "activity/reason/wrong_answer": 1, "activity/groups_complete": 2,
-    "activity/groups_dropped/flat": 2, "activity/completions_in_flight": 6,
+    "activity/groups_dropped/zero_variance": 2, "activity/completions_in_flight": 6,
 }  # fmt: skip
 ROLLOUTS_LINE = (
     "rollouts: 12 generated, 10 scored: 2 correct, 1 not (wrong_answer 1), 7 ill-formed "
-    "(no_think_start 7); 2 groups complete, dropped: flat 2; 150 generated tok/s; 6 in flight"
+    "(no_think_start 7); 2 groups complete, dropped: zero_variance 2; 150 generated tok/s; 6 in "
+    "flight"
 )
 
 
@@ -78,7 +79,7 @@ def test_plain_output_has_one_line_a_step_and_an_evaluation(tmp_path: Path) -> N
     assert lines[4].startswith("evaluation after: accuracy 0.750 +- 0.025 on 300 held-out prompts")
 
 
-def test_what_comes_to_be_wrong_is_said_once_with_its_cure(tmp_path: Path) -> None:
+def test_what_comes_to_be_wrong_is_said_once_with_its_fix(tmp_path: Path) -> None:
     output = io.StringIO()
     config = load_config(None, [f'run.dir="{tmp_path}"', "train.steps=40"])
     clock = Clock()
@@ -288,22 +289,22 @@ def test_likely_fault_is_a_warning_that_outlives_the_table(
 ) -> None:
     output = io.StringIO()
     config = load_config(None, [f'run.dir="{tmp_path}"'])
-    row = ROLLOUTS | {"activity/diagnosis": "Cause: x. Cure: y."}
+    row = ROLLOUTS | {"activity/diagnosis": "Cause: x. Fix: y."}
     append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
     console = Console(file=output, width=120, force_terminal=is_terminal)
     with LiveView(config, console) as view:
         view.refresh({})
         drawn = output.getvalue()
-        assert "warning: Cause: x. Cure: y." in drawn
-        assert "7 ill-formed (no_think_start 7)" in drawn
+        assert "warning: Cause: x. Fix: y." in drawn
+        assert "7 format failures (no_think_start 7)" in drawn
     if is_terminal:
-        assert "warning: Cause: x. Cure: y." in output.getvalue()[len(drawn) :]
+        assert "warning: Cause: x. Fix: y." in output.getvalue()[len(drawn) :]
 
 
 def test_run_that_ends_by_an_error_says_what_rollouts_came_to(tmp_path: Path) -> None:
     output = io.StringIO()
     config = load_config(None, [f'run.dir="{tmp_path}"'])
-    row = ROLLOUTS | {"activity/diagnosis": "Cause: x. Cure: y."}
+    row = ROLLOUTS | {"activity/diagnosis": "Cause: x. Fix: y."}
     view = LiveView(config, Console(file=output, width=80))
     with pytest.raises(KeyboardInterrupt), view:
         append(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
@@ -312,7 +313,7 @@ def test_run_that_ends_by_an_error_says_what_rollouts_came_to(tmp_path: Path) ->
     lines = output.getvalue().splitlines()[-3:]
     assert lines[0].endswith(ROLLOUTS_LINE)
     assert lines[1:] == [
-        "warning: Cause: x. Cure: y.", f"The run so far: megatron-rl report {tmp_path}"
+        "warning: Cause: x. Fix: y.", f"The run so far: megatron-rl report {tmp_path}"
     ]  # fmt: skip
 
 

@@ -10,26 +10,26 @@ from megatron_rl.launcher.objective_trial import try_objective
 
 PARTS = """
 import numpy as np
-from megatron_rl.algorithms.surrogate import Surrogate, importance_ratios
+from megatron_rl.algorithms.policy_loss import PolicyLoss, importance_ratios
 
 def right(tokens, advantages, cfg):
     values = importance_ratios(tokens, cfg) * advantages
-    return Surrogate(values, {"kept": (values * tokens.is_real).sum()})
+    return PolicyLoss(values, {"kept": (values * tokens.is_real).sum()})
 
 def scalar(tokens, advantages, cfg):
-    return Surrogate((importance_ratios(tokens, cfg) * advantages).mean(), {})
+    return PolicyLoss((importance_ratios(tokens, cfg) * advantages).mean(), {})
 
 def plain(tokens, advantages, cfg):
     return importance_ratios(tokens, cfg) * advantages
 
 def detached(tokens, advantages, cfg):
-    return Surrogate(tokens.logprobs.detach() * advantages, {})
+    return PolicyLoss(tokens.logprobs.detach() * advantages, {})
 
 def of_items(tokens, advantages, cfg):
-    return Surrogate(tokens.logprobs * advantages, {"share": 0.5})
+    return PolicyLoss(tokens.logprobs * advantages, {"share": 0.5})
 
 def broken(tokens, advantages, cfg):
-    return Surrogate(tokens.log_probs * advantages, {})
+    return PolicyLoss(tokens.log_probs * advantages, {})
 
 def capped(ratios, cfg):
     return ratios.clamp(max=2.0)
@@ -60,10 +60,12 @@ def tried(**names: str) -> list[str]:
 
 
 def test_right_parts_are_called_and_named_and_ours_are_not() -> None:
-    found = tried(surrogate="right", correction="capped", credit="by_rank", shaping="shaped")
+    found = tried(
+        policy_loss="right", correction="capped", advantage_estimator="by_rank", shaping="shaped"
+    )
     assert [line.partition("=")[0] for line in found] == [
-        "algorithm.credit.name", "algorithm.shaping.name",
-        "algorithm.correction.name", "algorithm.surrogate.name",
+        "algorithm.advantage_estimator.name", "algorithm.shaping.name",
+        "algorithm.correction.name", "algorithm.policy_loss.name",
     ]  # fmt: skip
     assert tried() == []
 
@@ -72,17 +74,17 @@ def test_right_parts_are_called_and_named_and_ours_are_not() -> None:
     ("part", "name", "words"),
     [
         # The habit from TRL and verl: the mean of a batch, or a tensor without what to report.
-        ("surrogate", "scalar", r"gives \[\] for 17 tokens, expected a tensor \[tokens\]"),
-        ("surrogate", "plain", r"returns a plain tensor, expected Surrogate\(values, sums\)"),
-        ("surrogate", "detached", "no finite gradient by tokens.logprobs"),
-        ("surrogate", "of_items", r"sums\['share'\] is no tensor of shape \[\]"),
+        ("policy_loss", "scalar", r"gives \[\] for 17 tokens, expected a tensor \[tokens\]"),
+        ("policy_loss", "plain", r"returns a plain tensor, expected PolicyLoss\(values, sums\)"),
+        ("policy_loss", "detached", "no finite gradient by tokens.logprobs"),
+        ("policy_loss", "of_items", r"sums\['share'\] is no tensor of shape \[\]"),
         (
-            "surrogate",
+            "policy_loss",
             "broken",
             r"AttributeError: .*log_probs.* \(.*trial_parts\.py, line 22, in ",
         ),
         ("correction", "one_factor", r"gives \[\] for 17 tokens, .*without a sum or mean"),
-        ("credit", "of_group", r"shapes \[\(\), \(\)\] .*expected \[\(3,\), \(3,\)\]"),
+        ("advantage_estimator", "of_group", r"shapes \[\(\), \(\)\] .*expected \[\(3,\), \(3,\)\]"),
     ],
 )
 def test_a_wrong_part_is_refused_with_the_right_shape(part: str, name: str, words: str) -> None:

@@ -16,13 +16,11 @@ from megatron_rl.launcher.placement import (
 )
 
 
-def config(ranks: int, replicas: int, width: int, *, shares_gpus: bool = False) -> Config:
+def config(ranks: int, replicas: int, width: int, *, colocate: bool = False) -> Config:
     return Config(
         parallel=ParallelConfig(data=ranks),
-        generator=GeneratorConfig(
-            replicas=replicas, tensor_parallel=width, shares_gpus=shares_gpus
-        ),
-        weights=WeightsConfig(method="disk" if shares_gpus else "reshard"),
+        generator=GeneratorConfig(replicas=replicas, tensor_parallel=width, colocate=colocate),
+        weights=WeightsConfig(method="disk" if colocate else "reshard"),
     )
 
 
@@ -67,7 +65,7 @@ def test_an_engine_with_more_ranks_than_a_host_has_gpus_takes_whole_hosts() -> N
 
 
 def test_engines_on_the_trainers_gpus_only_where_that_is_wanted() -> None:
-    [roles] = place(config(1, 1, 1, shares_gpus=True), hosts=1, gpus_per_host=1)
+    [roles] = place(config(1, 1, 1, colocate=True), hosts=1, gpus_per_host=1)
     assert roles == HostRoles(1, 1, {0: range(1)})
     for ranks, replicas, width in itertools.product((1, 2, 8), (1, 3), (1, 2, 4)):
         hosts = place(config(ranks, replicas, width), hosts=4, gpus_per_host=8)
@@ -115,7 +113,7 @@ def test_shared_gpus_need_a_method_that_works_there(
     ranks: int, method: str, is_possible: bool
 ) -> None:
     overrides = [
-        f"parallel.data={ranks}", f"weights.method={method}", "generator.shares_gpus=true",
+        f"parallel.data={ranks}", f"weights.method={method}", "generator.colocate=true",
     ]  # fmt: skip
     if is_possible:
         load_config(None, overrides)

@@ -77,7 +77,8 @@ def test_a_publish_of_24b_takes_less_than_the_paper_says(config_path: Path) -> N
     cost = forecast(load_config(config_path, [*layout, *engines])).cost
     # 64 trainer ranks are four copies of 16: groups of 24 ranks, not 72; six engines for each.
     assert (cost.copies, cost.group_ranks, cost.turns) == (4, 24, 6)
-    # A layer: attention, gate, up and down, two norms; both vocabulary matrices, the last norm.
+    # A layer: attention, format check, up and down, two norms; both vocabulary matrices, the last
+    # norm.
     layer = 5120 * 128 * (32 + 8 + 8 + 32) + 3 * 5120 * 32768
     split = 40 * layer + 2 * 131072 * 5120
     norms = (2 * 40 + 1) * 5120

@@ -124,13 +124,13 @@ def test_a_dense_model_has_no_choices_to_replay(tmp_path: Path, overrides: list[
     ("override", "expected"),
     [
         (
-            "algorithm.surrogate.name=cliped",
-            "algorithm.surrogate.name='cliped' is neither one of ['cispo', 'clipped', 'reinforce', "
-            "'supervised'] nor package.module:function; did you mean 'clipped'?",
+            "algorithm.policy_loss.name=cliped",
+            "algorithm.policy_loss.name='cliped' is neither one of ['cispo', 'clipped', "
+            "'reinforce', 'supervised'] nor package.module:function; did you mean 'clipped'?",
         ),
         (
-            "algorithm.credit.name=grpo",
-            "algorithm.credit.name='grpo' is neither one of ['group_mean', 'leave_one_out'",
+            "algorithm.advantage_estimator.name=grpo",
+            "algorithm.advantage_estimator.name='grpo' is neither one of ['group_mean', ",
         ),
         ("generator.engine=x", "generator.engine='x' is neither one of ['hf', 'sglang', 'vllm']"),
         ("reward.tasks.mine.compare=maths", "reward.tasks.mine.compare='maths' is neither one of"),
@@ -139,8 +139,8 @@ def test_a_dense_model_has_no_choices_to_replay(tmp_path: Path, overrides: list[
             "algorithm.shaping.name='nowhere.at_all:f': cannot import nowhere",
         ),
         (
-            "algorithm.credit.name=json:mean",
-            "algorithm.credit.name='json:mean': json has no function 'mean'",
+            "algorithm.advantage_estimator.name=json:mean",
+            "algorithm.advantage_estimator.name='json:mean': json has no function 'mean'",
         ),
     ],
 )
@@ -151,8 +151,9 @@ def test_a_name_that_nothing_has_is_refused_with_those_there_are(
 
 
 def test_functions_of_other_modules_pass(tmp_path: Path, overrides: list[str]) -> None:
-    names = ["algorithm.surrogate.name=json:dumps", "algorithm.credit.name=json:loads"]
-    check(tmp_path, [*overrides, *names, "generator.engine=json:JSONDecoder"])
+    for part, name in (("policy_loss", "json:dumps"), ("advantage_estimator", "json:loads")):
+        overrides = [*overrides, f"algorithm.{part}.name={name}"]
+    check(tmp_path, [*overrides, "generator.engine=json:JSONDecoder"])
 
 
 def test_looking_up_a_loss_loads_no_torch() -> None:
@@ -300,8 +301,8 @@ def test_the_system_prompts_of_the_tasks_in_use_are_shown(
     write_lines(tmp_path / "prompts.jsonl", lines)
     (tmp_path / "c.toml").write_text(
         f'[[prompts]]\npath = "{tmp_path}/prompts.jsonl"\n'
-        '[reward.tasks]\nplain = {gate = "none", compare = "exact"}\n'
-        'boxed = {gate = "box", compare = "exact"}\n'
+        '[reward.tasks]\nplain = {format_check = "none", compare = "exact"}\n'
+        'boxed = {format_check = "box", compare = "exact"}\n'
     )
     report = check(tmp_path, [o for o in overrides if "eval.prompts" not in o])
     counts = re.match(r"prompts: (\d+) for training, (\d+) held out; 1 of 31 ", report.notes[0])

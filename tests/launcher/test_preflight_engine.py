@@ -122,7 +122,7 @@ def test_the_overlap_scheduler_needs_a_pause_that_takes_what_is_in_flight() -> N
 
 
 RELEASING = [
-    "generator.release_memory=true", "generator.shares_gpus=true", "weights.method=ipc",
+    "generator.release_memory=true", "generator.colocate=true", "weights.method=ipc",
     "weights.kv_cache=recompute",
 ]  # fmt: skip
 
@@ -131,7 +131,7 @@ RELEASING = [
     ("given", "words"),
     [
         ("generator.engine=hf", "engine='hf': SGLang alone gives memory back; set .*'sglang'"),
-        ("generator.shares_gpus=false", "without generator.shares_gpus: .* set shares_gpus=true"),
+        ("generator.colocate=false", "without generator.colocate: .* set colocate=true"),
         ("weights.kv_cache=keep", "weights.kv_cache='keep': .* set weights.kv_cache='recompute'"),
         ("weights.overlap=true", "and weights.overlap=true exclude each other"),
         ("eval.replicas=1", "and eval.replicas=1 exclude each other: no engine keeps the weights"),

@@ -11,7 +11,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.launcher.preflight import check_vllm
 
 
-def test_a_missing_installation_is_refused_with_its_cure(
+def test_a_missing_installation_is_refused_with_its_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))

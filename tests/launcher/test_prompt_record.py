@@ -69,7 +69,7 @@ def test_epochs_become_steps_of_the_prompts_that_are_drawn(tmp_path: Path) -> No
     lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(25)]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     (tmp_path / "mine.toml").write_text(
-        "[train]\nepochs = 3\ngroups_per_batch = 4\n"
+        "[train]\nepochs = 3\nprompts_per_batch = 4\n"
         '[[prompts]]\npath = "mine.jsonl"\nheld_out_share = 0\n'
         '[[prompts]]\nname = "unused"\npath = "mine.jsonl"\nheld_out_share = 0\nweight = 0\n'
     )
@@ -81,6 +81,6 @@ def test_epochs_become_steps_of_the_prompts_that_are_drawn(tmp_path: Path) -> No
         ConfigError, match=r"train\.steps of command line and train\.epochs of .*toml"
     ):
         load_config(tmp_path / "mine.toml", [model, "train.steps=5"])
-    stage = ["stages.0.at_step=1", "stages.0.train.groups_per_batch=2"]
+    stage = ["stages.0.at_step=1", "stages.0.train.prompts_per_batch=2"]
     with pytest.raises(InputError, match=r"stages of \[2, 4\] groups a batch: give train\.steps"):
         pin_revisions(load_config(tmp_path / "mine.toml", [model, *stage]))

@@ -61,9 +61,9 @@ def prompts(task: str = "own", entry: str = "") -> list[Prompt]:
             for n in range(3)]  # fmt: skip
 
 
-@pytest.mark.parametrize("gate", ["think_box", "box", "none"])
-def test_right_functions_are_called_once_and_named(tmp_path: Path, gate: str) -> None:
-    config = config_of("right", "brief", f"reward.tasks.own.gate={gate}")
+@pytest.mark.parametrize("format_check", ["think_box", "box", "none"])
+def test_right_functions_are_called_once_and_named(tmp_path: Path, format_check: str) -> None:
+    config = config_of("right", "brief", f"reward.tasks.own.format_check={format_check}")
     found = try_rewards(prompts(), config)
     assert [line.partition(" ")[0] for line in found] == ["trial_rewards:right",
                                                           "trial_rewards:brief"]  # fmt: skip

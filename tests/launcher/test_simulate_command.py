@@ -16,7 +16,7 @@ from tests.simulation.test_calibration import TRUTH, record, setting
 SMALL = (
     "parallel.tensor=4", "parallel.sequence=true", "parallel.distributed_optimizer=true",
     "parallel.data=2", "generator.replicas=8", "generator.context_tokens=2048",
-    "generator.kv_tokens=100000", "sampling.max_new_tokens=1024", "train.groups_per_batch=8",
+    "generator.kv_tokens=100000", "sampling.max_new_tokens=1024", "train.prompts_per_batch=8",
     "verifier.answers.workers=1",
     "train.group_size=8", "train.microbatch_tokens=8192", "model.recompute=full",
 )  # fmt: skip
@@ -91,7 +91,7 @@ def test_text_names_who_waits(config_path: Path, capsys: pytest.CaptureFixture[s
 
 
 SHARED = (
-    "generator.shares_gpus=true", "weights.method=host", "generator.release_memory=true",
+    "generator.colocate=true", "weights.method=host", "generator.release_memory=true",
     "weights.kv_cache=recompute",
 )  # fmt: skip
 
@@ -120,10 +120,10 @@ def test_turns_on_the_trainers_gpus_take_the_sum(
         (("--sweep", "tp=3"), "does not divide"),
         (("--sweep", "dead=few"), "dead='few'"),
         (("--sweep", "mfu=0"), "mfu='0'"),
-        (("generator.shares_gpus=true", "weights.method=disk"), "release_memory=true: turns"),
+        (("generator.colocate=true", "weights.method=disk"), "release_memory=true: turns"),
         ((*SHARED, "--sweep", "split=4"), "engines have no GPUs of theirs"),
         (("--steps", "0"), "--steps 0"),
-        (("--flat-share", "1"), "flat-share"),
+        (("--zero-variance-share", "1"), "zero-variance-share"),
         (("--calibrate", "/nowhere"), "holds no run"),
         (("--lanes", "none"), "--lanes none"),
     ],

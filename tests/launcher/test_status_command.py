@@ -28,13 +28,13 @@ def step(number: int, at: float, **values: Any) -> dict[str, Any]:
 def test_speed_time_left_and_silence_follow_from_the_rows() -> None:
     # Between steps 10, 10, 40 and 10 s: one slow step does not count.
     times = [100.0, 110.0, 120.0, 160.0, 170.0]
-    rows = [step(n, at, queue__groups_dropped_flat=n) for n, at in enumerate(times, 1)]
+    rows = [step(n, at, queue__groups_dropped_zero_variance=n) for n, at in enumerate(times, 1)]
     rows.append({"time": 172.0, "source": "generator-0", "step": 5, "generator/busy_s": 1.0})
     rows.append({"time": 50.0, "source": "sft", "step": 9, "train/loss": 1.0})
     status = of_rows(rows, CONFIG, state="running", now=180.0)
     assert (status.step, status.steps, status.step_s, status.left_s) == (5, 10, 10.0, 50.0)
     assert status.silent_s == {"trainer": 10.0, "generator-0": 8.0}
-    assert status.dropped == {"flat": 15} and status.warnings == []
+    assert status.dropped == {"zero_variance": 15} and status.warnings == []
     assert describe(status)[0] == "running, step 5 of 10, 10.0 s a step, about 50 s left"
 
 
@@ -62,7 +62,7 @@ def test_a_running_evaluation_is_told_with_how_far_it_is() -> None:
 
 def test_warnings_come_with_what_to_do() -> None:
     bad = {"train__logprob_gap": 0.3, "queue__staleness_versions_mean": 2.5,
-           "queue__groups_dropped_flat": 9, "train__skipped_steps": 1.0}  # fmt: skip
+           "queue__groups_dropped_zero_variance": 9, "train__skipped_steps": 1.0}  # fmt: skip
     rows = [step(n, 100.0 + n, **bad) for n in range(1, 4)]
     rows.append({"time": 110.0, "source": "queue", "step": 3, "activity/diagnosis": "Cause: x."})
     status = of_rows(rows, CONFIG, state="running", now=120.0)

@@ -18,7 +18,7 @@ from megatron_rl.launcher.summary import (
 
 KEYS_OF_THE_ISSUE = {
     "engine", "engine_version", "megatron_core_version", "trainer_world_size", "tp", "pp", "dp",
-    "model_parameters", "steps", "rollouts_trained", "groups_dropped_flat", "eval_n",
+    "model_parameters", "steps", "rollouts_trained", "groups_dropped_zero_variance", "eval_n",
     "accuracy_before", "accuracy_after", "accuracy_se_before", "accuracy_se_after",
     "reward_first10", "reward_last10", "rollouts_spanning_versions", "staleness_mean",
     "staleness_max", "logprob_gap_mean", "publish_s_median", "generator_idle_fraction",
@@ -52,7 +52,7 @@ def step_row(step: int, time: float, **values: float) -> dict[str, Any]:
     row = {
         "time": time, "source": "trainer", "step": step, "train/loss": 0.1, "train/update_s": 1.0,
         "publish/s": 0.5, "wait/batch_s": 1.0, "rollout/reward": 0.5, "queue/rollouts_trained": 4,
-        "queue/groups_dropped_flat": 0, "queue/rollouts_spanning_versions": 0,
+        "queue/groups_dropped_zero_variance": 0, "queue/rollouts_spanning_versions": 0,
         "queue/staleness_versions_mean": 1.0, "queue/staleness_versions_max": 1,
     }  # fmt: skip
     return row | {name.replace("__", "/"): value for name, value in values.items()}
@@ -82,7 +82,7 @@ def run_rows() -> list[dict[str, Any]]:
                 "queue/staleness_versions_mean": 2.0,
                 "queue/staleness_versions_max": 3,
                 "queue/rollouts_spanning_versions": 5,
-                "queue/groups_dropped_flat": 2,
+                "queue/groups_dropped_zero_variance": 2,
                 "train/logprob_gap": 0.001,
                 "train/logprob_gap_tokens": 30,
             },
@@ -96,7 +96,7 @@ def run_rows() -> list[dict[str, Any]]:
                 "rollout/reward": 0.9,
                 "publish/s": 1.0,
                 "queue/rollouts_spanning_versions": 1,
-                "queue/groups_dropped_flat": 1,
+                "queue/groups_dropped_zero_variance": 1,
                 "train/logprob_gap": 0.005,
                 "train/logprob_gap_tokens": 10,
             },
@@ -119,7 +119,7 @@ def test_values_are_those_worked_out_by_hand() -> None:
     assert [summary[key] for key in ("trainer_world_size", "tp", "pp", "dp")] == [2, 2, 1, 1]
     assert summary["steps"] == 3  # neither the cold start's row nor the first publish
     assert summary["rollouts_trained"] == 4 + 12 + 4
-    assert summary["groups_dropped_flat"] == 3
+    assert summary["groups_dropped_zero_variance"] == 3
     assert summary["rollouts_spanning_versions"] == 6
     assert summary["staleness_mean"] == pytest.approx((1 * 4 + 2 * 12 + 1 * 4) / 20)
     assert summary["staleness_max"] == 3
@@ -232,34 +232,36 @@ def activity_row(time: float, **counts: Any) -> dict[str, Any]:
 
 
 def test_run_without_a_step_says_what_happened_and_what_is_likely_wrong() -> None:
-    bad = {"ill_formed/no_think_start": 30, "ill_formed/no_boxed": 2}
+    bad = {"format_failures/no_think_start": 30, "format_failures/no_boxed": 2}
     rows = [
         activity_row(1.0, rollouts_generated=40, rollouts_scored=32, tokens=400, **bad),
         activity_row(
-            6.0, rollouts_scored=8, groups_complete=5, **bad, diagnosis="Cause: x. Cure: y.",
-            **{"groups_dropped/flat": 4, "groups_dropped/attempts_exhausted": 1},
+            6.0, rollouts_scored=8, groups_complete=5, **bad, diagnosis="Cause: x. Fix: y.",
+            **{"groups_dropped/zero_variance": 4, "groups_dropped/attempts_exhausted": 1},
             **{"completions_dropped/ungradable": 3, "completions_dropped/not_graded": 1},
         ),
     ]  # fmt: skip
     summary = summarize(rows, RunFacts())
-    assert summary["groups_dropped"] == {"flat": 4, "attempts_exhausted": 1}
-    assert summary["activity"]["ill_formed/no_think_start"] == 60
+    assert summary["groups_dropped"] == {"zero_variance": 4, "attempts_exhausted": 1}
+    assert summary["activity"]["format_failures/no_think_start"] == 60
     text = render_text(summary, RunFacts())
-    assert "40 generated, 40 scored: 0 correct, 64 ill-formed (no_think_start 60, no_box" in text
-    assert "5 groups complete, dropped: flat 4, attempts_exhausted 1" in text
+    assert (
+        "40 generated, 40 scored: 0 correct, 64 format failures (no_think_start 60, no_box" in text
+    )
+    assert "5 groups complete, dropped: zero_variance 4, attempts_exhausted 1" in text
     assert summary["completions_dropped"] == {"ungradable": 3, "not_graded": 1}
     assert "4 dropped without a grade (ungradable 3, not_graded 1)" in text
-    assert "Cause: x. Cure: y." in text
+    assert "Cause: x. Fix: y." in text
 
 
 def test_groups_dropped_are_those_that_the_batches_count() -> None:
     rows = [
-        *run_rows(), activity_row(111.0, **{"groups_dropped/flat": 50}),
+        *run_rows(), activity_row(111.0, **{"groups_dropped/zero_variance": 50}),
         step_row(4, 112.0, **{"queue/groups_dropped_prompt_unrenderable": 2}),
     ]  # fmt: skip
     summary = summarize(rows, FACTS)
-    assert summary["groups_dropped"] == {"flat": 3, "prompt_unrenderable": 2}
-    assert "groups dropped: flat 3, prompt_unrenderable 2" in render_text(summary, FACTS)
+    assert summary["groups_dropped"] == {"zero_variance": 3, "prompt_unrenderable": 2}
+    assert "groups dropped: zero_variance 3, prompt_unrenderable 2" in render_text(summary, FACTS)
     assert "groups dropped: none" in render_text(summarize([step_row(1, 2.0)], FACTS), FACTS)
 
 
@@ -273,7 +275,7 @@ def test_completions_without_a_grade_are_those_that_the_batches_and_the_evaluati
     summary = summarize(rows, FACTS)
     assert summary["completions_dropped"] == {"ungradable": 5}
     text = render_text(summary, FACTS)
-    assert "groups dropped: flat 3; completions not graded: ungradable 5" in text
+    assert "groups dropped: zero_variance 3; completions not graded: ungradable 5" in text
     assert summary["pass_at"] == {"after": {"2": 0.6, "2_se": 0.02, "4": 0.75, "4_se": 0.03}}
     assert "  after             pass@2 0.600 +- 0.020, pass@4 0.750 +- 0.030" in text
     assert "standard error; 7 completions could not be graded and count neither way" in text

@@ -30,13 +30,13 @@ def labels(source: str, label: str = "", what: str = "") -> frozenset[tuple[str,
 
 def test_gauges_are_the_latest_and_counts_add_up() -> None:
     with PrometheusServer("127.0.0.1", 0, {"queue.max_staleness": 2}) as server:
-        server.add([row("trainer", 1, train__loss=3.0, queue__groups_dropped_flat=4)])
-        server.add([row("trainer", 2, train__loss=-1.5, queue__groups_dropped_flat=3),
+        server.add([row("trainer", 1, train__loss=3.0, queue__groups_dropped_zero_variance=4)])
+        server.add([row("trainer", 2, train__loss=-1.5, queue__groups_dropped_zero_variance=3),
                     row("queue", 2, label="step_2.aime", eval__accuracy=0.25)])  # fmt: skip
         found = scrape(server)
         assert found["megatron_rl_train_loss", labels("trainer")] == -1.5
         dropped = "megatron_rl_queue_groups_dropped_total"
-        assert found[dropped, labels("trainer", what="flat")] == 7
+        assert found[dropped, labels("trainer", what="zero_variance")] == 7
         assert found["megatron_rl_eval_accuracy", labels("queue", "step_2.aime")] == 0.25
         seen = "megatron_rl_last_row_time_seconds"
         assert found[seen, frozenset({("source", "trainer")})] == 1002.0

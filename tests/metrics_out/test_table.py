@@ -40,8 +40,8 @@ def test_every_documented_metric_is_in_the_code() -> None:
 
 
 def test_patterns_find_what_stands_for_the_star() -> None:
-    found = find("queue/groups_dropped_flat")
-    assert found is not None and found[0].kind == "count" and found[1] == "flat"
+    found = find("queue/groups_dropped_zero_variance")
+    assert found is not None and found[0].kind == "count" and found[1] == "zero_variance"
     found = find("eval/pass_at_8_se")
     assert found is not None and found[1] == "8_se"
     assert find("train/loss") is not None and find("train/nothing") is None

@@ -56,7 +56,7 @@ class PlayedQueue:
         **sections: dict,
     ) -> None:
         """tasks: those of the train prompts, in turn. eval_sets: prompts of each set by name."""
-        train = {"steps": 4, "groups_per_batch": 2, "group_size": 4} | sections.pop("train", {})
+        train = {"steps": 4, "prompts_per_batch": 2, "group_size": 4} | sections.pop("train", {})
         eval_ = {"prompts": held_out} | sections.pop("eval", {})
         self.config = Config.model_validate(
             {"run": {"dir": folder}, "train": train, "eval": eval_, **sections}

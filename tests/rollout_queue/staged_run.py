@@ -151,7 +151,7 @@ def staged_config(folder: Path, **sections: dict) -> Config:
     return Config.model_validate({
         "run": {"dir": folder},
         "eval": {"prompts": 0},
-        "train": {"steps": 12, "groups_per_batch": 8, "group_size": 4, "minibatches": 2},
+        "train": {"steps": 12, "prompts_per_batch": 8, "group_size": 4, "minibatches": 2},
         "sampling": {"max_new_tokens": 20},
         "reward": {"length_margin_tokens": 10},
         "queue": {"max_staleness": 2, **sections.pop("queue", {})},
@@ -159,11 +159,11 @@ def staged_config(folder: Path, **sections: dict) -> Config:
             {
                 "name": "second", "at_step": 4, "sampling": {"max_new_tokens": 40},
                 "reward": {"length_margin_tokens": 20, "length": 0.2},
-                "train": {"groups_per_batch": 3, "group_size": 6, "minibatches": 1},
+                "train": {"prompts_per_batch": 3, "group_size": 6, "minibatches": 1},
             },
             {
                 "name": "third", "at_step": 7, "sampling": {"max_new_tokens": 60},
-                "train": {"groups_per_batch": 5, "group_size": 3},
+                "train": {"prompts_per_batch": 5, "group_size": 3},
                 "queue": {"max_staleness": 1},
             },
         ],

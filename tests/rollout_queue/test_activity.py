@@ -8,7 +8,7 @@ from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import Score
 from tests.rollout_queue.played_queue import PlayedQueue
 
-ILL_FORMED = Score(0.0, {"format": 0.0, "correct": 0.0}, "no_think_start")
+FORMAT_FAILURE = Score(0.0, {"format": 0.0, "correct": 0.0}, "no_think_start")
 
 
 def activity_rows(folder: Path) -> list[dict]:
@@ -21,12 +21,12 @@ def total(rows: list[dict], name: str) -> float:
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_reasons_and_cure_are_told_within_30_s_of_the_first_rollout(
+def test_reasons_and_fix_are_told_within_30_s_of_the_first_rollout(
     tmp_path: Path, is_slow: bool
 ) -> None:
     # A group of 64 at one completion a second is not complete within 30 s.
     queue = PlayedQueue(
-        tmp_path, lambda prompt, index: ILL_FORMED,
+        tmp_path, lambda prompt, index: FORMAT_FAILURE,
         train={"group_size": 64 if is_slow else 4},
     )  # fmt: skip
     queue.start()
@@ -41,7 +41,7 @@ def test_reasons_and_cure_are_told_within_30_s_of_the_first_rollout(
 
 
 def test_rows_have_a_bounded_rate_and_count_each_event_once(tmp_path: Path) -> None:
-    queue = PlayedQueue(tmp_path, lambda prompt, index: ILL_FORMED)
+    queue = PlayedQueue(tmp_path, lambda prompt, index: FORMAT_FAILURE)
     queue.start()
     queue.play(1)
     [first] = activity_rows(tmp_path)
@@ -51,14 +51,20 @@ def test_rows_have_a_bounded_rate_and_count_each_event_once(tmp_path: Path) -> N
     rows = activity_rows(tmp_path)
     assert 10 <= len(rows) <= 14
     scored = total(rows, "rollouts_scored")
-    assert scored == total(rows, "rollouts_generated") == total(rows, "ill_formed/no_think_start")
+    assert (
+        scored == total(rows, "rollouts_generated") == total(rows, "format_failures/no_think_start")
+    )
     assert total(rows, "tokens") == 3 * scored
     records = read_jsonl(tmp_path / "rollouts" / "dropped_000000.jsonl")
-    assert total(rows, "groups_dropped/flat") == total(rows, "groups_complete") == len(records) / 4
+    assert (
+        total(rows, "groups_dropped/zero_variance")
+        == total(rows, "groups_complete")
+        == len(records) / 4
+    )
 
 
 def test_silent_queue_writes_no_rows(tmp_path: Path) -> None:
-    queue = PlayedQueue(tmp_path, lambda prompt, index: ILL_FORMED)
+    queue = PlayedQueue(tmp_path, lambda prompt, index: FORMAT_FAILURE)
     for _ in range(20):
         queue.now += 1
         queue.coordinator.tick(queue.now)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.sequence_cost import TOKENS
 from megatron_rl.protocol.types import MinibatchShare, NextBatch, RankBatch, SaveState
@@ -27,7 +27,7 @@ DEADLINE_S = 30.0
 def order_of(groups: int, members: int, step: int = 0) -> BatchOrder:
     chance = random.Random(step)
     stage = Config.model_validate(
-        {"train": {"minibatches": 2, "microbatch_tokens": 32_768, "groups_per_batch": groups}}
+        {"train": {"minibatches": 2, "microbatch_tokens": 32_768, "prompts_per_batch": groups}}
     )
     made = [
         make_group(
@@ -42,7 +42,7 @@ def order_of(groups: int, members: int, step: int = 0) -> BatchOrder:
         made,
         dropped=DroppedGroups(),
         stage=stage,
-        crediting=find_crediting(stage.algorithm),
+        advantage_functions=find_advantage_functions(stage.algorithm),
         dp_size=4,
         cost=TOKENS,
     )
@@ -75,9 +75,9 @@ class Gate:
 
 def test_a_thread_deals_the_batches_that_the_caller_would_deal() -> None:
     orders = [order_of(6, 5, step) for step in range(4)]
-    at_once, gate = BatchMaker(), Gate()
-    gate.open.set()
-    with BatchThread(gate.fill) as thread:
+    at_once, format_check = BatchMaker(), Gate()
+    format_check.open.set()
+    with BatchThread(format_check.fill) as thread:
         for order in orders:
             at_once.put(order)
             thread.put(order)
@@ -86,7 +86,7 @@ def test_a_thread_deals_the_batches_that_the_caller_would_deal() -> None:
             assert as_bytes(found) == as_bytes(expected)
             assert len(expected) == 4 and expected[0].step == order.step
             assert not at_once.is_busy and not thread.is_busy and thread.take() is None
-    assert gate.threads and threading.get_ident() not in gate.threads
+    assert format_check.threads and threading.get_ident() not in format_check.threads
 
 
 def test_the_loop_stays_awake_while_a_large_batch_is_dealt() -> None:
@@ -122,21 +122,21 @@ def test_what_dealing_raises_is_raised_in_the_loop() -> None:
 
 def test_the_end_does_not_wait_for_ever_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.rollout_queue.batch_thread.CLOSE_S", 0.1)
-    gate = Gate()
-    thread = BatchThread(gate.fill)
+    format_check = Gate()
+    thread = BatchThread(format_check.fill)
     thread.put(order_of(2, 2))
     began = time.monotonic()
     thread.close()
     assert 0.1 <= time.monotonic() - began < DEADLINE_S / 2
-    gate.open.set()
+    format_check.open.set()
     assert len(await_batch(thread)) == 4
 
 
 def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
     tmp_path: Path,
 ) -> None:
-    gate = Gate()
-    with BatchThread(gate.fill) as thread:
+    format_check = Gate()
+    with BatchThread(format_check.fill) as thread:
         queue = PlayedQueue(tmp_path, lambda _, index: make_score(float(index % 2)), maker=thread)
         coordinator = queue.coordinator
         queue.start()
@@ -152,7 +152,7 @@ def test_peers_are_served_and_nothing_is_formed_twice_while_a_batch_is_dealt(
         # A checkpoint of now would lose the groups of the batch.
         with pytest.raises(WireError, match="saves step 0, but 1 batches are formed"):
             coordinator.handle(BATCHES, "t", SaveState(0), queue.now)
-        gate.open.set()
+        format_check.open.set()
         until = time.monotonic() + DEADLINE_S
         while coordinator.is_dealing:
             queue._send()

@@ -108,11 +108,11 @@ def test_scores_of_one_task_do_not_hide_that_another_is_broken() -> None:
             lose(breaker, group_of(number, "code"), 6)
 
 
-def test_broken_lane_is_seen_through_tasks_of_few_prompts_each() -> None:
-    tasks = {name: {"gate": "code", "compare": "code"} for name in ("one", "two", "three")}
+def test_broken_pool_is_seen_through_tasks_of_few_prompts_each() -> None:
+    tasks = {name: {"format_check": "code", "compare": "code"} for name in ("one", "two", "three")}
     breaker = CircuitBreaker(CONFIG, RewardConfig.model_validate({"tasks": tasks}), prompts=100)
     score(breaker, group_of(50), 1000)
-    with pytest.raises(TooManyFailures, match="lane 'code'"):
+    with pytest.raises(TooManyFailures, match="worker pool 'code'"):
         for number, task in enumerate(tasks):
             lose(breaker, group_of(number, task), 6)
 
@@ -243,11 +243,11 @@ def test_run_whose_every_prompt_cannot_be_graded_ends_however_few_they_are(tmp_p
     play(one_left, 300)
 
 
-def test_overloaded_host_is_told_in_the_rows_with_its_cure(tmp_path: Path) -> None:
+def test_overloaded_host_is_told_in_the_rows_with_its_fix(tmp_path: Path) -> None:
     queue = PlayedQueue(tmp_path, lambda prompt, index: NOT_GRADED, queue={"max_attempts": 1})
     play(queue, 120)
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     told = [row["activity/diagnosis"] for row in rows if row.get("activity/diagnosis")]
-    assert told and all("had no time" in text and "Cure:" in text for text in told)
+    assert told and all("had no time" in text and "Fix:" in text for text in told)
     assert 2 <= len(told) <= 6
     assert sum(row.get("activity/completions_dropped/not_graded", 0) for row in rows) > 100

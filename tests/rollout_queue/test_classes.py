@@ -1,12 +1,12 @@
-"""A group whose credit needs classes is trained on once the verifier has found them."""
+"""A group that needs answer classes is trained on once the verifier has found them."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.credit import GroupView
-from megatron_rl.config.algorithm import CreditConfig
+from megatron_rl.algorithms.advantage_estimators import GroupView
+from megatron_rl.config.algorithm import AdvantageEstimatorConfig
 from megatron_rl.config.reward import RewardConfig, TaskConfig
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
@@ -31,13 +31,13 @@ from tests.rollout_queue.played_queue import Classify, PlayedQueue, TokenScore
 
 RIGHT = Score(1.0, {"format": 0.1, "correct": 0.9}, "correct")
 WRONG = Score(0.1, {"format": 0.1, "correct": 0.0}, "wrong_answer")
-ILL_FORMED = Score(0.0, {"format": 0.0, "correct": 0.0}, "no_boxed")
-MAJORITY = {"preset": "majority", "credit": {"k": 3}}
+FORMAT_FAILURE = Score(0.0, {"format": 0.0, "correct": 0.0}, "no_boxed")
+MAJORITY = {"preset": "majority", "advantage_estimator": {"k": 3}}
 
 
 def mixed(prompt: str, index: int) -> Score:
     """One right, two wrong, one without an answer."""
-    return [RIGHT, WRONG, WRONG, ILL_FORMED][index]
+    return [RIGHT, WRONG, WRONG, FORMAT_FAILURE][index]
 
 
 def advantages(batch: RankBatch) -> list[list[float]]:
@@ -64,7 +64,7 @@ def play(
 
 
 @pytest.mark.parametrize(
-    ("classes", "credit"),
+    ("classes", "advantage_estimator"),
     [
         # Of the 4 subsets of 3: with both wrong ones the vote is lost, without one of them it is a
         # tie; with one of them it is a tie, won without it, lost without the right one.
@@ -74,12 +74,12 @@ def play(
     ],
 )
 def test_advantages_are_of_the_classes_that_the_verifier_found(
-    tmp_path: Path, classes: list[int], credit: list[float]
+    tmp_path: Path, classes: list[int], advantage_estimator: list[float]
 ) -> None:
     queue = play(tmp_path, classify=lambda request: classes)
     queue.play(8)
     found = advantages(queue.batches[0])
-    np.testing.assert_allclose(found, [credit] * 2, atol=1e-12)
+    np.testing.assert_allclose(found, [advantage_estimator] * 2, atol=1e-12)
     asked = queue.class_requests[0]
     prompt = asked.texts[0].split("/")[0]
     # The right one is not compared with the others.
@@ -99,24 +99,24 @@ def test_a_group_waits_for_its_classes(tmp_path: Path) -> None:
     assert len(queue.batches) == 1
 
 
-def test_other_credits_ask_for_no_classes(tmp_path: Path) -> None:
+def test_other_advantage_estimators_ask_for_no_classes(tmp_path: Path) -> None:
     queue = play(tmp_path, algorithm={})
     queue.play(8)
     assert queue.batches and queue.class_requests == []
 
 
 def test_groups_of_one_verdict_are_flat_whatever_else_they_earn(tmp_path: Path) -> None:
-    verdicts = {0: mixed, 1: lambda p, i: RIGHT, 2: lambda p, i: ILL_FORMED if i else WRONG}
+    verdicts = {0: mixed, 1: lambda p, i: RIGHT, 2: lambda p, i: FORMAT_FAILURE if i else WRONG}
     queue = play(tmp_path, lambda prompt, index: verdicts[int(prompt[1:]) % 3](prompt, index))
     queue.play(20)
     [batch] = queue.batches
-    flat = batch.metrics["queue/groups_dropped_flat"][0]
+    flat = batch.metrics["queue/groups_dropped_zero_variance"][0]
     assert flat >= 2
     # Nobody asks for the classes of what is dropped.
     assert {int(r.texts[0].split("/")[0][1:]) % 3 for r in queue.class_requests} == {0}
     dropped = read_jsonl(tmp_path / "rollouts" / "dropped_000000.jsonl")
     by_prompt = {line["prompt_id"]: line["dropped"] for line in dropped}
-    assert len(by_prompt) == flat and set(by_prompt.values()) == {"flat"}
+    assert len(by_prompt) == flat and set(by_prompt.values()) == {"zero_variance"}
 
 
 def test_flat_groups_that_are_kept_have_classes_too(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_flat_groups_that_are_kept_have_classes_too(tmp_path: Path) -> None:
         tmp_path,
         lambda prompt, index: RIGHT if int(prompt[1:]) % 2 else WRONG,
         lambda request: [0] * len(request.texts),
-        algorithm=MAJORITY | {"flat_groups": "keep"},
+        algorithm=MAJORITY | {"zero_variance_groups": "keep"},
     )
     queue.play(8)
     assert not np.any(advantages(queue.batches[0]))
@@ -145,16 +145,16 @@ def test_classes_belong_to_the_completions_that_could_be_graded(tmp_path: Path) 
     assert [text.split("/")[1] for text in queue.class_requests[0].texts] == ["2", "3"]
 
 
-def by_class(group: GroupView, cfg: CreditConfig) -> np.ndarray:
-    """A credit of a user's own that reads rewards and classes."""
+def by_class(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
+    """An advantage estimator of a user's own that reads rewards and classes."""
     return group.rewards + 10.0 * group.classes
 
 
 by_class.needs_classes = True
 
 
-def test_a_credit_of_ones_own_gets_classes_when_it_says_so(tmp_path: Path) -> None:
-    own = {"preset": "majority", "credit": {"name": f"{__name__}:by_class"}}
+def test_a_advantage_estimator_of_ones_own_gets_classes_when_it_says_so(tmp_path: Path) -> None:
+    own = {"preset": "majority", "advantage_estimator": {"name": f"{__name__}:by_class"}}
     queue = play(tmp_path, classify=lambda request: [0, 1, -1], algorithm=own)
     queue.play(8)
     # The class of the right answers is 0, those of the others follow.
@@ -268,7 +268,7 @@ def test_classes_that_fail_for_good_fail_their_group_with_what_was_said() -> Non
     assert scoring.pop_failures() == [] and scoring.outstanding == 0
 
 
-def test_classes_take_room_of_their_lane_and_wait_their_turn_with_scores() -> None:
+def test_classes_take_room_of_their_pool_and_wait_their_turn_with_scores() -> None:
     scoring = scoring_with("v")
     scoring.submit(scored_group(), make_rollout(0))
     scoring.submit_classes(scored_group())

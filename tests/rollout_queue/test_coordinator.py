@@ -28,7 +28,7 @@ from megatron_rl.rollout_queue.failures import FailureCount, GroupFailure, TooMa
 from tests.rollout_queue.makers import make_group, make_rollout, make_score
 from tests.rollout_queue.virtual import VERIFIER_ROOM, open_coordinator
 
-TRAIN = {"steps": 4, "groups_per_batch": 2, "group_size": 4}
+TRAIN = {"steps": 4, "prompts_per_batch": 2, "group_size": 4}
 
 
 def _is_of(item: tuple[Lease, int], lease_id: int) -> bool:
@@ -140,7 +140,7 @@ def test_evaluation_comes_before_training_at_each_free_slot(tmp_path: Path) -> N
 def test_group_whose_completion_fails_for_good_is_dropped_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
-    train = {"steps": 1, "groups_per_batch": 2, "group_size": 4}
+    train = {"steps": 1, "prompts_per_batch": 2, "group_size": 4}
     queue = {"max_staleness": 0, "max_attempts": 3}
     with open_coordinator(tmp_path, train=train, queue=queue) as coordinator:
         peers = Peers(coordinator, capacity=8)

@@ -147,7 +147,7 @@ def curriculum_run(folder: Path, seed: int, until: int = STEPS, **curriculum: ob
     folder.mkdir(exist_ok=True)
     config = Config.model_validate({
         "run": {"dir": folder, "seed": seed}, "eval": {"prompts": 0},
-        "train": {"steps": STEPS, "groups_per_batch": 4, "group_size": 4},
+        "train": {"steps": STEPS, "prompts_per_batch": 4, "group_size": 4},
         "sampling": {"max_new_tokens": 5}, "curriculum": curriculum,
     })  # fmt: skip
     run = StagedRun(
@@ -158,21 +158,22 @@ def curriculum_run(folder: Path, seed: int, until: int = STEPS, **curriculum: ob
     return run
 
 
-def flat_share(run: StagedRun) -> float:
+def zero_variance_share(run: StagedRun) -> float:
     """Of the groups of the second half of the run, with equal rewards."""
     late = [batch.metrics for batch in run.batches[STEPS // 2 :]]
-    flat = sum(metrics["queue/groups_dropped_flat"][0] for metrics in late)
+    flat = sum(metrics["queue/groups_dropped_zero_variance"][0] for metrics in late)
     return flat / (flat + sum(metrics["queue/groups_trained"][0] for metrics in late))
 
 
 def test_flat_groups_become_fewer(tmp_path: Path) -> None:
-    without = flat_share(curriculum_run(tmp_path / "without", 0))
+    without = zero_variance_share(curriculum_run(tmp_path / "without", 0))
     retiring = curriculum_run(tmp_path / "retiring", 0, retire_after=1)
     banded = curriculum_run(tmp_path / "banded", 0, retire_after=1, bands=[0.9, 0.3])
-    # Of all prompts 45 of 60 are always flat, and of even ones 2 of 16 groups: 0.75 + 0.25 / 8.
+    # Of all prompts 45 of 60 are always of zero variance, and of even ones 2 of 16 groups: 0.75 +
+    # 0.25 / 8.
     assert abs(without - 0.78) < 0.08
     # Once known ones are retired 15 of 30 are: 0.5 + 0.5 / 8. Below the bands, never: 1 / 8.
-    assert flat_share(retiring) < 0.7 and flat_share(banded) < 0.3
+    assert zero_variance_share(retiring) < 0.7 and zero_variance_share(banded) < 0.3
     late = retiring.batches[-1].metrics
     assert late["curriculum/prompts_retired"][0] == 60 - late["curriculum/prompts_active"][0] >= 25
     trained = collections.Counter(asked.problem for _, asked in banded.requests)

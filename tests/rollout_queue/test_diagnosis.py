@@ -1,4 +1,4 @@
-"""Which fault is named for which counts, and that keys and files named in the cure exist.
+"""Which fault is named for which counts, and that keys and files named in the fix exist.
 
 Least counts are those of a binomial: 0.9^44, 0.75^17 and 0.95^90 are the first powers below 1 %.
 """
@@ -15,7 +15,7 @@ from megatron_rl.config.tree import Config
 from megatron_rl.rollout_queue.diagnosis import REFUSALS, Evidence, Setting, diagnose
 from tests.rollout_queue.makers import make_prompt
 from verification.format import CUT_OFF_REFUSALS
-from verification.gates import GATES
+from verification.format_checks import FORMAT_CHECKS
 
 
 def setting(*overrides: str, task: str = "math") -> Setting:
@@ -23,8 +23,8 @@ def setting(*overrides: str, task: str = "math") -> Setting:
 
 
 def evidence(
-    training: dict[str, int], *, groups: int = 0, flat: int | None = None, truncated: int = 0,
-    evaluation: dict[str, int] | None = None, prompts: int = 17,
+    training: dict[str, int], *, groups: int = 0, zero_variance: int | None = None,
+    truncated: int = 0, evaluation: dict[str, int] | None = None, prompts: int = 17,
 ) -> Evidence:  # fmt: skip
     return Evidence(
         prompts={str(number) for number in range(prompts)},
@@ -32,22 +32,22 @@ def evidence(
         training=Counter(training),
         truncated=truncated,
         groups=groups,
-        flat_groups=groups if flat is None else flat,
+        zero_variance_groups=groups if zero_variance is None else zero_variance,
     )
 
 
 @pytest.mark.parametrize(
     ("found", "kind", "words"),
     [
-        (evidence({"no_think_start": 44}), "ill_formed", ["44 of 44", "<think>...</think>"]),
+        (evidence({"no_think_start": 44}), "format_failure", ["44 of 44", "<think>...</think>"]),
         # An evaluation before training tells as much about the form.
         (
             evidence({}, evaluation={"no_think_start": 30, "no_boxed": 14}),
-            "ill_formed",
+            "format_failure",
             ["no_boxed"],
         ),
-        # Nine in ten count only when all groups are flat.
-        (evidence({"no_boxed": 60, "wrong_answer": 4}, groups=17), "ill_formed", ["60 of 64"]),
+        # Nine in ten count only when all groups have zero variance.
+        (evidence({"no_boxed": 60, "wrong_answer": 4}, groups=17), "format_failure", ["60 of 64"]),
         (evidence({"unfinished": 44}), "length_limit", ["sampling.max_new_tokens = 1024"]),
         (evidence({"empty_response": 44}), "ends_at_once", ["render.chat_template"]),
         (evidence({"wrong_answer": 68}, groups=17), "never_correct", ["None of 68", "easier"]),
@@ -65,10 +65,10 @@ def evidence(
         ),
     ],
 )
-def test_cause_and_cure_fit_the_counts(found: Evidence, kind: str, words: list[str]) -> None:
+def test_cause_and_fix_fit_the_counts(found: Evidence, kind: str, words: list[str]) -> None:
     finding = diagnose(found, setting())
     assert finding is not None and finding.kind == kind
-    assert "Cause: " in finding.text and "Cure: " in finding.text
+    assert "Cause: " in finding.text and "Fix: " in finding.text
     assert [word for word in words if word not in finding.text] == []
 
 
@@ -84,7 +84,7 @@ def test_cause_and_cure_fit_the_counts(found: Evidence, kind: str, words: list[s
         # Rewards 0.1 and 0: groups that are not complete yet may differ inside.
         evidence({"wrong_answer": 90, "no_boxed": 10}),
         # A single group with different rewards can be learned from.
-        evidence({"no_think_start": 99, "correct": 1}, groups=10, flat=9),
+        evidence({"no_think_start": 99, "correct": 1}, groups=10, zero_variance=9),
         evidence({"correct": 30, "wrong_answer": 30}, groups=0),
     ],
 )
@@ -97,7 +97,7 @@ def test_nothing_is_named_before_there_is_evidence_or_when_learning_is_possible(
 def test_after_a_while_less_evidence_is_enough_but_of_the_form_alone() -> None:
     assert diagnose(evidence({"no_think_start": 16}), setting(), is_late=True) is None
     seen = evidence({"no_think_start": 17})
-    assert diagnose(seen, setting(), is_late=True).kind == "ill_formed"
+    assert diagnose(seen, setting(), is_late=True).kind == "format_failure"
     # What a first run of the quickstart saw, whose model is right in one of five completions.
     assert diagnose(evidence({"wrong_answer": 18}, groups=2), setting(), is_late=True) is None
 
@@ -137,7 +137,7 @@ def test_fewer_than_one_in_a_hundred_runs_that_could_learn_are_accused(
     assert accused <= 35
 
 
-def test_cure_leaves_out_what_the_run_has_already() -> None:
+def test_fix_leaves_out_what_the_run_has_already() -> None:
     found = evidence({"no_think_start": 44})
     assert "say so in render.system_prompt; or teach it by a cold start" in (
         diagnose(found, setting('render.system_prompt=""')).text
@@ -149,17 +149,21 @@ def test_cure_leaves_out_what_the_run_has_already() -> None:
 
 
 @pytest.mark.parametrize("task", ["math", "exact", "reasoning_gym", "code"])
-def test_gate_that_the_cure_names_can_be_configured(task: str, tmp_path: Path) -> None:
+def test_format_check_that_the_fix_names_can_be_configured(task: str, tmp_path: Path) -> None:
     reason = "no_think_start"
     text = diagnose(evidence({reason: 44}), setting(task=task)).text
-    gate, compare, name = re.search(
-        r'gate = "(\w+)".* beside compare = "(\w+)" in \[reward\.tasks\.(\w+)\]', text
+    format_check, compare, name = re.search(
+        r'format_check = "(\w+)".* beside compare = "(\w+)" in \[reward\.tasks\.(\w+)\]', text
     ).groups()
     path = tmp_path / "c.toml"
-    path.write_text(f'[reward.tasks.{name}]\ngate = "{gate}"\ncompare = "{compare}"\n')
+    path.write_text(
+        f'[reward.tasks.{name}]\nformat_check = "{format_check}"\ncompare = "{compare}"\n'
+    )
     changed, default = load_config(path, []), Config()
     assert name == task
-    assert changed.reward.all_tasks[task].gate != default.reward.all_tasks[task].gate
+    assert (
+        changed.reward.all_tasks[task].format_check != default.reward.all_tasks[task].format_check
+    )
     assert changed.reward.all_tasks[task].compare == default.reward.all_tasks[task].compare
 
 
@@ -186,13 +190,15 @@ def test_records_are_named_only_when_there_are_some() -> None:
     assert str(path) in diagnose(found, setting(), records=path).text
 
 
-def test_every_refusal_of_a_gate_is_known() -> None:
+def test_every_refusal_of_a_format_check_is_known() -> None:
     boxes = ["", "\\boxed{", "\\boxed{}", "\\boxed{1}"]
     blocks = ["```\nx\n```", "```py\n", "```py\n```", "```py\nx\n```"]
     parts = [*boxes, *blocks]
     thoughts = ["", "<think>", "<think>a</think>", "<think>a</think></think>"]
     thoughts += [f"<think>{part}</think>" for part in parts]
     texts = [thought + part for thought in thoughts for part in parts]
-    refusals = {gate(text).refusal for gate in GATES.values() for text in texts} - {""}
+    refusals = {
+        format_check(text).refusal for format_check in FORMAT_CHECKS.values() for text in texts
+    } - {""}
     assert len(refusals) >= 12
     assert refusals | CUT_OFF_REFUSALS | {"unfinished"} == REFUSALS

@@ -9,7 +9,7 @@ from megatron_rl.config.files import dump_toml
 from megatron_rl.launcher.verify_command import verify
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import Rollout, SaveState, Score
-from megatron_rl.rollout_queue.groups import FLAT
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_group
 from tests.rollout_queue.played_queue import PlayedQueue
@@ -33,7 +33,9 @@ def test_rollouts_of_flat_groups_are_recorded_and_not_kept(tmp_path: Path) -> No
     lines = read_jsonl(tmp_path / "rollouts" / "dropped_000000.jsonl")
     groups = {line["group"] for line in lines}
     assert len(groups) >= 90 and len(lines) == 4 * len(groups)
-    assert {(line["dropped"], line["reason"]) for line in lines} == {("flat", "wrong_answer")}
+    assert {(line["dropped"], line["reason"]) for line in lines} == {
+        ("zero_variance", "wrong_answer")
+    }
 
 
 def test_dropped_files_hold_what_the_metrics_of_their_batch_count(tmp_path: Path) -> None:
@@ -47,7 +49,7 @@ def test_dropped_files_hold_what_the_metrics_of_their_batch_count(tmp_path: Path
     dropped = read_jsonl(tmp_path / "rollouts" / "dropped_000000.jsonl")
     assert {line["group"] for line in trained}.isdisjoint(line["group"] for line in dropped)
     assert "dropped" not in trained[0]
-    assert batch.metrics["queue/groups_dropped_flat"][0] == len(dropped) / 4
+    assert batch.metrics["queue/groups_dropped_zero_variance"][0] == len(dropped) / 4
     total, count, _ = batch.metrics["rollout/reward"]
     assert count == len(trained) + len(dropped)
     # In each of the two trained groups three completions earn 1.0 and one 0.1.
@@ -83,12 +85,12 @@ def test_resumed_recorder_replaces_what_was_dropped_for_the_steps_that_are_taken
 ) -> None:
     first = Recorder(tmp_path)
     for step in (0, 1, 2):
-        first.write_dropped(make_group(10 * step, [0.1, 0.1]), FLAT)
+        first.write_dropped(make_group(10 * step, [0.1, 0.1]), ZERO_VARIANCE)
         first.write_dropped(make_group(10 * step + 1, [0.1]), "attempts_exhausted")
         first.write_step(step, [make_group(10 * step + 2, [0.1, 1.0])], now=4.0)
     again = Recorder(tmp_path)
     again.resume_at(1)
-    again.write_dropped(make_group(55, [0.1, 0.1]), FLAT)
+    again.write_dropped(make_group(55, [0.1, 0.1]), ZERO_VARIANCE)
     again.write_step(1, [make_group(56, [0.1, 1.0])], now=4.0)
     again.write_step(2, [make_group(57, [0.1, 1.0])], now=4.0)
     folder = tmp_path / "rollouts"

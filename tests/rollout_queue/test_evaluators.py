@@ -24,7 +24,7 @@ from megatron_rl.rollout_queue.coordinator import Coordinator
 from tests.rollout_queue.makers import make_rollout, make_score
 from tests.rollout_queue.virtual import VERIFIER_ROOM, open_coordinator
 
-TRAIN = {"steps": 4, "groups_per_batch": 2, "group_size": 4}
+TRAIN = {"steps": 4, "prompts_per_batch": 2, "group_size": 4}
 
 
 class Pair:

@@ -34,7 +34,7 @@ def test_sequences_are_dealt_by_what_they_cost(tmp_path: Path, packing: str) -> 
     queue = OfManyLengths(
         tmp_path,
         lambda prompt, index: make_score(float(index % 2)),
-        train={"packing": packing, "microbatch_tokens": BUDGET, "groups_per_batch": 4},
+        train={"packing": packing, "microbatch_tokens": BUDGET, "prompts_per_batch": 4},
         model={"path": tmp_path / "model"},
         generator={"context_tokens": 4096},
         sampling={"max_new_tokens": 3000},

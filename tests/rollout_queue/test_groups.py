@@ -7,12 +7,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import Config, TrainConfig
 from megatron_rl.protocol.metrics import MetricSet
 from megatron_rl.protocol.types import Score, ScoredRollout, VersionSpan
-from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group, GroupBook, find_fault
+from megatron_rl.rollout_queue.groups import (
+    ZERO_VARIANCE,
+    DroppedGroups,
+    Group,
+    GroupBook,
+    find_fault,
+)
 from megatron_rl.rollout_queue.tally import RolloutTally
 from tests.rollout_queue.makers import form_batch, make_group, make_rollout
 
@@ -28,11 +34,13 @@ def test_flat_group_is_dropped_and_counted_and_frees_its_place() -> None:
     flat, useful = make_group(0, [0.1, 0.1]), make_group(1, [1.0, 0.1])
     for group in (flat, useful):
         book.open(group)
-    book.drop(flat, FLAT)
-    assert flat.is_flat and not useful.is_flat
+    book.drop(flat, ZERO_VARIANCE)
+    assert flat.has_zero_variance and not useful.has_zero_variance
     assert book.untrained == book.complete == 1
     groups, dropped = book.take([1], 3)
-    assert groups == [useful] and dropped.reasons == {"flat": 1} and dropped.tally.count == 2
+    assert (
+        groups == [useful] and dropped.reasons == {"zero_variance": 1} and dropped.tally.count == 2
+    )
     assert (book.untaken, book.untrained) == (0, 1)
     book.finish_training(3)
     assert book.untrained == 1
@@ -56,13 +64,13 @@ def test_batch_holds_every_sequence_once_and_groups_stay_in_one_minibatch(dp_siz
         )
         for n in range(5)
     ]
-    config = TrainConfig(minibatches=2, microbatch_tokens=40, groups_per_batch=5, group_size=3)
+    config = TrainConfig(minibatches=2, microbatch_tokens=40, prompts_per_batch=5, group_size=3)
     ranks = form_batch(
         0,
         groups,
         dropped=DroppedGroups(),
         stage=Config(train=config),
-        crediting=find_crediting(AlgorithmConfig()),
+        advantage_functions=find_advantage_functions(AlgorithmConfig()),
         dp_size=dp_size,
     )
     assert [share.dp_rank for share in ranks] == list(range(dp_size))
@@ -90,13 +98,13 @@ def test_groups_that_lost_completions_make_a_batch_like_others(dp_size: int) -> 
         assert group.is_complete
     dropped = DroppedGroups()
     dropped.completions["ungradable"] = 3
-    config = TrainConfig(groups_per_batch=3, group_size=4, microbatch_tokens=10)
+    config = TrainConfig(prompts_per_batch=3, group_size=4, microbatch_tokens=10)
     ranks = form_batch(
         0,
         groups,
         dropped=dropped,
         stage=Config(train=config),
-        crediting=find_crediting(AlgorithmConfig()),
+        advantage_functions=find_advantage_functions(AlgorithmConfig()),
         dp_size=dp_size,
     )
     counts = {len(share.minibatches[0].microbatches) for share in ranks}
@@ -120,13 +128,13 @@ def test_groups_that_lost_completions_make_a_batch_like_others(dp_size: int) -> 
 
 def test_sequence_carries_prompt_completion_logprobs_and_versions() -> None:
     group = make_group(0, [1.0, 0.1], tokens=[4, 2], versions=(3, 4), prompt_tokens=2)
-    config = TrainConfig(groups_per_batch=1, group_size=2, microbatch_tokens=100)
+    config = TrainConfig(prompts_per_batch=1, group_size=2, microbatch_tokens=100)
     [share] = form_batch(
         5,
         [group],
         dropped=DroppedGroups(),
         stage=Config(train=config),
-        crediting=find_crediting(AlgorithmConfig()),
+        advantage_functions=find_advantage_functions(AlgorithmConfig()),
         dp_size=1,
     )
     longest = share.minibatches[0].microbatches[0][0]
@@ -142,16 +150,16 @@ def test_batch_metrics_match_hand_worked_numbers() -> None:
         make_group(1, [1.0, 0.0], tokens=[6, 8], versions=(5,)),
     ]
     dropped = DroppedGroups()
-    dropped.add(make_group(2, [0.0, 0.0], tokens=[5, 5]), FLAT)
+    dropped.add(make_group(2, [0.0, 0.0], tokens=[5, 5]), ZERO_VARIANCE)
     unfinished = make_group(3, [])
     dropped.add(unfinished, "prompt_unrenderable")
-    config = TrainConfig(groups_per_batch=2, group_size=2)
+    config = TrainConfig(prompts_per_batch=2, group_size=2)
     first, second = form_batch(
         5,
         groups,
         dropped=dropped,
         stage=Config(train=config),
-        crediting=find_crediting(AlgorithmConfig()),
+        advantage_functions=find_advantage_functions(AlgorithmConfig()),
         dp_size=2,
     )
     assert second.metrics == {}
@@ -170,7 +178,7 @@ def test_batch_metrics_match_hand_worked_numbers() -> None:
             "queue/rollouts_spanning_versions": 2,
             "queue/rollouts_trained": 4,
             "queue/groups_trained": 2,
-            "queue/groups_dropped_flat": 1,
+            "queue/groups_dropped_zero_variance": 1,
             "queue/groups_dropped_prompt_unrenderable": 1,
         }
     )
@@ -247,7 +255,7 @@ def test_counts_by_stage_are_those_of_a_look_at_every_group() -> None:
         elif event == "drop" and alive:
             group = alive.pop(chance.choice(sorted(alive)))
             ready.discard(group.number)
-            book.drop(group, FLAT)
+            book.drop(group, ZERO_VARIANCE)
         elif event == "take" and ready:
             numbers = chance.sample(sorted(ready), min(3, len(ready)))
             book.take(numbers, step=number)

@@ -153,8 +153,8 @@ class Generators:
 
     async def _serve(self) -> None:
         write_tokenizer(self.folder)
-        config, gates = RenderConfig(system_prompt=""), {"math": "none"}
-        renderer = Renderer(config, self.folder, context_tokens=256, gates=gates)
+        config, format_checks = RenderConfig(system_prompt=""), {"math": "none"}
+        renderer = Renderer(config, self.folder, context_tokens=256, format_checks=format_checks)
         slow = renderer.render([ChatMessage("user", SLOW_PROMPT)], TOKENS, task="math")
         with ExitStack() as stack:
             running = [self._follow()]
@@ -281,7 +281,7 @@ def play(folder: Path, losing: list[tuple[str, str]]) -> tuple[Trainer, dict[str
     """A whole run; the trainer, and the routers by link."""
     ports = {link: free_port() for link in (PROMPTS, VERIFY, BATCHES, "weights")}
     sections = {
-        "train": {"steps": STEPS, "groups_per_batch": 2, "group_size": 4},
+        "train": {"steps": STEPS, "prompts_per_batch": 2, "group_size": 4},
         "queue": {"max_staleness": 1, "lease_timeout_s": 600.0},
         "eval": {"every_steps": 2, "samples": 2, "replicas": 1, "prompts": 2},
         "generator": {"replicas": 2},

@@ -24,7 +24,7 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )  # fmt: skip
 from megatron_rl.rollout_queue.failures import ATTEMPTS_EXHAUSTED
-from megatron_rl.rollout_queue.groups import FLAT, NOT_NEEDED
+from megatron_rl.rollout_queue.groups import NOT_NEEDED, ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_group, make_rollout
 from tests.rollout_queue.played_queue import PlayedQueue
@@ -95,7 +95,7 @@ def test_arrays_are_what_the_queue_was_sent_bit_for_bit(played: tuple[SendingQue
     found = list(read_rollouts(folder))
     kinds = {(rollout.dropped, bool(rollout.source.label)) for rollout in found}
     assert kinds == {
-        ("", False), (FLAT, False), (NOT_NEEDED, False), (UNGRADABLE, False),
+        ("", False), (ZERO_VARIANCE, False), (NOT_NEEDED, False), (UNGRADABLE, False),
         ("", True), (UNGRADABLE, True),
     }  # fmt: skip
     for rollout in found:
@@ -147,7 +147,7 @@ def test_times_are_in_order_and_by_the_queues_clock(tmp_path: Path) -> None:
 def test_times_are_unix_seconds(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, to_unix_s=lambda at: at + 100.0)
     recorder.write_step(0, [make_group(0, [0.1, 1.0])], now=4.0)
-    recorder.write_dropped(make_group(1, [0.1]), FLAT)
+    recorder.write_dropped(make_group(1, [0.1]), ZERO_VARIANCE)
     trained, _, dropped = read_rollouts(tmp_path)
     times = trained.times
     assert (times.leased, times.done, times.scored, times.trained) == (101, 102, 103, 104)
@@ -174,7 +174,7 @@ def numbers_of(rollouts: list[RecordedRollout]) -> list[tuple[int | None, int, i
 def test_steps_that_are_taken_again_replace_lines_and_arrays_together(tmp_path: Path) -> None:
     first = Recorder(tmp_path)
     for step in (0, 1, 2):
-        first.write_dropped(make_group(10 * step, [0.1], tokens=[9]), FLAT)
+        first.write_dropped(make_group(10 * step, [0.1], tokens=[9]), ZERO_VARIANCE)
         first.write_step(step, [make_group(10 * step + 1, [0.1], tokens=[8])], now=4.0)
         write_trained(tmp_path, step, 0, np.array([[10 * step + 1, 0]]), np.array([8]), ONES)
     again = Recorder(tmp_path)
@@ -185,7 +185,7 @@ def test_steps_that_are_taken_again_replace_lines_and_arrays_together(tmp_path: 
     aside = tmp_path / "rollouts" / "superseded_1"
     assert len(list(aside.iterdir())) == 10 and len(read_jsonl(aside / "step_000002.jsonl")) == 1
     again.write_step(1, [make_group(56, [0.1], tokens=[3])], now=4.0)
-    again.write_dropped(make_group(57, [0.1], tokens=[4]), FLAT)
+    again.write_dropped(make_group(57, [0.1], tokens=[4]), ZERO_VARIANCE)
     assert numbers_of(read_rollouts(tmp_path)) == [*before, (1, 56, 3), (2, 57, 4)]
     third = Recorder(tmp_path)
     third.resume_at(1)

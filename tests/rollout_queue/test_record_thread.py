@@ -13,7 +13,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.protocol.rollout_files import read_rollouts
 from megatron_rl.protocol.types import QueueState, SaveState
 from megatron_rl.protocol.wire import DeadlineExceeded
-from megatron_rl.rollout_queue.groups import FLAT
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import Job, RecordFiles
 from megatron_rl.rollout_queue.record_thread import RecordThread
@@ -22,15 +22,15 @@ from tests.rollout_queue.played_queue import PlayedQueue
 
 
 class GatedFiles(RecordFiles):
-    """A disk that is slow until the gate opens."""
+    """A disk that is slow until the format check opens."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, keeps_tokens=True)
-        self.gate = threading.Event()
+        self.format_check = threading.Event()
         self.threads: set[int] = set()
 
     def write(self, job: Job) -> None:
-        self.gate.wait(20)
+        self.format_check.wait(20)
         self.threads.add(threading.get_ident())
         super().write(job)
 
@@ -42,7 +42,7 @@ def rollouts_dir(folder: Path) -> Path:
 
 def fill(recorder: Recorder) -> None:
     for step in range(3):
-        recorder.write_dropped(make_group(10 * step, [0.1, 0.1], tokens=[9, 7]), FLAT)
+        recorder.write_dropped(make_group(10 * step, [0.1, 0.1], tokens=[9, 7]), ZERO_VARIANCE)
         groups = [make_group(10 * step + n, [0.1, 1.0], tokens=[8, n + 2]) for n in (1, 2)]
         recorder.write_step(step, groups, now=4.0)
         recorder.write_evaluation("before", [make_group(100 + step, [1.0])])
@@ -57,7 +57,7 @@ def test_what_the_thread_writes_is_what_is_written_at_once(tmp_path: Path) -> No
         fill(Recorder(tmp_path / "beside", writer=thread))
         # Nothing is there yet, and the loop went on.
         assert list(files.folder.iterdir()) == []
-        files.gate.set()
+        files.format_check.set()
     assert files.threads and threading.get_ident() not in files.threads
     written = {path.name: path.read_bytes() for path in (tmp_path / "at_once/rollouts").iterdir()}
     assert len(written) == 14
@@ -73,10 +73,10 @@ def test_a_group_that_changes_after_its_record_was_made_is_recorded_as_it_was(
     group = make_group(0, [0.1, 1.0])
     with RecordThread(files, jobs=50, limit_s=20) as thread:
         recorder = Recorder(tmp_path, writer=thread)
-        recorder.write_dropped(group, FLAT)
+        recorder.write_dropped(group, ZERO_VARIANCE)
         group.scored.clear()
         group.origins.clear()
-        files.gate.set()
+        files.format_check.set()
     assert [rollout.reward for rollout in read_rollouts(tmp_path)] == [0.1, 1.0]
 
 
@@ -84,7 +84,7 @@ def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> N
     files = GatedFiles(rollouts_dir(tmp_path))
     with RecordThread(files, jobs=2, limit_s=20) as thread:
         recorder = Recorder(tmp_path, writer=thread)
-        # One is at the gate, two may wait.
+        # One is at the format check, two may wait.
         fullness = []
         started = time.monotonic()
         for number in range(5):
@@ -93,7 +93,7 @@ def test_writing_never_waits_and_says_when_the_line_is_full(tmp_path: Path) -> N
         assert fullness == [False, False, True, True, True]
         assert time.monotonic() - started < 0.5
         assert (recorder.put, recorder.written) == (5, 0)
-        files.gate.set()
+        files.format_check.set()
         ends_at = time.monotonic() + 10
         while recorder.written < recorder.put:
             assert time.monotonic() < ends_at
@@ -111,7 +111,7 @@ def test_a_disk_that_takes_nothing_for_too_long_is_refused(tmp_path: Path) -> No
     time.sleep(0.4)
     with pytest.raises(DeadlineExceeded, match="groups wait .* the disk took none for 0 s"):
         recorder.check()
-    files.gate.set()
+    files.format_check.set()
     thread.close()
     assert [rollout.group for rollout in read_rollouts(tmp_path)] == [1]
 
@@ -158,7 +158,7 @@ def test_a_full_disk_is_told_with_its_cause_wherever_the_loop_meets_it(
     files = FullDisk(folder, keeps_tokens=True)
     thread = RecordThread(files, jobs=50, limit_s=20)
     recorder = Recorder(tmp_path, writer=thread)
-    recorder.write_dropped(make_group(0, [0.1, 0.1]), FLAT)
+    recorder.write_dropped(make_group(0, [0.1, 0.1]), ZERO_VARIANCE)
     if meets_it != "close":
         thread._thread.join(10)
     act = {
@@ -199,7 +199,7 @@ def test_a_checkpoints_state_is_given_once_the_records_before_it_are_on_the_disk
         assert [m for _, _, m in queue.coordinator.outgoing(queue.now) if is_state(m)] == []
         # The loop did not wait for the disk.
         assert time.monotonic() - started < 0.5
-        files.gate.set()
+        files.format_check.set()
         recorder = queue.coordinator._recorder
         while recorder.written < recorder.put:
             assert time.monotonic() - started < 10

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import RankBatch, TrainSequence
 from megatron_rl.rollout_queue.batches import minibatch_sequences
-from megatron_rl.rollout_queue.groups import FLAT, DroppedGroups, Group
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, DroppedGroups, Group
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.replay.draw import Replay, open_replay
 from megatron_rl.rollout_queue.replay.drawn import Drawn
@@ -24,11 +24,11 @@ MIXED = [1.0, 0.0, 0.25, 0.0]
 
 
 def record_run(folder: Path, groups: int) -> Path:
-    """A run with two steps, and a flat, an ungradable and an overlong group."""
+    """A run with two steps, and a zero-variance, an ungradable and an overlong group."""
     recorder = Recorder(folder)
     half = groups // 2
     recorder.write_step(0, [make_group(n, MIXED, versions=(0, 1)) for n in range(half)], 5.0)
-    recorder.write_dropped(make_group(100, [0.0, 0.0]), FLAT)
+    recorder.write_dropped(make_group(100, [0.0, 0.0]), ZERO_VARIANCE)
     recorder.write_dropped(make_group(101, [0.0, 1.0]), "ungradable")
     with_loss = make_group(half, MIXED)
     recorder.write_left_out(with_loss, with_loss.scored.pop(2), "no_place")
@@ -41,7 +41,7 @@ def config_of(folder: Path, *, share: float = 0.5, groups: int = 4, **replay: ob
     return Config.model_validate(
         {
             "run": {"dir": folder, "seed": 3},
-            "train": {"groups_per_batch": groups, "steps": 8},
+            "train": {"prompts_per_batch": groups, "steps": 8},
             "generator": {"context_tokens": 64},
             "sampling": {"max_new_tokens": 32},
             "reward": {"length_margin_tokens": 8},
@@ -57,12 +57,12 @@ def numbers(replay: Replay, step: int) -> list[int]:
 def test_the_index_holds_what_can_be_trained_on_and_counts_the_rest(tmp_path: Path) -> None:
     record_run(tmp_path, 6)
     stored = StoredGroups()
-    stored.add_run(tmp_path, context_tokens=64, drops_flat=True, held_out=frozenset())
+    stored.add_run(tmp_path, context_tokens=64, drops_zero_variance=True, held_out=frozenset())
     assert [group.members[0].group for group in stored.groups] == list(range(6))
-    assert stored.left_out == {"flat": 1, "ungradable": 1, "too_long": 1, "no_place": 1}
+    assert stored.left_out == {"zero_variance": 1, "ungradable": 1, "too_long": 1, "no_place": 1}
     keeping = StoredGroups()
     held_out = frozenset({"question p2"})
-    keeping.add_run(tmp_path, context_tokens=100, drops_flat=False, held_out=held_out)
+    keeping.add_run(tmp_path, context_tokens=100, drops_zero_variance=False, held_out=held_out)
     expected = {0, 1, 3, 4, 5, 100, 102}
     assert {group.members[0].group for group in keeping.groups} == expected
     assert keeping.left_out == {"ungradable": 1, "no_place": 1, "held_out": 1}
@@ -71,12 +71,14 @@ def test_the_index_holds_what_can_be_trained_on_and_counts_the_rest(tmp_path: Pa
 def test_a_stored_group_is_trained_on_as_it_was_but_for_its_versions(tmp_path: Path) -> None:
     record_run(tmp_path, 2)
     stored = StoredGroups()
-    stored.add_run(tmp_path, context_tokens=64, drops_flat=True, held_out=frozenset())
-    crediting = find_crediting(Config().algorithm)
-    was = minibatch_sequences([make_group(0, MIXED, versions=(0, 1))], crediting)
+    stored.add_run(tmp_path, context_tokens=64, drops_zero_variance=True, held_out=frozenset())
+    advantage_functions = find_advantage_functions(Config().algorithm)
+    was = minibatch_sequences([make_group(0, MIXED, versions=(0, 1))], advantage_functions)
     for keeps_versions in (True, False):
         (found, *_) = (group.load(keeps_versions=keeps_versions) for group in stored.groups)
-        for mine, theirs in zip(minibatch_sequences([found], crediting), was, strict=True):
+        for mine, theirs in zip(
+            minibatch_sequences([found], advantage_functions), was, strict=True
+        ):
             for field in TrainSequence.__struct_fields__:
                 expected = getattr(theirs, field)
                 if field == "token_versions" and not keeps_versions:
@@ -102,7 +104,7 @@ def test_each_group_is_drawn_once_before_any_twice_and_after_a_resume_the_same(
     assert flat[:10] != flat[10:] and flat[:10] != list(range(10))
     metrics = {metric.name: metric.value for metric in replay.draw(10, []).metrics(10)}
     assert metrics == {
-        "queue/replay_groups": 10, "queue/replay_left_out_flat": 1,
+        "queue/replay_groups": 10, "queue/replay_left_out_zero_variance": 1,
         "queue/replay_left_out_ungradable": 1, "queue/replay_left_out_too_long": 1,
         "queue/replay_left_out_no_place": 1, "queue/replayed_groups": 2,
         "queue/replayed_rollouts": sum(3 if n == 5 else 4 for n in numbers(replay, 10)),
@@ -127,8 +129,8 @@ def test_a_file_without_words_or_that_was_cut_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_to_draw_is_bad_input_that_says_what_was_left_out(tmp_path: Path) -> None:
-    Recorder(tmp_path / "old").write_dropped(make_group(0, [0.0, 0.0]), FLAT)
-    with pytest.raises(InputError, match=r"\{'flat': 1\}.*flat_groups='keep'"):
+    Recorder(tmp_path / "old").write_dropped(make_group(0, [0.0, 0.0]), ZERO_VARIANCE)
+    with pytest.raises(InputError, match=r"\{'zero_variance': 1\}.*zero_variance_groups='keep'"):
         open_replay(config_of(tmp_path / "new", runs=[tmp_path / "old"]), [])
 
 
@@ -167,7 +169,7 @@ def test_a_resumed_buffer_draws_what_an_uninterrupted_one_does(tmp_path: Path) -
     for step in range(5):
         whole.draw(step, sampled(step))
         recorder.write_step(step, sampled(step), now=1.0)
-        recorder.write_dropped(make_group(1000 + step, [0.0, 0.0]), FLAT)
+        recorder.write_dropped(make_group(1000 + step, [0.0, 0.0]), ZERO_VARIANCE)
     resumed = open_replay(config, [])
     resumed.resume_at(5)
     for step in range(5, 9):
@@ -199,7 +201,7 @@ def test_replayed_groups_take_their_share_of_each_batch(
     queue = PlayedQueue(
         tmp_path / "new",
         lambda prompt, index: make_score(MIXED[index]),
-        train={"groups_per_batch": 4, "group_size": 4, "steps": 3},
+        train={"prompts_per_batch": 4, "group_size": 4, "steps": 3},
         replay={"share": share, "runs": [tmp_path / "old"]},
         queue={"max_staleness": 0},
     )
@@ -234,12 +236,12 @@ def test_held_out_questions_are_not_replayed(tmp_path: Path) -> None:
 
 def test_a_replayed_group_keeps_its_logprobs_in_a_batch_of_another_temperature() -> None:
     stage = Config.model_validate(
-        {"sampling": {"temperature": 0.5}, "train": {"groups_per_batch": 2}}
+        {"sampling": {"temperature": 0.5}, "train": {"prompts_per_batch": 2}}
     )
     old, new = make_group(0, MIXED, versions=(0,)), make_group(1, MIXED, versions=(3,))
     [share] = form_batch(
         3, [new], replayed=Drawn((old,)), dropped=DroppedGroups(), stage=stage,
-        crediting=find_crediting(stage.algorithm), dp_size=1,
+        advantage_functions=find_advantage_functions(stage.algorithm), dp_size=1,
     )  # fmt: skip
     (minibatch,) = share.minibatches
     # One policy is trained; whoever sampled, the recorded probability is what ratios divide by.

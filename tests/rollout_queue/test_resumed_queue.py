@@ -42,7 +42,7 @@ class SavingPeers(ScriptedPeers):
 
 
 def make_config(folder: Path, **sections: object) -> Config:
-    train = {"steps": STEPS, "groups_per_batch": GROUPS, "group_size": 4}
+    train = {"steps": STEPS, "prompts_per_batch": GROUPS, "group_size": 4}
     return write_config(
         folder, PROMPTS, 10, train=train, eval={"prompts": 4, "every_steps": SAVED_AT}, **sections
     )
@@ -102,7 +102,7 @@ def test_no_prompt_vanishes_and_none_is_trained_twice(tmp_path: Path) -> None:
 
 
 STAGES = [
-    {"at_step": 1, "train": {"groups_per_batch": 3}, "sampling": {"max_new_tokens": 1100}},
+    {"at_step": 1, "train": {"prompts_per_batch": 3}, "sampling": {"max_new_tokens": 1100}},
     {"at_step": 2, "train": {"group_size": 6}, "sampling": {"max_new_tokens": 1200}},
 ]
 

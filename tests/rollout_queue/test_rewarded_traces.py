@@ -40,11 +40,11 @@ def config_of(folder: Path, lines: list, **sections: dict) -> Config:
             "run": {"dir": folder / "run"},
             "model": {"path": model},
             "render": {"system_prompt": ""},
-            "train": {"groups_per_batch": 2, "group_size": 4, "steps": 1},
+            "train": {"prompts_per_batch": 2, "group_size": 4, "steps": 1},
             "generator": {"context_tokens": 64},
             "sampling": {"max_new_tokens": 32},
             "reward": {"length_margin_tokens": 8},
-            "algorithm": {"preset": "agro", "flat_groups": "keep"},
+            "algorithm": {"preset": "agro", "zero_variance_groups": "keep"},
             "replay": replay,
             **sections,
         }
@@ -60,7 +60,9 @@ def test_traces_are_grouped_by_prompt_and_tokenised_as_the_trainer_would(tmp_pat
     by_size = {len(group.scored): group for group in drawn}
     assert [scored.score.reward for scored in by_size[2].ordered] == [1.0, 0.25]
     assert by_size[1].rewards == [-0.5]
-    renderer = Renderer(config.render, config.model.path, 64, gates=config.reward.gates)
+    renderer = Renderer(
+        config.render, config.model.path, 64, format_checks=config.reward.format_checks
+    )
     for scored, text in zip(by_size[2].ordered, ("2", "3"), strict=True):
         rollout = scored.rollout
         expected = renderer.render([ChatMessage("user", "1+1=")], 2, task="math")
@@ -114,7 +116,9 @@ def test_traces_none_of_which_fits_are_bad_input(tmp_path: Path) -> None:
 
 def record(folder: Path, config: Config, text: str) -> Path:
     """A run with one group whose text does or does not belong to its tokens."""
-    renderer = Renderer(config.render, config.model.path, 64, gates=config.reward.gates)
+    renderer = Renderer(
+        config.render, config.model.path, 64, format_checks=config.reward.format_checks
+    )
     group = make_group(0, [1.0, 0.0])
     for index, scored in group.scored.items():
         ids = np.array(renderer.render_response("12"), np.int32)

@@ -13,7 +13,7 @@ PLATEAU = {"metric": "rollout/correct", "window": 2, "min_gain": 0.1}
 
 
 def schedule(*stages: dict[str, Any], steps: int = 20) -> Schedule:
-    train = {"steps": steps, "groups_per_batch": 4}
+    train = {"steps": steps, "prompts_per_batch": 4}
     return Schedule(Config.model_validate({"train": train, "stages": stages}))
 
 

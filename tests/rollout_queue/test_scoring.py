@@ -47,7 +47,7 @@ def test_truncated_completion_is_asked_about_as_unfinished() -> None:
     assert asked is not None and not asked[1].is_finished and asked[1].completion_tokens == 3
 
 
-def test_full_lane_of_programs_does_not_hold_up_answers() -> None:
+def test_full_pool_of_programs_does_not_hold_up_answers() -> None:
     scoring = Scoring(CONFIG, RewardConfig())
     scoring.announce("v", VerifierReady({"answers": 2, "code": 1}, session=1), 0.0)
     for index in range(3):
@@ -73,7 +73,7 @@ def _ask_all(scoring: Scoring, now: float = 0.0) -> list[str]:
     return asked
 
 
-def test_request_takes_room_in_every_lane_that_its_steps_need() -> None:
+def test_request_takes_room_in_every_pool_that_its_steps_need() -> None:
     extra = ExtraReward(name="bonus", function="a:b", tasks=["code", "exact"])
     scoring = Scoring(CONFIG, RewardConfig(extra=[extra]))
     room = {"answers": 5, "language": 5, "code": 5, "custom": 2}
@@ -84,13 +84,13 @@ def test_request_takes_room_in_every_lane_that_its_steps_need() -> None:
     assert _ask_all(scoring) == ["exact", "code", "math"]
     assert scoring.take_score("v", ScoreDone(0, make_score(1.0)), 1.0) is not None
     assert _ask_all(scoring) == ["code"]
-    # What a restart loses is lost in two lanes, and asked for once.
+    # What a restart loses is lost in two worker pools, and asked for once.
     scoring.announce("v", VerifierReady(room, session=2), 1.0)
     assert sorted(_ask_all(scoring)) == ["code", "code", "math"]
     assert scoring.outstanding == 4
 
 
-def test_requests_that_share_a_lane_are_asked_in_turn() -> None:
+def test_requests_that_share_a_pool_are_asked_in_turn() -> None:
     extra = ExtraReward(name="bonus", function="a:b", tasks=["exact"])
     scoring = Scoring(CONFIG, RewardConfig(extra=[extra]))
     scoring.announce("v", VerifierReady({"answers": 1, "custom": 9}, session=1), 0.0)
@@ -195,7 +195,7 @@ def test_retries_wait_behind_what_was_there_when_they_failed() -> None:
     extra = ExtraReward(name="bonus", function="a:b", tasks=["exact"])
     scoring = Scoring(QueueConfig(max_attempts=4), RewardConfig(extra=[extra]))
     scoring.announce("v", VerifierReady({"answers": 1, "custom": 9}, session=1), 0.0)
-    # Two lines, of math and exact, that share the lane of answers.
+    # Two lines, of math and exact, that share the worker pool of answers.
     for task in ("math", "exact", "exact"):
         scoring.submit(new_group(task), make_rollout(0))
     asked = []

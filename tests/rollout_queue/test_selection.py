@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.algorithms.minibatch import find_crediting
+from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.metrics import JsonlWriter
@@ -16,7 +16,7 @@ from megatron_rl.protocol.types import GoldAnswer, Score, ScoredRollout
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
-from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.selection import Selection
@@ -55,8 +55,8 @@ def with_gold(group: Group, faults: dict[int, str] | None = None) -> Group:
 
 
 def test_a_flat_group_is_dropped(tellers: Tellers) -> None:
-    assert select(tellers, make_group(0, [0.1, 0.1]))[0] == FLAT
-    assert select(tellers, make_group(0, [0.1, 0.1]), flat_groups="keep")[0] == ""
+    assert select(tellers, make_group(0, [0.1, 0.1]))[0] == ZERO_VARIANCE
+    assert select(tellers, make_group(0, [0.1, 0.1]), zero_variance_groups="keep")[0] == ""
 
 
 def test_in_mixed_mode_a_group_without_a_right_completion_learns_the_reference_answer(
@@ -65,7 +65,7 @@ def test_in_mixed_mode_a_group_without_a_right_completion_learns_the_reference_a
     wrong, solved = with_gold(make_group(0, [0.1, 0.1])), with_gold(make_group(1, [1.0, 1.0]))
     mixed = with_gold(make_group(2, [1.0, 0.1]))
     found = [select(tellers, g, preset="jepo_mixed")[0] for g in (wrong, solved, mixed)]
-    assert found == ["", FLAT, ""]
+    assert found == ["", ZERO_VARIANCE, ""]
     assert [group.learns_gold for group in (wrong, solved, mixed)] == [True, False, False]
 
 
@@ -84,13 +84,13 @@ def test_a_completion_without_a_place_is_left_out_recorded_and_counted(
     assert msgspec.json.decode(line)["dropped"] == "gold_retokenized"
 
 
-def test_ill_formed_completions_stay_as_they_were_sampled(tellers: Tellers) -> None:
+def test_format_failure_completions_stay_as_they_were_sampled(tellers: Tellers) -> None:
     group = with_gold(make_group(0, [0.1, 0.1, 0.0]), {2: "gold_no_place"})
     rollout = group.scored[2].rollout
     group.scored[2] = ScoredRollout(rollout, Score(0.0, {"format": 0.0}, "no_boxed"))
     assert select(tellers, group, preset="jepo")[0] == ""
     cfg = AlgorithmConfig(preset="jepo")
-    first, second, third = minibatch_sequences([group], find_crediting(cfg))
+    first, second, third = minibatch_sequences([group], find_advantage_functions(cfg))
     for sequence in (first, second):
         assert sequence.token_ids[sequence.prompt_length :].tolist() == [100, 7, 8]
         assert sequence.gold_tokens == 2

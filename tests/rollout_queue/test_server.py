@@ -23,7 +23,7 @@ from tests.rollout_queue.scripted_peers import (
 )
 
 TRAIN = {
-    "steps": 6, "groups_per_batch": 4, "group_size": 4, "minibatches": 2, "microbatch_tokens": 64,
+    "steps": 6, "prompts_per_batch": 4, "group_size": 4, "minibatches": 2, "microbatch_tokens": 64,
 }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def check_files(folder: Path, peers: ScriptedPeers) -> None:
     assert max(trained.values()) == 1 and len(trained) == 96
     # Nothing was generated in vain: each training group is trained on or flat.
     opened = {lease.sampling.seed for _, lease in peers.leases if lease.sampling.temperature > 0}
-    flat = sum(reduced(batch, "queue/groups_dropped_flat") for batch in peers.batches)
+    flat = sum(reduced(batch, "queue/groups_dropped_zero_variance") for batch in peers.batches)
     assert len(opened) >= 24 + flat
     greedy = [lease for _, lease in peers.leases if lease.sampling.temperature == 0]
     assert {lease.prompt.split for lease in greedy} == {"held_out"}
@@ -209,7 +209,7 @@ def test_sigterm_ends_the_queue_at_once(tmp_path: Path) -> None:
 
 
 def test_queue_spends_little_cpu_on_a_batch_of_256_rollouts(tmp_path: Path) -> None:
-    train = {"steps": 24, "groups_per_batch": 16, "group_size": 16, "microbatch_tokens": 1024}
+    train = {"steps": 24, "prompts_per_batch": 16, "group_size": 16, "microbatch_tokens": 1024}
     config = write_config(
         tmp_path, 200, 0, train=train, eval={"prompts": 0}, generator={"max_running": 256}
     )
@@ -248,7 +248,7 @@ def test_what_cannot_be_read_costs_its_peer_and_ends_nothing(tmp_path: Path) -> 
             stranger.connect(f"tcp://{config.ports.host}:{port}")
             stranger.send(b"\x00")
             stranger.send_multipart([b"", b"", b"x"])
-            # A known kind at the wrong place, and a lane that there is not.
+            # A known kind at the wrong place, and a worker pool that there is not.
             if port != config.ports.batches:
                 stranger.send_multipart(encode_frames(NextBatch(0, 0, 1)))
                 stranger.send_multipart(encode_frames(VerifierReady({"x": 1}, 1)))

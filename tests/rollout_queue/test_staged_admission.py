@@ -1,11 +1,12 @@
-"""Random stages, durations and flat groups: strict staleness holds, and no batch waits for ever."""
+"""Random stages, durations and zero-variance groups: strict staleness holds, and no batch waits for
+ever."""
 
 import random
 from typing import Any
 
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import RankBatch
-from megatron_rl.rollout_queue.groups import FLAT, Group, GroupBook
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group, make_prompt
@@ -24,10 +25,10 @@ def random_config(chance: random.Random) -> Config:
         plateau = {"window": chance.randint(1, 3), "min_gain": 9.0}
         trigger = {"at_step": at_step} if chance.random() < 0.6 else {"plateau": plateau}
         stages.append(trigger | {
-            "train": {"groups_per_batch": chance.randint(1, 6)},
+            "train": {"prompts_per_batch": chance.randint(1, 6)},
             "queue": {"max_staleness": chance.randint(0, 3)},
         })  # fmt: skip
-    train = {"steps": STEPS, "groups_per_batch": chance.randint(1, 6), "group_size": 2}
+    train = {"steps": STEPS, "prompts_per_batch": chance.randint(1, 6), "group_size": 2}
     queue = {"max_staleness": chance.randint(0, 3), "strict_staleness": True}
     return Config.model_validate({"train": train, "queue": queue, "stages": stages})
 
@@ -39,7 +40,7 @@ class Played:
         self.chance = random.Random(seed)
         self.config = random_config(self.chance)
         self.slow_share = self.chance.choice([0.0, 0.2, 0.5])
-        self.flat_share = self.chance.choice([0.0, 0.4])
+        self.zero_variance_share = self.chance.choice([0.0, 0.4])
         self.training = TrainingGroups(PROMPTS, self.config)
         self.book = GroupBook()
         self.running: list[Group] = []
@@ -77,8 +78,8 @@ class Played:
         is_slow = self.chance.random() <= self.slow_share
         place = self.chance.randrange(len(self.running)) if is_slow else -1
         group = self.running.pop(place)
-        if self.chance.random() < self.flat_share:
-            self.book.drop(group, FLAT)
+        if self.chance.random() < self.zero_variance_share:
+            self.book.drop(group, ZERO_VARIANCE)
         else:
             group.scored = SCORED
 
@@ -91,7 +92,7 @@ class Played:
         groups, _ = self.book.take(numbers, step)
         config = schedule.stages[stage]
         assert {group.stage for group in groups} == {stage}
-        assert len(groups) == config.train.groups_per_batch
+        assert len(groups) == config.train.prompts_per_batch
         oldest = min(group.opened_version for group in groups)
         assert step - oldest <= config.queue.max_staleness
         batch = RankBatch(step, 0, [], {"rollout/reward": (0.5, 1.0, "mean")})

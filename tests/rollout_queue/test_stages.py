@@ -119,7 +119,7 @@ def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path, killed_at: int) -> N
 def test_a_plateau_ends_a_stage_at_a_batch_boundary_and_strands_nothing(tmp_path: Path) -> None:
     plateau = {"metric": "rollout/correct", "window": 2, "min_gain": 0.9}
     stages = [{"plateau": plateau, "sampling": {"max_new_tokens": 60},
-               "train": {"groups_per_batch": 2}}]  # fmt: skip
+               "train": {"prompts_per_batch": 2}}]  # fmt: skip
     config = staged_config(tmp_path, stages=stages, queue={"strict_staleness": True})
     run = StagedRun(config, seed=1)
     run.run(STEPS)
@@ -194,7 +194,7 @@ READERS: dict[str, tuple[str, Callable[[Sent], Any], tuple[Any, Any]]] = {
         lambda s: s.request.length_rule.margin_tokens,
         (10, 30),
     ),
-    "train.groups_per_batch": ("queue", lambda s: s.groups, (8, 3)),
+    "train.prompts_per_batch": ("queue", lambda s: s.groups, (8, 3)),
     "train.group_size": (
         "queue; trainer: places of a group in sums over groups",
         lambda s: {m.members for m in s.batch.minibatches},
@@ -235,7 +235,7 @@ def test_every_key_of_a_stage_reaches_all_that_read_it(tmp_path: Path) -> None:
         "at_step": 4,
         "sampling": {"max_new_tokens": 40, "temperature": 0.7, "top_p": 0.9},
         "reward": {"length": 0.2, "length_margin_tokens": 30},
-        "train": {"groups_per_batch": 3, "group_size": 6, "minibatches": 1},
+        "train": {"prompts_per_batch": 3, "group_size": 6, "minibatches": 1},
         "queue": {"max_staleness": 1},
         "weights": {"0": 3.0},
     }

@@ -135,7 +135,7 @@ def test_a_stall_of_the_queue_costs_no_generator(
     with (
         open_coordinator(
             tmp_path,
-            train={"steps": 4, "groups_per_batch": 400, "group_size": 8},
+            train={"steps": 4, "prompts_per_batch": 400, "group_size": 8},
             queue={"heartbeat_timeout_s": heartbeat_timeout_s, "max_staleness": 0},
         ) as coordinator,
         Router("127.0.0.1", port) as prompts,

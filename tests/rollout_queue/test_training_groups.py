@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
-from megatron_rl.rollout_queue.groups import FLAT, GroupBook
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, GroupBook
 from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group, make_prompt
@@ -33,7 +33,7 @@ class Queue:
             self.opened = state.groups_opened
 
     def step(self, chance: random.Random) -> list[UnfinishedGroup]:
-        """Groups that a batch counts: trained on, or dropped as flat."""
+        """Groups that a batch counts: trained on, or dropped for zero variance."""
         while self.book.complete < BATCH or chance.random() < 0.7:
             group = self.training.open(self.opened, version=0)
             self.opened = max(self.opened, group.number + 1)
@@ -41,8 +41,8 @@ class Queue:
             if chance.random() < 0.7:
                 rewards = [0.0, 0.0] if chance.random() < 0.3 else [0.0, 1.0]
                 group.scored = make_group(0, rewards).scored
-                if group.is_flat:
-                    self.book.drop(group, FLAT)
+                if group.has_zero_variance:
+                    self.book.drop(group, ZERO_VARIANCE)
         numbers = [group.number for group in self.book.candidates() if group.is_complete][:BATCH]
         groups, dropped = self.book.take(numbers, 0)
         self.book.finish_training(1)

@@ -148,12 +148,14 @@ def test_loss_of_the_last_open_completion_completes_its_group(tmp_path: Path) ->
     queue.play(30)
     assert queue.batches == []
     lines = read_jsonl(tmp_path / "rollouts" / "dropped_000000.jsonl")
-    flat = collections.Counter(line["group"] for line in lines if line["dropped"] == "flat")
+    flat = collections.Counter(
+        line["group"] for line in lines if line["dropped"] == "zero_variance"
+    )
     assert flat and set(flat.values()) == {3}
     list(queue.coordinator.farewell(queue.now))
     totals = ActivityTotals(read_jsonl(tmp_path / "metrics.jsonl"))
     assert totals.count("groups_complete") == len(flat)
-    assert totals.by_reason("groups_dropped") == {"flat": len(flat)}
+    assert totals.by_reason("groups_dropped") == {"zero_variance": len(flat)}
     lost = sum(line["reward"] is None for line in lines)
     assert totals.by_reason("completions_dropped") == {UNGRADABLE: lost} and lost >= 2 * len(flat)
 
@@ -275,7 +277,7 @@ def test_group_with_lost_completions_is_generated_again_whole_after_a_restart(
     def judge(prompt: str, index: int) -> Score | str:
         return UNGRADABLE if index == 0 else differing(index)
 
-    settings = {"queue": {"max_attempts": 1}, "train": {"steps": 4, "groups_per_batch": 2}}
+    settings = {"queue": {"max_attempts": 1}, "train": {"steps": 4, "prompts_per_batch": 2}}
     queue = PlayedQueue(tmp_path, judge, **settings)
     queue.start()
     queue.play(20)

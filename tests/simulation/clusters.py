@@ -15,11 +15,11 @@ from megatron_rl.simulation.outcome import Outcome
 from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload
 
 TOKENS, PROMPT = 100, 10
-NEVER_FLAT = PassRates(1e6, 1e6)
+NEVER_ZERO_VARIANCE = PassRates(1e6, 1e6)
 """Of groups of 16: one in 32768."""
 
 
-def constant(tokens: int = TOKENS, rates: PassRates = NEVER_FLAT) -> Workload:
+def constant(tokens: int = TOKENS, rates: PassRates = NEVER_ZERO_VARIANCE) -> Workload:
     """Completions of one length."""
     return Workload(LogNormalLengths(tokens, 0.0), PROMPT, rates)
 
@@ -28,7 +28,7 @@ def config_of(*, groups: int = 8, size: int = 16, staleness: int = 2, **sections
     """A configuration with batches of `groups` groups of `size`; strict."""
     values: dict[str, Any] = {
         "train": {
-            "groups_per_batch": groups,
+            "prompts_per_batch": groups,
             "group_size": size,
             "microbatch_tokens": 4096,
             "batch_timeout_s": 1e6,

@@ -128,7 +128,7 @@ def test_the_fit_finds_the_costs_that_made_the_run(fitted: Calibration) -> None:
     assert fitted.fitted.trainer.token_s == pytest.approx(4e-4, rel=0.05)
     assert fitted.fitted.trainer.optimizer_s == pytest.approx(0.4, rel=0.05)
     assert fitted.fitted.publish.replica_s == pytest.approx(0.3)
-    assert fitted.workload.pass_rates.flat_share(8) == pytest.approx(0.3, abs=0.06)
+    assert fitted.workload.pass_rates.zero_variance_share(8) == pytest.approx(0.3, abs=0.06)
     assert fitted.workload.prompt_tokens == 20
 
 
@@ -137,7 +137,7 @@ def test_the_fit_finds_the_costs_that_made_the_run(fitted: Calibration) -> None:
     [
         {"staleness": 0},
         {"generator": {"max_running": 16}},
-        {"train": {"groups_per_batch": 12}},
+        {"train": {"prompts_per_batch": 12}},
         {"generator": {"replicas": 1}},
     ],
     ids=str,

@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_run_and_another_another() -> None:
 
 def test_flat_groups_are_generated_in_vain() -> None:
     rates = PassRates.of(0.5, 0.5, 16)
-    assert rates.flat_share(16) == pytest.approx(0.5, abs=1e-6)
+    assert rates.zero_variance_share(16) == pytest.approx(0.5, abs=1e-6)
     found = simulated(
         config_of(groups=32, staleness=1),
         model_of(token_s=token_s_for(1.0) / 4),
@@ -97,8 +97,10 @@ def test_flat_groups_are_generated_in_vain() -> None:
         steps=12,
     )
     # Four times the groups on the same engines, of which every second is dropped.
-    assert found.flat_share == pytest.approx(0.5, abs=0.08)
-    assert found.step_s == pytest.approx(4 * GENERATION_S / (1 - found.flat_share), rel=0.03)
+    assert found.zero_variance_share == pytest.approx(0.5, abs=0.08)
+    assert found.step_s == pytest.approx(
+        4 * GENERATION_S / (1 - found.zero_variance_share), rel=0.03
+    )
 
 
 def test_dead_engines_cost_their_share_of_generation() -> None:

@@ -174,7 +174,7 @@ def test_other_settings_of_short_completions_are_predicted(
     fitted = calibrate(read_run(run))
     places = GENERATOR | {"max_running": running}
     config = config_of(groups=8, size=8, staleness=staleness, generator=places)
-    # Of few steps a flat group that comes a moment later makes several percent.
+    # Of few steps a zero-variance group that comes a moment later makes several percent.
     found = predicted(fitted, config, SHORT, steps=40)
     expected = truth(config, TRUTH, SHORT, steps=40)
     assert found.step_s == pytest.approx(expected.step_s, rel=0.05)

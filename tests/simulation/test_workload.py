@@ -1,4 +1,4 @@
-"""Lengths, correlation inside a prompt, and flat groups, beside counts and formulas."""
+"""Lengths, correlation inside a prompt, and zero-variance groups, beside counts and formulas."""
 
 import math
 import random
@@ -16,27 +16,27 @@ from megatron_rl.simulation.workload import (
 
 
 @pytest.mark.parametrize("size", [2, 4, 16])
-def test_flat_share_is_that_of_drawn_groups(size: int) -> None:
+def test_zero_variance_share_is_that_of_drawn_groups(size: int) -> None:
     rates, draw = PassRates(0.8, 1.4), random.Random(0)
     flat = 0
     for _ in range(20_000):
         rate = draw.betavariate(rates.alpha, rates.beta)
         right = sum(draw.random() < rate for _ in range(size))
         flat += right in (0, size)
-    assert rates.flat_share(size) == pytest.approx(flat / 20_000, abs=0.01)
+    assert rates.zero_variance_share(size) == pytest.approx(flat / 20_000, abs=0.01)
 
 
-def test_flat_share_of_even_chances_by_hand() -> None:
+def test_zero_variance_share_of_even_chances_by_hand() -> None:
     # Beta(1, 1): E[p^3] + E[(1 - p)^3] = 1/4 + 1/4.
-    assert PassRates(1.0, 1.0).flat_share(3) == pytest.approx(0.5)
+    assert PassRates(1.0, 1.0).zero_variance_share(3) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("mean", "share"), [(0.5, 0.3), (0.1, 0.6), (0.9, 0.4)])
-def test_pass_rates_are_found_by_mean_and_flat_share(mean: float, share: float) -> None:
+def test_pass_rates_are_found_by_mean_and_zero_variance_share(mean: float, share: float) -> None:
     rates = PassRates.of(mean, share, 16)
     assert rates.alpha / (rates.alpha + rates.beta) == pytest.approx(mean)
-    assert rates.flat_share(16) == pytest.approx(share, abs=1e-6)
-    assert rates.flat_share(4) > share > rates.flat_share(64)
+    assert rates.zero_variance_share(16) == pytest.approx(share, abs=1e-6)
+    assert rates.zero_variance_share(4) > share > rates.zero_variance_share(64)
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])

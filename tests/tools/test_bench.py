@@ -34,10 +34,12 @@ from verification.rules import RewardRules
 WORKER = Path(peer_venv.__file__).with_name("trl_worker.py")
 
 
-def _step(time_s: float, *, trained: int, flat: int, correct: float) -> dict[str, float | str]:
+def _step(
+    time_s: float, *, trained: int, zero_variance: int, correct: float
+) -> dict[str, float | str]:
     return {
         "time": time_s, "source": "trainer", "step": 1, "train/loss": 0.1, "publish/s": 0.2,
-        "queue/rollouts_trained": trained, "queue/groups_dropped_flat": flat,
+        "queue/rollouts_trained": trained, "queue/groups_dropped_zero_variance": zero_variance,
         "rollout/correct": correct,
     }  # fmt: skip
 
@@ -53,9 +55,9 @@ def test_steps_are_timed_from_the_publish_of_version_0_and_flat_groups_count_as_
         {"time": 90.0, "source": "trainer", "step": -1, "model/parameters": 5},
         {"time": 100.0, "source": "trainer", "step": 0, "publish/s": 0.5},
         {"time": 100.5, "source": "generator-0", "step": 0, "generator/idle_s": 1.0},
-        _step(101.5, trained=32, flat=0, correct=0.25),
+        _step(101.5, trained=32, zero_variance=0, correct=0.25),
         {"time": 102.0, "source": "queue", "step": 1, "label": "step_1", "eval/accuracy": 0.9},
-        _step(103.0, trained=32, flat=2, correct=0.5),
+        _step(103.0, trained=32, zero_variance=2, correct=0.5),
     ]
     assert marks_from_metrics(rows, group_size=8) == [
         StepMark(seconds=1.5, generated=32, trained=32, accuracy=0.25),
@@ -65,7 +67,7 @@ def test_steps_are_timed_from_the_publish_of_version_0_and_flat_groups_count_as_
 
 def test_metrics_without_a_first_publish_are_refused() -> None:
     with pytest.raises(ValueError, match="publish of version 0"):
-        marks_from_metrics([_step(1.0, trained=8, flat=0, correct=0.0)], group_size=8)
+        marks_from_metrics([_step(1.0, trained=8, zero_variance=0, correct=0.0)], group_size=8)
 
 
 def test_the_peer_trains_on_all_that_it_generates() -> None:

@@ -68,13 +68,13 @@ def test_what_512_gpus_produce_is_what_the_simulator_says(
     (tmp_path / "config.json").write_text(json.dumps({**COMMON, **shape}))
     command = [
         "simulate", str(EXAMPLES / f"{cluster.name}.toml"), f"model.path={tmp_path}",
-        f"train.groups_per_batch={cluster.groups}", "--gpus", "512", "--lanes", "all",
+        f"train.prompts_per_batch={cluster.groups}", "--gpus", "512", "--lanes", "all",
         "--sweep", f"split={cluster.split}", "--steps", "2", "--warm-up", "3", "--json",
     ]  # fmt: skip
     assert cli.main(command) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["tokens_per_s"] == pytest.approx(cluster.produced.tokens_per_s, rel=0.05)
-    completions = cluster.groups * 16 / (1 - found["flat_share"]) / found["step_s"]
+    completions = cluster.groups * 16 / (1 - found["zero_variance_share"]) / found["step_s"]
     assert completions == pytest.approx(cluster.produced.completions_per_s, rel=0.05)
 
 
@@ -113,7 +113,7 @@ def test_processor_time_is_counted_by_process_and_by_main_thread() -> None:
 @pytest.mark.timeout(120)
 def test_queue_and_floor_serve_the_scripted_peers() -> None:
     load = Load(
-        generators=30, slots=2, tokens=9000, groups_per_batch=4, group_size=4, max_staleness=5,
+        generators=30, slots=2, tokens=9000, prompts_per_batch=4, group_size=4, max_staleness=5,
         verifiers=2, leaders=2,
     )  # fmt: skip
     variant = Variant(load, needed=5.0, learnt=10.0, is_encrypted=True)

@@ -98,7 +98,8 @@ def test_tokens_of_a_step_are_those_of_its_completions() -> None:
         {"time": 10.0, "source": "trainer", "step": 0, "publish/s": 0.5},
         {
             "time": 12.0, "source": "trainer", "step": 1, "train/loss": 0.1,
-            "queue/rollouts_trained": 64, "queue/groups_dropped_flat": 0, "rollout/correct": 0.0,
+            "queue/rollouts_trained": 64, "queue/groups_dropped_zero_variance": 0,
+            "rollout/correct": 0.0,
             "rollout/length_tokens": 100.5,
         },
     ]  # fmt: skip

@@ -134,7 +134,7 @@ def test_too_little_disk_is_refused_before_anything_is_installed(tmp_path: Path)
     [("3.10.12", "gpu", "3.11 or 3.12"), ("3.14.0", "gpu", "3.11 or 3.12"),
      ("3.10.12", "cpu", "3.11 to 3.13"), ("3.14.0", "cpu", "3.11 to 3.13")],
 )  # fmt: skip
-def test_a_python_without_wheels_is_refused_with_the_cure(
+def test_a_python_without_wheels_is_refused_with_the_fix(
     tmp_path: Path, version: str, mode: str, needs: str
 ) -> None:
     """3.10 is Ubuntu 22.04's."""

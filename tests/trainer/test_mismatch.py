@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.objective import find_objective
-from megatron_rl.config.algorithm import SurrogateConfig
+from megatron_rl.config.algorithm import PolicyLossConfig
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.types import MinibatchShare
@@ -20,7 +20,7 @@ from tests.distributed import run_ranks
 from tests.tiny_batches import VOCAB, my_share
 from tests.tiny_models import write_model
 
-CFG = SurrogateConfig(eps_low=0.2, eps_high=0.3)
+CFG = PolicyLossConfig(eps_low=0.2, eps_high=0.3)
 
 
 def values_of(sums: torch.Tensor) -> dict[str, float]:
@@ -118,7 +118,7 @@ def metrics_of_stages(cfg: Config, temperatures: list[float]) -> list[dict[str, 
 
 @pytest.mark.parametrize(
     "objective",
-    [["kl.placement=loss", "kl.estimator=exact"], ["surrogate.old_logprobs=recompute"]],
+    [["kl.placement=loss", "kl.estimator=exact"], ["policy_loss.old_logprobs=recompute"]],
     ids=["exact KL", "recomputed"],
 )
 def test_the_gap_is_the_same_on_both_sides_of_a_change_of_temperature(

@@ -1,4 +1,4 @@
-"""surrogate.old_logprobs = "recompute": ratios to the trainer's own logprobs before the batch."""
+"""policy_loss.old_logprobs = "recompute": ratios to the trainer's own logprobs before the batch."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def loss_of(own: list[torch.Tensor], old: list[torch.Tensor]) -> float:
 
 
 def test_the_batch_is_compared_to_the_policy_before_its_first_update(model_folder: Path) -> None:
-    cfg = load(model_folder, "algorithm.surrogate.old_logprobs=recompute")
+    cfg = load(model_folder, "algorithm.policy_loss.old_logprobs=recompute")
     found = run_ranks(two_updates, 1, cfg)[0]
     assert found["is_same"]
     for number in (0, 1):
@@ -81,7 +81,7 @@ def test_the_batch_is_compared_to_the_policy_before_its_first_update(model_folde
 
 
 def test_mismatch_is_that_of_the_policy_before_its_first_update(model_folder: Path) -> None:
-    recompute = load(model_folder, "algorithm.surrogate.old_logprobs=recompute")
+    recompute = load(model_folder, "algorithm.policy_loss.old_logprobs=recompute")
     found = run_ranks(two_updates, 1, recompute)[0]
     generator = [
         torch.cat([torch.from_numpy(s.generator_logprobs) for s in part]) for part in microbatches()
@@ -109,9 +109,9 @@ def test_mismatch_is_that_of_the_policy_before_its_first_update(model_folder: Pa
     ids=",".join,
 )
 def test_updates_are_the_same_for_every_split(model_folder: Path, split: list[str]) -> None:
-    alone = load(model_folder, "algorithm.surrogate.old_logprobs=recompute")
+    alone = load(model_folder, "algorithm.policy_loss.old_logprobs=recompute")
     extra = [f"parallel.{part}" for part in split]
-    shared = load(model_folder, "algorithm.surrogate.old_logprobs=recompute", *extra)
+    shared = load(model_folder, "algorithm.policy_loss.old_logprobs=recompute", *extra)
     expected, found = run_ranks(two_updates, 1, alone)[0], run_ranks(two_updates, 2, shared)
     for number in (0, 1):
         for name in ("train/loss", "train/logprob_gap", "train/mismatch_k3", "train/grad_norm"):

@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 SEQUENCE = "tensor=2 sequence=true"
 SETTINGS = [
     "model.dtype=float32",
-    "algorithm.surrogate.old_logprobs=recompute",
+    "algorithm.policy_loss.old_logprobs=recompute",
     "algorithm.reference.policy=start",
     "algorithm.kl.placement=loss",
     "algorithm.kl.coefficient=0.1",

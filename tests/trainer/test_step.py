@@ -214,7 +214,7 @@ def most_alive(cfg: Config) -> tuple[int, int]:
 def test_a_microbatch_is_made_when_a_pass_takes_it(model_folder: Path, layout: str) -> None:
     overrides = [f"parallel.{key}" for key in layout.split()]
     overrides += ["model.dtype=float32", f"model.path={model_folder}"]
-    cfg = load_config(None, [*overrides, "algorithm.surrogate.old_logprobs=recompute"])
+    cfg = load_config(None, [*overrides, "algorithm.policy_loss.old_logprobs=recompute"])
     for made, alive in run_ranks(most_alive, cfg.parallel.world_size, cfg):
         assert made >= 12 and alive <= 2
 

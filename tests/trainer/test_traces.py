@@ -15,7 +15,7 @@ LINE = '{"messages": [{"role": "user", "content": "sort 21="}], "response": "<th
 
 
 def make_renderer(folder: Path) -> Renderer:
-    return Renderer(RenderConfig(system_prompt=""), folder, 64, gates={"math": "think_box"})
+    return Renderer(RenderConfig(system_prompt=""), folder, 64, format_checks={"math": "think_box"})
 
 
 def test_bad_line_is_named_with_its_file_and_number(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_rl.config.reward import LaneConfig, TaskConfig, VerifierConfig
+from megatron_rl.config.reward import TaskConfig, VerifierConfig, WorkerPoolConfig
 from megatron_rl.protocol.class_messages import ClassDone, ClassRequest
 from megatron_rl.protocol.types import NOT_GRADED, ScoreFailed
 from tests.verification.requests import boxed, make_rules
@@ -110,8 +110,8 @@ def test_answers_that_hang_cost_no_others_their_class() -> None:
 def desk_of(
     timeout_s: float = TIMEOUT_S, within_s: float = 60.0
 ) -> Iterator[tuple[ClassDesk, Pool]]:
-    lane = LaneConfig(timeout_s=timeout_s)
-    config = VerifierConfig(answers=lane, custom=lane, language=lane)
+    pool = WorkerPoolConfig(timeout_s=timeout_s)
+    config = VerifierConfig(answers=pool, custom=pool, language=pool)
     with Pool(config, RULES) as pool:
         yield ClassDesk(pool, RULES, answer_within_s=within_s), pool
 
@@ -131,9 +131,9 @@ def finish(desk: ClassDesk, pool: Pool, limit_s: float = 60.0) -> dict[int, Answ
 
 
 def request(
-    answers: list[str], *, task: str = "math", request_id: int = 0, gated: bool = True
+    answers: list[str], *, task: str = "math", request_id: int = 0, checked: bool = True
 ) -> ClassRequest:
-    texts = [boxed(answer) for answer in answers] if gated else answers
+    texts = [boxed(answer) for answer in answers] if checked else answers
     return ClassRequest(request_id, task, texts, [""] * len(texts))
 
 
@@ -163,7 +163,7 @@ def test_an_answer_is_what_it_means_whether_it_is_worked_out_or_not() -> None:
     assert classes_of(asked) == [[0, 0]]
 
 
-def test_a_response_that_its_gate_refuses_has_no_answer() -> None:
+def test_a_response_that_its_format_check_refuses_has_no_answer() -> None:
     opened = "Let me see.</think>It is \\boxed{4}."
     asked = ClassRequest(0, "math", [boxed("4"), NO_BOX, opened, ""], ["", "", "<think>\n", ""])
     assert classes_of(asked) == [[0, -1, 0, -1]]
@@ -175,7 +175,7 @@ def test_texts_decide_about_exact_answers_puzzles_and_programs() -> None:
     # Indentation is meant.
     sources = ["if a:\n  b()\nc()\n", "if a:\n  b()\nc()\n\n", "if a:\n  b()\n  c()\n"]
     programs = [f"<think>a</think>\n```python\n{source}```" for source in sources]
-    code = request(programs, task="code", request_id=3, gated=False)
+    code = request(programs, task="code", request_id=3, checked=False)
     assert classes_of(exact, puzzle, code) == [[0, 0, 1, 2], [0, 0, 1], [0, 0, 1]]
 
 

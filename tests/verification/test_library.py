@@ -1,6 +1,6 @@
 import json
 
-from megatron_rl.config.reward import LaneConfig, RewardConfig, TaskConfig, VerifierConfig
+from megatron_rl.config.reward import RewardConfig, TaskConfig, VerifierConfig, WorkerPoolConfig
 from megatron_rl.protocol.class_messages import ClassRequest
 from megatron_rl.protocol.types import Score, ScoreFailed
 from tests.verification.requests import boxed
@@ -64,9 +64,9 @@ def test_length_penalty_and_settings_apply() -> None:
     reward = RewardConfig(
         length_margin_tokens=40,
         accept_missing_unit=False,
-        tasks={"short": TaskConfig(gate="none", compare="exact")},
+        tasks={"short": TaskConfig(format_check="none", compare="exact")},
     )
-    verifier = VerifierConfig(answers=LaneConfig(workers=2))
+    verifier = VerifierConfig(answers=WorkerPoolConfig(workers=2))
     samples = [
         Sample(text=boxed("7"), answer="7", tokens=80),
         Sample(text=boxed("5"), answer="5\\text{ cm}"),

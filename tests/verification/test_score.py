@@ -15,10 +15,10 @@ from verification.verdict import GradingError
 PLUG_INS = "tests.verification.pool.hostile_tasks"
 
 
-def lanes_left(request: ScoreRequest, rules: RewardRules) -> list[str]:
-    """Lanes that a request has to pass after its gate and the quick comparison."""
+def pools_left(request: ScoreRequest, rules: RewardRules) -> list[str]:
+    """Worker pools that a request has to pass after its format check and the quick comparison."""
     found = screen(request, rules)
-    return [step.lane for step in found.steps] if isinstance(found, Draft) else []
+    return [step.pool for step in found.steps] if isinstance(found, Draft) else []
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_quick_score_leaves_open_what_needs_a_library() -> None:
     request = make_request(boxed("7"))
     assert isinstance(screen(request, RULES), Score)
     product = make_request(boxed("(x+1)(x-1)"), answer="x^2-1")
-    assert lanes_left(product, RULES) == ["answers"]
+    assert pools_left(product, RULES) == ["answers"]
     assert score(product, RULES).is_correct
 
 
@@ -137,28 +137,28 @@ def test_unknown_task_names_the_known_ones(name: str) -> None:
 def test_function_that_cannot_be_loaded_is_our_failure(function: str) -> None:
     rules = make_rules(tasks={"mine": TaskConfig(compare=function)})
     request = make_request(boxed("7"), task="mine")
-    assert lanes_left(request, rules) == ["custom"]
+    assert pools_left(request, rules) == ["custom"]
     with pytest.raises(GradingError, match="no_such|no.such"):
         score(request, rules)
     with pytest.raises(GradingError, match="no_such|no.such"):
         prepare("judge", "mine", rules)
     rules = make_rules(extra=[ExtraReward(name="bonus", function=function)])
-    assert lanes_left(make_request(boxed("7")), rules) == ["custom"]
+    assert pools_left(make_request(boxed("7")), rules) == ["custom"]
     with pytest.raises(GradingError, match="no_such|no.such"):
         prepare("extras", "math", rules)
 
 
-def test_task_of_the_user_has_its_gate_and_comparison() -> None:
+def test_task_of_the_user_has_its_format_check_and_comparison() -> None:
     rules = make_rules(
         tasks={
-            "mine": TaskConfig(gate="box", compare=f"{PLUG_INS}:obey"),
-            "any_text": TaskConfig(gate="none", compare="exact"),
+            "mine": TaskConfig(format_check="box", compare=f"{PLUG_INS}:obey"),
+            "any_text": TaskConfig(format_check="none", compare="exact"),
         }
     )
     assert score(make_request("so \\boxed{7}", task="mine"), rules).is_correct
     assert not score(make_request("so \\boxed{8}", task="mine"), rules).is_correct
     assert score(make_request("so 7", task="mine"), rules).reason == "no_boxed"
-    assert lanes_left(make_request("so \\boxed{7}", task="mine"), rules) == ["custom"]
+    assert pools_left(make_request("so \\boxed{7}", task="mine"), rules) == ["custom"]
     assert score(make_request(" 7\n", task="any_text"), rules).is_correct
     assert score(make_request(" \n", task="any_text"), rules).reason == "empty_response"
 
@@ -172,7 +172,7 @@ def test_extra_rewards_are_added_by_weight_and_recorded_by_name() -> None:
     found = score(request, rules)
     assert math.isclose(found.reward, 1.1)
     assert found.parts == {"format": 0.1, "correct": 0.9, "length": 0.0, "half": 0.1}
-    assert lanes_left(request, rules) == ["custom"]
+    assert pools_left(request, rules) == ["custom"]
     assert "half" not in score(make_request("7"), rules).parts
 
 
@@ -206,7 +206,7 @@ def test_language_is_that_of_the_problem_or_the_target(
     rules = make_rules(language=0.1)
     text = f"<think>{THOUGHTS[thoughts]}</think>\\boxed{{7}}"
     request = make_request(text, problem=FRENCH, language=target)
-    assert lanes_left(request, rules) == ["language"]
+    assert pools_left(request, rules) == ["language"]
     found = score(request, rules)
     assert found.parts["language"] == earned
     assert math.isclose(found.reward, 1.0 + earned)

@@ -16,10 +16,10 @@ import verification.worker
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.reward import (
     ExtraReward,
-    LaneConfig,
     RewardConfig,
     TaskConfig,
     VerifierConfig,
+    WorkerPoolConfig,
 )  # fmt: skip
 from megatron_rl.config.tree import Config, PortsConfig, PromptSource, RunConfig
 from megatron_rl.protocol.types import (
@@ -53,8 +53,8 @@ def _write_config(folder: Path, port: int, *, dataset: str = "chain_sum") -> Pat
             extra=[ExtraReward(name="patience", function=HANG, tasks=["slow"])],
         ),
         verifier=VerifierConfig(
-            answers=LaneConfig(timeout_s=1.0, max_pending=CAPACITY),
-            custom=LaneConfig(timeout_s=1.0, max_pending=CAPACITY),
+            answers=WorkerPoolConfig(timeout_s=1.0, max_pending=CAPACITY),
+            custom=WorkerPoolConfig(timeout_s=1.0, max_pending=CAPACITY),
         ),
         ports=PortsConfig(verify=port),
         prompts=[PromptSource(kind="reasoning_gym", name=dataset)],
@@ -146,13 +146,14 @@ def test_verifier_grades_over_sockets_and_stops_clean(tmp_path: Path) -> None:
     assert "told to stop" in (tmp_path / "logs" / "verifier.log").read_text()
 
 
-def test_requests_beyond_the_room_of_their_lane_are_refused_and_other_lanes_go_on(
+def test_requests_beyond_the_room_of_their_pool_are_refused_and_other_pools_go_on(
     tmp_path: Path,
 ) -> None:
     port = free_port()
     with Router("127.0.0.1", port) as router, _verifier(_write_config(tmp_path, port)):
         _wait_for_ready(router)
-        # A comparison of the user's, and an extra reward beside one of ours: both need this lane.
+        # A comparison of the user's, and an extra reward beside one of ours: both need this worker
+        # pool.
         tasks = ["hang"] * 15 + ["slow"] * 15
         hanging = [make_request(boxed("7"), request_id=i, task=t) for i, t in enumerate(tasks)]
         for request in hanging:
@@ -167,7 +168,7 @@ def test_requests_beyond_the_room_of_their_lane_are_refused_and_other_lanes_go_o
             assert time.monotonic() < deadline
             message = _receive(router)
             if isinstance(message, ScoreFailed):
-                assert "no room in lane 'custom'" in message.reason
+                assert "no room in worker pool 'custom'" in message.reason
                 refused.add(message.request_id)
             elif isinstance(message, ScoreDone) and message.request_id >= 100:
                 assert message.score.is_correct
@@ -201,7 +202,7 @@ def test_verifier_finds_classes_beside_scores_and_survives_answers_that_hang(
         assert answers[11] == ClassDone(11, [0, 1, 0])
         assert isinstance(answers[12], ScoreFailed) and "no_such_task" in answers[12].reason
         assert isinstance(answers[13], ScoreDone) and answers[13].score.is_correct
-        # More than twice the room of the lane: a queue that restarted.
+        # More than twice the room of the worker pool: a queue that restarted.
         for number in range(20, 50):
             router.send("verifier", asked(number, ["a", "b"], "hang"))
         refused = set()

@@ -85,7 +85,7 @@ def test_pages_are_in_order_and_do_not_overlap(tmp_path: Path, opened: Callable[
 def test_kinds_facets_and_staleness(tmp_path: Path, opened: Callable[[], Index]) -> None:
     folder = tmp_path / "run" / "rollouts"
     write(folder / "step_000003.jsonl", [record(0, 0, versions=[1, 2]), record(0, 1, versions=[3])])
-    write(folder / "dropped_000003.jsonl", [record(1, 0, dropped="flat")])
+    write(folder / "dropped_000003.jsonl", [record(1, 0, dropped="zero_variance")])
     write(folder / "eval_before.aime.jsonl", [record(2, 0)])
     index = opened()
     facets = index.facets()
@@ -94,7 +94,7 @@ def test_kinds_facets_and_staleness(tmp_path: Path, opened: Callable[[], Index])
     _, rows = index.page(Filter(), order="step", is_falling=True, limit=9, offset=0)
     ages = {(row["grp"], row["idx"]): row["staleness"] for row in rows}
     assert ages == {(0, 0): 2, (0, 1): 0, (1, 0): None, (2, 0): None}
-    assert len(ids(index, Filter(equals={"dropped": "flat"}))) == 1
+    assert len(ids(index, Filter(equals={"dropped": "zero_variance"}))) == 1
     (stage_0,) = {row[0] for row in facets["stage"]}
     assert len(ids(index, Filter(equals={"stage": str(stage_0)}))) == 4
 

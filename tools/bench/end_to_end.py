@@ -15,8 +15,8 @@ Runs on two cores, one variant after another in a rotating order. Two workloads:
 tiny: the sorting task of the quickstart. All start from the same weights after the same cold start,
 with the same train prompts as the same token ids, rewards, 16 prompts x 16 rollouts a step, at most
 12 new tokens, T=1, AdamW, clip-higher, float32, and take the same count of optimizer steps. One
-difference stays: TRL trains on flat groups (which give no gradient), ours drops them and generates
-others in their place.
+difference stays: TRL trains on zero-variance groups (which give no gradient), ours drops them and
+generates others in their place.
 
 real: SmolLM2-135M-Instruct, open prompts whose answers differ in length (completion_tokens: p10,
 p50, p90 of what was measured), 8 groups of 8 rollouts a step, at most 192 new tokens, a smooth
@@ -30,8 +30,8 @@ rollouts. Both sides keep float32 master weights; our products are bfloat16, as 
 What stays unfair: TRL generates a step's rollouts from one policy, ours from one up to
 max_staleness versions older; runs of TRL and of ours_sync are not repeated, for the sake of time.
 
-tiny: rollouts_per_s counts generated rollouts, those of dropped flat groups included, from the end
-of step 3 to the end of the last step. rollouts_trained_per_s leaves the dropped ones out.
+tiny: rollouts_per_s counts generated rollouts, those of dropped zero-variance groups included, from
+the end of step 3 to the end of the last step. rollouts_trained_per_s leaves the dropped ones out.
 
 over_sync_bound is what over_sync would be if a synchronous run's waiting and the rest of its steps
 ran side by side, each step as long as the longer of the two.
@@ -39,9 +39,10 @@ ran side by side, each step as long as the longer of the two.
 seconds_to_accuracy_0.7 is wall clock from the loop's start (ours: version 0 is published; TRL:
 on_train_begin) to the end of the first step at which the rollouts of the last 3 steps, at least
 768, are right in 70 % of the cases. Nothing is evaluated meanwhile, so no time has to be taken
-out: the train prompts are new at each step, so that what is sampled for training (T=1, flat groups
-included) is a sample of the policy's accuracy before it trained on them. Ours samples some of it
-from a policy up to max_staleness versions older, which delays it a little. null: never reached.
+out: the train prompts are new at each step, so that what is sampled for training (T=1,
+zero-variance groups included) is a sample of the policy's accuracy before it trained on them. Ours
+samples some of it from a policy up to max_staleness versions older, which delays it a little. null:
+never reached.
 
 peak_memory_bytes: the sum of PSS over all processes of a variant, sampled every 2 s, start-up
 included.

@@ -21,7 +21,7 @@ class StepMark:
     seconds: float
     """Wall clock from the loop's start to the end of the step."""
     generated: int
-    """Rollouts that the step consumed, those of dropped flat groups included."""
+    """Rollouts that the step consumed, those of dropped zero-variance groups included."""
     trained: int
     """Rollouts that entered its loss."""
     accuracy: float
@@ -51,7 +51,7 @@ def _mark(row: dict[str, Any], start_s: float, group_size: int) -> StepMark:
     trained = int(row["queue/rollouts_trained"])
     return StepMark(
         seconds=row["time"] - start_s,
-        generated=trained + group_size * int(row["queue/groups_dropped_flat"]),
+        generated=trained + group_size * int(row["queue/groups_dropped_zero_variance"]),
         trained=trained,
         accuracy=row["rollout/correct"],
         tokens=round(trained * row.get("rollout/length_tokens", 0)),

@@ -152,19 +152,19 @@ class Seconds(NamedTuple):
 
 def variants(*, is_quick: bool) -> dict[str, Variant]:
     """All of them; is_quick: smaller batches."""
-    dense = Load(groups_per_batch=32 if is_quick else 128, max_staleness=7 if is_quick else 3)
+    dense = Load(prompts_per_batch=32 if is_quick else 128, max_staleness=7 if is_quick else 3)
     # 13 MB a rollout: as many as a small machine holds.
     replay = Load(
         generators=100,
         slots=1,
         choices_per_token=EXPERTS.layers * EXPERTS.experts_per_token,
-        groups_per_batch=2,
+        prompts_per_batch=2,
         max_staleness=7,
         leaders=4,
     )
     short = dense._replace(tokens=DENSE_PRODUCED.mean_tokens)
     short_replay = replay._replace(
-        tokens=EXPERTS_PRODUCED.mean_tokens, generators=400, slots=2, groups_per_batch=16
+        tokens=EXPERTS_PRODUCED.mean_tokens, generators=400, slots=2, prompts_per_batch=16
     )
     return {
         "dense": _variant(dense, DENSE, DENSE_PRODUCED),
@@ -196,7 +196,7 @@ def write_config(folder: Path, variant: Variant) -> Config:
         "run": {"dir": folder},
         "prompts": [{"path": folder / "prompts.jsonl"}],
         "train": {
-            "steps": 1_000_000, "groups_per_batch": load.groups_per_batch,
+            "steps": 1_000_000, "prompts_per_batch": load.prompts_per_batch,
             "group_size": load.group_size, "microbatch_tokens": 40_960,
         },
         "queue": {"max_staleness": load.max_staleness},

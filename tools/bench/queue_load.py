@@ -58,7 +58,7 @@ class Produced(NamedTuple):
 
     tokens_per_s: float
     completions_per_s: float
-    """All of them, also of groups that turn out flat."""
+    """All of them, also of groups that turn out to have zero variance."""
 
     @property
     def mean_tokens(self) -> int:
@@ -70,13 +70,14 @@ DENSE_PRODUCED = Produced(283_500, 30.2)
 EXPERTS_PRODUCED = Produced(553_200, 132.2)
 """The most of any split of GPUS H100s. `DIR/config.json` is that of the model, N 512 and 1,024:
 
-    megatron-rl simulate examples/magistral_24b.toml model.path=DIR train.groups_per_batch=N \\
+    megatron-rl simulate examples/magistral_24b.toml model.path=DIR train.prompts_per_batch=N \\
         --gpus 512 --sweep split=96,128,160,192 --lanes all --steps 4 --warm-up 4 --json
-    megatron-rl simulate examples/qwen3_30b_a3b.toml model.path=DIR train.groups_per_batch=N \\
+    megatron-rl simulate examples/qwen3_30b_a3b.toml model.path=DIR train.prompts_per_batch=N \\
         --gpus 512 --sweep split=64,72,80,96,128 --lanes all --steps 4 --warm-up 4 --json
 
 A batch has as many times more groups as there are more GPUs than the example's. The best are 128
-and 96. completions_per_s: train.groups_per_batch * train.group_size / (1 - flat_share) / step_s.
+and 96. completions_per_s: train.prompts_per_batch * train.group_size / (1 - zero_variance_share) /
+step_s.
 """
 
 
@@ -90,7 +91,7 @@ class Load(NamedTuple):
     """Of each completion."""
     choices_per_token: int = 0
     """Expert choices of a token, uint8: layers x experts of a token; 0: no router replay."""
-    groups_per_batch: int = 128
+    prompts_per_batch: int = 128
     group_size: int = 16
     max_staleness: int = 3
     verifiers: int = 8
@@ -100,7 +101,7 @@ class Load(NamedTuple):
     @property
     def batch(self) -> int:
         """Completions of a batch."""
-        return self.groups_per_batch * self.group_size
+        return self.prompts_per_batch * self.group_size
 
     @property
     def held_bound(self) -> int:

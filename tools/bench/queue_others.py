@@ -69,7 +69,7 @@ class _Others:
 
     def _grade(self, verifier: zmq.Socket, frames: list[wire.Frame]) -> None:
         request = wire.decode_frames(frames)
-        # Neighbours differ, so that no group is flat.
+        # Neighbours differ, so that no group has zero variance.
         self._scores += 1
         send(verifier, ScoreDone(request.request_id, (_RIGHT, _WRONG)[self._scores % 2]))
 

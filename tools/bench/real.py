@@ -66,7 +66,7 @@ def make_real(work_dir: Path, scale: Scale) -> Workload:
     overrides = (
         f"model.path={json.dumps(str(smollm2().resolve()))}",
         f"prompts.0.path={json.dumps(str(prompts.resolve()))}",
-        f"train.groups_per_batch={scale.groups}",
+        f"train.prompts_per_batch={scale.groups}",
         f"train.group_size={GROUP_SIZE}",
         f"sampling.max_new_tokens={scale.max_new_tokens}",
     )

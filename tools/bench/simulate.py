@@ -16,8 +16,8 @@ that are long enough for chance to count little.
 | sync  | queue.max_staleness=0         |
 | wide  | twice the groups of a batch   |
 
-The learning rate is so small that the policy, and with it the share of flat groups, stays what it
-is: what is compared is time, not learning. --quick makes two rounds of base and sync alone.
+The learning rate is so small that the policy, and with it the share of zero-variance groups, stays
+what it is: what is compared is time, not learning. --quick makes two rounds of base and sync alone.
 
 Progress goes to stderr; the last line on stdout is one JSON object: for each run and figure the
 medians over the rounds of what was predicted, what was measured, their ratio and (of shares, since
@@ -59,7 +59,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "base": (),
     "small": ("generator.max_running=64",),
     "sync": ("queue.max_staleness=0",),
-    "wide": ("train.groups_per_batch=32",),
+    "wide": ("train.prompts_per_batch=32",),
 }
 QUICK = ("base", "sync")
 QUICK_ROUNDS = 2

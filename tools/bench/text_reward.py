@@ -1,4 +1,5 @@
-"""The reward of the benchmark's workload `real`: smooth, so that groups are practically never flat.
+"""The reward of the benchmark's workload `real`: smooth, so that groups are practically never
+without variance.
 
 Imported by our verifiers (`reward.extra`) and by tools.bench.trl_worker, so that both grade alike;
 standard library only.

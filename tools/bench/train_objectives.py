@@ -15,7 +15,7 @@ from megatron_rl.trainer.step import Trainer
 
 PLAIN = "magistral"
 MORE_PASSES = {
-    "proximal": {"surrogate": {"old_logprobs": "recompute"}},
+    "proximal": {"policy_loss": {"old_logprobs": "recompute"}},
     "reference": {"preset": "grpo"},
     "groups": {"preset": "agro"},
     "kl_exact": {

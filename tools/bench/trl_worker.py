@@ -4,7 +4,7 @@ Run in the benchmark's own virtual environment by tools.bench.variants:
 `python -m tools.bench.trl_worker JOB.json`, from the repository root. It reads the job and its
 prompts, and appends {"step", "seconds", "rollouts", "accuracy", "lengths"} rows to the job's `rows`
 file.
-`seconds` is wall clock since training began. Of this project it imports the format gate and the
+`seconds` is wall clock since training began. Of this project it imports the format check and the
 reward of texts alone, so that both sides grade alike.
 """
 

@@ -1,6 +1,6 @@
 """What comes of an item whose attempts failed: a rule of the list of its faults.
 
-Used by `lane.py` and by grading processes, which name the faults.
+Used by `worker_pool.py` and by grading processes, which name the faults.
 """
 
 import enum

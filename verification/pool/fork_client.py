@@ -48,7 +48,7 @@ class ForkClient:
         """Readable when `receive` has something to do; None before the first fork."""
         return None if self._socket is None else self._socket.fileno()
 
-    def fork(self, lane: str, needs: tuple[StepKind, str]) -> GradingProcess:
+    def fork(self, pool: str, needs: tuple[StepKind, str]) -> GradingProcess:
         """A new grading process, ready for that kind of step of that task.
 
         It can be given items at once: they wait in its socket until it is forked.
@@ -62,7 +62,7 @@ class ForkClient:
         last_words = tempfile.TemporaryFile()
         process = GradingProcess(number, ours, last_words)
         self._processes[number] = process
-        message = encode(Fork(number, lane, *needs))
+        message = encode(Fork(number, pool, *needs))
         with theirs:
             try:
                 socket.send_fds(self._socket, [message], [theirs.fileno(), last_words.fileno()])

@@ -1,4 +1,4 @@
-"""The fork server: `python -m verification.pool.fork_server FD PARENT_PID RULES LANES`.
+"""The fork server: `python -m verification.pool.fork_server FD PARENT_PID RULES WORKER_POOLS`.
 
 Started by `ForkClient`, one a verifier. Loads the judges' libraries once and forks grading
 processes, so that a killed one is replaced in milliseconds. A process of its own because a fork
@@ -84,10 +84,10 @@ class ForkServer:
         if not body:
             return False
         fork = fork_decoder.decode(body)
-        self._has_sandboxes |= fork.lane == CODE
+        self._has_sandboxes |= fork.pool == CODE
         # Functions of the user's own are loaded in their own process alone: whatever their import
         # does (threads, open files, a crash) must not reach this one, of which all are copies.
-        if fork.lane != CUSTOM:
+        if fork.pool != CUSTOM:
             self._prepare(fork)
         server_pid = os.getpid()
         has_session, starts_session = os.pipe()
@@ -156,11 +156,11 @@ class ForkServer:
             os.dup2(connection, 3)
             os.closerange(4, max(map(int, os.listdir("/proc/self/fd"))) + 1)
             die_with(server_pid)
-            limits = self._cfg.lane(fork.lane)
+            limits = self._cfg.pool(fork.pool)
             # Last: all that is done here must not fail for want of a resource.
-            limit_resources(fork.lane, limits.memory_bytes)
+            limit_resources(fork.pool, limits.memory_bytes)
             with socket.socket(fileno=3) as stream:
-                Grader(stream, fork.lane, rules=self._rules, limits=limits).run()
+                Grader(stream, fork.pool, rules=self._rules, limits=limits).run()
             exit_code = 0
         except BrokenPipeError:
             pass  # The verifier gave this process up.
@@ -192,7 +192,7 @@ class ForkServer:
 
 def main() -> None:
     """Entry of the process."""
-    descriptor, parent_pid, rules, lanes = sys.argv[1:]
+    descriptor, parent_pid, rules, pools = sys.argv[1:]
     # The verifier hears Ctrl-C too and closes the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(int(parent_pid))
@@ -207,7 +207,7 @@ def main() -> None:
             connection,
             readable,
             rules=RewardRules.model_validate(json.loads(rules)),
-            cfg=VerifierConfig.model_validate(json.loads(lanes)),
+            cfg=VerifierConfig.model_validate(json.loads(pools)),
         )
         try:
             server.run()

@@ -112,7 +112,7 @@ class Fork(msgspec.Struct, frozen=True, tag="Fork"):
     """Verifier -> fork server, with a socket and a file for stderr: fork a grading process."""
 
     number: int
-    lane: str
+    pool: str
     kind: StepKind
     task: str
     """What this step of this task needs is loaded first, to be shared by all forks."""

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 
-from megatron_rl.config.reward import CODE, LaneConfig, StepKind
+from megatron_rl.config.reward import CODE, StepKind, WorkerPoolConfig
 from verification.pool.faults import HOST
 from verification.pool.frames import (
     Aborted,
@@ -50,15 +50,15 @@ def die_with(parent_pid: int) -> None:
         sys.exit(0)
 
 
-def limit_resources(lane: str, memory_bytes: int) -> None:
+def limit_resources(pool: str, memory_bytes: int) -> None:
     """Cap address space, written files, open files; no core dumps.
 
-    Not the files of the code lane: a sandbox's programs inherit these limits, cannot raise them,
-    and a compiler needs more. The sandbox sets limits of its own.
+    Not the files of the code worker pool: a sandbox's programs inherit these limits, cannot raise
+    them, and a compiler needs more. The sandbox sets limits of its own.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if lane != CODE:
+    if pool != CODE:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
         resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
 
@@ -84,10 +84,10 @@ class Grader:
     """Answers the frames of one socket until it closes or the process is used up."""
 
     def __init__(
-        self, connection: socket.socket, lane: str, *, rules: RewardRules, limits: LaneConfig
+        self, connection: socket.socket, pool: str, *, rules: RewardRules, limits: WorkerPoolConfig
     ) -> None:
         self._connection = connection
-        self._lane = lane
+        self._pool = pool
         self._rules = rules
         self._limits = limits
         self._loaded: set[tuple[StepKind, str]] = set()
@@ -110,7 +110,7 @@ class Grader:
         try:
             self._load(question.kind, question.request.task)
             # After the loading, which may take longer than grading may.
-            if self._lane != CODE:
+            if self._pool != CODE:
                 limit_cpu(self._limits.timeout_s)
             reply: Reply = Graded(message.item_id, take_step(question, self._rules))
         except HostBusy as error:

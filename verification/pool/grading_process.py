@@ -1,6 +1,6 @@
 """The verifier's end of one grading process: give items, read replies, measure, pause, kill.
 
-Runs in the verifier. Made by `ForkClient`, scheduled by `Lane`.
+Runs in the verifier. Made by `ForkClient`, scheduled by `WorkerPool`.
 """
 
 import os
@@ -29,8 +29,8 @@ class Item(msgspec.Struct):
 
     item_id: int
     draft: Draft
-    lanes: frozenset[str]
-    """Lanes in which it takes up room until its score is collected."""
+    pools: frozenset[str]
+    """Worker pools in which it takes up room until its score is collected."""
     faults: list[str] = []
     """How earlier attempts at this step ended: "grading_timeout", "grading_crash", ..."""
     since_s: float = 0.0

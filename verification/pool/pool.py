@@ -1,7 +1,8 @@
-"""The pool of killable grading processes: the lanes, and what wakes them.
+"""The pool of killable grading processes: the worker pools, and what wakes them.
 
-Runs in the verifier's only thread. `Lane` decides which process gets which item; `ForkClient`
-makes the processes. A draft goes from lane to lane, a step in each, until it is a score.
+Runs in the verifier's only thread. `WorkerPool` decides which process gets which item; `ForkClient`
+makes the processes. A draft goes from worker pool to worker pool, a step in each, until it is a
+score.
 """
 
 import collections
@@ -12,12 +13,12 @@ import time
 from types import TracebackType
 from typing import Self
 
-from megatron_rl.config.reward import LANES, VerifierConfig
+from megatron_rl.config.reward import WORKER_POOLS, VerifierConfig
 from verification.draft import Draft
 from verification.pool.fork_client import ForkClient
 from verification.pool.frames import FrameError
 from verification.pool.grading_process import GradingProcess, Item
-from verification.pool.lane import Finished, Lane
+from verification.pool.worker_pool import Finished, WorkerPool
 from verification.rules import RewardRules
 
 log = logging.getLogger(__name__)
@@ -31,20 +32,22 @@ class Pool:
 
     def __init__(self, cfg: VerifierConfig, rules: RewardRules) -> None:
         self._fork_client = ForkClient(cfg, rules)
-        self.lanes = {
-            name: Lane(
+        self.pools = {
+            name: WorkerPool(
                 name,
-                cfg.lane(name),
+                cfg.pool(name),
                 rules=rules,
                 fork_client=self._fork_client,
                 answer_within_s=cfg.answer_within_s,
             )
-            for name in LANES
+            for name in WORKER_POOLS
         }
         self.taken: collections.Counter[str] = collections.Counter()
-        """Room taken in each lane: requests not yet collected that have passed it, are in it, or
-        will come to it. Counted as the queue counts, so that both agree when a lane is full."""
-        self._owners: dict[int, tuple[Lane, GradingProcess]] = {}
+        """Room taken in each worker pool: requests not yet collected that have passed it, are in
+        it, or will come to it. Counted as the queue counts, so that both agree when a worker pool
+        is full.
+        """
+        self._owners: dict[int, tuple[WorkerPool, GradingProcess]] = {}
         """Attached processes by the descriptor of their socket."""
         self._watched: dict[int, int] = {}
         """Events that epoll was last asked for, by descriptor: it need not be asked again."""
@@ -78,29 +81,29 @@ class Pool:
     @property
     def pending(self) -> int:
         """Requests submitted and not yet collected."""
-        return sum(lane.pending for lane in self.lanes.values())
+        return sum(pool.pending for pool in self.pools.values())
 
     @property
     def kills(self) -> int:
         """Processes killed for an item that took too long."""
-        return sum(lane.kills for lane in self.lanes.values())
+        return sum(pool.kills for pool in self.pools.values())
 
     @property
     def deaths(self) -> int:
         """Processes that died by themselves."""
-        return sum(lane.deaths for lane in self.lanes.values())
+        return sum(pool.deaths for pool in self.pools.values())
 
     @property
     def next_deadline_s(self) -> float | None:
         """Monotonic time of the earliest deadline; None when nothing is in flight."""
-        checks = [lane.next_check_s for lane in self.lanes.values()]
+        checks = [pool.next_check_s for pool in self.pools.values()]
         return min((check for check in checks if check is not None), default=None)
 
     def submit(self, draft: Draft) -> None:
         """Take the steps that a draft still needs; the caller keeps `taken` within its limits."""
-        lanes = frozenset(step.lane for step in draft.steps)
-        self.taken.update(lanes)
-        self._route(Item(next(self._item_ids), draft, lanes, since_s=time.monotonic()))
+        pools = frozenset(step.pool for step in draft.steps)
+        self.taken.update(pools)
+        self._route(Item(next(self._item_ids), draft, pools, since_s=time.monotonic()))
 
     def collect(self) -> list[Finished]:
         """Move everything on as far as it goes without waiting; finished requests."""
@@ -113,34 +116,34 @@ class Pool:
             # An event of this batch may have closed a descriptor that a later one names.
             elif descriptor in self._owners:
                 self._read(*self._owners[descriptor])
-        # Before any lane hands out items, whichever lane they go to.
-        for lane in self.lanes.values():
-            passed_on, lane.passed_on = lane.passed_on, []
+        # Before any worker pool hands out items, whichever worker pool they go to.
+        for pool in self.pools.values():
+            passed_on, pool.passed_on = pool.passed_on, []
             for item in passed_on:
                 self._route(item)
         now = time.monotonic()
         finished: list[Finished] = []
-        for lane in self.lanes.values():
-            for process in lane.advance(now):
+        for pool in self.pools.values():
+            for process in pool.advance(now):
                 self._detach(process)
-            self._watch(lane)
-            finished += self._harvest(lane)
+            self._watch(pool)
+            finished += self._harvest(pool)
         return finished
 
     def _route(self, item: Item) -> None:
-        self.lanes[item.draft.steps[0].lane].submit(item)
+        self.pools[item.draft.steps[0].pool].submit(item)
 
-    def _harvest(self, lane: Lane) -> list[Finished]:
-        finished, lane.finished = lane.finished, []
+    def _harvest(self, pool: WorkerPool) -> list[Finished]:
+        finished, pool.finished = pool.finished, []
         for item, _ in finished:
-            self.taken.subtract(item.lanes)
+            self.taken.subtract(item.pools)
         return [reply for _, reply in finished]
 
-    def _read(self, lane: Lane, process: GradingProcess) -> None:
+    def _read(self, pool: WorkerPool, process: GradingProcess) -> None:
         process.flush()
         try:
             for reply in process.receive():
-                if lane.take(process, reply):
+                if pool.take(process, reply):
                     process.kill()
                     self._detach(process)
                     return
@@ -158,19 +161,19 @@ class Pool:
             owner = self._owners.get(process.connection.fileno())
             if owner is None or owner[1] is not process:
                 continue  # It was given up before.
-            lane = owner[0]
+            pool = owner[0]
             # The news of its death may overtake its last answers, which count.
-            self._read(lane, process)
+            self._read(pool, process)
             # A suspect whose last answer that was is detached by now.
             if process.connection.fileno() != -1:
-                lane.on_death(process)
+                pool.on_death(process)
                 self._detach(process)
 
-    def _watch(self, lane: Lane) -> None:
-        for process in lane.processes:
+    def _watch(self, pool: WorkerPool) -> None:
+        for process in pool.processes:
             descriptor = process.connection.fileno()
             if descriptor not in self._owners:
-                self._owners[descriptor] = (lane, process)
+                self._owners[descriptor] = (pool, process)
             if process.is_closed:
                 continue
             events = select.EPOLLIN | (select.EPOLLOUT if process.has_unsent else 0)

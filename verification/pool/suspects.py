@@ -1,12 +1,14 @@
-"""The suspects of a lane: slow items in a process of their own, failed ones that wait for one.
+"""The suspects of a worker pool: slow items in a process of their own, failed ones that wait for
+one.
 
-Runs in the verifier; used by `lane.py`, which decides who becomes a suspect and what a fault means.
+Runs in the verifier; used by `worker_pool.py`, which decides who becomes a suspect and what a fault
+means.
 """
 
 import os
 from collections.abc import Callable, Iterator
 
-from megatron_rl.config.reward import LaneConfig
+from megatron_rl.config.reward import WorkerPoolConfig
 from verification.pool import turns
 from verification.pool.grading_process import GradingProcess, Item
 from verification.pool.turns import Turn
@@ -23,7 +25,7 @@ class Suspects:
     """Processes of one item each, of which a few compute at once."""
 
     def __init__(
-        self, cfg: LaneConfig, fork: Callable[[Item], GradingProcess], *, may_pause: bool
+        self, cfg: WorkerPoolConfig, fork: Callable[[Item], GradingProcess], *, may_pause: bool
     ) -> None:
         """may_pause: whether they compute and do nothing else, so that they can be stopped."""
         self._cfg = cfg

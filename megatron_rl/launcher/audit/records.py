@@ -30,7 +30,7 @@ from megatron_rl.rollout_queue.activity import ACTIVITY_S
 Row = dict[str, Any]
 Report = Callable[[int, int | None], None]
 _ROUNDING = 1e-6
-_FLAT = "flat"
+_ZERO_VARIANCE = "zero_variance"
 
 
 def audit_records(run_dir: Path, report: Report) -> Findings:
@@ -170,11 +170,11 @@ def _check_step(
     if config.replay.share:
         # Replayed rollouts are in the batch, and not among the records.
         seen = {}
-    if all(record.dropped == _FLAT for record in dropped):
+    if all(record.dropped == _ZERO_VARIANCE for record in dropped):
         sampled = [record for record in [*trained, *dropped] if record.reward is not None]
         seen["rollout/reward"] = sum(r.reward or 0.0 for r in sampled) / len(sampled)
         seen["rollout/length_tokens"] = sum(r.tokens for r in sampled) / len(sampled)
-        seen["queue/groups_dropped_flat"] = len({record.group for record in dropped})
+        seen["queue/groups_dropped_zero_variance"] = len({record.group for record in dropped})
     for name, value in seen.items():
         written = row.get(name, 0.0)
         findings.check(

@@ -69,7 +69,7 @@ def _check_writable(run_dirs: list[Path], path: Path, trace: Path | None) -> Non
     # First what is no run at all.
     for folder in run_dirs:
         _config_of(folder)
-    for file, cure in (
+    for file, fix in (
         (path, "--html FILE elsewhere, or --text"),
         (trace, "--trace FILE elsewhere"),
     ):
@@ -77,7 +77,7 @@ def _check_writable(run_dirs: list[Path], path: Path, trace: Path | None) -> Non
             continue
         folder = file.resolve().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise InputError(f"cannot write {file}: {folder} is no writable folder; give {cure}")
+            raise InputError(f"cannot write {file}: {folder} is no writable folder; give {fix}")
 
 
 def write_report(
@@ -126,8 +126,8 @@ def _read_summary(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        cure = "move it away, and the metrics are summed up anew"
-        raise InputError(f"cannot read {path}: {error}; {cure}") from error
+        fix = "move it away, and the metrics are summed up anew"
+        raise InputError(f"cannot read {path}: {error}; {fix}") from error
     if not isinstance(found, dict) or not isinstance(found.get("wall_s"), dict):
         raise InputError(f"{path} is no summary of a run: expected an object with wall_s")
     return found

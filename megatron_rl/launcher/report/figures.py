@@ -36,7 +36,7 @@ _CURVES: tuple[tuple[str, str, tuple[Curve, ...]], ...] = (
      (Curve("rollout/reward", "reward"), Curve("reward/correct", "for right answers"),
       Curve("reward/format", "for form"), Curve("reward/length", "length"),
       Curve("reward/language", "language"))),
-    ("Right, well-formed, cut", "Shares of all rollouts of a step, flat groups too.",
+    ("Right, format passed, cut", "Shares of all rollouts of a step, zero-variance groups too.",
      (Curve("rollout/correct", "right"), Curve("rollout/format", "well-formed"),
       Curve("rollout/truncated", "cut at the length limit"))),
     ("Length of completions", "Mean, in tokens.", (Curve("rollout/length_tokens", "tokens"),)),
@@ -178,7 +178,7 @@ def _named(prefix: str) -> Callable[[Sequence[Run]], list[tuple[str, str]]]:
 
 
 def _dropped(runs: Sequence[Run]) -> Plot | None:
-    text = "Of a step, by reason; flat ones have equal rewards."
+    text = "Of a step, by reason; zero-variance ones have equal rewards."
     return _bars(runs, _named(GROUPS_DROPPED)(runs), Plot("Dropped groups", text, go.Figure()))
 
 

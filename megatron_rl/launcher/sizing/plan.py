@@ -171,7 +171,7 @@ def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None
         parameters=model_parameters(shape),
         active_parameters=active_parameters(shape),
         trainer_gpus=config.parallel.world_size,
-        generator_gpus=0 if generator.shares_gpus else generator_gpus(config),
+        generator_gpus=0 if generator.colocate else generator_gpus(config),
         scorer_gpus=scorer_gpus(config),
         gpu=hardware.card or hardware.gpu,
         gpu_bytes=gpu.memory_bytes,
@@ -249,7 +249,7 @@ def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: in
     peak = gpu.fp8_flops if config.model.fp8 != "none" else gpu.bf16_flops
     if peak is None:
         raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
-    sequences = config.train.groups_per_batch * config.train.group_size
+    sequences = config.train.prompts_per_batch * config.train.group_size
     flops = step_flops(shape, sequences=sequences, length=mean_tokens)
     division, microbatches = setting.division, setting.microbatch.count
     tokens = sequences * mean_tokens

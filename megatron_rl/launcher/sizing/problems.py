@@ -92,7 +92,7 @@ def scorer_gpus(config: Config) -> int:
 def wanted_gpus(config: Config) -> int:
     """GPUs of the whole run."""
     scorer = scorer_gpus(config)
-    if config.generator.shares_gpus:
+    if config.generator.colocate:
         return max(config.parallel.world_size, generator_gpus(config)) + scorer
     return config.parallel.world_size + generator_gpus(config) + scorer
 

@@ -25,7 +25,7 @@ class SharedMemory:
 
 def shared_memory(config: Config, trainer: RankMemory, engine: EngineMemory) -> SharedMemory | None:
     """Of the fullest trainer rank and an engine rank beside it; None where they share no GPU."""
-    if not config.generator.shares_gpus:
+    if not config.generator.colocate:
         return None
     given_back = engine.weights + config.generator.bounded_kv_tokens * engine.kv_per_token
     both = trainer.total + given_back + engine.reserve

@@ -71,7 +71,7 @@ class RankMemory:
 def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
     """The setting of a configuration whose sequences have mean_tokens on average."""
     train, weights = config.train, config.weights
-    tokens = train.groups_per_batch * train.group_size * mean_tokens
+    tokens = train.prompts_per_batch * train.group_size * mean_tokens
     # A sequence over the budget is a microbatch of its own (protocol/packing.py).
     budget = max(train.microbatch_tokens, config.generator.context_tokens)
     passes = tokens / (train.minibatches * config.parallel.data * train.microbatch_tokens)

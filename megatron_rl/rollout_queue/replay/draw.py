@@ -58,8 +58,8 @@ class StoredReplay:
         if not stored.groups:
             raise InputError(
                 "replay.runs and replay.traces hold no group to train on; left out were "
-                f"{dict(stored.left_out)} groups (flat: equal rewards, which "
-                "algorithm.flat_groups='keep' trains on)"
+                f"{dict(stored.left_out)} groups (zero_variance: equal rewards, which "
+                "algorithm.zero_variance_groups='keep' trains on)"
             )
         self._groups, self._count = stored.groups, count
         self._epochs = ShuffledEpochs(len(stored.groups), f"{seed}/replay")
@@ -115,7 +115,7 @@ def oldest_version(group: Group) -> int:
 
 def open_replay(config: Config, held_out: Sequence[Prompt]) -> Replay:
     """What the configuration replays. Raises InputError for files that cannot be used."""
-    count = config.replay.groups_of(config.train.groups_per_batch)
+    count = config.replay.groups_of(config.train.prompts_per_batch)
     if not count:
         return NoReplay()
     if config.replay.buffer_groups:
@@ -126,7 +126,7 @@ def open_replay(config: Config, held_out: Sequence[Prompt]) -> Replay:
         stored.add_run(
             folder,
             context_tokens=config.generator.context_tokens,
-            drops_flat=config.algorithm.flat_groups == "drop",
+            drops_zero_variance=config.algorithm.zero_variance_groups == "drop",
             held_out=questions,
         )
     log.info("%d groups to replay; left out: %s", len(stored.groups), dict(stored.left_out))

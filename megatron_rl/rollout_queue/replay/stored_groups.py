@@ -29,7 +29,7 @@ from megatron_rl.protocol.types import (
     ScoredRollout,
     VersionSpan,
 )
-from megatron_rl.rollout_queue.groups import FLAT, Group, are_equal
+from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, are_equal
 from megatron_rl.rollout_queue.train_sequence import NO_VERSION
 
 TOO_LONG = "too_long"
@@ -97,9 +97,14 @@ class StoredGroups:
     """Groups by the reason."""
 
     def add_run(
-        self, run_dir: Path, *, context_tokens: int, drops_flat: bool, held_out: frozenset[str]
+        self,
+        run_dir: Path,
+        *,
+        context_tokens: int,
+        drops_zero_variance: bool,
+        held_out: frozenset[str],
     ) -> None:
-        """Index the training groups of a run, flat ones too unless drops_flat.
+        """Index the training groups of a run, zero-variance ones too unless drops_zero_variance.
 
         held_out: normalized questions that are not trained on. Raises InputError where there are no
         rollouts, or their words are missing.
@@ -109,7 +114,9 @@ class StoredGroups:
             raise InputError(f"{run_dir} holds no rollouts of training steps to replay")
         for file in files:
             for group in read_groups(file):
-                reason = _reason_to_leave_out(group, context_tokens, drops_flat=drops_flat)
+                reason = _reason_to_leave_out(
+                    group, context_tokens, drops_zero_variance=drops_zero_variance
+                )
                 if group.question in held_out:
                     reason = HELD_OUT
                 if reason:
@@ -135,7 +142,7 @@ def read_groups(file: RolloutFile) -> Iterator[StoredGroup]:
         questions[record.group] = normalized(record.problem)
     for number, records in members.items():
         # Its group went on without what was dropped alone.
-        kept = [record for record in records if record.dropped in ("", FLAT)]
+        kept = [record for record in records if record.dropped in ("", ZERO_VARIANCE)]
         yield StoredGroup(file.path, questions[number], tuple(kept or records))
 
 
@@ -145,13 +152,15 @@ def _without_texts(record: RolloutRecord) -> RolloutRecord:
     )
 
 
-def _reason_to_leave_out(group: StoredGroup, context_tokens: int, *, drops_flat: bool) -> str:
+def _reason_to_leave_out(
+    group: StoredGroup, context_tokens: int, *, drops_zero_variance: bool
+) -> str:
     dropped = group.members[0].dropped
-    if dropped not in ("", FLAT):
+    if dropped not in ("", ZERO_VARIANCE):
         return dropped
     rewards = [record.reward for record in group.members if record.reward is not None]
     if len(rewards) < len(group.members):
         return UNSCORED
     if any(record.prompt_tokens + record.tokens > context_tokens for record in group.members):
         return TOO_LONG
-    return FLAT if drops_flat and are_equal(rewards) else ""
+    return ZERO_VARIANCE if drops_zero_variance and are_equal(rewards) else ""

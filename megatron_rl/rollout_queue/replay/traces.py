@@ -96,10 +96,10 @@ def check_sources(config: Config) -> None:
         tasks = {trace.task for trace in read_traces(path)}
         if not tasks:
             raise InputError(f"replay.traces: {path} has no traces")
-        for task in sorted(tasks - config.reward.gates.keys()):
+        for task in sorted(tasks - config.reward.format_checks.keys()):
             raise InputError(
                 f"replay.traces: {path} names the task {task!r}; known are "
-                f"{sorted(config.reward.gates)}, others are defined in [reward.tasks.NAME]"
+                f"{sorted(config.reward.format_checks)}, others are defined in [reward.tasks.NAME]"
             )
     for folder in config.replay.runs:
         if folder.resolve() == config.run.dir.resolve():

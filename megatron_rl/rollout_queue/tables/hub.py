@@ -174,7 +174,7 @@ def _from_cache(source: PromptSource) -> Fetched | None:
 
 
 def _offline(source: PromptSource, why: str) -> Fetched:
-    """The cache's files; InputError with the cure where it has none."""
+    """The cache's files; InputError with the fix where it has none."""
     cached = _from_cache(source)
     if cached is not None:
         return cached

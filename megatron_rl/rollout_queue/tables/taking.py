@@ -29,7 +29,7 @@ _DAPO = (
     "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.",
     'Remember to put your answer on its own line after "Answer:".',
 )
-"""What DAPO-Math-17k puts around each problem; our gates ask for another form."""
+"""What DAPO-Math-17k puts around each problem; our format checks ask for another form."""
 
 
 class Taking(NamedTuple):

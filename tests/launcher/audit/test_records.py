@@ -34,20 +34,21 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Two steps of two groups of two, one flat group dropped, one evaluation of two prompts."""
+    """Two steps of two groups of two, one zero-variance group dropped, one evaluation of two
+    prompts."""
     folder = tmp_path / "run"
     (folder / "rollouts").mkdir(parents=True)
     config = Config.model_validate(
         {"run": {"dir": folder}, "queue": {"record_tokens": False, "strict_staleness": True,
                                            "max_staleness": 1},
-         "train": {"steps": 2, "groups_per_batch": 2, "group_size": 2}}
+         "train": {"steps": 2, "prompts_per_batch": 2, "group_size": 2}}
     )  # fmt: skip
     (folder / "config.toml").write_text(dump_toml(config))
     group = 0
     for name, groups in REWARDS.items():
         lines = []
         for rewards in groups:
-            more = {"dropped": "flat"} if name.startswith("dropped") else {}
+            more = {"dropped": "zero_variance"} if name.startswith("dropped") else {}
             # The second step is made by the version before it and by its own.
             version = 0 if group < 3 else 1
             lines += [line(group, i, reward, version, **more) for i, reward in enumerate(rewards)]
@@ -63,9 +64,10 @@ def run_dir(tmp_path: Path) -> Path:
         [
             step | {"step": 1, "rollout/reward": 0.55, "rollout/length_tokens": 4.5,
                     "queue/staleness_versions_max": 0.0, "queue/staleness_versions_mean": 0.0},
-            # Rewards 1, 1, 0.1, 0.1 and the flat group's 1, 1; groups 2 and 3 by versions 0 and 1.
+            # Rewards 1, 1, 0.1, 0.1 and the zero-variance group's 1, 1; groups 2 and 3 by versions
+            # 0 and 1.
             step | {"step": 2, "rollout/reward": 0.7, "rollout/length_tokens": 4.5,
-                    "queue/groups_dropped_flat": 1.0, "queue/staleness_versions_max": 1.0,
+                    "queue/groups_dropped_zero_variance": 1.0, "queue/staleness_versions_max": 1.0,
                     "queue/staleness_versions_mean": 0.5},
             {"source": "queue", "step": 2, "label": "after", "eval/accuracy": 0.5, "eval/n": 2},
         ],
@@ -114,7 +116,7 @@ def _swap(key: str, value: Any, at: int = 0) -> Callable[[list[dict]], None]:
     [
         (change_lines("metrics.jsonl", lambda rows: rows.pop(0)), "steps are taken once"),
         (change_lines("metrics.jsonl", _swap("rollout/reward", 0.56)), "metrics of a step"),
-        (change_lines("metrics.jsonl", _swap("queue/groups_dropped_flat", 2.0, 1)),
+        (change_lines("metrics.jsonl", _swap("queue/groups_dropped_zero_variance", 2.0, 1)),
          "metrics of a step"),
         (change_lines("metrics.jsonl", _swap("train/loss", float("nan"))), "metrics are numbers"),
         (change_lines("metrics.jsonl", _swap("eval/accuracy", 0.75, 2)), "accuracies are those"),

@@ -45,7 +45,7 @@ def test_every_key_can_be_reached_from_nothing() -> None:
 
 def test_items_of_lists_and_names_of_the_users_are_taken_as_typed() -> None:
     assert "prompts.3.path=" in complete_override("prompts.3.")
-    assert "reward.tasks.mine.gate=" in complete_override("reward.tasks.mine.")
+    assert "reward.tasks.mine.format_check=" in complete_override("reward.tasks.mine.")
     assert complete_override("reward.ta") == ["reward.tasks."]
 
 
@@ -55,7 +55,9 @@ def test_values_of_a_fixed_set_are_offered() -> None:
     ]  # fmt: skip
     assert "weights.method=disk" in complete_override("weights.method=")
     assert complete_override("algorithm.preset=x") == [f"algorithm.preset={n}" for n in PRESETS]
-    assert "reward.tasks.mine.gate=think_box" in complete_override("reward.tasks.mine.gate=")
+    assert "reward.tasks.mine.format_check=think_box" in complete_override(
+        "reward.tasks.mine.format_check="
+    )
     assert complete_override("train.group_size=") == []
 
 

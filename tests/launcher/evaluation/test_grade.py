@@ -94,7 +94,7 @@ def test_what_it_leaves_are_samples_of_every_row(tmp_path: Path) -> None:
         '[generator]\nengine = "hf"\nmax_running = 32\nkv_tokens = 4096\ncontext_tokens = 64\n'
         '[model]\ndtype = "float32"\n[sampling]\nmax_new_tokens = 1\n[render]\nsystem_prompt = ""\n'
         "[reward]\nlength_margin_tokens = 0\n"
-        '[reward.tasks.character]\ngate = "none"\ncompare = "exact"\n'
+        '[reward.tasks.character]\nformat_check = "none"\ncompare = "exact"\n'
     )
     out = tmp_path / "graded"
     command = ["data", "grade", prompts, "--model", tmp_path / "model", "--samples", 8]
@@ -108,7 +108,7 @@ def test_what_it_leaves_are_samples_of_every_row(tmp_path: Path) -> None:
 
     grade()
     tasks = RewardConfig.model_validate(
-        {"tasks": {"character": {"gate": "none", "compare": "exact"}}}
+        {"tasks": {"character": {"format_check": "none", "compare": "exact"}}}
     )
     rows = read_rows(prompts)
     found = match(rows, read_samples(out, tasks).graded)

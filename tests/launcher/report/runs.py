@@ -45,7 +45,7 @@ def leave_run(folder: Path) -> Path:
         step_row(1, 110.0, wait__batch_s=1.5, rollout__reward=0.2, **common,
                  **{"reason__correct": 3, "reason__</script><b>": 1}),
         step_row(2, 114.0, wait__batch_s=1.0, rollout__reward=0.4, **common,
-                 **{"queue__groups_dropped_flat": 2}),
+                 **{"queue__groups_dropped_zero_variance": 2}),
         {"time": 112.0, "source": "generator-0", "step": 1, "generator/busy_s": 3.0,
          "generator/idle_s": 1.0},
         {"time": 120.0, "step": 2, "label": "after", "eval/accuracy": 0.75, **evaluated},

@@ -10,9 +10,9 @@ from megatron_rl.launcher import cli
 
 ROW = {
     "time": 4.0, "source": "queue", "step": 0, "activity/rollouts_generated": 64,
-    "activity/rollouts_scored": 64, "activity/ill_formed/no_think_start": 64,
-    "activity/groups_complete": 4, "activity/groups_dropped/flat": 4,
-    "activity/diagnosis": "64 of 64 completions are ill-formed. Cause: x. Cure: y.",
+    "activity/rollouts_scored": 64, "activity/format_failures/no_think_start": 64,
+    "activity/groups_complete": 4, "activity/groups_dropped/zero_variance": 4,
+    "activity/diagnosis": "64 of 64 completions fail the format check. Cause: x. Fix: y.",
 }  # fmt: skip
 
 
@@ -47,8 +47,8 @@ def test_report_of_a_run_without_a_step_says_why_and_names_what_is_there(
     assert [path for path in named if not path.exists()] == []
     assert {path.name for path in named} == {"config.toml", "metrics.jsonl", "rollouts"}
     assert "No step of reinforcement learning was taken." in text
-    assert "64 ill-formed (no_think_start 64)" in text and "dropped: flat 4" in text
-    assert "Cause: x. Cure: y." in text
+    assert "64 format failures (no_think_start 64)" in text and "dropped: zero_variance 4" in text
+    assert "Cause: x. Fix: y." in text
 
 
 def test_report_of_a_run_that_never_wrote_metrics_names_none(

@@ -99,7 +99,7 @@ def test_tensor_ranks_exchange_ten_times_the_hidden_states_of_a_layer(tmp_path: 
 
 def test_padding_that_costs_more_than_the_exchange_is_told(folder: Path) -> None:
     # 16 sequences of 700 tokens leave 32 % of two microbatches empty.
-    few = ("train.groups_per_batch=1", *PADDED)
+    few = ("train.prompts_per_batch=1", *PADDED)
     plan = planned(folder, *few, mean_tokens=700)
     [said] = [text for text in plan.advice if "pad_microbatches" in text]
     assert "at least 32% of all positions are padding" in said and "cannot pay" in said

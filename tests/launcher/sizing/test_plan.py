@@ -185,7 +185,7 @@ def test_problems_and_advice_name_the_settings(config_path: Path) -> None:
 
 def test_a_long_pipeline_with_few_microbatches_is_noted(config_path: Path) -> None:
     plan = planned(config_path, "parallel.pipeline=4", "parallel.tensor=1",
-                   "parallel.sequence=false", "train.groups_per_batch=1")  # fmt: skip
+                   "parallel.sequence=false", "train.prompts_per_batch=1")  # fmt: skip
     assert plan.step.microbatches == 4 and plan.step.bubble_share == 3 / 7
     assert any("pipeline stages idle 43%" in text for text in plan.advice)
     # The last stage holds one microbatch, the first one four.
@@ -193,7 +193,7 @@ def test_a_long_pipeline_with_few_microbatches_is_noted(config_path: Path) -> No
 
 
 def test_an_engine_on_the_trainers_gpus_must_fit_beside_it(config_path: Path) -> None:
-    shared = ("generator.shares_gpus=true", "weights.method=disk", "generator.replicas=1")
+    shared = ("generator.colocate=true", "weights.method=disk", "generator.replicas=1")
     plan = planned(config_path, *shared, gpus=8)
     assert plan.generator_gpus == 0
     # Alone, each fits; 32 GiB of cache, 15 GiB of weights and the trainer do not.
@@ -304,7 +304,7 @@ def test_each_stage_is_planned_with_its_own_batch_and_lengths(config_path: Path)
 name = "longer"
 at_step = 50
 sampling = {max_new_tokens = 6144}
-train = {groups_per_batch = 8}
+train = {prompts_per_batch = 8}
 
 [[stages]]
 at_step = 100

@@ -15,7 +15,7 @@ from megatron_rl.launcher.sizing.trainer_memory import RankMemory
 from tests.launcher.sizing.test_plan import config_path  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[3]
-SHARED = ["generator.shares_gpus=true", "weights.method=disk", "generator.replicas=1"]
+SHARED = ["generator.colocate=true", "weights.method=disk", "generator.replicas=1"]
 TURNS = [*SHARED, "generator.release_memory=true", "weights.kv_cache=recompute"]
 
 

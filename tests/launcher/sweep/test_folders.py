@@ -63,7 +63,7 @@ def test_a_run_of_several_hosts_is_complete_by_its_summary_as_any_other(tmp_path
     assert state_of(run) is State.COMPLETE
 
 
-def test_a_changed_variant_is_refused_with_the_keys_and_the_cure(tmp_path: Path) -> None:
+def test_a_changed_variant_is_refused_with_the_keys_and_the_fix(tmp_path: Path) -> None:
     for run in plan_of(tmp_path).runs[:2]:
         save_config(run)
     check_folders(plan_of(tmp_path).runs)

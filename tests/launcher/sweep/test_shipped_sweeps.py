@@ -32,10 +32,10 @@ def test_all_variants_of_a_shipped_sweep_load_and_differ(name: str, tmp_path: Pa
 def test_the_sweep_of_concurrency_keeps_its_ratios_and_its_groups(tmp_path: Path) -> None:
     runs = {run.variant: run.config for run in shipped("concurrency", tmp_path).runs}
     for name, config in runs.items():
-        batch = config.train.groups_per_batch * config.train.group_size
+        batch = config.train.prompts_per_batch * config.train.group_size
         in_flight = config.generator.max_running * config.generator.replicas
         assert float(name.removeprefix("ratio_")) == in_flight / batch
-        assert config.train.steps * config.train.groups_per_batch == 480
+        assert config.train.steps * config.train.prompts_per_batch == 480
         # So many may be open that the engine is full.
         assert (config.queue.max_staleness + 1) * batch >= in_flight
 

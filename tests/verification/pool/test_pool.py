@@ -8,14 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.config.reward import LaneConfig, TaskConfig, VerifierConfig
+from megatron_rl.config.reward import TaskConfig, VerifierConfig, WorkerPoolConfig
 from megatron_rl.protocol.types import ScoreDone, ScoreFailed, ScoreRequest
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.draft import Draft
 from verification.pool.faults import Repetitions
 from verification.pool.fork_client import ForkServerDied
-from verification.pool.lane import Finished
 from verification.pool.pool import Pool
+from verification.pool.worker_pool import Finished
 from verification.score import screen
 
 TIMEOUT_S = 1.0
@@ -39,8 +39,8 @@ BOMBS = [
 
 
 def _limits(workers: int = 1, timeout_s: float = TIMEOUT_S) -> VerifierConfig:
-    lane = LaneConfig(workers=workers, timeout_s=timeout_s)
-    return VerifierConfig(answers=lane, language=lane, custom=lane)
+    pool = WorkerPoolConfig(workers=workers, timeout_s=timeout_s)
+    return VerifierConfig(answers=pool, language=pool, custom=pool)
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_broken_or_unknown_plug_in_fails_with_its_name(pool: Pool) -> None:
     assert "no_such_task" in finished[2].reason
 
 
-def test_other_lanes_and_processes_work_on_while_one_hangs() -> None:
+def test_other_pools_and_processes_work_on_while_one_hangs() -> None:
     with Pool(_limits(workers=2, timeout_s=6.0), RULES) as pool:
         _submit_neighbours(pool, range(0, 2))
         _collect(pool, 30)

@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from megatron_rl.config.reward import LaneConfig, TaskConfig, VerifierConfig
+from megatron_rl.config.reward import TaskConfig, VerifierConfig, WorkerPoolConfig
 from megatron_rl.protocol.types import NOT_GRADED, ScoreDone, ScoreFailed, ScoreRequest
 from tests.verification.crowd import crowded
 from tests.verification.pool import hostile_tasks
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.draft import Draft
 from verification.pool.faults import HOST, TIMEOUT, Outcome, judge, judge_unfinished
-from verification.pool.lane import Finished
 from verification.pool.pool import Pool
 from verification.pool.turns import FIRST_SLICE_S, OVERDUE_S, Turn, choose, level, slice_left_s
+from verification.pool.worker_pool import Finished
 from verification.score import screen
 
 PLUG_INS = hostile_tasks.__name__
@@ -53,7 +53,7 @@ def _collect(pool: Pool, limit_s: float, most_held: int = 1000) -> dict[int, Fin
         assert time.monotonic() < deadline, f"{pool.pending} items are late"
         select.select([pool], [], [], 0.02)
         finished |= {reply.request_id: reply for reply in pool.collect()}
-        assert len(pool.lanes["answers"].suspects.processes) <= most_held
+        assert len(pool.pools["answers"].suspects.processes) <= most_held
     return finished
 
 
@@ -72,13 +72,13 @@ def test_thirty_slow_items_take_no_kill() -> None:
 
 
 def test_slow_items_overtake_the_bombs_before_them() -> None:
-    with _pool(answers=LaneConfig(timeout_s=1.0)) as pool:
+    with _pool(answers=WorkerPoolConfig(timeout_s=1.0)) as pool:
         for number in range(101, 104):
             _submit(pool, _bomb(number))
         # Every bomb has begun, and used more than any of the others will.
-        lane = pool.lanes["answers"]
+        pool = pool.pools["answers"]
         deadline = time.monotonic() + 60
-        while sum(process.used_s > 0.35 for process in lane.suspects.processes) < 3:
+        while sum(process.used_s > 0.35 for process in pool.suspects.processes) < 3:
             assert time.monotonic() < deadline and pool.pending == 3
             select.select([pool], [], [], 0.02)
             pool.collect()
@@ -94,15 +94,15 @@ def test_slow_items_overtake_the_bombs_before_them() -> None:
 
 
 def test_more_slow_items_than_may_be_held_are_right_all_the_same() -> None:
-    with _pool(answers=LaneConfig(held_slow=3)) as pool:
+    with _pool(answers=WorkerPoolConfig(held_slow=3)) as pool:
         for number in range(1, 13):
             _submit(pool, _integral(number))
         _assert_right(_collect(pool, 120, most_held=3), range(1, 13))
 
 
 def test_what_computes_within_its_limit_is_right_on_a_crowded_host() -> None:
-    lane = LaneConfig(timeout_s=1.0)
-    with crowded(4), _pool(custom=lane, answers=lane) as pool:
+    pool = WorkerPoolConfig(timeout_s=1.0)
+    with crowded(4), _pool(custom=pool, answers=pool) as pool:
         request = make_request(boxed("7"), task="compute", entry="0.6", request_id=50)
         _submit(pool, request)
         _submit(pool, make_request(boxed("7"), task="sleep", entry="9", request_id=51))
@@ -115,8 +115,8 @@ def test_what_computes_within_its_limit_is_right_on_a_crowded_host() -> None:
 
 
 def test_a_host_without_time_leaves_an_answer_not_graded_and_never_wrong() -> None:
-    lane = LaneConfig(timeout_s=0.4, max_elapsed_s=0.4)
-    with crowded(6), _pool(answers=lane) as pool:
+    pool = WorkerPoolConfig(timeout_s=0.4, max_elapsed_s=0.4)
+    with crowded(6), _pool(answers=pool) as pool:
         _submit(pool, _bomb(1))
         reply = _collect(pool, 60)[1]
     assert isinstance(reply, ScoreFailed)
@@ -124,10 +124,10 @@ def test_a_host_without_time_leaves_an_answer_not_graded_and_never_wrong() -> No
     assert "it computed for 0." in reply.reason
 
 
-def test_a_program_that_outlasts_its_lane_is_not_graded_after_a_second_try() -> None:
+def test_a_program_that_outlasts_its_pool_is_not_graded_after_a_second_try() -> None:
     text = "<think>a</think>\n```python\nimport time\ntime.sleep(3)\nprint(7)\n```"
     entry = json.dumps({"cases": [{"stdin": "", "stdout": "7"}]})
-    with _pool(code=LaneConfig(timeout_s=1.0, memory_bytes=4 << 30)) as pool:
+    with _pool(code=WorkerPoolConfig(timeout_s=1.0, memory_bytes=4 << 30)) as pool:
         _submit(pool, make_request(text, task="code", entry=entry))
         reply = _collect(pool, 60)[1]
         assert pool.kills == 2
@@ -135,9 +135,9 @@ def test_a_program_that_outlasts_its_lane_is_not_graded_after_a_second_try() -> 
 
 
 def test_everything_is_answered_within_its_time() -> None:
-    lane = LaneConfig(timeout_s=2.0, max_elapsed_s=2.0)
+    pool = WorkerPoolConfig(timeout_s=2.0, max_elapsed_s=2.0)
     within_s = 3.0
-    limits = {name: lane for name in ("answers", "language", "code", "custom")}
+    limits = {name: pool for name in ("answers", "language", "code", "custom")}
     with _pool(answer_within_s=within_s, **limits) as pool:
         started = time.monotonic()
         for number in range(1, 13):

@@ -1,9 +1,11 @@
-"""Credit: what each completion of a group is worth. Pure numpy; used by the rollout queue.
+"""Advantage estimators: what each completion of a group is worth. Pure numpy; used by the rollout
+queue.
 
-A credit is `f(group, config) -> [n] float64`, from the rewards of one prompt's completions. One
-that reads `classes` has an attribute `needs_classes = True`: the verifier is then asked which wrong
-answers are the same. One that reads `is_correct` instead of rewards says `flat_on = "verdict"`: a
-group is flat, then, in which all answers are right, or none.
+An advantage estimator is `f(group, config) -> [n] float64`, from the rewards of one prompt's
+completions. One that reads `classes` has an attribute `needs_classes = True`: the verifier is then
+asked which wrong answers are the same. One that reads `is_correct` instead of rewards says
+`zero_variance_on = "verdict"`: a group has zero variance, then, in which all answers are right, or
+none.
 """
 
 from collections.abc import Callable
@@ -12,13 +14,13 @@ from math import comb
 
 import numpy as np
 
-from megatron_rl.algorithms.majority import majority_credit
-from megatron_rl.config.algorithm import CreditConfig
+from megatron_rl.algorithms.majority import majority_advantages
+from megatron_rl.config.algorithm import AdvantageEstimatorConfig
 
 
 @dataclass(frozen=True)
 class GroupView:
-    """What credit may depend on, of the n completions of a prompt."""
+    """What an advantage estimator reads of the n completions of a prompt."""
 
     prompt_id: str
     rewards: np.ndarray
@@ -26,23 +28,23 @@ class GroupView:
     is_correct: np.ndarray
     """[n] bool: whether the verifier accepted the answer."""
     is_well_formed: np.ndarray
-    """[n] bool: whether the format gate passed."""
+    """[n] bool: whether the format check passed."""
     lengths: np.ndarray
     """[n] int64, completion tokens."""
     classes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[n] int64: which answers the verifier takes for the same; -1: no answer. Empty where the
-    credit does not need them."""
+    advantage estimator does not need them."""
 
 
-CreditFunction = Callable[[GroupView, CreditConfig], np.ndarray]
+AdvantageEstimator = Callable[[GroupView, AdvantageEstimatorConfig], np.ndarray]
 
 
-def group_mean(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+def group_mean(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Reward minus the group's mean reward. Source: Magistral (arXiv 2506.10910), section 2.1."""
     return group.rewards - group.rewards.mean()
 
 
-def leave_one_out(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+def leave_one_out(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Reward minus the mean of the others: unbiased. Source: RLOO (arXiv 2402.14740), eq. 8.
 
     0 for a completion without others, such as a recorded one: there is nothing to compare it with.
@@ -53,13 +55,13 @@ def leave_one_out(group: GroupView, cfg: CreditConfig) -> np.ndarray:
     return group_mean(group, cfg) * n / (n - 1)
 
 
-def reward(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+def reward(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """The reward itself, without a baseline."""
     return group.rewards
 
 
-def well_formed(group: GroupView, cfg: CreditConfig) -> np.ndarray:
-    """1 for a completion that passed the format gate, else 0, minus the group's mean: no verdict.
+def well_formed(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
+    """1 for a completion that passed the format check, else 0, minus the group's mean: no verdict.
 
     Source: JEPO (arXiv 2503.19618), appendix B; its penalty's size is normalised away.
     """
@@ -67,12 +69,12 @@ def well_formed(group: GroupView, cfg: CreditConfig) -> np.ndarray:
     return passed - passed.mean()
 
 
-def zero(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+def zero(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Nothing: where only a reference policy teaches."""
     return np.zeros_like(group.rewards)
 
 
-def pass_at_k(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+def pass_at_k(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Each completion's share in the mean over all k-subsets of their largest reward.
 
     A_i = sum over the k-subsets S with i of (max of S - max of S without i) / (n choose k): with
@@ -87,16 +89,16 @@ def pass_at_k(group: GroupView, cfg: CreditConfig) -> np.ndarray:
         return rewards / n
     order = np.argsort(-rewards, kind="stable")
     ranked = rewards[order]
-    credit = np.zeros(n)
+    advantages = np.zeros(n)
     # In subsets whose largest is of rank i and second of rank j, the others are of later ranks.
     for i in range(n):
         for j in range(i + 1, n):
             subsets = comb(n - j - 1, k - 2)
-            credit[order[i]] += (ranked[i] - ranked[j]) * subsets
-    return credit / comb(n, k)
+            advantages[order[i]] += (ranked[i] - ranked[j]) * subsets
+    return advantages / comb(n, k)
 
 
-def majority(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+def majority(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Each completion's share in the mean over all k-subsets of whether their majority is right.
 
     Ties are drawn uniformly. All right answers are one class; a completion without an answer has no
@@ -104,14 +106,14 @@ def majority(group: GroupView, cfg: CreditConfig) -> np.ndarray:
     Source: the objective of arXiv 2503.19595, with a leave-one-out baseline; see `majority.py`.
     """
     # As in pass_at_k.
-    return majority_credit(group.classes, group.is_correct, min(cfg.k, len(group.classes)))
+    return majority_advantages(group.classes, group.is_correct, min(cfg.k, len(group.classes)))
 
 
 majority.needs_classes = True  # type: ignore[attr-defined]
-majority.flat_on = "verdict"  # type: ignore[attr-defined]
+majority.zero_variance_on = "verdict"  # type: ignore[attr-defined]
 
 
-def soft_value(group: GroupView, cfg: CreditConfig) -> np.ndarray:
+def soft_value(group: GroupView, cfg: AdvantageEstimatorConfig) -> np.ndarray:
     """Reward minus beta * log mean exp(reward / beta) over the group, with beta cfg.temperature.
 
     Of completions that the reference policy sampled, it is the value of the best policy that KL
@@ -123,7 +125,7 @@ def soft_value(group: GroupView, cfg: CreditConfig) -> np.ndarray:
     return group.rewards - value
 
 
-CREDITS: dict[str, CreditFunction] = {
+ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
     "reward": reward,

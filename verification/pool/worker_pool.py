@@ -1,12 +1,13 @@
-"""One lane of grading: which process gets which item, and what a fault of a process means.
+"""One worker pool of grading: which process gets which item, and what a fault of a process means.
 
 Runs in the verifier; used by `pool.py`. An item is one step of one score. Three kinds of process:
 
 - A *worker* takes new items. It stays for the next one when it has answered.
 - A *suspect* is at a low priority, has one item, and ends with it. A worker becomes one when its
-  item takes longer than BRISK_S (in lanes limited by CPU time), so that nothing waits behind the
-  item, and goes on with it; an item that failed is tried again by a new one. A few suspects compute
-  at once, those whose items are youngest (`turns.py`); the others are paused, and lose nothing.
+  item takes longer than BRISK_S (in worker pools limited by CPU time), so that nothing waits behind
+  the item, and goes on with it; an item that failed is tried again by a new one. A few suspects
+  compute at once, those whose items are youngest (`turns.py`); the others are paused, and lose
+  nothing.
 - A *spare* is forked and idle. It takes the place of a worker that became a suspect, at once.
 
 | event | first time | second time |
@@ -30,7 +31,7 @@ import signal
 import time
 from collections import deque
 
-from megatron_rl.config.reward import ANSWERS, CODE, CUSTOM, LANGUAGE, LaneConfig
+from megatron_rl.config.reward import ANSWERS, CODE, CUSTOM, LANGUAGE, WorkerPoolConfig
 from megatron_rl.protocol.types import NOT_GRADED, UNGRADABLE, Score, ScoreDone, ScoreFailed
 from verification.draft import Finding
 from verification.pool.faults import (
@@ -66,7 +67,8 @@ BRISK_S = 0.025
 SWEEP_S = 1.0
 """Time between two looks at what has been waiting for too long."""
 LOOK_S = 0.2
-"""Time between two looks at what a host lets a process do, in lanes limited by elapsed time."""
+"""Time between two looks at what a host lets a process do, in worker pools limited by elapsed time.
+"""
 # Items given to one process at a time, so that it need not wait for a round trip between two. Where
 # an item may take long, others had better wait here, where any process can take them.
 _DEPTH = {ANSWERS: 2, LANGUAGE: 8, CODE: 1, CUSTOM: 1}
@@ -78,13 +80,13 @@ Finished = ScoreDone | ScoreFailed
 log = logging.getLogger(__name__)
 
 
-class Lane:
+class WorkerPool:
     """Items and processes of one kind of grading."""
 
     def __init__(
         self,
         name: str,
-        cfg: LaneConfig,
+        cfg: WorkerPoolConfig,
         *,
         rules: RewardRules,
         fork_client: ForkClient,
@@ -103,9 +105,10 @@ class Lane:
         self.workers: list[GradingProcess] = []
         self.suspects = Suspects(cfg, self._fork, may_pause=self._is_timed_by_cpu)
         self.spares: list[GradingProcess] = []
-        """Idle and ready to replace a worker that is held up; one in lanes limited by CPU time."""
+        """Idle and ready to replace a worker that is held up; one in worker pools limited by CPU
+        time."""
         self.passed_on: list[Item] = []
-        """Items whose next step is due in another lane, or here once more."""
+        """Items whose next step is due in another worker pool, or here once more."""
         self.finished: list[tuple[Item, Finished]] = []
         self.kills = 0
         """Processes killed for an item that took too long."""
@@ -133,7 +136,7 @@ class Lane:
         return min(checks, default=None)
 
     def submit(self, item: Item) -> None:
-        """Add an item; the caller keeps to the room of the lane."""
+        """Add an item; the caller keeps to the room of the worker pool."""
         self._waiting.append(item)
 
     def advance(self, now: float) -> list[GradingProcess]:
@@ -210,7 +213,7 @@ class Lane:
             self._score(item, found)
         else:
             # A new item: faults count for each step by itself.
-            self.passed_on.append(Item(item.item_id, found, item.lanes, since_s=item.since_s))
+            self.passed_on.append(Item(item.item_id, found, item.pools, since_s=item.since_s))
 
     def _score(self, item: Item, score: Score) -> None:
         self.finished.append((item, ScoreDone(item.request.request_id, score)))

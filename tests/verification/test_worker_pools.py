@@ -1,4 +1,4 @@
-"""Lanes: which processes take which step, and how much of it is under way at once."""
+"""Worker pools: which processes take which step, and how much of it is under way at once."""
 
 import itertools
 import json
@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from megatron_rl.config.reward import (
-    LANES,
+    WORKER_POOLS,
     ExtraReward,
-    LaneConfig,
     RewardConfig,
     TaskConfig,
     VerifierConfig,
+    WorkerPoolConfig,
 )
 from megatron_rl.config.tree import QueueConfig
 from megatron_rl.protocol.types import Sampling, Score, ScoreDone, VerifierReady
@@ -23,7 +23,7 @@ from megatron_rl.rollout_queue.scoring import Scoring
 from tests.rollout_queue.makers import make_prompt, make_rollout
 from tests.verification.requests import boxed, make_request, make_rules
 from verification.draft import Draft
-from verification.gates import GATES, Gated
+from verification.format_checks import FORMAT_CHECKS, FormatResult
 from verification.library import Grading, Sample
 from verification.pool.pool import Pool
 from verification.rules import RewardRules
@@ -48,7 +48,7 @@ def test_compiled_program_is_graded_and_earns_its_extra_reward() -> None:
     with Grading(RewardConfig(extra=[HALF])) as grading:
         right, wrong = grading.score([_program(1), _program(2)])
     assert isinstance(right, Score) and isinstance(wrong, Score)
-    # The gate's answer is the source with its final line break: 0.2 x its length / 2.
+    # The format check's answer is the source with its final line break: 0.2 x its length / 2.
     bonus = 0.1 * (len(PROGRAM.replace("STEP", "1")) + 1)
     assert right.parts == pytest.approx({"format": 0.1, "correct": 0.9, "length": 0, "half": bonus})
     assert right.reward == pytest.approx(1.0 + bonus)
@@ -66,7 +66,7 @@ def _rewards() -> list[RewardConfig]:
 
 
 @pytest.mark.parametrize("reward", _rewards(), ids=lambda r: f"{r.language}-{len(r.extra)}")
-def test_what_is_left_to_grade_needs_only_lanes_that_the_queue_kept(reward: RewardConfig) -> None:
+def test_what_is_left_to_grade_needs_only_pools_that_the_queue_kept(reward: RewardConfig) -> None:
     program = "<think>a</think>\n```python\nprint(7)\n```"
     texts = {"math": PRODUCT, "exact": boxed("7"), "code": program, "mine": boxed("7")}
     rules = RewardRules(reward=reward, max_tokens=100)
@@ -78,15 +78,17 @@ def test_what_is_left_to_grade_needs_only_lanes_that_the_queue_kept(reward: Rewa
         assert bool(reward.extras_of(task)) == (steps[-1].kind == "extras")
 
 
-def test_gate_and_quick_comparison_run_once_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_check_and_quick_comparison_run_once_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str] = []
-    gate: Callable[[str, str], Gated] = GATES["think_box"]
+    format_check: Callable[[str, str], FormatResult] = FORMAT_CHECKS["think_box"]
 
-    def counted(text: str, prompt_tail: str) -> Gated:
+    def counted(text: str, prompt_tail: str) -> FormatResult:
         seen.append(text)
-        return gate(text, prompt_tail)
+        return format_check(text, prompt_tail)
 
-    monkeypatch.setitem(GATES, "think_box", counted)
+    monkeypatch.setitem(FORMAT_CHECKS, "think_box", counted)
     with Grading(RewardConfig(language=0.1)) as grading:
         [score] = grading.score([Sample(text=PRODUCT, answer="x^2-1")])
     assert isinstance(score, Score) and score.is_correct
@@ -99,16 +101,16 @@ def test_a_question_carries_text_only_where_it_is_read() -> None:
     assert isinstance(draft, Draft)
     by_kind = {}
     for number in range(3):
-        left = Draft(draft.request, draft.gated, {}, "", draft.steps[number:])
+        left = Draft(draft.request, draft.checked, {}, "", draft.steps[number:])
         by_kind[left.question.kind] = left.question
     judged, language, extras = (by_kind[kind] for kind in ("judge", "language", "extras"))
-    assert (judged.request.text, judged.gated.thoughts) == ("", "")
-    assert (language.request.text, language.gated.thoughts) == ("", "Let me see.")
-    assert (extras.request.text, extras.gated.answer) == (PRODUCT, "(x+1)(x-1)")
+    assert (judged.request.text, judged.checked.thoughts) == ("", "")
+    assert (language.request.text, language.checked.thoughts) == ("", "Let me see.")
+    assert (extras.request.text, extras.checked.answer) == (PRODUCT, "(x+1)(x-1)")
 
 
-def test_each_lane_holds_no_more_than_its_max_pending() -> None:
-    """The queue's count of room and the real pool, with more requests than any lane takes."""
+def test_each_pool_holds_no_more_than_its_max_pending() -> None:
+    """The queue's count of room and the real pools, with more requests than a pool takes."""
     room = {"answers": 3, "language": 2, "code": 1, "custom": 2}
     reward = RewardConfig(
         language=0.1,
@@ -123,8 +125,10 @@ def test_each_lane_holds_no_more_than_its_max_pending() -> None:
         group = Group(0, make_prompt(task=task, answer="x^2-1"), Sampling(8, 1.0), 24, 0)
         scoring.submit(group, make_rollout(index, text=boxed(answers[task])))
     rules = RewardRules(reward=reward, max_tokens=100)
-    cfg = VerifierConfig(**{lane: LaneConfig(max_pending=room[lane]) for lane in LANES})
-    most = dict.fromkeys(LANES, 0)
+    cfg = VerifierConfig(
+        **{pool: WorkerPoolConfig(max_pending=room[pool]) for pool in WORKER_POOLS}
+    )
+    most = dict.fromkeys(WORKER_POOLS, 0)
     with Pool(cfg, rules) as pool:
         deadline_s = time.monotonic() + 60
         while scoring.outstanding:
@@ -133,13 +137,13 @@ def test_each_lane_holds_no_more_than_its_max_pending() -> None:
                 draft = screen(asked[1], rules)
                 assert isinstance(draft, Draft)
                 pool.submit(draft)
-            for lane in LANES:
-                assert pool.lanes[lane].pending <= pool.taken[lane] <= room[lane]
-                most[lane] = max(most[lane], pool.taken[lane])
+            for pool in WORKER_POOLS:
+                assert pool.pools[pool].pending <= pool.taken[pool] <= room[pool]
+                most[pool] = max(most[pool], pool.taken[pool])
             select.select([pool], [], [], 0.05)
             for done in pool.collect():
                 assert isinstance(done, ScoreDone) and done.score.is_correct
                 assert scoring.take_score("v", done, 0.0) is not None
         assert not +pool.taken
-    # Every request needs the language lane, which is the narrowest and was full.
+    # Every request needs the language worker pool, which is the narrowest and was full.
     assert most["language"] == room["language"]

@@ -1,6 +1,6 @@
-"""Surrogates: what is maximised for each token. Pure; used by trainer ranks.
+"""Policy losses: what is maximised for each token. Pure; used by trainer ranks.
 
-A surrogate is `f(tokens, advantages, config) -> Surrogate`; the loss is minus its weighted sum.
+A policy loss is `f(tokens, advantages, config) -> PolicyLoss`; the loss is minus its weighted sum.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_rl.algorithms.tokens import Tokens, bounded_exp
-from megatron_rl.config.algorithm import SurrogateConfig
+from megatron_rl.config.algorithm import PolicyLossConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Surrogate(NamedTuple):
+class PolicyLoss(NamedTuple):
     """Per token [tokens], and what to report: sums over real tokens by name."""
 
     values: Tensor
     sums: dict[str, Tensor]
 
 
-SurrogateFunction = Callable[[Tokens, "Tensor", SurrogateConfig], Surrogate]
+PolicyLossFunction = Callable[[Tokens, "Tensor", PolicyLossConfig], PolicyLoss]
 CLIPPED_LOW, CLIPPED_HIGH = "clip_fraction_low", "clip_fraction_high"
 
 
-def clipped(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate:
+def clipped(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLoss:
     """min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), r = policy / old, of tokens or sequences.
 
     With dual_clip c, no less than c A where A < 0.
@@ -40,7 +40,7 @@ def clipped(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surroga
         is_bounded = (advantages < 0) & (values < cfg.dual_clip * advantages)
         values = (cfg.dual_clip * advantages).where(is_bounded, values)
     is_cut = (free > values) & tokens.is_real
-    return Surrogate(
+    return PolicyLoss(
         values,
         {
             CLIPPED_LOW: (is_cut & (ratio < 1)).sum(),
@@ -49,19 +49,19 @@ def clipped(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surroga
     )
 
 
-def reinforce(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate:
+def reinforce(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLoss:
     """A log pi. Source: Williams, Machine Learning 8 (1992)."""
-    return Surrogate(advantages * tokens.logprobs, {})
+    return PolicyLoss(advantages * tokens.logprobs, {})
 
 
-def cispo(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate:
+def cispo(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLoss:
     """constant(clip(r, 1 - eps_low, 1 + eps_high)) A log pi: every token keeps a gradient.
 
     Source: MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5.
     """
     ratio = importance_ratios(tokens, cfg).detach()
     bounded = ratio.clamp(1 - cfg.eps_low, 1 + cfg.eps_high)
-    return Surrogate(
+    return PolicyLoss(
         bounded * advantages * tokens.logprobs,
         {
             CLIPPED_LOW: ((ratio < bounded) & tokens.is_real).sum(),
@@ -70,12 +70,12 @@ def cispo(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate
     )
 
 
-def supervised(tokens: Tokens, advantages: Tensor, cfg: SurrogateConfig) -> Surrogate:
+def supervised(tokens: Tokens, advantages: Tensor, cfg: PolicyLossConfig) -> PolicyLoss:
     """log pi: maximum likelihood, whatever the advantages."""
-    return Surrogate(tokens.logprobs, {})
+    return PolicyLoss(tokens.logprobs, {})
 
 
-def importance_ratios(tokens: Tokens, cfg: SurrogateConfig) -> Tensor:
+def importance_ratios(tokens: Tokens, cfg: PolicyLossConfig) -> Tensor:
     """[tokens] policy / old, differentiable: each token's, or its sequence's geometric mean.
 
     Log ratios are cut at +-cfg.max_log_ratio.
@@ -86,7 +86,7 @@ def importance_ratios(tokens: Tokens, cfg: SurrogateConfig) -> Tensor:
     return bounded_exp(log_ratio, cfg.max_log_ratio)
 
 
-SURROGATES: dict[str, SurrogateFunction] = {
+POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "clipped": clipped,
     "reinforce": reinforce,
     "cispo": cispo,

@@ -1,0 +1,76 @@
+"""Format checks of responses to prompts that open the thoughts; what our system prompts ask for."""
+
+import msgspec
+import pytest
+
+from megatron_rl.config.prompts import Demonstrations, SystemPrompts
+from megatron_rl.config.tree import RenderConfig
+from megatron_rl.protocol.types import ScoreRequest
+from tests.verification.requests import RULES, boxed, make_request
+from verification.format_checks import FORMAT_CHECKS
+from verification.score import score
+
+# How DeepSeek-R1's and QwQ's chat templates end.
+OPENED = ["<｜User｜>2+5?<｜Assistant｜><think>\n", "<|im_start|>assistant\n<think>\n", "<think>"]
+# Qwen3's without thinking, a plain template, and a question about the tag.
+NOT_OPENED = ["<think>\n\n</think>\n\n", "<|im_start|>assistant\n", "", "what is <think>?\n"]
+REST = "I add.\n</think>\n\nIt is \\boxed{7}."
+PROGRAM = "I add.\n</think>\n```python\nprint(7)\n```"
+
+
+def ask(text: str, prompt_tail: str, **more: object) -> ScoreRequest:
+    return msgspec.structs.replace(make_request(text, **more), prompt_tail=prompt_tail)
+
+
+@pytest.mark.parametrize("tail", OPENED)
+def test_thoughts_that_the_prompt_opened_need_no_second_opening(tail: str) -> None:
+    assert score(ask(REST, tail), RULES).reason == "correct"
+    checked = FORMAT_CHECKS["think_box"](REST, tail)
+    assert (checked.thoughts, checked.answer) == ("I add.\n", "7")
+    checked = FORMAT_CHECKS["think_code"](PROGRAM, tail)
+    assert (checked.refusal, checked.answer, checked.thoughts) == ("", "print(7)\n", "I add.\n")
+    assert score(ask(boxed("7"), tail), RULES).reason == "several_think_tags"
+    assert score(ask("\\boxed{7}", tail), RULES).reason == "no_think_end"
+    assert score(ask("I add", tail, is_finished=False), RULES).reason == "unfinished"
+
+
+@pytest.mark.parametrize("tail", NOT_OPENED)
+def test_a_prompt_that_opens_nothing_leaves_the_opening_to_the_model(tail: str) -> None:
+    assert score(ask(REST, tail), RULES).reason == "no_think_start"
+    assert FORMAT_CHECKS["think_code"](PROGRAM, tail).refusal == "no_think_start"
+    assert score(ask(boxed("7"), tail), RULES).reason == "correct"
+
+
+def test_format_checks_without_thoughts_take_the_text_as_it_is() -> None:
+    assert FORMAT_CHECKS["none"]("7", OPENED[0]).answer == "7"
+    assert FORMAT_CHECKS["box"]("\\boxed{7}", OPENED[0]).final == "\\boxed{7}"
+
+
+@pytest.mark.parametrize("format_check", ["think_box", "think_code"])
+def test_the_form_that_a_system_prompt_shows_passes_its_format_check(format_check: str) -> None:
+    text = RenderConfig().system_prompt_of(format_check)
+    _, form = text.split("must look like this:\n")
+    assert FORMAT_CHECKS[format_check](form, "").refusal == ""
+
+
+@pytest.mark.parametrize("format_check", ["think_box", "think_code"])
+def test_the_demonstration_of_a_format_check_passes_it(format_check: str) -> None:
+    exchange = RenderConfig(demonstrate=True).demonstration_of(format_check)
+    assert exchange is not None and FORMAT_CHECKS[format_check](exchange.reply, "").refusal == ""
+    assert RenderConfig(demonstrate=False).demonstration_of(format_check) is None
+    assert (
+        RenderConfig(system_prompt="mine", demonstrate=True).demonstration_of(format_check) is None
+    )
+
+
+def test_every_format_check_has_a_system_prompt_and_one_may_replace_them_all() -> None:
+    assert set(SystemPrompts.model_fields) == set(FORMAT_CHECKS) == set(Demonstrations.model_fields)
+    for format_check in FORMAT_CHECKS:
+        assert RenderConfig(system_prompt="").system_prompt_of(format_check) == ""
+        assert RenderConfig(system_prompt="mine").system_prompt_of(format_check) == "mine"
+        asked = RenderConfig().system_prompt_of(format_check)
+        assert ("\\boxed{}" in asked) == (format_check in ("box", "think_box"))
+        assert ("<think>" in asked) == format_check.startswith("think")
+    changed = RenderConfig(system_prompts={"box": "a box"})
+    assert changed.system_prompt_of("box") == "a box"
+    assert changed.system_prompt_of("code") == RenderConfig().system_prompt_of("code") != ""
