@@ -14,6 +14,7 @@ from megatron_rl.config.derived import fill_in
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.layers import DEFAULT, Layers, parse_value
 from megatron_rl.config.paths import with_absolute_paths
+from megatron_rl.config.renamed import new_name
 from megatron_rl.config.staging import check_stages
 from megatron_rl.config.tree import Config
 
@@ -80,16 +81,21 @@ def _explain(error: pydantic.ValidationError) -> str:
     for item in error.errors():
         location = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key {location!r}{_nearest(location)}")
+            lines.append(_unknown(location))
         else:
             given = "" if item["type"] == "value_error" else f" (given: {item['input']!r:.80})"
             lines.append(f"{location + ': ' if location else ''}{item['msg']}{given}")
     return "the configuration is wrong:\n  " + "\n  ".join(lines)
 
 
-def _nearest(location: str) -> str:
+def _unknown(location: str) -> str:
+    if (renamed := new_name(location)) != location:
+        return (
+            f"{location!r} is named {renamed!r} now: rename it, or let `megatron-rl config migrate "
+            "FILE` rewrite the file"
+        )
     matches = nearest(location, _known_keys(Config, ""))
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    return f"unknown key {location!r}" + (f"; did you mean {matches[0]!r}?" if matches else "")
 
 
 def _known_keys(model: type[pydantic.BaseModel], prefix: str) -> list[str]:

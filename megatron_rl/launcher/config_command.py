@@ -13,11 +13,12 @@ from rich.text import Text
 
 from megatron_rl.config.aliases import nearest
 from megatron_rl.config.commented import commented_toml, explain, markdown, value_text
-from megatron_rl.config.errors import InputError
+from megatron_rl.config.errors import ConfigError, InputError
 from megatron_rl.config.files import read_layers, resolve
 from megatron_rl.config.layers import DEFAULT, Layers, leaves
 from megatron_rl.config.presets import PRESETS
 from megatron_rl.config.reference import Entry, find_entries, tables
+from megatron_rl.config.renamed import migrate
 from megatron_rl.config.shipped import config_path, shipped
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.command_line.command import command
@@ -28,6 +29,7 @@ from megatron_rl.launcher.command_line.completion import (
 )
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import ConfigFiles, Json
+from megatron_rl.launcher.whole_file import write_whole
 
 _MISSING = "not given"
 
@@ -197,6 +199,34 @@ def _near(origin: str) -> str:
     here = Path.cwd()
     path = Path(origin)
     return str(path.relative_to(here)) if path.is_relative_to(here) else origin
+
+
+@dataclass(frozen=True)
+class MigrateOptions:
+    """What `config migrate` is given."""
+
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="TOML files to rewrite")]
+
+
+@command(app, "migrate", "Rewrite TOML files that use former names of keys.")
+def migrate_files(options: MigrateOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input; no file is changed)."""
+    found = [(path, *_migrated(path)) for path in options.files]
+    for path, text, changes in found:
+        if changes:
+            write_whole(path, text)
+        told = changes or ["nothing to change"]
+        console.print("\n".join(f"{path}: {line}" for line in told), soft_wrap=True, markup=False)
+    return 0
+
+
+def _migrated(path: Path) -> tuple[str, list[str]]:
+    try:
+        return migrate(path.read_text())
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ConfigError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True)

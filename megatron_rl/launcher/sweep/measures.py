@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.errors import InputError
+from megatron_rl.config.renamed import RENAMED_METRICS
 from megatron_rl.launcher.summary import RunFacts, summarize
 from megatron_rl.launcher.sweep.estimates import mean_of
 from megatron_rl.protocol.metrics import RESUMED, stream_rows
@@ -29,6 +30,8 @@ Row = dict[str, Any]
 
 def check_metric(name: str) -> None:
     """Raise ValueError for a name that no run can offer, naming the nearest that one does."""
+    if name in RENAMED_METRICS:
+        raise ValueError(f"metrics: {name!r} is named {RENAMED_METRICS[name]!r} now")
     known = [*summarize([], RunFacts()), STEP_S, *_AT]
     if "/" in name or name.partition(".")[0] in known:
         return

@@ -1,0 +1,119 @@
+"""Keys that have another name now: the refusal of an old name says the new one.
+
+Used where a configuration is loaded, and by `megatron-rl config migrate`.
+"""
+
+import re
+import tomllib
+from typing import Any
+
+from megatron_rl.config.errors import ConfigError
+
+RENAMED = {
+    "algorithm.credit": "algorithm.advantage_estimator",
+    "algorithm.flat_groups": "algorithm.zero_variance_groups",
+    "algorithm.surrogate": "algorithm.policy_loss",
+    "generator.shares_gpus": "generator.colocate",
+    "reward.tasks.*.gate": "reward.tasks.*.format_check",
+    "stages.*.train.groups_per_batch": "stages.*.train.prompts_per_batch",
+    "train.groups_per_batch": "train.prompts_per_batch",
+}
+"""Former name -> name now; `*` stands for any one part of a key."""
+
+RENAMED_METRICS = {
+    "queue/groups_dropped_flat": "queue/groups_dropped_zero_variance",
+    "groups_dropped.flat": "groups_dropped.zero_variance",
+    "groups_dropped_flat": "groups_dropped_zero_variance",
+}
+"""The same for names of metrics.jsonl and summary.json."""
+
+_HEADER = re.compile(r"^\s*\[\[?\s*([A-Za-z0-9_.\-]+)\s*\]\]?")
+_ASSIGNMENT = re.compile(r"^(\s*)([A-Za-z0-9_.\-]+)(\s*=)")
+_OVERRIDE = re.compile(r"(?<=[\"'])([a-z_]+(?:\.[A-Za-z0-9_\-]+)+)(?==)")
+
+
+def new_name(key: str) -> str:
+    """The key, or the name that it has now, whatever follows the renamed part."""
+    parts = key.split(".")
+    for old, new in RENAMED.items():
+        pattern = old.split(".")
+        head = parts[: len(pattern)]
+        if len(head) == len(pattern) and all(
+            asked in ("*", given) for asked, given in zip(pattern, head, strict=True)
+        ):
+            named = [
+                given if now == "*" else now
+                for now, given in zip(new.split("."), head, strict=True)
+            ]
+            return ".".join([*named, *parts[len(pattern) :]])
+    return key
+
+
+def migrate(text: str) -> tuple[str, list[str]]:
+    """The TOML text with today's names, and a line "old -> new" for each change.
+
+    Tables, keys, and overrides in quotes ("section.key=value", as sweeps have them) are rewritten;
+    comments and layout stay. Raises ConfigError for text that is not valid TOML, and where a former
+    name stands in an inline table, which has to be rewritten by hand.
+    """
+    before = _parsed(text)
+    changes: list[str] = []
+    section: list[str] = []
+    lines = []
+    for line in text.splitlines(keepends=True):
+        if found := _HEADER.match(line):
+            section = _of_list(found[1]).split(".")
+            line = _replaced(line, found.span(1), found[1], changes, [])
+        elif found := _ASSIGNMENT.match(line):
+            line = _replaced(line, found.span(2), found[2], changes, section)
+        for found in reversed(list(_OVERRIDE.finditer(line))):
+            line = _replaced(line, found.span(), found[1], changes, [])
+        lines.append(line)
+    migrated = "".join(lines)
+    if _parsed(migrated) != _renamed(before, ""):
+        raise ConfigError(
+            "a former name stands where it cannot be rewritten safely, such as in an inline table: "
+            f"replace by hand: {'; '.join(f'{old} by {new}' for old, new in RENAMED.items())}"
+        )
+    return migrated, changes
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"invalid TOML: {error}") from error
+
+
+def _of_list(header: str) -> str:
+    """Headers below `[[stages]]` stand for one item of that list."""
+    first, _, rest = header.partition(".")
+    return ".".join(filter(None, (first, "*", rest))) if first == "stages" else header
+
+
+def _replaced(
+    line: str, span: tuple[int, int], key: str, changes: list[str], section: list[str]
+) -> str:
+    full = ".".join([*section, key])
+    if (new := new_name(full)) == full:
+        return line
+    changes.append(f"{full} -> {new}")
+    own = ".".join(new.split(".")[len(section) :])
+    return line[: span[0]] + own + line[span[1] :]
+
+
+def _renamed(value: Any, key: str) -> Any:
+    """The tree with today's names."""
+    if isinstance(value, dict):
+        return {
+            new_name(f"{key}.{name}" if key else name).split(".")[-1]: _renamed(
+                inner, f"{key}.{name}" if key else name
+            )
+            for name, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_renamed(item, f"{key}.{n}") for n, item in enumerate(value)]
+    if isinstance(value, str) and "=" in value:
+        name, _, rest = value.partition("=")
+        return f"{new_name(name)}={rest}"
+    return value
