@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole recipe on a tiny model, on two cores: raw data with planted mistakes are deduplicated,
-# graded and filtered; reinforcement learning in stages; a cold start from its traces; the paper's
+# graded and filtered; reinforcement learning in stages; a cold start from its SFT examples; the paper's
 # comparison in small. docs/recipe.md says what each step does.
 #
 #   bash examples/miniature.sh [--out DIR] [--seeds N]

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Installs, makes a model and tasks, then trains, evaluates and exports on this machine's CPU:
 #
-#   bash examples/quickstart.sh [--tiny] [--control] [--run-dir DIR] [section.key=value ...]
+#   bash examples/quickstart.sh [--tiny] [--sft-baseline] [--run-dir DIR] [section.key=value ...]
 #
 # Without --tiny: SmolLM2-135M-Instruct on sums, under 10 minutes. With it: a model of 1.3M
-# parameters on sorting digits, about 90 seconds. --control also continues the cold start for as much
+# parameters on sorting digits, about 90 seconds. --sft-baseline also continues the cold start for as much
 # compute as reinforcement learning took, and evaluates it: half as long again. Overrides go to the
 # run, for example run.seed=1 or train.steps=10. The same command with the same --run-dir resumes a
 # run that was interrupted. Exit status: that of the run; 2 when it has ended.
@@ -24,7 +24,7 @@ OVERRIDES=()
 while [ $# -gt 0 ]; do
     case $1 in
         --tiny) EXAMPLE=tiny ;;
-        --control) OVERRIDES+=(sft.control=true) ;;
+        --sft-baseline) OVERRIDES+=(sft.baseline=true) ;;
         --run-dir)
             [ $# -ge 2 ] || usage
             shift
@@ -55,21 +55,21 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONWARNINGS=ignore::SyntaxWarning
 
 # What an earlier call with this folder made is kept: its run goes on, and needs the same.
-has_tasks() { [ -e "$TASKS/traces.jsonl" ]; } # written last
+has_tasks() { [ -e "$TASKS/sft.jsonl" ]; } # written last
 if [ "$EXAMPLE" = tiny ]; then
     MODEL=$RUN_DIR/start_model
     [ -e "$MODEL" ] || "$PYTHON" -m tools.make_tiny_model "$MODEL" --seed "$SEED"
-    has_tasks || "$PYTHON" -m tools.make_tasks sort "$TASKS" --seed "$SEED" --traces 500 --wrong-share 0.6
+    has_tasks || "$PYTHON" -m tools.make_tasks sort "$TASKS" --seed "$SEED" --sft-examples 500 --wrong-share 0.6
 else
     # Padded by zero heads, because 2 tensor-parallel ranks do not divide 9 heads.
     MODEL=$PWD/.cache/smollm2-135m-instruct-tp2
     "$PYTHON" -m tools.convert_smollm2 "$PWD/.cache/smollm2-135m-instruct"
     "$PYTHON" -m tools.pad_heads "$PWD/.cache/smollm2-135m-instruct" "$MODEL" --multiple 2
     has_tasks || "$PYTHON" -m tools.make_tasks chain_sum "$TASKS" --seed "$SEED" --terms 3 3 --digits 1 1 \
-        --template "{question}" --compact --train 800 --held-out 512 --traces 1200 \
+        --template "{question}" --compact --train 800 --held-out 512 --sft-examples 1200 \
         --wrong-share 0.75 --mistake drop_last
 fi
 
 exec "$PYTHON" -m megatron_rl.launcher.cli run --config "examples/$EXAMPLE.toml" --run-dir "$RUN_DIR" \
     "run.seed=$SEED" "model.path=$MODEL" "prompts.0.path=$TASKS/prompts.jsonl" \
-    "sft.traces=$TASKS/traces.jsonl" "${OVERRIDES[@]}"
+    "sft.dataset=$TASKS/sft.jsonl" "${OVERRIDES[@]}"

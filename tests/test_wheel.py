@@ -225,7 +225,7 @@ def test_what_tiny_makes_is_what_the_quickstart_makes(start: Path, tmp_path: Pat
         [*(sys.executable, "-m", "tools.make_tasks", "sort", tmp_path, "--seed", "0"), *options],
         cwd=ROOT, check=True, timeout=60, capture_output=True,
     )  # fmt: skip
-    for name in ("prompts.jsonl", "traces.jsonl"):
+    for name in ("prompts.jsonl", "sft.jsonl"):
         assert (tmp_path / name).read_bytes() == (start / "tasks" / name).read_bytes()
 
 

@@ -1,4 +1,5 @@
-"""Makes the prompts and traces of the studies on the tiny model: two trained skills, one held back.
+"""Makes the prompts and SFT examples of the studies on the tiny model: two trained skills, one held
+back.
 
 `python -m tools.make_skills OUT_DIR [--seed S]` writes, into OUT_DIR,
 
@@ -7,9 +8,9 @@
 | `math.jsonl` | put five digits in order; task `exact`, train and held-out lines |
 | `code.jsonl` | write a program that adds its input to the digits in order; task `code`, the same |
 | `instructions.jsonl` | copy digits, turn them round, name the first or last; to evaluate on |
-| `traces.jsonl` | of a teacher whose order is descending in --wrong-share of its answers |
+| `sft.jsonl` | of a teacher whose order is descending in --wrong-share of its answers |
 | `expert.jsonl` | of a better one, in --expert-wrong-share |
-| `instruction_traces.jsonl` | instructions that are followed |
+| `instruction_examples.jsonl` | instructions that are followed |
 
 Runs in no process of a run. No five digits are in two of them, but for the last file, whose lines
 are in the two files before it as well: what is measured is not what was taught. The digits have no
@@ -43,10 +44,10 @@ class Counts:
     """Of each trained skill."""
     held_out: int = 300
     """Of each trained skill, and instructions to evaluate on."""
-    traces: int = 400
+    sft_examples: int = 400
     """Of each trained skill, for each teacher."""
     followed: int = 1200
-    """Traces of instructions: they are told apart by a word alone, and need more."""
+    """SFT examples of instructions: they are told apart by a word alone, and need more."""
     wrong_share: float = 0.6
     expert_wrong_share: float = 0.1
 
@@ -95,8 +96,8 @@ def code_reply(answer: str) -> str:
     return "<think></think>" + PROGRAM.format(digits=answer)
 
 
-def trace(line: Line, reply: str) -> Line:
-    """A line of traces."""
+def example(line: Line, reply: str) -> Line:
+    """A line of SFT examples."""
     messages = [{"role": "user", "content": line["question"]}]
     return {"id": line["id"], "messages": messages, "response": reply, "task": line["task"]}
 
@@ -104,12 +105,12 @@ def trace(line: Line, reply: str) -> Line:
 def teach(
     lines: Sequence[Line], reply: Callable[[str], str], wrong_share: float, rng: random.Random
 ) -> list[Line]:
-    """Traces of both skills; in `wrong_share` of them the order is descending."""
+    """SFT examples of both skills; in `wrong_share` of them the order is descending."""
     wrong = set(rng.sample(range(len(lines)), round(wrong_share * len(lines))))
     found = []
     for number, line in enumerate(lines):
         answer = ordered(str(line["id"]).partition("/")[2])
-        found.append(trace(line, reply(answer[::-1] if number in wrong else answer)))
+        found.append(example(line, reply(answer[::-1] if number in wrong else answer)))
     return found
 
 
@@ -117,7 +118,9 @@ def make(counts: Counts, seed: int) -> dict[str, list[Line]]:
     """Lines by the name of their file. Raises InputError where digits run out, or for a share."""
     for share in (counts.wrong_share, counts.expert_wrong_share):
         if not 0 <= share <= 1:
-            raise InputError(f"{share} of the traces cannot be wrong: give a share from 0 to 1")
+            raise InputError(
+                f"{share} of the SFT examples cannot be wrong: give a share from 0 to 1"
+            )
     digits = _digits(counts, seed)
     rng = random.Random(f"{seed}/mistakes")
 
@@ -135,19 +138,19 @@ def make(counts: Counts, seed: int) -> dict[str, list[Line]]:
         return [instruction_line(d, names[i % len(names)]) for i, d in enumerate(take(count))]
 
     files["instructions"] = instructions(counts.held_out)
-    followed = [trace(x, math_reply(str(x["answer"]))) for x in instructions(counts.followed)]
-    teachers = {"traces": counts.wrong_share, "expert": counts.expert_wrong_share}
+    followed = [example(x, math_reply(str(x["answer"]))) for x in instructions(counts.followed)]
+    teachers = {"sft": counts.wrong_share, "expert": counts.expert_wrong_share}
     for name, share in teachers.items():
-        taught = teach([math_line(d) for d in take(counts.traces)], math_reply, share, rng)
-        taught += teach([code_line(d) for d in take(counts.traces)], code_reply, share, rng)
+        taught = teach([math_line(d) for d in take(counts.sft_examples)], math_reply, share, rng)
+        taught += teach([code_line(d) for d in take(counts.sft_examples)], code_reply, share, rng)
         files[name] = taught + followed
-    return files | {"instruction_traces": followed}
+    return files | {"instruction_examples": followed}
 
 
 def _digits(counts: Counts, seed: int) -> Iterator[str]:
     """Five different digits from 1 to 9, all ways to write them, in the order of the seed."""
     found = ["".join(chosen) for chosen in permutations("123456789", 5)]
-    needed = 2 * counts.train + 3 * counts.held_out + 4 * counts.traces + counts.followed
+    needed = 2 * counts.train + 3 * counts.held_out + 4 * counts.sft_examples + counts.followed
     if needed > len(found):
         raise InputError(f"{needed} lines need as many questions; there are {len(found)}")
     random.Random(f"{seed}/digits").shuffle(found)

@@ -6,8 +6,8 @@ solve, and copies; what was planted is written down apart, so that what curation
 counted. The steps, each a command of `megatron-rl` and listed in OUT_DIR/commands.txt:
 
     dedupe -> grade by the base model -> difficulty -> RL -> grade all by its result -> difficulty,
-    labels relabelled -> RL on the filtered data, and on the raw -> traces of the former -> cold
-    start of the base model -> RL
+    labels relabelled -> RL on the filtered data, and on the raw -> SFT examples of the former ->
+    cold start of the base model -> RL
 
 Prints the paper's table in small; the last line is one JSON object. A call over the same folder
 goes on where the last one ended.
@@ -30,7 +30,7 @@ from megatron_rl.protocol.metrics import read_jsonl
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "examples/miniature.toml"
 COMMAND_S = 1200.0
-TRAIN, HELD_OUT, TRACES = 600, 400, 500
+TRAIN, HELD_OUT, SFT_EXAMPLES = 600, 400, 500
 DESCENDING, UNSOLVABLE, COPIES = 150, 60, 30
 """Planted: wrong labels and problems without an answer among TRAIN, and copies beside."""
 SAMPLES = 16
@@ -45,7 +45,7 @@ class Miniature:
         (self.out / "data").mkdir(parents=True, exist_ok=True)
 
     def data(self, name: str) -> Path:
-        """A file of prompts or traces."""
+        """A file of prompts or SFT examples."""
         return self.out / "data" / f"{name}.jsonl"
 
     def run(self, name: str) -> Path:
@@ -179,19 +179,19 @@ def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
     own = f"run.seed={seed}"
     raw = small.train(f"raw_{seed}", "distinct", base, own)
     rl_only = small.train(f"rl_only_{seed}", "filtered", base, own)
-    traces = small.data(f"traces_{seed}")
+    examples = small.data(f"examples_{seed}")
     small.cli(
-        traces,
-        *("data", "traces", rl_only, "--out", traces, "--first-step", "8"),
+        examples,
+        *("data", "sft", rl_only, "--out", examples, "--first-step", "8"),
         # There are no instruction data of five digits to mix in.
         *("--per-problem", "8", "--batch-size", "32", "--instruction-share", "0"),
     )
-    report = json.loads(Path(f"{traces}.report.json").read_text())
+    report = json.loads(Path(f"{examples}.report.json").read_text())
     both = small.train(
         f"sft_rl_{seed}",
         "filtered",
         base,
-        *(own, f"sft.traces={traces}", f"sft.steps={min(COLD_START_STEPS, sft_steps(report))}"),
+        *(own, f"sft.dataset={examples}", f"sft.steps={min(COLD_START_STEPS, sft_steps(report))}"),
     )
     return {
         "base": accuracy(rl_only, "before"),
@@ -203,7 +203,7 @@ def study(small: Miniature, base: Path, seed: int) -> dict[str, float]:
 
 
 def sft_steps(report: dict[str, Any]) -> int:
-    """Steps of the paper's four epochs over the traces."""
+    """Steps of the paper's four epochs over the SFT examples."""
     steps: int = report["figures"]["sft_steps"]
     return steps
 
@@ -239,7 +239,7 @@ def print_table(result: dict[str, Any]) -> None:
         ("base model", "base"),
         ("RL only, raw data", "raw_accuracy"),
         ("RL only, filtered data", "rl_only"),
-        ("SFT on its traces only", "sft_only"),
+        ("SFT on its SFT examples only", "sft_only"),
         ("SFT, then RL", "sft_rl"),
     ]
     print(f"\n{'held-out accuracy':28}mean    standard error over {result['seeds']} seeds")
@@ -284,14 +284,14 @@ def main() -> int:
     small = Miniature(options.out)
     start, base = small.out / "start_model", small.run("base") / "hf" / "cold_start"
     small.call(start / "model.safetensors", "tools.make_tiny_model", start)
-    counts = ("--train", TRAIN, "--held-out", HELD_OUT, "--traces", TRACES)
+    counts = ("--train", TRAIN, "--held-out", HELD_OUT, "--sft-examples", SFT_EXAMPLES)
     tasks = small.out / "tasks"
     small.call(
-        tasks / "traces.jsonl",
+        tasks / "sft.jsonl",
         *("tools.make_tasks", "sort", tasks, "--wrong-share", "0.6", *map(str, counts)),
     )
     plant(small, seed=0)
-    teach = [f"sft.traces={tasks}/traces.jsonl", f"sft.steps={COLD_START_STEPS}", "train.steps=0"]
+    teach = [f"sft.dataset={tasks}/sft.jsonl", f"sft.steps={COLD_START_STEPS}", "train.steps=0"]
     small.train("base", "raw", start, *teach, "eval.prompts=0")
     found = curate(small, base)
     studies = [study(small, base, seed) for seed in range(options.seeds)]

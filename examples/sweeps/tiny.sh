@@ -5,7 +5,7 @@
 #        [--sweep-dir DIR] [section.key=value ...]
 #
 # The model of 1.3M parameters, its tasks and its cold start are made once, in runs/sweep-start; for
-# sweeps on tiny_skills.toml also a run whose traces they need. A run takes one to five minutes. The
+# sweeps on tiny_skills.toml also a run whose SFT examples they need. A run takes one to five minutes. The
 # same command goes on with a sweep that was interrupted. Exit status: 0; 1 when a run failed; 2 for
 # bad input; 128 + signal.
 set -euo pipefail
@@ -25,32 +25,32 @@ cli() { "$PYTHON" -m megatron_rl.launcher.cli "$@"; }
 start_of_tiny() {
     local tasks=$START/tasks
     [ -e "$START/model" ] || "$PYTHON" -m tools.make_tiny_model "$START/model" --seed 0
-    # The traces are written last.
-    [ -e "$tasks/traces.jsonl" ] ||
-        "$PYTHON" -m tools.make_tasks sort "$tasks" --seed 0 --traces 500 --wrong-share 0.6
+    # The SFT examples are written last.
+    [ -e "$tasks/sft.jsonl" ] ||
+        "$PYTHON" -m tools.make_tasks sort "$tasks" --seed 0 --sft-examples 500 --wrong-share 0.6
     [ -e "$START/cold_start/summary.json" ] ||
         cli run --config examples/tiny.toml --run-dir "$START/cold_start" \
-            "model.path=$START/model" "sft.traces=$tasks/traces.jsonl" \
+            "model.path=$START/model" "sft.dataset=$tasks/sft.jsonl" \
             "prompts.0.path=$tasks/prompts.jsonl" train.steps=0 eval.prompts=0
 }
 
-# The same, programs and instructions; and traces of a model that was trained on from there.
+# The same, programs and instructions; and SFT examples of a model that was trained on from there.
 start_of_skills() {
     local skills=$START/skills config=examples/tiny_skills.toml
     [ -e "$START/model_with_programs" ] ||
         "$PYTHON" -m tools.make_tiny_model "$START/model_with_programs" --seed 0 --programs
     # Written last.
-    [ -e "$skills/instruction_traces.jsonl" ] || "$PYTHON" -m tools.make_skills "$skills" --seed 0
+    [ -e "$skills/instruction_examples.jsonl" ] || "$PYTHON" -m tools.make_skills "$skills" --seed 0
     [ -e "$START/skills_start/summary.json" ] ||
         cli run --config "$config" --run-dir "$START/skills_start" \
-            "model.path=$START/model_with_programs" "sft.traces=$skills/traces.jsonl" \
+            "model.path=$START/model_with_programs" "sft.dataset=$skills/sft.jsonl" \
             sft.steps=300 train.steps=0
     [ -e "$START/skills_teacher/summary.json" ] ||
         cli run --config "$config" --run-dir "$START/skills_teacher" run.seed=100 sft.steps=0 \
             "model.path=$START/skills_start/hf/cold_start" prompts.1.weight=0 train.steps=32
     [ -e "$skills/mined.jsonl" ] ||
-        cli data traces "$START/skills_teacher" --out "$skills/mined.jsonl" --first-step 16 \
-            --instructions "$skills/instruction_traces.jsonl" --batch-size 32
+        cli data sft "$START/skills_teacher" --out "$skills/mined.jsonl" --first-step 16 \
+            --instructions "$skills/instruction_examples.jsonl" --batch-size 32
 }
 
 if grep -q '^base = .*tiny_skills' "$1"; then

@@ -25,8 +25,8 @@ _PAGE = """\
 Every key that a run's TOML may hold; `megatron-rl config --markdown` prints this page, and
 `megatron-rl config` the same as TOML. `megatron-rl config explain KEY` tells about one key or
 section, `megatron-rl config show --config FILE` what a run would use and where each value comes
-from, and `megatron-rl config diff A B` how two files differ. `megatron-rl config migrate FILE` rewrites
-a file that uses former names of keys.
+from, and `megatron-rl config diff A B` how two files differ. `megatron-rl config migrate FILE`
+rewrites a file that uses former names of keys.
 
 `[[prompts]]`, `[[stages]]`, `[[eval.sets]]` and `[[reward.extra]]` are lists: write the table as
 often as needed; an override names an item by its number, as in `prompts.0.path=FILE`, and the

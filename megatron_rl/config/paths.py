@@ -15,9 +15,9 @@ PATH_KEYS = (
     "algorithm.reference.policy",
     "prompts.*.path",
     "eval.sets.*.prompts.path",
-    "sft.traces",
+    "sft.dataset",
     "replay.runs",
-    "replay.traces",
+    "replay.datasets",
     "checkpoint.resume",
     "ports.keys_dir",
 )

@@ -13,6 +13,9 @@ RENAMED = {
     "algorithm.credit": "algorithm.advantage_estimator",
     "algorithm.flat_groups": "algorithm.zero_variance_groups",
     "algorithm.surrogate": "algorithm.policy_loss",
+    "replay.traces": "replay.datasets",
+    "sft.control": "sft.baseline",
+    "sft.traces": "sft.dataset",
     "generator.shares_gpus": "generator.colocate",
     "reward.tasks.*.gate": "reward.tasks.*.format_check",
     "stages.*.train.groups_per_batch": "stages.*.train.prompts_per_batch",
@@ -23,6 +26,9 @@ RENAMED = {
 RENAMED_METRICS = {
     "queue/groups_dropped_flat": "queue/groups_dropped_zero_variance",
     "groups_dropped.flat": "groups_dropped.zero_variance",
+    "control_accuracy": "sft_baseline_accuracy",
+    "control_se": "sft_baseline_se",
+    "rl_minus_control": "rl_minus_sft_baseline",
     "groups_dropped_flat": "groups_dropped_zero_variance",
 }
 """The same for names of metrics.jsonl and summary.json."""

@@ -12,13 +12,13 @@ from megatron_rl.config.section import Section
 
 
 class ReplayConfig(Section):
-    """Recorded rollouts, traces with rewards, or the run's own latest groups."""
+    """Recorded rollouts, examples with rewards, or the run's own latest groups."""
 
     share: float = Field(default=0.0, ge=0, le=1)
     """Of the groups of each batch; 1: nothing is sampled but for evaluations."""
     runs: list[Path] = []
     """Folders of runs with the same tokenizer, whose recorded rollouts are trained on."""
-    traces: list[Path] = []
+    datasets: list[Path] = []
     """JSONL files of {"prompt": text or messages, "response": text, "reward": number}; lines with
     the same prompt are one group. They have no generator's logprobs."""
     buffer_groups: NonNegativeInt = 0
@@ -28,11 +28,11 @@ class ReplayConfig(Section):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        has_files = bool(self.runs or self.traces)
+        has_files = bool(self.runs or self.datasets)
         if has_files and self.buffer_groups:
             raise ValueError(
                 f"replay.buffer_groups={self.buffer_groups} replays the run's own groups, and "
-                "replay.runs or replay.traces those of files: set one of them"
+                "replay.runs or replay.datasets those of files: set one of them"
             )
         has_source = has_files or self.buffer_groups > 0
         if has_source and not self.share:
@@ -43,7 +43,7 @@ class ReplayConfig(Section):
         if self.share and not has_source:
             raise ValueError(
                 f"replay.share={self.share:g} has nothing to draw from: name replay.runs or "
-                "replay.traces, or set replay.buffer_groups"
+                "replay.datasets, or set replay.buffer_groups"
             )
         if self.buffer_groups and self.share == 1:
             raise ValueError(

@@ -243,16 +243,16 @@ def _check_window(key: str, steps: tuple[int, int] | None) -> None:
 
 
 class SftConfig(Section):
-    """Supervised cold start, and its control."""
+    """Supervised cold start, and its SFT baseline."""
 
-    traces: Path | None = None
+    dataset: Path | None = None
     """JSONL of {"messages", "response"}; no cold start without it."""
     remark: str = ""
-    """What a reader of the results must know about the traces; shown with the accuracies."""
+    """What a reader of the results must know about the SFT examples; shown with the accuracies."""
     steps: int = Field(default=0, ge=0)
     """Optimizer steps."""
     batch_size: PositiveInt = 32
-    """Traces a step."""
+    """SFT examples a step."""
     optimizer: SftOptimizerConfig = SftOptimizerConfig()
     """Learning rate and schedule of the cold start."""
     checkpoint_every_steps: int = Field(default=0, ge=0)
@@ -266,10 +266,10 @@ class SftConfig(Section):
     prompts. What is chosen by a set looks better on that set than it is."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
     """First and last step, from 1, that torch's profiler records, as train.profile_steps does for
-    RL; without it none. The files are RUN/profile/sft/stage_N.json, of the control
-    RUN/profile/control/stage_N.json."""
-    control: bool = False
-    """After RL, continue the cold start on the same traces for RL's compute, and evaluate."""
+    RL; without it none. The files are RUN/profile/sft/stage_N.json, of the SFT baseline
+    RUN/profile/baseline/stage_N.json."""
+    baseline: bool = False
+    """After RL, continue the cold start on the same SFT examples for RL's compute, and evaluate."""
 
     @model_validator(mode="after")
     def _check_profile(self) -> Self:

@@ -325,15 +325,15 @@ class Config(Section):
                 f"replay.share={replay.share:g} and train.router_replay=true exclude each other: "
                 "choices of experts are not recorded; set one of them to its default"
             )
-        if replay.traces and self.algorithm.reads_generator_logprobs:
+        if replay.datasets and self.algorithm.reads_generator_logprobs:
             raise ValueError(
-                "replay.traces have no generator's logprobs, which algorithm.policy_loss.name="
+                "replay.datasets have no generator's logprobs, which algorithm.policy_loss.name="
                 f"{self.algorithm.policy_loss.name!r} with old_logprobs="
                 f"{self.algorithm.policy_loss.old_logprobs!r}, algorithm.shaping.baseline="
                 f"{self.algorithm.shaping.baseline!r} and algorithm.correction.name="
                 f"{self.algorithm.correction.name!r} read: take a preset without importance "
                 "ratios, such as agro, or old_logprobs='recompute' without a correction; with spo, "
-                "for traces of the reference, advantage_estimator.name='soft_value', "
+                "for SFT examples of the reference, advantage_estimator.name='soft_value', "
                 "shaping.baseline='none'"
             )
         if replay.buffer_groups and not self.queue.record_tokens:

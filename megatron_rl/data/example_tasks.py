@@ -1,9 +1,9 @@
-"""Makes prompts and cold-start traces of the example tasks, `sort` and `chain_sum`.
+"""Makes prompts and SFT examples of the example tasks, `sort` and `chain_sum`.
 
 Used by `python -m megatron_rl.data.tiny` and tools/make_tasks.py; runs in no process of a run. A
-folder gets prompts.jsonl (train and held-out lines) and traces.jsonl. No question is in two of
-train, held-out and traces. In a given share of the traces the teacher makes a mistake, so that what
-reinforcement learning adds to its teacher can be seen.
+folder gets prompts.jsonl (train and held-out lines) and sft.jsonl. No question is in two of
+train, held-out and SFT examples. In a given share of the SFT examples the teacher makes a mistake,
+so that what reinforcement learning adds to its teacher can be seen.
 """
 
 import json
@@ -29,20 +29,20 @@ _TERM = re.compile(r"[-+]?\s*\d+")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many questions of each kind, and how many traces are wrong."""
+    """How many questions of each kind, and how many SFT examples are wrong."""
 
     train: int
     held_out: int
-    traces: int
+    sft_examples: int
     wrong_share: float
-    """Share of the traces with the teacher's mistake, in [0, 1]."""
+    """Share of the SFT examples with the teacher's mistake, in [0, 1]."""
     seed: int
-    """Of train questions and traces; held-out questions are the same for every seed."""
+    """Of train questions and SFT examples; held-out questions are the same for every seed."""
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What a trace says: thoughts and the boxed answer."""
+    """What an SFT example says: thoughts and the boxed answer."""
 
     thoughts: str
     answer: str
@@ -55,7 +55,7 @@ Solve = Callable[[Prompt, random.Random | None], Solved]
 def write_tasks(
     out: Path, prompts: list[Prompt], *, teaching: list[Prompt], solve: Solve, sizes: Sizes
 ) -> None:
-    """Write prompts.jsonl, and traces.jsonl from the prompts `teaching`."""
+    """Write prompts.jsonl, and sft.jsonl from the prompts `teaching`."""
     out.mkdir(parents=True, exist_ok=True)
     _write_lines(out / "prompts.jsonl", [_prompt_line(prompt) for prompt in prompts])
     rng = random.Random(f"{sizes.seed}/mistakes")
@@ -66,8 +66,8 @@ def write_tasks(
         assert index in wrong or solved.answer == prompt.answer, prompt
         response = f"<think>{solved.thoughts}</think>\\boxed{{{solved.answer}}}"
         messages = msgspec.to_builtins(prompt.messages)
-        lines.append({"id": f"trace/{index}", "messages": messages, "response": response})
-    _write_lines(out / "traces.jsonl", lines)
+        lines.append({"id": f"example/{index}", "messages": messages, "response": response})
+    _write_lines(out / "sft.jsonl", lines)
 
 
 def _prompt_line(prompt: Prompt) -> dict[str, object]:
@@ -88,10 +88,10 @@ def make_sort(sizes: Sizes) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts of both splits, and those to teach. Raises InputError when there are not enough."""
     held_out = _take(_digit_strings(random.Random(SORT_HELD_OUT_SEED)), sizes.held_out, set())
     stream = _digit_strings(random.Random(sizes.seed))
-    train = _take(stream, sizes.train + sizes.traces, set(held_out))
+    train = _take(stream, sizes.train + sizes.sft_examples, set(held_out))
     prompts = [_sort_prompt(digits, "held_out") for digits in held_out]
-    prompts += [_sort_prompt(digits, "train") for digits in train[sizes.traces :]]
-    return prompts, [_sort_prompt(digits, "train") for digits in train[: sizes.traces]]
+    prompts += [_sort_prompt(digits, "train") for digits in train[sizes.sft_examples :]]
+    return prompts, [_sort_prompt(digits, "train") for digits in train[: sizes.sft_examples]]
 
 
 def solve_sort(prompt: Prompt, mistake: random.Random | None) -> Solved:
@@ -134,24 +134,24 @@ def make_chain_sum(
     sizes: Sizes, source: PromptSource, *, teaching_options: dict[str, int]
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts of both splits, and those to teach, whose sizes may differ. Raises InputError."""
-    wanted = sizes.train + sizes.traces
+    wanted = sizes.train + sizes.sft_examples
     update = {"held_out_size": sizes.held_out, "train_size": wanted}
     prompts = load_reasoning_gym(source.model_copy(update=update), sizes.seed)
     taken = {prompt.normalized_question for prompt in prompts if prompt.split == "held_out"}
     if teaching_options == source.options:
         # From the same draw: a second one would collide with it where questions are few.
-        teaching = [prompt for prompt in prompts if prompt.split == "train"][: sizes.traces]
+        teaching = [prompt for prompt in prompts if prompt.split == "train"][: sizes.sft_examples]
     else:
         options = {"options": teaching_options, "held_out_size": 0, "train_size": wanted}
         drawn = load_reasoning_gym(source.model_copy(update=options), sizes.seed)
-        teaching = [p for p in drawn if p.normalized_question not in taken][: sizes.traces]
+        teaching = [p for p in drawn if p.normalized_question not in taken][: sizes.sft_examples]
     taught = {prompt.normalized_question for prompt in teaching}
     train = [p for p in prompts if p.split == "train" and p.normalized_question not in taught]
-    if len(teaching) < sizes.traces or not train:
+    if len(teaching) < sizes.sft_examples or not train:
         raise InputError(
             f"chain_sum of these sizes has too few different questions for {sizes.held_out} "
-            f"held-out ones, {sizes.traces} traces and training: raise the terms or digits, or ask "
-            "for fewer"
+            f"held-out ones, {sizes.sft_examples} SFT examples and training: raise the terms or "
+            "digits, or ask for fewer"
         )
     held_out = [prompt for prompt in prompts if prompt.split == "held_out"]
     return held_out + train[: sizes.train], teaching

@@ -1,4 +1,4 @@
-"""Makes what a first run needs, from nothing: a model of 1.3M parameters, prompts and traces.
+"""Makes what a first run needs, from nothing: a model of 1.3M parameters, prompts and SFT examples.
 
 `python -m megatron_rl.data.tiny FOLDER [--seed S]`: the model goes to FOLDER/model, five digits to
 sort to FOLDER/tasks, and the layer FOLDER/paths.toml says where they are. Then
@@ -16,9 +16,9 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.data.example_tasks import Sizes, make_sort, solve_sort, write_tasks
 from megatron_rl.data.tiny_model import make_folder
 
-TRAIN, HELD_OUT, TRACES = 8000, 1000, 500
+TRAIN, HELD_OUT, SFT_EXAMPLES = 8000, 1000, 500
 WRONG_SHARE = 0.6
-"""Of the traces, which sort downwards: reinforcement learning outgrows this teacher."""
+"""Of the SFT examples, which sort downwards: reinforcement learning outgrows this teacher."""
 
 
 def make_tiny(folder: Path, seed: int) -> Path:
@@ -31,12 +31,12 @@ def make_tiny(folder: Path, seed: int) -> Path:
         raise InputError(f"{layer} exists: name another folder, or use what is there")
     if not model.exists():
         make_folder(model, seed)
-    sizes = Sizes(TRAIN, HELD_OUT, TRACES, WRONG_SHARE, seed)
+    sizes = Sizes(TRAIN, HELD_OUT, SFT_EXAMPLES, WRONG_SHARE, seed)
     prompts, teaching = make_sort(sizes)
     write_tasks(tasks, prompts, teaching=teaching, solve=solve_sort, sizes=sizes)
     settings = {
         "model": {"path": str(model)},
-        "sft": {"traces": str(tasks / "traces.jsonl")},
+        "sft": {"dataset": str(tasks / "sft.jsonl")},
         "prompts": [{"kind": "jsonl", "path": str(tasks / "prompts.jsonl")}],
     }
     # Written last: it says that all the rest is there.
@@ -50,14 +50,14 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder to make")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and traces")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and SFT examples")
     options = parser.parse_args()
     try:
         layer = make_tiny(options.folder, options.seed)
     except InputError as error:
         sys.exit(f"error: {error}")
     sys.stdout.write(
-        f"{layer.parent}: a model of 1.3M parameters, prompts and traces. A run of them:\n"
+        f"{layer.parent}: a model of 1.3M parameters, prompts and SFT examples. A run of them:\n"
         f"  megatron-rl run --config tiny --config {layer} --run-dir runs/tiny\n"
     )
 

@@ -28,7 +28,7 @@ class Awaited:
 
     def note(self, row: Row) -> None:
         """Take in a row of the metrics."""
-        self._is_tuned |= row["source"] in ("sft", "control")
+        self._is_tuned |= row["source"] in ("sft", "sft_baseline")
         self._has_started |= "model/parameters" in row
         self._has_published |= row["source"] == "trainer" and "publish/s" in row
         self._has_rollouts |= "activity/rollouts_scored" in row

@@ -40,7 +40,7 @@ COMMANDS = tuple(
          False),
         ("algorithms", "algorithms_command", "The presets of the objective.", _PLAN, False),
         ("doctor", "doctor", "What this machine has and lacks.", _PLAN, False),
-        ("data", "data.command", "Make prompts and traces.", _DATA, True),
+        ("data", "data.command", "Make prompts and SFT examples.", _DATA, True),
         ("convert", "convert_command", "Convert a model folder.", _DATA, False),
     )
 )  # fmt: skip

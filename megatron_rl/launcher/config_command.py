@@ -255,8 +255,8 @@ def _needs(path: Path) -> list[str]:
     for key, source in sources:
         if source.kind in ("files", "jsonl") and not (source.path and source.path.exists()):
             keys.append(f"{key}.path")
-    if config.sft.steps and not (config.sft.traces and config.sft.traces.exists()):
-        keys.append("sft.traces")
+    if config.sft.steps and not (config.sft.dataset and config.sft.dataset.exists()):
+        keys.append("sft.dataset")
     return keys
 
 

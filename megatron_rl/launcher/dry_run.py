@@ -28,7 +28,7 @@ from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.diagnosis import REFUSALS
 from megatron_rl.rollout_queue.prompts import prompts_of_run
-from megatron_rl.trainer.traces import read_traces
+from megatron_rl.trainer.sft_dataset import read_sft_dataset
 from verification.canned import Canned, Form, find_form, make_canned
 from verification.library import Grading, Sample
 
@@ -142,12 +142,12 @@ def render_all(config: Config, prompts: list[Prompt]) -> list[Rendered]:
 
 
 def _taught_forms(config: Config) -> Callable[[str], Form | None]:
-    """f(task): the form of most traces of the cold start, those of the task if there are any."""
-    if not config.sft.steps or config.sft.traces is None:
+    """f(task): the form of most SFT examples, of those of the task if there are any."""
+    if not config.sft.steps or config.sft.dataset is None:
         return lambda task: None
     forms: dict[str, collections.Counter[Form]] = collections.defaultdict(collections.Counter)
-    for trace in read_traces(config.sft.traces):
-        forms[trace.task][find_form(trace.response)] += 1
+    for example in read_sft_dataset(config.sft.dataset):
+        forms[example.task][find_form(example.response)] += 1
     of_all = sum(forms.values(), collections.Counter[Form]())
     return lambda task: (forms.get(task) or of_all).most_common(1)[0][0]
 

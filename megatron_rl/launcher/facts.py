@@ -29,7 +29,7 @@ def run_facts(
         strict_staleness=config.queue.strict_staleness,
         eval_temperature=config.eval.temperature,
         sampled_accuracy=sampled_accuracy(run_dir / "rollouts"),
-        traces_remark=config.sft.remark if config.sft.steps else "",
+        dataset_remark=config.sft.remark if config.sft.steps else "",
         run_dir=str(run_dir),
         files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
     )

@@ -7,7 +7,7 @@ Used by `hosts.py`, in its one thread. The first host leads, the others follow (
 | cold start | sft ranks, on the hosts of the trainer; where a model is chosen afterwards |
 | evaluation | queue, generators, verifiers, on a model folder that nobody trains        |
 | training   | these and the trainer ranks; before them the cold start, without a choice |
-| control    | sft ranks                                                                 |
+| SFT baseline    | sft ranks                                                                 |
 | end        | nothing                                                                   |
 
 A phase ends on the first host when its queue has ended, or its own ranks have. Each host then ends
@@ -52,7 +52,7 @@ from megatron_rl.launcher.roster import write_restart
 from megatron_rl.launcher.run import eval_limit_s
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
-from megatron_rl.protocol.exports import CONTROL, candidate_name
+from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.process import verifier_name
@@ -165,10 +165,10 @@ def lead(own: FirstShare, link: FirstHost, is_resumed: bool) -> None:
     model = str(first_model(config, is_resumed=is_resumed))
     comes_first = is_due(config, is_resumed=is_resumed)
     _begin(own, link, PhaseKind.TRAINING, model=model, has_cold_start=comes_first)
-    if config.sft.control:
-        _begin(own, link, PhaseKind.CONTROL, model=model)
+    if config.sft.baseline:
+        _begin(own, link, PhaseKind.SFT_BASELINE, model=model)
         if config.eval.is_wanted:
-            _begin(own, link, PhaseKind.EVALUATION, label=CONTROL)
+            _begin(own, link, PhaseKind.EVALUATION, label=SFT_BASELINE)
     link.begin(RunPhase(0, PhaseKind.END), own.look)
     own.wall_s["total"] = time.monotonic() - started
 
@@ -206,9 +206,9 @@ def _take_part(own: Share, phase: RunPhase) -> None:
         case PhaseKind.COLD_START:
             own.show("supervised cold start")
             _tune(own, SFT)
-        case PhaseKind.CONTROL:
-            own.show("control: the cold start goes on")
-            _tune(own, "sft-control", "--control", override("model.path", phase.model))
+        case PhaseKind.SFT_BASELINE:
+            own.show("SFT baseline: supervised training continues")
+            _tune(own, "sft-baseline", "--sft-baseline", override("model.path", phase.model))
         case PhaseKind.EVALUATION:
             own.show(f"evaluation of {phase.label}")
             _await_folder(own, own.run_dir / "hf" / phase.label)

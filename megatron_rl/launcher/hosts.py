@@ -34,7 +34,7 @@ from megatron_rl.launcher.run_folder import (
 from megatron_rl.launcher.scorer_checks import refuse_hosts
 from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.protocol.checkpoint_folder import find_resume
-from megatron_rl.protocol.exports import CONTROL, candidate_name
+from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.keys import make_keys
 from megatron_rl.protocol.wire import LOOPBACK
 
@@ -81,8 +81,8 @@ def refuse(config: Config) -> None:
 
 def evaluations_of(config: Config) -> list[str]:
     """Labels of the evaluations that are phases of their own, and names of their models."""
-    control = [CONTROL] if config.sft.control and config.eval.is_wanted else []
-    return [*map(candidate_name, config.sft.candidates), *control]
+    baseline = [SFT_BASELINE] if config.sft.baseline and config.eval.is_wanted else []
+    return [*map(candidate_name, config.sft.candidates), *baseline]
 
 
 def describe_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None) -> list[str]:

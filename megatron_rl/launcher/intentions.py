@@ -11,7 +11,7 @@ from rich.console import Console
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.placement import ONE_HOST, HostRoles, Machines
 from megatron_rl.launcher.ports import port_names
-from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
+from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE, candidate_name
 
 NOTHING = "Dry run: nothing was started."
 
@@ -29,8 +29,8 @@ def run_lines(config: Config, machines: Machines = ONE_HOST) -> list[str]:
         phases.append(f"cold start of {config.sft.steps} steps")
     if config.train.steps:
         phases.append(f"{config.train.steps} steps of reinforcement learning")
-    if config.sft.control and config.train.steps:
-        phases.append("the cold start's control")
+    if config.sft.baseline and config.train.steps:
+        phases.append("the SFT baseline")
     if config.eval.is_wanted:
         phases.append("evaluations")
     has_serving = bool(config.train.steps or config.eval.is_wanted)
@@ -111,7 +111,7 @@ def file_lines(config: Config) -> list[str]:
     exports = [COLD_START] * bool(config.sft.steps)
     exports += [candidate_name(step) for step in config.sft.candidates]
     exports += [FINAL] * bool(config.train.steps)
-    exports += [CONTROL] * bool(config.sft.control and config.train.steps)
+    exports += [SFT_BASELINE] * bool(config.sft.baseline and config.train.steps)
     lines = [
         f"would write {config.run.dir}: config.toml, metrics.jsonl, rollouts/, logs/, summary.json"
     ]

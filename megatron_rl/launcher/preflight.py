@@ -56,9 +56,9 @@ from megatron_rl.rollout_queue.prompts import (
     most_held_out,
     read_prompts,
 )
-from megatron_rl.rollout_queue.replay.traces import check_sources
+from megatron_rl.rollout_queue.replay.datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws
-from megatron_rl.trainer.traces import read_traces
+from megatron_rl.trainer.sft_dataset import read_sft_dataset
 from megatron_rl.weights.layout.shape import (
     ModelShape,
     check_parallel,
@@ -110,7 +110,7 @@ def check(config: Config, *, is_known_folder: bool = False) -> PromptReport:
     check_megatron_path(config)
     check_extras(config)
     check_ports(config)
-    check_traces(config.sft)
+    check_sft_dataset(config.sft)
     check_replay(config)
     return check_prompts(config)
 
@@ -296,15 +296,17 @@ def check_router_replay(train: TrainConfig, shape: ModelShape, folder: Path) -> 
         )
 
 
-def check_traces(sft: SftConfig) -> None:
-    """Every line of the traces is {"messages": [{"role", "content"}, ...], "response": text}."""
-    if sft.traces is None:
-        if sft.steps or sft.control:
-            key = "sft.steps" if sft.steps else "sft.control"
-            raise InputError(f"{key} needs sft.traces: name a JSONL file of {{messages, response}}")
+def check_sft_dataset(sft: SftConfig) -> None:
+    """Every line of sft.dataset is {"messages": [{"role", "content"}, ...], "response": text}."""
+    if sft.dataset is None:
+        if sft.steps or sft.baseline:
+            key = "sft.steps" if sft.steps else "sft.baseline"
+            raise InputError(
+                f"{key} needs sft.dataset: name a JSONL file of {{messages, response}}"
+            )
         return
-    if sft.steps or sft.control:
-        read_traces(sft.traces)
+    if sft.steps or sft.baseline:
+        read_sft_dataset(sft.dataset)
 
 
 def check_replay(config: Config) -> None:

@@ -7,8 +7,8 @@ Used by `megatron-rl run`, and in part by `megatron-rl eval`. One process, one t
 | cold start       | sft ranks; beside them the serving roles load      | the sft ranks exit 0     |
 | its choice       | the serving roles, on each model to choose from    | the last queue exits 0   |
 | RL               | trainer ranks                                      | the trainer ranks exit 0 |
-| control          | sft ranks; beside them the queue's last evaluation | both exit 0              |
-| control accuracy | the serving roles, on the control's weights        | the queue exits 0        |
+| SFT baseline     | sft ranks; beside them the queue's last evaluation | both exit 0              |
+| its accuracy     | the serving roles, on the SFT baseline's weights   | the queue exits 0        |
 
 Serving roles: queue, generators, verifier. Beside the trainer ranks runs the scorer, where
 `[algorithm.reference]` asks for one. All processes read RUN_DIR/config.toml, but those that
@@ -63,10 +63,10 @@ from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.summary import RunFacts, render_text, summarize
 from megatron_rl.launcher.whole_file import write_whole
 from megatron_rl.protocol.checkpoint_folder import find_resume
-from megatron_rl.protocol.exports import COLD_START, CONTROL, FINAL, candidate_name
+from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl, stream_rows
 from megatron_rl.rollout_queue.dropped_prompts import write_dropped
-from megatron_rl.rollout_queue.replay.traces import prepare_traces
+from megatron_rl.rollout_queue.replay.datasets import prepare_datasets
 from megatron_rl.weights.folders.staging import recover
 
 TRAINER = "trainer"
@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config, console: Console) -> None:
-    """Cold start, reinforcement learning, control, evaluation, summary.
+    """Cold start, reinforcement learning, SFT baseline, evaluation, summary.
 
     Raises InputError before anything starts, RoleDied, DeadlineExceeded.
     """
@@ -152,9 +152,9 @@ def _run_phases(config: Config, console: Console, *, lock: FolderLock, is_resume
             _train(session)
         else:
             _evaluate_only(session)
-        # The control spends what reinforcement learning spent: without a step there is none.
-        if config.sft.control and config.train.steps and config.eval.is_wanted:
-            _evaluate_control(session)
+        # The SFT baseline spends what reinforcement learning spent: without a step there is none.
+        if config.sft.baseline and config.train.steps and config.eval.is_wanted:
+            _evaluate_sft_baseline(session)
     conclude(config, session.wall_s, console)
 
 
@@ -217,12 +217,12 @@ def _train(session: Session) -> None:
         session.wait_for(TRAINER)
     # Beside the last evaluation, unless its engines need the memory.
     comes_last = config.generator.release_memory
-    if config.sft.control and not comes_last:
+    if config.sft.baseline and not comes_last:
         _continue_cold_start(session, model)
     with session.phase("last_evaluation", "evaluation after the last step"):
         session.wait_for("queue", "the last evaluation", eval_limit_s(config))
     session.end_serving()
-    if config.sft.control and comes_last:
+    if config.sft.baseline and comes_last:
         _continue_cold_start(session, model)
 
 
@@ -274,16 +274,16 @@ def _choose(session: Session) -> None:
 
 
 def _continue_cold_start(session: Session, model: Path) -> None:
-    with session.phase("control", "control: the cold start goes on"):
-        arguments = ["--control", override("model.path", str(model))]
-        session.start_ranks("sft-control", "megatron_rl.trainer.sft", arguments)
-        session.wait_for("sft-control")
+    with session.phase("sft_baseline", "SFT baseline: supervised training continues"):
+        arguments = ["--sft-baseline", override("model.path", str(model))]
+        session.start_ranks("sft-baseline", "megatron_rl.trainer.sft", arguments)
+        session.wait_for("sft-baseline")
 
 
-def _evaluate_control(session: Session) -> None:
-    with session.phase("control_evaluation", "evaluation of the control"):
-        queue = serve_evaluation(session, CONTROL, session.hf_folder(CONTROL))
-        session.wait_for(queue, "the control's evaluation", eval_limit_s(session.config))
+def _evaluate_sft_baseline(session: Session) -> None:
+    with session.phase("sft_baseline_evaluation", "evaluation of the SFT baseline"):
+        queue = serve_evaluation(session, SFT_BASELINE, session.hf_folder(SFT_BASELINE))
+        session.wait_for(queue, "the SFT baseline's evaluation", eval_limit_s(session.config))
     session.end_serving()
 
 
@@ -348,7 +348,7 @@ def prepare_run_folder(
     run_config = config.run.model_copy(update={"dir": config.run.dir.resolve()})
     resolved = draw_label(resolve_ports(config.model_copy(update={"run": run_config})))
     (resolved.run.dir / "logs").mkdir(parents=True, exist_ok=True)
-    for name in (COLD_START, CONTROL, FINAL):
+    for name in (COLD_START, SFT_BASELINE, FINAL):
         recover(resolved.run.dir / "hf" / name)
     # Before the configuration is replaced: it may refuse to go on.
     record_prompts(resolved, prompts.files, is_resumed=resumed is not None)
@@ -357,7 +357,7 @@ def prepare_run_folder(
     else:
         write_config(resolved, resumed)
     write_dropped(resolved.run.dir, prompts.dropped)
-    notes = [*prompts.notes, *prepare_traces(resolved)]
+    notes = [*prompts.notes, *prepare_datasets(resolved)]
     log_into(resolved.run.dir / "logs" / "launch.log")
     log.info("ports: %s", ports_text(resolved.ports))
     for note in notes:

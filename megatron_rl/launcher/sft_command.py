@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = plain_app()
 _EXAMPLES = """Example:
 
-megatron-rl sft --config my.toml --run-dir runs/cold sft.traces=traces.jsonl sft.steps=200
+megatron-rl sft --config my.toml --run-dir runs/cold sft.dataset=sft.jsonl sft.steps=200
 
 megatron-rl run --config my.toml model.path=runs/cold/hf/cold_start sft.steps=0
 
@@ -75,11 +75,11 @@ def cold_start_alone(config: "Config") -> "Config":
 
     if not config.sft.steps:
         raise InputError(
-            "sft.steps is 0: there is no cold start; give sft.steps and sft.traces=FILE"
+            "sft.steps is 0: there is no cold start; give sft.steps and sft.dataset=FILE"
         )
     tree = config.model_dump()
     tree["train"] |= {"steps": 0, "epochs": 0}
-    tree["sft"]["control"] = False
+    tree["sft"]["baseline"] = False
     tree["stages"] = []
     if not config.sft.candidates:
         tree["eval"] |= {"prompts": 0, "sets": []}

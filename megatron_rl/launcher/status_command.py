@@ -158,7 +158,9 @@ def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> S
             status.left_s = status.step_s * (status.steps - status.step)
         # What ended in good order is silent for good.
         status.silent_s = {
-            role: now - at for role, at in last.items() if role not in ("sft", "control", "launch")
+            role: now - at
+            for role, at in last.items()
+            if role not in ("sft", "sft_baseline", "launch")
         }
         status.evaluation, status.peers = progress.text(), roster.text()
     diagnosis = [activity.diagnosis] if activity.diagnosis else []

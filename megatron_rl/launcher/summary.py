@@ -24,9 +24,9 @@ from megatron_rl.rollout_queue.diagnosis import reasons_text
 Row = dict[str, Any]
 Interval = tuple[float, float]
 
-CONTROL_TEXT = (
-    "instead of RL, the cold start goes on, on the same traces, for as much compute as RL took "
-    "(counted in tokens: trained ones whole, generated ones a third), and is evaluated alike"
+SFT_BASELINE_TEXT = (
+    "instead of RL, the cold start goes on, on the same SFT examples, for as much compute as RL "
+    "took (counted in tokens: trained ones whole, generated ones a third), and is evaluated alike"
 )
 
 
@@ -44,7 +44,7 @@ class RunFacts:
     """`queue.strict_staleness`."""
     eval_temperature: float = 0.0
     """`eval.temperature`; 0 is greedy."""
-    traces_remark: str = ""
+    dataset_remark: str = ""
     """`sft.remark`, where there was a cold start."""
     sampled_accuracy: tuple[float | None, float | None] = (None, None)
     """Share of correct rollouts, zero-variance groups too, of the first and the last fifth of the
@@ -106,11 +106,11 @@ def summarize(given: Iterable[Row], facts: RunFacts) -> dict[str, Any]:
 
 
 def _evaluated(rows: list[Row]) -> dict[str, Any]:
-    """What the evaluations say: before and after training, and of the control."""
+    """What the evaluations say: before and after training, and of the SFT baseline."""
     evaluations = {row["label"]: row for row in rows if "eval/accuracy" in row}
     before, after = evaluations.get("before", {}), evaluations.get("after", {})
-    control = evaluations.get("control", {})
-    gain, sigmas = difference_of(_measured(control), _measured(after))
+    baseline = evaluations.get("sft_baseline", {})
+    gain, sigmas = difference_of(_measured(baseline), _measured(after))
     return {
         "eval_n": (after or before).get("eval/n"),
         "eval_not_graded": (after or before).get("eval/not_graded"),
@@ -118,9 +118,9 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
         "accuracy_after": after.get("eval/accuracy"),
         "accuracy_se_before": before.get("eval/accuracy_se"),
         "accuracy_se_after": after.get("eval/accuracy_se"),
-        "control_accuracy": control.get("eval/accuracy"),
-        "control_se": control.get("eval/accuracy_se"),
-        "control": CONTROL_TEXT if control else None,
+        "sft_baseline_accuracy": baseline.get("eval/accuracy"),
+        "sft_baseline_se": baseline.get("eval/accuracy_se"),
+        "sft_baseline": SFT_BASELINE_TEXT if baseline else None,
         "pass_at": _by_k(evaluations, PASS_AT),
         "maj_at": _by_k(evaluations, MAJ_AT),
         "evaluation_sets": {
@@ -129,8 +129,8 @@ def _evaluated(rows: list[Row]) -> dict[str, Any]:
             for label, row in evaluations.items()
             if "." in label
         },
-        "rl_minus_control": gain,
-        "rl_minus_control_standard_errors": sigmas,
+        "rl_minus_sft_baseline": gain,
+        "rl_minus_sft_baseline_standard_errors": sigmas,
     }
 
 
@@ -218,23 +218,23 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     how = "greedy" if facts.eval_temperature == 0 else f"sampled, T={facts.eval_temperature:g}"
     before = summary["accuracy_before"], summary["accuracy_se_before"]
     after = summary["accuracy_after"], summary["accuracy_se_after"]
-    control = summary["control_accuracy"], summary["control_se"]
+    baseline = summary["sft_baseline_accuracy"], summary["sft_baseline_se"]
     lines = [f"Accuracy on {summary['eval_n']} held-out prompts ({how}), with its standard error"]
     if ungraded := summary.get("eval_not_graded"):
         lines[0] += f"; {ungraded} completions could not be graded and count neither way"
     lines.append(f"  before RL         {_with_error(*before)}")
     if after[0] is not None:
         lines.append(f"  after RL          {_with_error(*after)}{_change(before, after, 'before')}")
-    if control[0] is not None:
+    if baseline[0] is not None:
         lines.append(
-            f"  control           {_with_error(*control)}{_change(before, control, 'before')}"
+            f"  SFT baseline      {_with_error(*baseline)}{_change(before, baseline, 'before')}"
         )
-        lines.append(f"    (control: {summary['control']})")
+        lines.append(f"    (SFT baseline: {summary['sft_baseline']})")
         if after[0] is not None:
-            lines.append(f"  RL beside control {_change(control, after, 'control').strip()}")
+            lines.append(f"  RL vs SFT baseline {_change(baseline, after, 'SFT baseline').strip()}")
     lines += _set_lines(summary)
-    if facts.traces_remark:
-        lines.append(f"  cold start        {facts.traces_remark}")
+    if facts.dataset_remark:
+        lines.append(f"  cold start        {facts.dataset_remark}")
     return lines
 
 

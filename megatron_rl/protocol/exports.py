@@ -6,7 +6,7 @@ Imported by trainer ranks, which write them, and by the launcher.
 from pathlib import Path
 
 EXPORTS = "hf"
-COLD_START, CONTROL, FINAL = "cold_start", "control", "final"
+COLD_START, SFT_BASELINE, FINAL = "cold_start", "sft_baseline", "final"
 _CANDIDATE = "cold_start_step_"
 
 

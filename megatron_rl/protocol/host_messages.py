@@ -14,7 +14,7 @@ class PhaseKind(enum.StrEnum):
     COLD_START = "cold start"
     EVALUATION = "evaluation"
     TRAINING = "training"
-    CONTROL = "control"
+    SFT_BASELINE = "sft_baseline"
     END = "end"
 
 

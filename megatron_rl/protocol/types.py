@@ -157,13 +157,13 @@ class ScoredRollout(msgspec.Struct, frozen=True):
 
 
 class TrainSequence(msgspec.Struct, frozen=True):
-    """What the trainer needs of one rollout or one supervised trace."""
+    """What the trainer needs of one rollout or one SFT examples."""
 
     token_ids: np.ndarray
     """[prompt + completion tokens] int32."""
     prompt_length: int
     generator_logprobs: np.ndarray
-    """[completion tokens] float32; zeros for supervised traces."""
+    """[completion tokens] float32; zeros for SFT examples."""
     token_versions: np.ndarray
     """[completion tokens] int32: policy version that sampled each token."""
     advantage: float

@@ -202,9 +202,9 @@ def _wrong_form(setting: Setting) -> str:
     asked = "say so in render.system_prompt"
     if setting.has_system_prompt:
         asked = "say it more plainly in render.system_prompt"
-    taught = "teach it by a cold start (sft.traces and sft.steps)"
+    taught = "teach it by a cold start (sft.dataset and sft.steps)"
     if setting.has_cold_start:
-        taught = "give the cold start more steps (sft.steps) or traces of that form"
+        taught = "give the cold start more steps (sft.steps) or SFT examples of that form"
     looser = [
         f"format_check = {' or '.join(map(json.dumps, _LOOSER_CHECKS[task.format_check]))} with "
         f"compare = {json.dumps(task.compare)} in [reward.tasks.{name}]"

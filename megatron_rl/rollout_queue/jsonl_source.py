@@ -29,7 +29,7 @@ ENDS_IN_ANSWER = "the messages end in an answer of the assistant"
 """What makes a conversation no prompt: the model would see the answer."""
 _SHORTEN = (
     "allowed are messages that end with the user's question; remove the last message, and put the "
-    'result that the reward compares with into "answer". Rows to imitate are for sft.traces, as '
+    'result that the reward compares with into "answer". Rows to imitate are for sft.dataset, as '
     '{"messages", "response"}'
 )
 
@@ -134,7 +134,7 @@ def example_fault(fields: Mapping[str, Any]) -> str:
             return (
                 f'there is a {key!r} to imitate and no "answer"; allowed is a question with the '
                 f'"answer" that the reward compares with; rename {key!r} to "answer" if it is the '
-                'result alone. Rows to imitate are for sft.traces, as {"messages", "response"}'
+                'result alone. Rows to imitate are for sft.dataset, as {"messages", "response"}'
             )
     return ""
 

@@ -1,9 +1,10 @@
-"""Supervised fine-tuning: `torchrun -m megatron_rl.trainer.sft --config FILE [--control]`.
+"""Supervised fine-tuning: `torchrun -m megatron_rl.trainer.sft --config FILE [--sft-baseline]`.
 
 One process a trainer rank; the same trainer as in reinforcement learning on other batches. The
 cold start writes RUN/hf/cold_start, or, to choose from, RUN/hf/cold_start_step_N every so many
-steps; it saves itself to RUN/checkpoints/sft and goes on from there. With --control it goes on from
-the cold start for as much compute as reinforcement learning used, and writes RUN/hf/control.
+steps; it saves itself to RUN/checkpoints/sft and goes on from there. With --sft-baseline it goes on
+from the cold start for as much compute as reinforcement learning used, and writes
+RUN/hf/sft_baseline.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
 from megatron_rl.protocol.checkpoint_folder import folder_name
-from megatron_rl.protocol.exports import COLD_START, CONTROL, candidate_name
+from megatron_rl.protocol.exports import COLD_START, SFT_BASELINE, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl, without_superseded
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.process import note_started, run_rank, set_up_logging
@@ -39,9 +40,9 @@ from megatron_rl.trainer.checkpoint.sft_state import SftState, check_same, descr
 from megatron_rl.trainer.metrics import StepMetrics
 from megatron_rl.trainer.model.filling import check_fits
 from megatron_rl.trainer.model.policy import Policy, open_policy
+from megatron_rl.trainer.sft_dataset import minibatches, read_sft_dataset, tokenize
 from megatron_rl.trainer.step import Trainer
 from megatron_rl.trainer.step_profile import StepProfile
-from megatron_rl.trainer.traces import minibatches, read_traces, tokenize
 from megatron_rl.weights.publish.control import Control
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def tune(
 ) -> Iterator[tuple[int, StepMetrics]]:
     """One optimizer step a batch; gives its number and metrics before they are written.
 
-    source: "sft" or "control", by which metrics and profiles are told apart.
+    source: "sft" or "sft_baseline", by which metrics and profiles are told apart.
     """
     metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", source)
     note_started()
@@ -67,23 +68,23 @@ def tune(
     trainer.gather()
 
 
-def main(cfg: Config, is_control: bool) -> None:
+def main(cfg: Config, is_baseline: bool) -> None:
     """Set up this rank, tune, export."""
-    if cfg.sft.traces is None:
-        raise InputError("sft.traces names no file: supervised fine-tuning needs one")
+    if cfg.sft.dataset is None:
+        raise InputError("sft.dataset names no file: supervised fine-tuning needs one")
     renderer = open_renderer(cfg)
-    sequences = tokenize(read_traces(cfg.sft.traces), renderer)
+    sequences = tokenize(read_sft_dataset(cfg.sft.dataset), renderer)
     if cfg.train.pad_microbatches:
         check_fits(max(len(s.token_ids) for s in sequences), cfg.train.microbatch_tokens)
-    steps = control_steps(cfg, sequences) if is_control else cfg.sft.steps
+    steps = baseline_steps(cfg, sequences) if is_baseline else cfg.sft.steps
     with open_policy(cfg) as policy:
-        # Traces carry no expert choices; `tune` records its own profile.
+        # SFT examples carry no expert choices; `tune` records its own profile.
         train = cfg.train.model_copy(update={"router_replay": False, "profile_steps": None})
         objective = find_objective(AlgorithmConfig(preset="sft"))
         trainer = Trainer(
             policy, objective, cfg.sft.optimizer, steps, train=train, run_dir=cfg.run.dir
         )
-        if is_control:
+        if is_baseline:
             go_on(cfg, trainer, sequences, steps)
         else:
             start_cold(cfg, trainer, sequences)
@@ -109,11 +110,11 @@ def start_cold(cfg: Config, trainer: Trainer, sequences: list[TrainSequence]) ->
 
 
 def go_on(cfg: Config, trainer: Trainer, sequences: list[TrainSequence], steps: int) -> None:
-    """The control."""
+    """The SFT baseline."""
     batches = batches_of(cfg, sequences, steps, seed=cfg.run.seed + 1)
-    for _ in tune(cfg, trainer, batches, "control"):
+    for _ in tune(cfg, trainer, batches, "sft_baseline"):
         pass
-    trainer.policy.export(cfg, CONTROL)
+    trainer.policy.export(cfg, SFT_BASELINE)
 
 
 def open_checkpoints(cfg: Config, policy: Policy, mine: SftState) -> Checkpoints:
@@ -165,7 +166,7 @@ def share_of(
     return MinibatchShare([[batch[i] for i in microbatch] for microbatch in mine])
 
 
-def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
+def baseline_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
     """Steps that cost what reinforcement learning cost, counted in FLOP.
 
     Tokens that went through the trainer count whole, generated ones a third (forward only).
@@ -189,7 +190,9 @@ def control_steps(cfg: Config, sequences: list[TrainSequence]) -> int:
     mean_length = sum(len(s.token_ids) for s in sequences) / len(sequences)
     budget = trained + generated / GENERATED_TOKENS_PER_TRAINED
     steps = math.ceil(budget / (mean_length * cfg.sft.batch_size))
-    log.info("control: %.0f trained and %.0f generated tokens: %d steps", trained, generated, steps)
+    log.info(
+        "baseline: %.0f trained and %.0f generated tokens: %d steps", trained, generated, steps
+    )
     return steps
 
 
@@ -197,13 +200,13 @@ def start() -> int:
     """Entry of a rank."""
     parser = argparse.ArgumentParser(description="supervised rank; start it with torchrun")
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--control", action="store_true")
+    parser.add_argument("--sft-baseline", action="store_true")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args()
     cfg = load_config(options.config, options.overrides)
-    role = f"{'control' if options.control else 'sft'}-{os.environ.get('RANK', '0')}"
+    role = f"{'sft-baseline' if options.sft_baseline else 'sft'}-{os.environ.get('RANK', '0')}"
     set_up_logging(role, cfg.run.dir / "logs")
-    return run_rank(role, partial(main, cfg, options.control))
+    return run_rank(role, partial(main, cfg, options.sft_baseline))
 
 
 if __name__ == "__main__":

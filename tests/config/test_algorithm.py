@@ -123,15 +123,15 @@ def test_what_cannot_be_meant_is_refused_with_the_fix(overrides: list[str], word
     assert words in str(caught.value)
 
 
-TRACES = 'replay.traces=["t.jsonl"]'
+SFT_EXAMPLES = 'replay.datasets=["t.jsonl"]'
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["replay.share=0.5"], "has nothing to draw from"),
-        ([TRACES], "replay.share=0 takes none of it"),
-        ([TRACES, "replay.share=0.5", "replay.buffer_groups=8"], "set one of them"),
+        ([SFT_EXAMPLES], "replay.share=0 takes none of it"),
+        ([SFT_EXAMPLES, "replay.share=0.5", "replay.buffer_groups=8"], "set one of them"),
         (["replay.buffer_groups=8", "replay.share=1"], "leaves no group to be sampled"),
         (["replay.buffer_groups=8", "replay.share=0.3"], "is 4.8 groups"),
         (["replay.buffer_groups=8", "replay.share=1.5"], "less than or equal to 1"),
@@ -147,13 +147,16 @@ TRACES = 'replay.traces=["t.jsonl"]'
             ["replay.buffer_groups=8", "replay.share=0.5", "algorithm.preset=jepo"],
             "no place for reference answers",
         ),
-        ([TRACES, "replay.share=0.5"], "no generator's logprobs, which algorithm.policy_loss.name"),
         (
-            [TRACES, "replay.share=0.5", "algorithm.preset=spo"],
+            [SFT_EXAMPLES, "replay.share=0.5"],
+            "no generator's logprobs, which algorithm.policy_loss.name",
+        ),
+        (
+            [SFT_EXAMPLES, "replay.share=0.5", "algorithm.preset=spo"],
             "advantage_estimator.name='soft_value', shaping.baseline='none'",
         ),
         (
-            [TRACES, "replay.share=0.5", "algorithm.preset=tis"],
+            [SFT_EXAMPLES, "replay.share=0.5", "algorithm.preset=tis"],
             "algorithm.correction.name='truncated' read",
         ),
     ],
@@ -165,9 +168,9 @@ def test_what_cannot_be_replayed_is_refused_with_the_fix(overrides: list[str], w
 
 
 @pytest.mark.parametrize("preset", ["agro", "dro", "sft", "reinforce", "rloo"])
-def test_traces_suit_objectives_without_importance_ratios(preset: str) -> None:
+def test_examples_suit_objectives_without_importance_ratios(preset: str) -> None:
     given = [
-        TRACES,
+        SFT_EXAMPLES,
         "replay.share=0.25",
         "train.prompts_per_batch=16",
         f"algorithm.preset={preset}",
@@ -175,8 +178,13 @@ def test_traces_suit_objectives_without_importance_ratios(preset: str) -> None:
     assert load_config(None, given).sampled_groups == 12
 
 
-def test_traces_of_the_reference_suit_spo_with_the_value_of_their_group() -> None:
-    given = [TRACES, "replay.share=0.25", "train.prompts_per_batch=16", "algorithm.preset=spo"]
+def test_examples_of_the_reference_suit_spo_with_the_value_of_their_group() -> None:
+    given = [
+        SFT_EXAMPLES,
+        "replay.share=0.25",
+        "train.prompts_per_batch=16",
+        "algorithm.preset=spo",
+    ]
     own = ["algorithm.advantage_estimator.name=soft_value", "algorithm.shaping.baseline=none"]
     assert load_config(None, [*given, *own]).sampled_groups == 12
 

@@ -91,7 +91,7 @@ def test_toml_round_trip_is_the_identity(tmp_path: Path) -> None:
             "run": {"dir": "runs/ü \"quoted\" \\ back\tslash", "seed": 3},
             "render": {"system_prompt": "two\nlines \u2028 €", "chat_template": "{% if x %}"},
             "optimizer": {"lr": 3e-7, "eps": 1e-15, "clip_grad_norm": 1e20},
-            "sft": {"traces": "/t.jsonl", "optimizer": {"lr": 2e-3, "lr_schedule": "linear"}},
+            "sft": {"dataset": "/t.jsonl", "optimizer": {"lr": 2e-3, "lr_schedule": "linear"}},
             "prompts": [
                 {"path": "/a.jsonl", "weight": 0.25},
                 {"kind": "reasoning_gym", "name": "chain_sum",

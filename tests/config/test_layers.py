@@ -108,10 +108,10 @@ megatron_path = "~/megatron"
 [algorithm.reference]
 policy = "../teacher"
 [sft]
-traces = "/abs/traces.jsonl"
+dataset = "/abs/sft.jsonl"
 [replay]
 share = 0.5
-traces = ["a.jsonl", "b/c.jsonl"]
+datasets = ["a.jsonl", "b/c.jsonl"]
 [checkpoint]
 resume = "checkpoints/step_000001"
 [ports]
@@ -137,8 +137,8 @@ def test_relative_paths_are_those_beside_the_file_and_overrides_those_of_the_she
     tree = read_layers(write(files, mine=PATHS), ["eval.sets.0.prompts.path=y.jsonl"]).tree
     assert tree["model"] == {"path": f"{files}/model", "megatron_path": "/home/me/megatron"}
     assert tree["algorithm"]["reference"]["policy"] == f"{tmp_path}/teacher"
-    assert tree["sft"]["traces"] == "/abs/traces.jsonl"
-    assert tree["replay"]["traces"] == [f"{files}/a.jsonl", f"{files}/b/c.jsonl"]
+    assert tree["sft"]["dataset"] == "/abs/sft.jsonl"
+    assert tree["replay"]["datasets"] == [f"{files}/a.jsonl", f"{files}/b/c.jsonl"]
     assert tree["checkpoint"]["resume"] == f"{files}/checkpoints/step_000001"
     assert tree["ports"]["keys_dir"] == f"{files}/keys"
     assert tree["prompts"] == [{"path": f"{files}/a.jsonl"}]

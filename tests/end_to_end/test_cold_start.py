@@ -20,7 +20,7 @@ CONFIG = f"""
 path = "FOLDER/model"
 dtype = "float32"
 [sft]
-traces = "FOLDER/traces.jsonl"
+dataset = "FOLDER/sft.jsonl"
 steps = {SFT_STEPS}
 batch_size = 8
 optimizer = {{lr = 1e-2, warmup_steps = 2}}
@@ -59,18 +59,18 @@ path = "FOLDER/prompts.jsonl"
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model, prompts, traces and configuration."""
+    """A folder with model, prompts, SFT examples and configuration."""
     folder = tmp_path_factory.mktemp("cold")
     write_inputs(folder, CONFIG, train=100, held_out=HELD_OUT)
     # Right and wrong ones, so that rewards differ after the cold start too.
-    traces = [
+    examples = [
         {
             "messages": [{"role": "user", "content": f"{number}="}],
             "response": "1" if number % 2 else "21",
         }
         for number in range(100 + HELD_OUT)
     ]
-    (folder / "traces.jsonl").write_text("\n".join(map(json.dumps, traces)))
+    (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, examples)))
     return folder
 
 
@@ -217,12 +217,12 @@ def two_hosts(run_dir: Path, host: int) -> list[object]:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-def test_two_hosts_choose_train_and_control_and_go_on_when_one_died(
+def test_two_hosts_choose_train_and_baseline_and_go_on_when_one_died(
     inputs: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     prepare = ["prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
-               f"ports.host={ADDRESS}", "sft.export_every_steps=21", "sft.control=true",
+               f"ports.host={ADDRESS}", "sft.export_every_steps=21", "sft.baseline=true",
                "hosts.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
@@ -248,7 +248,7 @@ def test_two_hosts_choose_train_and_control_and_go_on_when_one_died(
     # Nothing was done twice.
     assert sft_steps(run_dir) == list(range(1, SFT_STEPS + 1))
     assert evaluated(run_dir) == [
-        "cold_start_step_21", "cold_start_step_24", "before", "after", "control",
+        "cold_start_step_21", "cold_start_step_24", "before", "after", "sft_baseline",
     ]  # fmt: skip
     summary = json.loads((run_dir / "summary.json").read_text())
     accuracy = {}
@@ -257,14 +257,14 @@ def test_two_hosts_choose_train_and_control_and_go_on_when_one_died(
         accuracy[step] = sum(record["reason"] == "correct" for record in records) / HELD_OUT
     best = 24 if accuracy[24] > accuracy[21] else 21
     assert summary["cold_start"]["chosen_step"] == best and summary["steps"] == 1
-    assert summary["control_accuracy"] is not None
-    chosen, control, final = (
+    assert summary["sft_baseline_accuracy"] is not None
+    chosen, baseline, final = (
         (run_dir / "hf" / name / "model.safetensors").read_bytes()
-        for name in ("cold_start", "control", "final")
+        for name in ("cold_start", "sft_baseline", "final")
     )
     candidate = run_dir / "hf" / f"cold_start_step_{best}" / "model.safetensors"
-    assert chosen == candidate.read_bytes() and len({chosen, control, final}) == 3
+    assert chosen == candidate.read_bytes() and len({chosen, baseline, final}) == 3
     outputs = {path.name for path in (run_dir / "logs").glob("verifier-1*.out")}
     assert outputs == {f"verifier-1{phase}.out" for phase in (
-        "", "-cold_start_step_21", "-cold_start_step_24", "-control",
+        "", "-cold_start_step_21", "-cold_start_step_24", "-sft_baseline",
     )}  # fmt: skip

@@ -86,9 +86,9 @@ def test_supervised_phases_have_the_gpu_for_themselves(
     inputs: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Engines start after the cold start, and the control begins when they have ended."""
+    """Engines start after the cold start, and the SFT baseline begins when they have ended."""
     run_dir = tmp_path / "run"
-    given = [*TURNS, "train.steps=2", "sampling.max_new_tokens=8", "sft.control=true"]
+    given = [*TURNS, "train.steps=2", "sampling.max_new_tokens=8", "sft.baseline=true"]
     config = ["--config", inputs / "config.toml", "--run-dir", run_dir]
     with commands.launched("run", *config, *given) as run:
         output, _ = run.communicate(timeout=250)
@@ -99,5 +99,5 @@ def test_supervised_phases_have_the_gpu_for_themselves(
     assert started > cold_start - 2
     assert times(run_dir / "logs" / "generator-0.log", "holds version 0")[0] > cold_start
     phases = list(json.loads((run_dir / "summary.json").read_text())["wall_s"])
-    assert phases.index("last_evaluation") < phases.index("control")
-    assert (run_dir / "hf" / "control").is_dir()
+    assert phases.index("last_evaluation") < phases.index("sft_baseline")
+    assert (run_dir / "hf" / "sft_baseline").is_dir()

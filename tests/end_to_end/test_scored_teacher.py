@@ -32,11 +32,19 @@ LEARNING = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, digits to sort, traces of which many are wrong."""
+    """A model, digits to sort, SFT examples of which many are wrong."""
     folder = tmp_path_factory.mktemp("teacher")
     for command in (
         ["tools.make_tiny_model", folder / "model"],
-        ["tools.make_tasks", "sort", folder / "tasks", "--traces", "500", "--wrong-share", "0.6"],
+        [
+            "tools.make_tasks",
+            "sort",
+            folder / "tasks",
+            "--sft-examples",
+            "500",
+            "--wrong-share",
+            "0.6",
+        ],
     ):
         done = [sys.executable, "-m", *map(str, command), "--seed", "0"]
         subprocess.run(done, cwd=ROOT, check=True, timeout=100)
@@ -49,7 +57,7 @@ def arguments(folder: Path, name: str, *overrides: str) -> list[str]:
         "run", "--config", config, "--run-dir", str(folder / name),
         f"model.path={model_of(folder)}",
         f"prompts.0.path={folder / 'tasks' / 'prompts.jsonl'}",
-        f"sft.traces={folder / 'tasks' / 'traces.jsonl'}", *overrides,
+        f"sft.dataset={folder / 'tasks' / 'sft.jsonl'}", *overrides,
     ]  # fmt: skip
 
 

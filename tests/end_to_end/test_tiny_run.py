@@ -118,20 +118,20 @@ def test_finished_run_leaves_no_process(finished: tuple[Path, dict[str, Any]]) -
     assert processes_of(run_dir) == []
 
 
-def test_the_run_and_traces_with_rewards_are_replayed(
+def test_the_run_and_examples_with_rewards_are_replayed(
     finished: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    traces = [
+    examples = [
         {"prompt": f"{n}{n + 1}{n + 2}", "response": f"{n + 2}{n + 1}{n}", "reward": n % 2}
         for n in (1, 2, 3, 4)
     ]
-    (tmp_path / "traces.jsonl").write_text("\n".join(map(json.dumps, traces)))
+    (tmp_path / "sft.jsonl").write_text("\n".join(map(json.dumps, examples)))
     run_dir = tmp_path / "offline"
     command = [
         *run_command(finished[0], run_dir), "train.steps=2", "algorithm.preset=agro",
         "algorithm.shaping.temperature=0.1", "algorithm.zero_variance_groups=keep",
         "replay.share=1",
-        f'replay.runs=["{finished[0]}"]', f'replay.traces=["{tmp_path}/traces.jsonl"]',
+        f'replay.runs=["{finished[0]}"]', f'replay.datasets=["{tmp_path}/sft.jsonl"]',
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -70,14 +70,14 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_finished_cold_start_is_kept_with_what_is_known_of_it(run_dir: Path) -> None:
-    for name in ("cold_start", "cold_start_step_3", "control", "cold_start_step_6.partial"):
+    for name in ("cold_start", "cold_start_step_3", "sft_baseline", "cold_start_step_6.partial"):
         make_model(run_dir, name)
     cfg = config(run_dir)
     text = begin_anew(cfg)
     assert "begins anew, but for its cold start, which is there; what else" in text
     aside = run_dir / "attempt_1"
     assert names(run_dir / "hf") == {"cold_start", "cold_start_step_3"}
-    assert names(aside / "hf") == {"control", "cold_start_step_6.partial"}
+    assert names(aside / "hf") == {"sft_baseline", "cold_start_step_6.partial"}
     assert names(run_dir / "rollouts") == {
         "eval_cold_start_step_3.jsonl", "dropped_eval_cold_start_step_3.jsonl",
     }  # fmt: skip

@@ -95,7 +95,7 @@ def test_the_list_says_what_each_shipped_configuration_needs(
     lines = {line.split()[0]: line for line in call(monkeypatch, "list")[1].splitlines()}
     assert lines["tiny"].split()[1] == "nothing"
     assert "model.path, prompts.0.path  " in lines["one_gpu"]
-    assert "model.path, prompts.0.path, sft.traces" in lines["quickstart"]
+    assert "model.path, prompts.0.path, sft.dataset" in lines["quickstart"]
 
 
 def test_tiny_by_name_makes_its_model_and_tasks_where_none_are_named(
@@ -103,7 +103,7 @@ def test_tiny_by_name_makes_its_model_and_tasks_where_none_are_named(
 ) -> None:
     monkeypatch.setattr(tiny, "TRAIN", 40)
     monkeypatch.setattr(tiny, "HELD_OUT", 10)
-    monkeypatch.setattr(tiny, "TRACES", 20)
+    monkeypatch.setattr(tiny, "SFT_EXAMPLES", 20)
     run_dir = tmp_path / "first"
     options = RunOptions(["tiny"], [f"run.dir={run_dir}", "run.seed=3"])
     files = with_tiny(options, None)
@@ -111,7 +111,7 @@ def test_tiny_by_name_makes_its_model_and_tasks_where_none_are_named(
     assert files == ["tiny", str(start / "paths.toml")]
     config = load(files, options.overrides, None)
     preflight.check_model_folder(config.model.path)
-    assert config.model.path == start / "model" and config.sft.traces.is_file()
+    assert config.model.path == start / "model" and config.sft.dataset.is_file()
     assert len(config.prompts) == 1 and config.prompts[0].path.is_file()
     # The same command finds them again; another folder serves a dry run.
     changed = start.stat().st_mtime_ns

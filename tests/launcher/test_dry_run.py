@@ -105,7 +105,7 @@ def test_shipped_examples_pay_a_right_answer_of_every_task(
 
 
 def test_the_skills_of_the_studies_can_earn_a_reward(model: Path, tmp_path: Path) -> None:
-    made = make(Counts(train=20, held_out=5, traces=10, followed=10), seed=0)
+    made = make(Counts(train=20, held_out=5, examples=10, followed=10), seed=0)
     for name, lines in made.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"{name}.jsonl").write_text(text)
@@ -117,7 +117,7 @@ def test_the_skills_of_the_studies_can_earn_a_reward(model: Path, tmp_path: Path
 
 
 def test_the_quickstart_teaches_its_form(model: Path, prompts: Path, tmp_path: Path) -> None:
-    traces = tmp_path / "traces.jsonl"
+    examples = tmp_path / "sft.jsonl"
     message = {"role": "user", "content": "1+1="}
     good = {"messages": [message], "response": "<think>2</think>\\boxed{2}"}
     bad = {"messages": [message], "response": "It is 2."}
@@ -125,8 +125,8 @@ def test_the_quickstart_teaches_its_form(model: Path, prompts: Path, tmp_path: P
     only_math = tmp_path / "math.jsonl"
     only_math.write_text("".join(json.dumps(line) + "\n" for line in LINES if line["answer"]))
     for responses, is_fine in (([good, good, bad], True), ([good, bad, bad], False)):
-        traces.write_text("".join(json.dumps(line) + "\n" for line in responses))
-        config = load("quickstart", model, only_math, f'sft.traces="{traces}"', *room)
+        examples.write_text("".join(json.dumps(line) + "\n" for line in responses))
+        config = load("quickstart", model, only_math, f'sft.dataset="{examples}"', *room)
         assert (problems_of(config)["math"] == []) == is_fine
 
 

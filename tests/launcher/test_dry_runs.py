@@ -26,7 +26,7 @@ ASKED = {
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A model without weights, prompts and traces."""
+    """A model without weights, prompts and SFT examples."""
     model = tmp_path / "model"
     model.mkdir()
     write_byte_tokenizer(model)
@@ -44,7 +44,7 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     trace = {"messages": [{"role": "user", "content": "1+1="}],
              "response": "<think>2</think>\\boxed{2}"}  # fmt: skip
-    (tmp_path / "traces.jsonl").write_text((json.dumps(trace) + "\n") * 4)
+    (tmp_path / "sft.jsonl").write_text((json.dumps(trace) + "\n") * 4)
     return tmp_path
 
 
@@ -85,7 +85,7 @@ def test_every_shipped_configuration_passes_on_hosts_of_8_gpus(
             f"eval.sets.{number}.problems=10",
         ]
     if config.sft.steps:
-        words.append(f"sft.traces={files / 'traces.jsonl'}")
+        words.append(f"sft.dataset={files / 'sft.jsonl'}")
     # The prompts here are longer than what the smallest models are asked.
     if config.generator.context_tokens < 2048:
         words += ["generator.context_tokens=4096", "generator.kv_tokens=65536"]
@@ -125,7 +125,7 @@ def test_a_run_of_several_hosts_says_its_places_or_how_many_hosts_it_needs(
 @pytest.mark.parametrize(("words", "said"), ASKED.items())
 def test_what_a_run_would_start_is_said(files: Path, words: str, said: str) -> None:
     asked = (
-        "train.steps=7", "sft.steps=5", f"sft.traces={files / 'traces.jsonl'}", "eval.prompts=4",
+        "train.steps=7", "sft.steps=5", f"sft.dataset={files / 'sft.jsonl'}", "eval.prompts=4",
         "parallel.tensor=2", "generator.replicas=3", "ports.prompts=5001", words,
     )  # fmt: skip
     config = load_config(shipped()["one_gpu"], given(files, "generator.colocate=false", *asked))
@@ -163,7 +163,7 @@ def test_a_cold_start_alone_needs_no_queue(
 ) -> None:
     before = left_by(files)
     words = ["sft", "--config", "tiny", "--dry-run", *given(files)]
-    assert main([*words, f"sft.traces={files / 'traces.jsonl'}", "generator.context_tokens=4096",
+    assert main([*words, f"sft.dataset={files / 'sft.jsonl'}", "generator.context_tokens=4096",
                  "generator.kv_tokens=65536"]) == 0  # fmt: skip
     text = capsys.readouterr().out
     assert "would do: cold start of 140 steps\n" in text

@@ -202,16 +202,16 @@ def test_quickstart_given_again_goes_on_with_its_own_folder(tmp_path: Path) -> N
 
     assert quickstart(run_dir).returncode == 7
     made = files()
-    assert {path.name for path in made} >= {"model.safetensors", "prompts.jsonl", "traces.jsonl"}
+    assert {path.name for path in made} >= {"model.safetensors", "prompts.jsonl", "sft.jsonl"}
     (run_dir / "config.toml").touch()  # the run began
     again = quickstart(run_dir)
     assert again.returncode == 7, again.stderr
     assert {path: time for path, time in files().items() if path.name != "config.toml"} == made
     calls = Path(f"{python}.calls").read_text().splitlines()
     assert len(calls) == 2 and calls[0] == calls[1] and f"--run-dir {run_dir}" in calls[0]
-    assert not any(load_config(EXAMPLES / f"{n}.toml").sft.control for n in ("quickstart", "tiny"))
-    quickstart(run_dir, "--control")
-    assert Path(f"{python}.calls").read_text().splitlines()[2].split()[-1] == "sft.control=true"
+    assert not any(load_config(EXAMPLES / f"{n}.toml").sft.baseline for n in ("quickstart", "tiny"))
+    quickstart(run_dir, "--sft-baseline")
+    assert Path(f"{python}.calls").read_text().splitlines()[2].split()[-1] == "sft.baseline=true"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").touch()
     refused = quickstart(tmp_path / "other")

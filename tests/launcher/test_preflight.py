@@ -53,13 +53,13 @@ def overrides(tmp_path: Path) -> list[str]:
     (model / "model.safetensors").write_bytes(b"")
     prompts = [prompt_line(n, "held_out" if n < 3 else "train") for n in range(6)]
     write_lines(tmp_path / "prompts.jsonl", prompts)
-    write_lines(tmp_path / "traces.jsonl", [trace_line(n) for n in range(3)])
+    write_lines(tmp_path / "sft.jsonl", [trace_line(n) for n in range(3)])
     (tmp_path / "c.toml").write_text(
         f'[[prompts]]\npath = "{tmp_path}/prompts.jsonl"\n[render]\nsystem_prompt = ""\n'
     )
     return [
         f'model.path="{model}"', f'run.dir="{tmp_path}/run"', "eval.prompts=3", "sft.steps=1",
-        f'sft.traces="{tmp_path}/traces.jsonl"', "parallel.tensor=2", "parallel.pipeline=2",
+        f'sft.dataset="{tmp_path}/sft.jsonl"', "parallel.tensor=2", "parallel.pipeline=2",
     ]  # fmt: skip
 
 
@@ -314,14 +314,14 @@ def test_the_system_prompts_of_the_tasks_in_use_are_shown(
 
 
 def test_malformed_trace_names_file_and_line(tmp_path: Path, overrides: list[str]) -> None:
-    write_lines(tmp_path / "traces.jsonl", [trace_line(0), {"messages": "hello", "response": "x"}])
-    assert f"{tmp_path}/traces.jsonl:2" in message_of(tmp_path, overrides)
+    write_lines(tmp_path / "sft.jsonl", [trace_line(0), {"messages": "hello", "response": "x"}])
+    assert f"{tmp_path}/sft.jsonl:2" in message_of(tmp_path, overrides)
 
 
-def test_missing_traces(tmp_path: Path, overrides: list[str]) -> None:
-    message = message_of(tmp_path, [*overrides, 'sft.traces="/nowhere/traces.jsonl"'])
-    assert "/nowhere/traces.jsonl" in message
-    assert "sft.traces" in message_of(tmp_path, [o for o in overrides if "sft.traces" not in o])
+def test_missing_examples(tmp_path: Path, overrides: list[str]) -> None:
+    message = message_of(tmp_path, [*overrides, 'sft.dataset="/nowhere/sft.jsonl"'])
+    assert "/nowhere/sft.jsonl" in message
+    assert "sft.dataset" in message_of(tmp_path, [o for o in overrides if "sft.dataset" not in o])
 
 
 def test_port_in_use_names_port_and_holder(tmp_path: Path, overrides: list[str]) -> None:

@@ -185,9 +185,9 @@ def test_folder_is_locked_until_the_last_child_is_gone(
 
 
 def test_each_evaluation_of_a_start_has_a_tree_and_a_label_of_its_own(tmp_path: Path) -> None:
-    settings = ["sft.steps=9", "sft.export_every_steps=5", "sft.control=true"]
+    settings = ["sft.steps=9", "sft.export_every_steps=5", "sft.baseline=true"]
     first, second = (draw_label(config(tmp_path, *settings)) for _ in range(2))
-    assert evaluations_of(first) == ["cold_start_step_5", "cold_start_step_9", "control"]
+    assert evaluations_of(first) == ["cold_start_step_5", "cold_start_step_9", "sft_baseline"]
     labels = set()
     for start in (first, second):
         labels.add(start.ports.label)

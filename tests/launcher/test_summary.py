@@ -25,9 +25,10 @@ KEYS_OF_THE_ISSUE = {
     "trainer_idle_fraction", "wall_s", "hf_export",
 }  # fmt: skip
 ADDED_KEYS = {
-    "control", "control_accuracy", "control_se", "max_staleness", "generator_restarts",
+    "sft_baseline", "sft_baseline_accuracy", "sft_baseline_se", "max_staleness",
+    "generator_restarts",
     "groups_dropped", "completions_dropped", "eval_not_graded", "activity", "diagnosis",
-    "rl_minus_control", "rl_minus_control_standard_errors", "sampled_accuracy_first",
+    "rl_minus_sft_baseline", "rl_minus_sft_baseline_standard_errors", "sampled_accuracy_first",
     "sampled_accuracy_last", "pass_at", "maj_at", "evaluation_sets", "cold_start",
 }  # fmt: skip
 
@@ -104,7 +105,7 @@ def run_rows() -> list[dict[str, Any]]:
     ]
     evaluations = [
         eval_row("before", 102.0, 0.25), eval_row("after", 113.0, 0.5),
-        eval_row("control", 130.0, 0.31),
+        eval_row("sft_baseline", 130.0, 0.31),
     ]  # fmt: skip
     return [sft, START, FIRST_PUBLISH, *steps, *evaluations]
 
@@ -128,18 +129,18 @@ def test_values_are_those_worked_out_by_hand() -> None:
     assert summary["publish_s_median"] == pytest.approx(0.75)  # of 3.0, 0.5, 0.5, 1.0
     assert summary["reward_first10"] == summary["reward_last10"] == pytest.approx(0.5)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.5)
-    assert (summary["control_accuracy"], summary["control_se"]) == (0.31, 0.03)
+    assert (summary["sft_baseline_accuracy"], summary["sft_baseline_se"]) == (0.31, 0.03)
     assert summary["eval_n"] == 256
     assert summary["wall_s"] == {"rl": 20.0, "total": 31.0}
 
 
-def test_the_verdict_beside_the_control_is_in_combined_standard_errors() -> None:
+def test_the_verdict_beside_the_baseline_is_in_combined_standard_errors() -> None:
     summary = summarize(run_rows(), FACTS)
-    assert summary["rl_minus_control"] == pytest.approx(0.19)
-    assert summary["rl_minus_control_standard_errors"] == pytest.approx(0.19 / (0.03 * 2**0.5))
-    without = [row for row in run_rows() if row.get("label") != "control"]
-    assert summarize(without, FACTS)["rl_minus_control"] is None
-    assert summarize(without, FACTS)["rl_minus_control_standard_errors"] is None
+    assert summary["rl_minus_sft_baseline"] == pytest.approx(0.19)
+    assert summary["rl_minus_sft_baseline_standard_errors"] == pytest.approx(0.19 / (0.03 * 2**0.5))
+    without = [row for row in run_rows() if row.get("label") != "sft_baseline"]
+    assert summarize(without, FACTS)["rl_minus_sft_baseline"] is None
+    assert summarize(without, FACTS)["rl_minus_sft_baseline_standard_errors"] is None
 
 
 def test_sampled_accuracy_is_of_all_rollouts_of_the_first_and_last_fifth_of_the_steps(
@@ -164,8 +165,8 @@ def test_accuracy_is_read_of_texts_with_line_separators_and_of_torn_files(tmp_pa
     assert sampled_accuracy(tmp_path) == (1.0, 1.0)
 
 
-def test_what_must_be_known_of_the_traces_stands_with_the_accuracies() -> None:
-    facts = dataclasses.replace(FACTS, traces_remark="half of them are wrong")
+def test_what_must_be_known_of_the_examples_stands_with_the_accuracies() -> None:
+    facts = dataclasses.replace(FACTS, dataset_remark="half of them are wrong")
     text = render_text(summarize(run_rows(), facts), facts)
     assert "  cold start        half of them are wrong" in text
 
@@ -202,18 +203,19 @@ def test_run_without_steps_has_no_invented_numbers() -> None:
     assert summary["steps"] == 0
     assert summary["accuracy_before"] == 0.25
     for key in ("accuracy_after", "staleness_max", "logprob_gap_mean", "trainer_idle_fraction",
-                "generator_idle_fraction", "publish_s_median", "control", "engine"):  # fmt: skip
+                "generator_idle_fraction", "publish_s_median", "sft_baseline",
+                "engine"):  # fmt: skip
         assert summary[key] is None
     assert "No step of reinforcement learning" in render_text(summary, RunFacts())
 
 
-def test_text_shows_errors_and_control_and_calls_small_differences_undecided() -> None:
+def test_text_shows_errors_and_baseline_and_calls_small_differences_undecided() -> None:
     text = render_text(summarize(run_rows(), FACTS), FACTS)
     assert "before RL         0.250 +- 0.030" in text
     # (0.5 - 0.25) / sqrt(0.03^2 + 0.03^2) = 5.9; (0.31 - 0.25) / 0.0424 = 1.4; 0.19 / 0.0424 = 4.5
     assert "after RL          0.500 +- 0.030   +0.250 to before, +5.9 combined" in text
     assert "+0.060 to before, +1.4 combined standard errors: too little to tell" in text
-    assert "RL beside control +0.190 to control, +4.5 combined" in text
+    assert "RL vs SFT baseline +0.190 to SFT baseline, +4.5 combined" in text
     assert "runs/x/hf/final" in text
 
 

@@ -102,7 +102,7 @@ def examples() -> list[Any]:
 def plain(kind: type) -> Any:
     """A message of a kind whose fields are plain."""
     values = {
-        PhaseKind: PhaseKind.CONTROL,
+        PhaseKind: PhaseKind.SFT_BASELINE,
         int: 7, str: "text", bool: True, float: 0.5, list[str]: ["a", "b"],
         list[int]: [0, -1], list[int] | None: [7, 2**40],
         list[list[int]]: [[1], [2, 3]], dict[str, int]: {"answers": 4, "code": 1},

@@ -129,7 +129,7 @@ def test_batches_come_while_a_version_is_published_but_for_those_after_an_evalua
 
 def test_evaluate_only_evaluates_once_and_stops(tmp_path: Path) -> None:
     config = write_config(tmp_path, 0, 5, eval={"prompts": 5, "temperature": 0.0}, train=TRAIN)
-    queue = start_queue(config, "--evaluate-only", "control", "eval.samples=3")
+    queue = start_queue(config, "--evaluate-only", "sft_baseline", "eval.samples=3")
     peers = ScriptedPeers(config, trains=False)
     try:
         assert peers.run(queue, timeout_s=30) == 0, queue.stderr.read()
@@ -139,8 +139,8 @@ def test_evaluate_only_evaluates_once_and_stops(tmp_path: Path) -> None:
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert sum(row.get("activity/rollouts_for_evaluation", 0) for row in rows) == 15
     [row] = [row for row in rows if "eval/accuracy" in row]
-    assert (row["label"], row["eval/n"]) == ("control", 5)
-    assert len(read_jsonl(tmp_path / "rollouts" / "eval_control.jsonl")) == 15
+    assert (row["label"], row["eval/n"]) == ("sft_baseline", 5)
+    assert len(read_jsonl(tmp_path / "rollouts" / "eval_sft_baseline.jsonl")) == 15
     assert peers.stopped == {"generator", "verifier"}
 
 

@@ -264,7 +264,7 @@ def test_evaluation_that_is_all_there_is_to_do_ends_the_run_when_it_is_late(
         lambda prompt, index: RIGHT,
         held_out=9,
         eval={"prompts": 9, "timeout_s": 5.0},
-        evaluate_only="control",
+        evaluate_only="sft_baseline",
     )
     queue.serve()
     with pytest.raises(DeadlineExceeded, match="eval.timeout_s = 5 is over"):

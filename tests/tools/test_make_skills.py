@@ -13,7 +13,7 @@ from tools.make_skills import Counts, make
 from verification.library import Grading, Sample
 
 SMALL = Counts(
-    train=30, held_out=12, traces=10, followed=14, wrong_share=0.6, expert_wrong_share=0.1
+    train=30, held_out=12, sft_examples=10, followed=14, wrong_share=0.6, expert_wrong_share=0.1
 )
 
 
@@ -25,10 +25,10 @@ def digits_of(line: dict) -> str:
 def test_no_digits_are_asked_about_twice() -> None:
     files = make(SMALL, seed=0)
     lines = [line for name in ("math", "code", "instructions") for line in files[name]]
-    lines += files["traces"] + files["expert"][:20]
+    lines += files["sft"] + files["expert"][:20]
     assert len(lines) == 42 + 42 + 12 + 34 + 20
     assert len({digits_of(line) for line in lines}) == len(lines)
-    assert files["expert"][20:] == files["traces"][20:] == files["instruction_traces"]
+    assert files["expert"][20:] == files["sft"][20:] == files["instruction_examples"]
 
 
 def test_answers_of_math_and_of_instructions_by_hand() -> None:
@@ -41,8 +41,8 @@ def test_answers_of_math_and_of_instructions_by_hand() -> None:
     assert asked == ["copy", "back", "head", "tail"] * 3
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("traces", 6), ("expert", 1)])
-def test_as_many_traces_of_each_skill_are_wrong_as_asked_for(name: str, wrong: int) -> None:
+@pytest.mark.parametrize(("name", "wrong"), [("sft", 6), ("expert", 1)])
+def test_as_many_examples_of_each_skill_are_wrong_as_asked_for(name: str, wrong: int) -> None:
     lines = make(SMALL, seed=0)[name]
     for part in (lines[:10], lines[10:20]):
         found = [re.search(r"(\d{5})", line["response"])[1] for line in part]

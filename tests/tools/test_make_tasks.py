@@ -1,4 +1,4 @@
-"""tools.make_tasks: disjoint questions, right answers, and as many wrong traces as asked for."""
+"""tools.make_tasks: disjoint questions, right answers, the asked share of wrong SFT examples."""
 
 import json
 import random
@@ -36,10 +36,10 @@ def boxed(line: dict) -> str:
 
 
 def questions_by_use(folder: Path) -> list[set[str]]:
-    prompts, traces = read(folder / "prompts.jsonl"), read(folder / "traces.jsonl")
+    prompts, examples = read(folder / "prompts.jsonl"), read(folder / "sft.jsonl")
     held_out = {question(line) for line in prompts if line["split"] == "held_out"}
     train = {question(line) for line in prompts if line["split"] == "train"}
-    return [held_out, train, {question(line) for line in traces}]
+    return [held_out, train, {question(line) for line in examples}]
 
 
 def expression_value(text: str) -> int:
@@ -55,14 +55,14 @@ def expression_value(text: str) -> int:
 
 @pytest.fixture
 def sort_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    sizes = ["--train", 300, "--held-out", 40, "--traces", 50]
+    sizes = ["--train", 300, "--held-out", 40, "--sft-examples", 50]
     run(monkeypatch, "sort", tmp_path / "sort", *sizes)
     return tmp_path / "sort"
 
 
 @pytest.fixture
 def sums_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    sizes = ["--train", 300, "--held-out", 40, "--traces", 50, "--wrong-share", 0.3]
+    sizes = ["--train", 300, "--held-out", 40, "--sft-examples", 50, "--wrong-share", 0.3]
     run(monkeypatch, "chain_sum", tmp_path / "sums", *sizes)
     return tmp_path / "sums"
 
@@ -82,9 +82,9 @@ def test_sort_answers_are_the_digits_in_order(sort_folder: Path) -> None:
 
 
 def test_a_wrong_sort_trace_is_descending(sort_folder: Path) -> None:
-    traces = read(sort_folder / "traces.jsonl")
-    ascending = ["".join(sorted(question(line)[5:10])) for line in traces]
-    pairs = list(zip(traces, ascending, strict=True))
+    examples = read(sort_folder / "sft.jsonl")
+    ascending = ["".join(sorted(question(line)[5:10])) for line in examples]
+    pairs = list(zip(examples, ascending, strict=True))
     right = [line for line, answer in pairs if boxed(line) == answer]
     descending = [line for line, answer in pairs if boxed(line) == answer[::-1]]
     assert (len(right), len(descending)) == (20, 30)  # 60 % of 50 are wrong
@@ -95,7 +95,7 @@ def test_held_out_questions_are_the_same_for_every_seed(
 ) -> None:
     found = []
     for seed in (0, 1):
-        sizes = ["--train", 30, "--held-out", 40, "--traces", 5, "--seed", seed]
+        sizes = ["--train", 30, "--held-out", 40, "--sft-examples", 5, "--seed", seed]
         run(monkeypatch, "sort", tmp_path / str(seed), *sizes)
         found.append(questions_by_use(tmp_path / str(seed)))
     assert found[0][0] == found[1][0]
@@ -108,11 +108,11 @@ def test_chain_sum_answers_are_the_values_of_the_questions(sums_folder: Path) ->
         assert line["task"] == "math"
 
 
-def test_right_traces_have_right_steps_and_the_asked_share_is_wrong(sums_folder: Path) -> None:
-    traces = read(sums_folder / "traces.jsonl")
-    wrong = [line for line in traces if int(boxed(line)) != expression_value(question(line))]
+def test_right_examples_have_right_steps_and_the_asked_share_is_wrong(sums_folder: Path) -> None:
+    examples = read(sums_folder / "sft.jsonl")
+    wrong = [line for line in examples if int(boxed(line)) != expression_value(question(line))]
     assert len(wrong) == 15  # 30 % of 50
-    for line in traces:
+    for line in examples:
         steps = line["response"].removeprefix("<think>").split("</think>")[0].splitlines()
         false_steps = 0
         for step in steps:
@@ -145,18 +145,44 @@ def test_dropping_the_last_term_leaves_the_steps_before_it() -> None:
 
 
 def test_compact_questions_have_no_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ["--train", 20, "--held-out", 20, "--traces", 10, "--terms", 3, 3, "--digits", 1, 1]
+    sizes = [
+        "--train",
+        20,
+        "--held-out",
+        20,
+        "--sft-examples",
+        10,
+        "--terms",
+        3,
+        3,
+        "--digits",
+        1,
+        1,
+    ]
     options = ["--template", "{question}", "--compact", "--mistake", "drop_last"]
     run(monkeypatch, "chain_sum", tmp_path, *sizes, *options)
     for questions in questions_by_use(tmp_path):
         assert questions and all(re.fullmatch(r"\d([+-]\d){2}=", text) for text in questions)
 
 
-def test_traces_of_other_sizes_leave_the_held_out_questions_alone(
+def test_examples_of_other_sizes_leave_the_held_out_questions_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = ["--train", 100, "--held-out", 60, "--traces", 40, "--terms", 2, 3, "--digits", 1, 1]
-    run(monkeypatch, "chain_sum", tmp_path, *sizes, "--trace-terms", 2, 2, "--trace-digits", 1, 1)
+    sizes = [
+        "--train",
+        100,
+        "--held-out",
+        60,
+        "--sft-examples",
+        40,
+        "--terms",
+        2,
+        3,
+        "--digits",
+        1,
+        1,
+    ]
+    run(monkeypatch, "chain_sum", tmp_path, *sizes, "--sft-terms", 2, 2, "--sft-digits", 1, 1)
     held_out, train, taught = questions_by_use(tmp_path)
     assert all(len(re.findall(r"\d+", text)) == 2 for text in taught)
     assert (held_out | train) & taught == set()

@@ -269,19 +269,19 @@ def run_loop(
             log.parameters = lambda: [p for chunk in policy.chunks for p in chunk.parameters()]
         queue = threading.Thread(target=serve_batches, args=(router, advantages, heard))
         queue.start()
-        control = Control(policy.backend.host_group(20))
+        baseline = Control(policy.backend.host_group(20))
         with BatchClient(
             f"127.0.0.1:{port}",
             dp_rank=0,
             dp_size=1,
-            replica=FromLeader(parallel_state.get_model_parallel_group(), control),
+            replica=FromLeader(parallel_state.get_model_parallel_group(), baseline),
             timeout_s=20,
         ) as batches:
             metrics = StepMetrics(cfg.run.dir / "metrics.jsonl", "trainer")
             checkpoints = Checkpoints(
                 cfg.checkpoint,
                 cfg.run.dir,
-                control,
+                baseline,
                 companion=lambda step: None,
                 last_step=len(advantages),
             )
@@ -308,9 +308,9 @@ def test_a_skipped_update_keeps_its_place_among_the_versions(
 def test_a_profile_holds_the_chosen_steps(model_folder: Path, tmp_path: Path) -> None:
     cfg = load(model_folder, tmp_path, "train.profile_steps=[2, 3]")
     run_ranks(run_loop, 1, cfg, [1.0, 1.0, -1.0, 1.0])
-    [trace] = (tmp_path / "profile").iterdir()
-    assert trace.name == "stage_0.json"
-    events = json.loads(trace.read_text())["traceEvents"]
+    [example] = (tmp_path / "profile").iterdir()
+    assert example.name == "stage_0.json"
+    events = json.loads(example.read_text())["traceEvents"]
     spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert [spans.count(name) for name in ("prepare", "update", "optimizer")] == [2, 2, 2]
     # In the middle of the window, and after the last step of it.

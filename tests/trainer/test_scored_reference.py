@@ -206,8 +206,8 @@ def gradients(cfg: Config, budget_tokens: int) -> dict[str, torch.Tensor]:
     """Of the second of two minibatches, in Hugging Face layout (rank 0)."""
     with ExitStack() as stack:
         policy = stack.enter_context(open_policy(cfg))
-        control = Control(policy.backend.host_group(60))
-        replica = FromLeader(policy.backend.replica_group(cfg.parallel, 60), control)
+        baseline = Control(policy.backend.host_group(60))
+        replica = FromLeader(policy.backend.replica_group(cfg.parallel, 60), baseline)
         reference = stack.enter_context(open_scored_reference(cfg, policy, replica))
         objective = find_objective(cfg.algorithm)
         trainer = Trainer(policy, objective, cfg.optimizer, 1, reference=reference)

@@ -32,17 +32,17 @@ DIGITS = ["1", "12", "123", "1234", "12345", "123456", "21", "321"]
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and traces."""
+    """A folder with a model and SFT examples."""
     folder = tmp_path_factory.mktemp("sft")
     make_folder(folder / "model", seed=0)
     line = '{{"messages": [{{"role": "user", "content": "{0}="}}], "response": "{0}"}}\n'
-    (folder / "traces.jsonl").write_text("".join(map(line.format, DIGITS)))
+    (folder / "sft.jsonl").write_text("".join(map(line.format, DIGITS)))
     return folder
 
 
 def config(inputs: Path, run_dir: Path, *overrides: str) -> Config:
     return load_config(None, [
-        f"run.dir={run_dir}", f"model.path={inputs}/model", f"sft.traces={inputs}/traces.jsonl",
+        f"run.dir={run_dir}", f"model.path={inputs}/model", f"sft.dataset={inputs}/sft.jsonl",
         "model.dtype=float32", "generator.context_tokens=64", "sampling.max_new_tokens=16",
         'render.system_prompt=""', "reward.length_margin_tokens=4", f"sft.steps={STEPS}",
         "sft.batch_size=3", "sft.checkpoint_every_steps=2", "sft.optimizer.lr=0.01",
@@ -81,9 +81,9 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 def test_a_killed_cold_start_goes_on_bit_for_bit(inputs: Path, tmp_path: Path, split: str) -> None:
     whole = config(inputs, tmp_path / "whole", f"parallel.{split}=2", "sft.profile_steps=[2, 3]")
     run_ranks(tune, 2, whole)
-    [trace] = (whole.run.dir / "profile").rglob("*.json")
-    assert trace.relative_to(whole.run.dir / "profile").as_posix() == "sft/stage_0.json"
-    events = json.loads(trace.read_text())["traceEvents"]
+    [example] = (whole.run.dir / "profile").rglob("*.json")
+    assert example.relative_to(whole.run.dir / "profile").as_posix() == "sft/stage_0.json"
+    events = json.loads(example.read_text())["traceEvents"]
     spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert spans.count("update") == 2
     expected = taken(whole.run.dir)
@@ -131,21 +131,21 @@ def refused(cfg: Config) -> str:
     return str(error.value)
 
 
-def test_other_traces_are_refused_by_a_checkpoint(inputs: Path, tmp_path: Path) -> None:
+def test_other_examples_are_refused_by_a_checkpoint(inputs: Path, tmp_path: Path) -> None:
     cfg = config(inputs, tmp_path / "run")
     with pytest.raises(RanksFailed):
         run_ranks(tune, 1, cfg, 6)
     other = tmp_path / "other"
     shutil.copytree(inputs, other)
-    text = (inputs / "traces.jsonl").read_text()
-    (other / "traces.jsonl").write_text(text.replace('"321"}', '"312"}'))
+    text = (inputs / "sft.jsonl").read_text()
+    (other / "sft.jsonl").write_text(text.replace('"321"}', '"312"}'))
     [message] = run_ranks(refused, 1, config(other, cfg.run.dir))
     assert "its digest was" in message
     [message] = run_ranks(refused, 1, config(inputs, cfg.run.dir, "run.seed=5"))
     assert "its seed was 0, now it is 5" in message
 
 
-def test_a_trace_that_no_padded_microbatch_holds_is_refused_before_the_model_is_built(
+def test_a_example_that_no_padded_microbatch_holds_is_refused_before_the_model_is_built(
     inputs: Path, tmp_path: Path
 ) -> None:
     padded = ["train.steps=0", "train.pad_microbatches=true", "train.microbatch_tokens=8"]

@@ -214,7 +214,7 @@ def test_copied_question_earns_nothing_where_a_run_compares_whole_numbers(name: 
 
 
 def test_copied_question_earns_nothing_on_the_example_tasks() -> None:
-    sizes = Sizes(train=20, held_out=5, traces=5, wrong_share=0, seed=1)
+    sizes = Sizes(train=20, held_out=5, sft_examples=5, wrong_share=0, seed=1)
     options = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
     source = PromptSource(
         kind="reasoning_gym",

@@ -51,7 +51,7 @@ TIMED_OVERRIDES = (
     "generator.tensor_parallel=1",
     # Only the loop is timed.
     "sft.steps=0",
-    "sft.control=false",
+    "sft.baseline=false",
     "eval.prompts=0",
 )
 

@@ -282,13 +282,13 @@ def soak(items: int) -> dict[str, float]:
         # What other programs leave in the usual folder is none of ours.
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         prepare(CodeLimits())
-        before = _traces_left()
+        before = _examples_left()
         with Grading(verifier=_two_workers()) as grading:
             for done, (_, score) in enumerate(grading.stream(_mixed(items))):
                 counts[score.reason] = counts.get(score.reason, 0) + 1
                 if done % max(1, items // 400) == 0:
                     sizes.append(_total_mb(grading.pool.pids))
-        after = _traces_left()
+        after = _examples_left()
     tenth = max(1, len(sizes) // 10)
     # The most at once: processes that grade bombs and programs come and go.
     first, last = max(sizes[:tenth]), max(sizes[-tenth:])
@@ -328,7 +328,7 @@ def _total_mb(pids: Sequence[int]) -> float:
     return total / 1e6
 
 
-def _traces_left() -> dict[str, int]:
+def _examples_left() -> dict[str, int]:
     return {
         "processes": len(psutil.Process().children(recursive=True)),
         "files": psutil.Process().num_fds(),

@@ -28,7 +28,7 @@ def make_workload(work_dir: Path, *, steps: int) -> Workload:
     _run_tool("make_tasks", ["sort", tasks], work_dir)
     data = [
         _path_override("prompts.0.path", tasks / "prompts.jsonl"),
-        _path_override("sft.traces", tasks / "traces.jsonl"),
+        _path_override("sft.dataset", tasks / "sft.jsonl"),
     ]
     cold_start = work_dir / "cold_start"
     run_cli(

@@ -228,7 +228,7 @@ def _check_summary(
     wanted: dict[str, object] = {
         "accuracy_before": evaluations.get("before"),
         "accuracy_after": evaluations.get("after"),
-        "control_accuracy": evaluations.get("control"),
+        "sft_baseline_accuracy": evaluations.get("sft_baseline"),
         "steps": len(steps),
         "rollouts_trained": int(sum(row["queue/rollouts_trained"] for row in steps.values())),
     }

@@ -7,7 +7,7 @@ TOOLS = tuple(
     Entry(name, f"megatron_rl.launcher.{module}", help_text, panel)
     for name, module, help_text, panel in (
         ("grade", "evaluation.grade", "Samples of every problem by a model, graded.", _MAKE),
-        ("traces", "data.traces", "Mine a run for traces of a cold start.", _MAKE),
+        ("sft", "data.sft_examples", "Mine a run for SFT examples of a cold start.", _MAKE),
         ("difficulty", "data.choosing", "Keep what is neither too hard nor easy.", _CHOOSE),
         ("filter-format", "data.choosing", "One comparable answer a problem.", _CHOOSE),
         ("dedupe", "data.duplicates", "Drop near duplicates within a file.", _CHOOSE),
@@ -18,4 +18,4 @@ TOOLS = tuple(
         ("translate", "data.translating", "A share of the problems in six languages.", _CHECK),
     )
 )
-app = lazy_app("Make prompts and traces.", TOOLS, add_completion=False)
+app = lazy_app("Make prompts and SFT examples.", TOOLS, add_completion=False)

@@ -74,7 +74,7 @@ def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | Non
 def _without_training(config: Config) -> Config:
     return config.model_copy(
         update={
-            "sft": config.sft.model_copy(update={"steps": 0, "control": False}),
+            "sft": config.sft.model_copy(update={"steps": 0, "baseline": False}),
             "train": config.train.model_copy(update={"steps": 0, "epochs": 0}),
             "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
         }

@@ -114,13 +114,15 @@ def _accuracy(runs: Sequence[Run]) -> Plot | None:
 
 
 def _evaluations(run: Run) -> Iterator[tuple[str, list[Row]]]:
-    """Rows of each evaluation set, by version; the control has a set of its own."""
+    """Rows of each evaluation set, by version; the SFT baseline has a set of its own."""
     rows = [row for row in run.rows if "eval/accuracy" in row]
     names: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["step"]):
         when, _, name = row.get("label", "").partition(".")
         what = name or "held-out"
-        names.setdefault(f"{what} (control)" if when == "control" else what, []).append(row)
+        names.setdefault(f"{what} (SFT baseline)" if when == "sft_baseline" else what, []).append(
+            row
+        )
     yield from names.items()
 
 

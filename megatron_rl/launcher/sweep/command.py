@@ -96,7 +96,7 @@ def _check_runs(runs: list[PlannedRun]) -> None:
         lambda run: preflight.check_model_folder(run.config.model.path),
         lambda run: preflight.check_model(run.config),
         lambda run: preflight.check_megatron_path(run.config),
-        lambda run: preflight.check_traces(run.config.sft),
+        lambda run: preflight.check_sft_dataset(run.config.sft),
     )
     problems = []
     for variant, run in {run.variant: run for run in runs}.items():

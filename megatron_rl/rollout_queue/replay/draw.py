@@ -19,9 +19,9 @@ from megatron_rl.protocol.rollout_files import rollout_files
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.epochs import ShuffledEpochs
 from megatron_rl.rollout_queue.groups import Group
+from megatron_rl.rollout_queue.replay.datasets import folder_of_datasets
 from megatron_rl.rollout_queue.replay.drawn import NOTHING, Drawn
 from megatron_rl.rollout_queue.replay.stored_groups import StoredGroup, StoredGroups, read_groups
-from megatron_rl.rollout_queue.replay.traces import folder_of_traces
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class StoredReplay:
         """count: groups of a batch. Raises InputError where there is nothing to draw."""
         if not stored.groups:
             raise InputError(
-                "replay.runs and replay.traces hold no group to train on; left out were "
+                "replay.runs and replay.datasets hold no group to train on; left out were "
                 f"{dict(stored.left_out)} groups (zero_variance: equal rewards, which "
                 "algorithm.zero_variance_groups='keep' trains on)"
             )
@@ -134,5 +134,5 @@ def open_replay(config: Config, held_out: Sequence[Prompt]) -> Replay:
 
 
 def _folders(config: Config) -> list[Path]:
-    traces = [folder_of_traces(config.run.dir)] if config.replay.traces else []
-    return [*config.replay.runs, *traces]
+    examples = [folder_of_datasets(config.run.dir)] if config.replay.datasets else []
+    return [*config.replay.runs, *examples]

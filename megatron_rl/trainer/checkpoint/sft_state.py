@@ -20,7 +20,7 @@ class SftState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of sft.json: by these and the step, all later minibatches are known."""
 
     sequences: int
-    """Traces."""
+    """SFT examples."""
     digest: str
     """BLAKE2b, 16 bytes, hexadecimal: of their tokens, in their order."""
     batch_size: int
@@ -51,6 +51,6 @@ def check_same(mine: SftState, folder: Path) -> None:
         if there != here:
             raise InputError(
                 f"the cold start that {folder} holds had other minibatches: its {name} was "
-                f"{there}, now it is {here}. Give the traces (sft.traces), the system prompt and "
-                "the seed that it began with, or name another folder with --run-dir DIR"
+                f"{there}, now it is {here}. Give the SFT examples (sft.dataset), the system "
+                "prompt and the seed that it began with, or name another folder with --run-dir DIR"
             )

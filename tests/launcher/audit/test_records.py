@@ -72,7 +72,7 @@ def run_dir(tmp_path: Path) -> Path:
             {"source": "queue", "step": 2, "label": "after", "eval/accuracy": 0.5, "eval/n": 2},
         ],
     )  # fmt: skip
-    summary = {"accuracy_before": None, "accuracy_after": 0.5, "control_accuracy": None,
+    summary = {"accuracy_before": None, "accuracy_after": 0.5, "sft_baseline_accuracy": None,
                "steps": 2, "rollouts_trained": 8}  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "hf" / "final").mkdir(parents=True)

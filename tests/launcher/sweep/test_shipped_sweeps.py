@@ -77,7 +77,7 @@ def test_the_script_makes_every_file_that_a_study_names(name: str, tmp_path: Pat
     for run in shipped(name, tmp_path).runs:
         sources = [*run.config.prompts, *(one.prompts for one in run.config.eval.sets)]
         files = [source.path for source in sources]
-        files += [run.config.sft.traces] if run.config.sft.steps else []
+        files += [run.config.sft.dataset] if run.config.sft.steps else []
         for file in files:
             assert file is not None and file.parent == ROOT / "runs/sweep-start/skills"
             assert file.name in made

@@ -156,11 +156,11 @@ def test_what_datasets_really_saves(tmp_path: Path) -> None:
 def test_memory_is_bounded_by_a_batch_and_unread_columns_cost_nothing(tmp_path: Path) -> None:
     """200 MB of worked solutions beside short questions, in row groups of 10 MB."""
     path = tmp_path / "big.parquet"
-    schema = pyarrow.schema([(name, pyarrow.string()) for name in ("problem", "answer", "trace")])
+    schema = pyarrow.schema([(name, pyarrow.string()) for name in ("problem", "answer", "example")])
     with parquet.ParquetWriter(path, schema, compression="none") as writer:
         for group in range(20):
             content = [
-                {"problem": f"p{group} {n}", "answer": "1", "trace": os.urandom(10_000).hex()}
+                {"problem": f"p{group} {n}", "answer": "1", "example": os.urandom(10_000).hex()}
                 for n in range(500)
             ]
             writer.write_table(pyarrow.Table.from_pylist(content, schema=schema))

@@ -1,4 +1,4 @@
-"""`megatron-rl data traces`."""
+"""`megatron-rl data sft`."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,16 +9,20 @@ import typer
 from rich.console import Console
 
 from megatron_rl.data.rows import read_rows
-from megatron_rl.data.traces import TraceOptions, mine_traces, read_training_rollouts
+from megatron_rl.data.sft_examples import (
+    SftExampleOptions,
+    mine_sft_examples,
+    read_training_rollouts,
+)
 from megatron_rl.launcher.command_line.command import command
 from megatron_rl.launcher.command_line.groups import plain_app
 from megatron_rl.launcher.command_line.parameters import RunFolder
 from megatron_rl.launcher.command_line.progress import counted, progress
 from megatron_rl.launcher.data.files import Out, check_output, write_lines
-from megatron_rl.trainer.traces import read_traces
+from megatron_rl.trainer.sft_dataset import read_sft_dataset
 
 app = plain_app()
-_DEFAULTS = TraceOptions()
+_DEFAULTS = SftExampleOptions()
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class MiningOptions:
     prompts: Annotated[
         Path | None, typer.Option(help="the run's prompts, for all their messages")
     ] = None
-    instructions: Annotated[Path | None, typer.Option(help="traces to mix in")] = None
+    instructions: Annotated[Path | None, typer.Option(help="SFT examples to mix in")] = None
     instruction_task: Annotated[
         str | None, typer.Option(help="task of those; default: as they are")
     ] = None
@@ -41,13 +45,13 @@ class MiningOptions:
         _DEFAULTS.first_step
     )
     min_tokens: Annotated[int, typer.Option(help="of a completion")] = _DEFAULTS.min_tokens
-    per_problem: Annotated[int, typer.Option(help="most traces of a problem")] = (
+    per_problem: Annotated[int, typer.Option(help="most SFT examples of a problem")] = (
         _DEFAULTS.per_problem
     )
     upsample_below: Annotated[
-        float, typer.Option(help="pass rate below which traces are repeated")
+        float, typer.Option(help="pass rate below which SFT examples are repeated")
     ] = _DEFAULTS.upsample_below
-    max_copies: Annotated[int, typer.Option(help="most times that a trace is there")] = (
+    max_copies: Annotated[int, typer.Option(help="most times that an SFT example is there")] = (
         _DEFAULTS.max_copies
     )
     instruction_share: Annotated[float, typer.Option(help="of the output")] = (
@@ -62,18 +66,22 @@ class MiningOptions:
     seed: int = _DEFAULTS.seed
 
 
-@command(app, "traces", "Mine a run for traces of a cold start.")
-def traces(options: MiningOptions, console: Console) -> int:
+@command(app, "sft", "Mine a run for SFT examples of a cold start.")
+def examples(options: MiningOptions, console: Console) -> int:
     """Exit code: 0, 2 (bad input)."""
-    wanted = TraceOptions(**{f.name: getattr(options, f.name) for f in fields(TraceOptions)})
+    wanted = SftExampleOptions(
+        **{f.name: getattr(options, f.name) for f in fields(SftExampleOptions)}
+    )
     check_output(options)
-    given = [] if options.instructions is None else read_traces(options.instructions)
+    given = [] if options.instructions is None else read_sft_dataset(options.instructions)
     if options.instruction_task is not None:
-        given = [msgspec.structs.replace(trace, task=options.instruction_task) for trace in given]
+        given = [
+            msgspec.structs.replace(example, task=options.instruction_task) for example in given
+        ]
     rows = [] if options.prompts is None else read_rows(options.prompts)
     with progress(console, "rollouts read") as report_on:
         mined = list(counted(read_training_rollouts(options.run_dir), None, report_on))
-    found, report = mine_traces(
+    found, report = mine_sft_examples(
         mined,
         instructions=given,
         prompts={row.prompt.id: row.prompt for row in rows},

@@ -1,4 +1,4 @@
-"""Supervised traces: reading, tokens with loss, weights, order."""
+"""SFT examples: reading, tokens with loss, weights, order."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import RenderConfig
 from megatron_rl.data.tiny_model import make_folder
 from megatron_rl.protocol.render import Renderer
-from megatron_rl.trainer.traces import minibatches, read_traces, tokenize
+from megatron_rl.trainer.sft_dataset import minibatches, read_sft_dataset, tokenize
 
 LINE = '{"messages": [{"role": "user", "content": "sort 21="}], "response": "<think></think>12"}\n'
 
@@ -19,18 +19,18 @@ def make_renderer(folder: Path) -> Renderer:
 
 
 def test_bad_line_is_named_with_its_file_and_number(tmp_path: Path) -> None:
-    path = tmp_path / "traces.jsonl"
+    path = tmp_path / "sft.jsonl"
     path.write_text(LINE + '{"messages": [], "reply": "x"}\n')
-    with pytest.raises(InputError, match=r"traces\.jsonl:2: .*response"):
-        read_traces(path)
+    with pytest.raises(InputError, match=r"sft\.jsonl:2: .*response"):
+        read_sft_dataset(path)
 
 
 def test_only_the_response_and_its_end_carry_loss(tmp_path: Path) -> None:
     make_folder(tmp_path / "model", seed=0)
-    path = tmp_path / "traces.jsonl"
+    path = tmp_path / "sft.jsonl"
     path.write_text(LINE)
     renderer = make_renderer(tmp_path / "model")
-    (sequence,) = tokenize(read_traces(path), renderer)
+    (sequence,) = tokenize(read_sft_dataset(path), renderer)
     completion = sequence.token_ids[sequence.prompt_length :].tolist()
     assert renderer.decode(sequence.token_ids[: sequence.prompt_length].tolist()).endswith("21=")
     assert completion[-1] in renderer.stop_ids
@@ -39,14 +39,14 @@ def test_only_the_response_and_its_end_carry_loss(tmp_path: Path) -> None:
     assert len(completion) == 5 == len(sequence.generator_logprobs)
 
 
-def test_weights_of_a_minibatch_sum_to_one_and_every_trace_comes_once_an_epoch(
+def test_weights_of_a_minibatch_sum_to_one_and_every_example_comes_once_an_epoch(
     tmp_path: Path,
 ) -> None:
     make_folder(tmp_path / "model", seed=0)
-    path = tmp_path / "traces.jsonl"
+    path = tmp_path / "sft.jsonl"
     digits = ["1", "12", "123", "1234", "12345", "123456"]
     path.write_text("".join(LINE.replace("12", d) for d in digits))
-    sequences = tokenize(read_traces(path), make_renderer(tmp_path / "model"))
+    sequences = tokenize(read_sft_dataset(path), make_renderer(tmp_path / "model"))
     batches = list(minibatches(sequences, batch_size=3, steps=4, seed=1))
     for batch in batches:
         assert sum(s.weight * len(s.generator_logprobs) for s in batch) == pytest.approx(1.0)

@@ -1,12 +1,12 @@
-"""`data traces`: mines the rollouts of a run for traces, the cold start of another model.
+"""`data sft`: mines the rollouts of a run for SFT examples, the cold start of another model.
 
 Right rollouts of training only: evaluations are left alone, their prompts are held out. Each
 problem gives a few; problems that the run seldom solved count more; a share of instruction data is
-mixed in. The output is what `[sft] traces` reads (`trainer/traces.py`).
+mixed in. The output is what `[sft] dataset` reads (`trainer/sft_dataset.py`).
 
-Source: Magistral (arXiv 2506.10910), on Magistral Small: correct traces of the larger model's RL
-run without early short ones, capped per problem, low pass rates upsampled, 10 % instruction data,
-4 epochs. How many are kept and repeated is ours.
+Source: Magistral (arXiv 2506.10910), on Magistral Small: correct SFT examples of the larger model's
+RL run without early short ones, capped per problem, low pass rates upsampled, 10 % instruction
+data, 4 epochs. How many are kept and repeated is ours.
 """
 
 import math
@@ -22,30 +22,31 @@ from megatron_rl.data.options import check_at_least, check_share
 from megatron_rl.data.report import Report, Tally
 from megatron_rl.protocol.rollout_files import RolloutRecord, read_records, rollout_files
 from megatron_rl.protocol.types import ChatMessage, Prompt
-from megatron_rl.trainer.traces import Trace
+from megatron_rl.trainer.sft_dataset import SftExample
 from verification.format import with_opening
 
 
 @dataclass(frozen=True)
-class TraceOptions:
-    """Which rollouts become traces, how often, and beside what."""
+class SftExampleOptions:
+    """Which rollouts become SFT examples, how often, and beside what."""
 
     first_step: int = 0
     """Rollouts of batches before this one are too early to be learnt from."""
     min_tokens: int = 0
     """Rollouts of fewer completion tokens are too short."""
     per_problem: int = 4
-    """Most traces of a problem, before any is repeated."""
+    """Most SFT examples of a problem, before any is repeated."""
     upsample_below: float = 0.5
-    """A trace of a problem with a pass rate r below this is repeated upsample_below / r times."""
+    """An SFT example of a problem with a pass rate r below this is repeated upsample_below / r
+    times."""
     max_copies: int = 4
-    """Most times that a trace is there."""
+    """Most times that an SFT example is there."""
     instruction_share: float = 0.1
     """Share of the output that is instruction data."""
     epochs: int = 4
     """How often the supervised phase is to go over the output: says how many steps that takes."""
     batch_size: int = 32
-    """Traces a step of it (sft.batch_size)."""
+    """SFT examples a step of it (sft.batch_size)."""
     template_opens_thoughts: bool = False
     """The chat template of the model to be trained ends prompts with <think>: responses begin
     behind it. Else a <think> that the run's own template has opened is put back."""
@@ -72,7 +73,7 @@ class Mined(NamedTuple):
 class Outcome(NamedTuple):
     """What the tool makes of rollouts."""
 
-    traces: list[Trace]
+    examples: list[SftExample]
     report: Report
 
 
@@ -88,47 +89,47 @@ def read_training_rollouts(run_dir: Path) -> Iterator[Mined]:
             yield Mined(record, file.step, f"{file.path}:{number}")
 
 
-def mine_traces(
+def mine_sft_examples(
     rollouts: Iterable[Mined],
     *,
-    instructions: Sequence[Trace],
+    instructions: Sequence[SftExample],
     prompts: Mapping[str, Prompt],
-    options: TraceOptions,
+    options: SftExampleOptions,
 ) -> Outcome:
-    """Traces of right rollouts and instruction data, shuffled by the seed.
+    """SFT examples of right rollouts and instruction data, shuffled by the seed.
 
     prompts: by id, for the messages before the question; without, the question is all there is.
     Raises InputError where nothing is left, or instructions are too few for their share.
     """
     rollouts = list(rollouts)
-    tally = Tally("traces", asdict(options), read=len(rollouts))
+    tally = Tally("sft", asdict(options), read=len(rollouts))
     solved, rates = _sift(rollouts, options, tally)
-    traces: list[tuple[float, Trace]] = []
+    examples: list[tuple[float, SftExample]] = []
     for problem in sorted(solved):
         for mined in _capped(solved[problem], options, tally):
-            trace = _trace(mined.record, prompts.get(mined.record.prompt_id), options)
+            example = _example(mined.record, prompts.get(mined.record.prompt_id), options)
             copies = _copies(rates[problem], mined, options)
             tally.added["repeated"] += copies - 1
             name = _name(mined)
-            traces += [
-                (place_of(options.seed, "order", name, str(i)), trace) for i in range(copies)
+            examples += [
+                (place_of(options.seed, "order", name, str(i)), example) for i in range(copies)
             ]
-    if not traces:
+    if not examples:
         raise InputError(f"none of {len(rollouts)} rollouts is left: {tally.dropped_text()}")
-    mixed = _choose(instructions, len(traces), options)
+    mixed = _choose(instructions, len(examples), options)
     tally.added["instruction"] += len(mixed)
     tally.figures = {
         "problems": len(solved),
-        "instruction_traces_given": len(instructions),
+        "instruction_examples_given": len(instructions),
         "epochs": options.epochs,
-        "sft_steps": math.ceil(options.epochs * (len(traces) + len(mixed)) / options.batch_size),
+        "sft_steps": math.ceil(options.epochs * (len(examples) + len(mixed)) / options.batch_size),
     }
-    ordered = [trace for _, trace in sorted(traces + mixed, key=lambda pair: pair[0])]
+    ordered = [example for _, example in sorted(examples + mixed, key=lambda pair: pair[0])]
     return Outcome(ordered, tally.report(written=len(ordered)))
 
 
 def _sift(
-    rollouts: list[Mined], options: TraceOptions, tally: Tally
+    rollouts: list[Mined], options: SftExampleOptions, tally: Tally
 ) -> tuple[dict[str, list[Mined]], dict[str, float]]:
     """Right rollouts by problem, and the pass rate of each problem from first_step on."""
     solved: defaultdict[str, list[Mined]] = defaultdict(list)
@@ -155,7 +156,7 @@ def _sift(
     return solved, {problem: right[problem] / count for problem, count in graded.items()}
 
 
-def _capped(found: list[Mined], options: TraceOptions, tally: Tally) -> list[Mined]:
+def _capped(found: list[Mined], options: SftExampleOptions, tally: Tally) -> list[Mined]:
     """At most so many rollouts of one problem, none with the text of another."""
     kept: list[Mined] = []
     texts: set[str] = set()
@@ -170,29 +171,31 @@ def _capped(found: list[Mined], options: TraceOptions, tally: Tally) -> list[Min
     return kept
 
 
-def _copies(rate: float, mined: Mined, options: TraceOptions) -> int:
-    """How often a trace is there: upsample_below / rate on average, in [1, max_copies]."""
+def _copies(rate: float, mined: Mined, options: SftExampleOptions) -> int:
+    """How often an SFT example is there: upsample_below / rate on average, in [1, max_copies]."""
     wanted = min(max(1.0, options.upsample_below / rate), float(options.max_copies))
     whole = math.floor(wanted)
     return whole + (place_of(options.seed, "copies", _name(mined)) < wanted - whole)
 
 
-def _trace(record: RolloutRecord, prompt: Prompt | None, options: TraceOptions) -> Trace:
+def _example(
+    record: RolloutRecord, prompt: Prompt | None, options: SftExampleOptions
+) -> SftExample:
     messages = prompt.messages if prompt else [ChatMessage("user", record.problem)]
     tail = "" if options.template_opens_thoughts else record.prompt_tail
-    return Trace(messages, with_opening(record.text, tail), record.task)
+    return SftExample(messages, with_opening(record.text, tail), record.task)
 
 
 def _choose(
-    instructions: Sequence[Trace], traces: int, options: TraceOptions
-) -> list[tuple[float, Trace]]:
-    """Instruction data beside so many traces, each line at most once. Raises InputError."""
+    instructions: Sequence[SftExample], examples: int, options: SftExampleOptions
+) -> list[tuple[float, SftExample]]:
+    """Instruction data beside so many SFT examples, each line at most once. Raises InputError."""
     share = options.instruction_share
-    wanted = round(traces * share / (1 - share))
+    wanted = round(examples * share / (1 - share))
     if wanted > len(instructions):
         raise InputError(
-            f"{traces} traces and a share of {share:g} need {wanted} lines of instruction data, "
-            f"and {len(instructions)} are given: give more with --instructions, or lower "
+            f"{examples} SFT examples and a share of {share:g} need {wanted} lines of instruction "
+            f"data, and {len(instructions)} are given: give more with --instructions, or lower "
             "--instruction-share (0: none)"
         )
     places = [

@@ -1,4 +1,4 @@
-"""Traces with rewards: read, put into tokens, and drawn like recorded rollouts."""
+"""Examples with rewards: read, put into tokens, and drawn like recorded rollouts."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ from megatron_rl.data.tiny_model import write_tokenizer
 from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import ChatMessage
 from megatron_rl.rollout_queue.record import Recorder
+from megatron_rl.rollout_queue.replay.datasets import check_sources, prepare_datasets
 from megatron_rl.rollout_queue.replay.draw import open_replay
-from megatron_rl.rollout_queue.replay.traces import check_sources, prepare_traces
 from tests.rollout_queue.makers import make_group
 
-TRACES = [
+SFT_EXAMPLES = [
     {"prompt": "1+1=", "response": "2", "reward": 1},
     {"prompt": "2+2=", "response": "5", "reward": -0.5},
     {"prompt": [{"role": "user", "content": "1+1="}], "response": "3", "reward": 0.25},
@@ -31,10 +31,10 @@ def config_of(folder: Path, lines: list, **sections: dict) -> Config:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     write_tokenizer(model)
-    path = folder / "traces.jsonl"
+    path = folder / "sft.jsonl"
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("\n".join(texts) + "\n")
-    replay = {"share": 1.0, "traces": [path]} | sections.pop("replay", {})
+    replay = {"share": 1.0, "datasets": [path]} | sections.pop("replay", {})
     return Config.model_validate(
         {
             "run": {"dir": folder / "run"},
@@ -51,11 +51,13 @@ def config_of(folder: Path, lines: list, **sections: dict) -> Config:
     )
 
 
-def test_traces_are_grouped_by_prompt_and_tokenised_as_the_trainer_would(tmp_path: Path) -> None:
-    config = config_of(tmp_path, TRACES)
-    notes = prepare_traces(config)
-    assert notes[0].startswith("3 traces are put into tokens")
-    assert notes[1].startswith("warning: 2 of 5 traces are left out; the first: the prompt has")
+def test_examples_are_grouped_by_prompt_and_tokenised_as_the_trainer_would(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SFT_EXAMPLES)
+    notes = prepare_datasets(config)
+    assert notes[0].startswith("3 SFT examples are put into tokens")
+    assert notes[1].startswith(
+        "warning: 2 of 5 SFT examples are left out; the first: the prompt has"
+    )
     drawn = open_replay(config, []).draw(0, []).groups
     by_size = {len(group.scored): group for group in drawn}
     assert [scored.score.reward for scored in by_size[2].ordered] == [1.0, 0.25]
@@ -75,12 +77,12 @@ def test_traces_are_grouped_by_prompt_and_tokenised_as_the_trainer_would(tmp_pat
 def test_a_prompt_with_many_responses_fills_groups_of_the_usual_size(tmp_path: Path) -> None:
     lines = [{"prompt": "1+1=", "response": str(n), "reward": n} for n in range(9)]
     config = config_of(tmp_path, lines)
-    prepare_traces(config)
+    prepare_datasets(config)
     replay = open_replay(config, [])
     drawn = [group for step in range(3) for group in replay.draw(step, []).groups]
     assert sorted(len(group.scored) for group in drawn[:3]) == [1, 4, 4]
     # Prepared anew for a run that goes on: nothing is there twice.
-    prepare_traces(config)
+    prepare_datasets(config)
     assert len(open_replay(config, []).draw(0, []).of_source) == 1
     assert open_replay(config, []).draw(0, []).of_source[0].value == 3
 
@@ -88,30 +90,32 @@ def test_a_prompt_with_many_responses_fills_groups_of_the_usual_size(tmp_path: P
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"prompt": "a", "response": "b"}, r"traces.jsonl:2: .*`reward`"),
-        ({"prompt": "a", "response": "b", "reward": "good"}, r"traces.jsonl:2: .*reward"),
+        ({"prompt": "a", "response": "b"}, r"sft.jsonl:2: .*`reward`"),
+        ({"prompt": "a", "response": "b", "reward": "good"}, r"sft.jsonl:2: .*reward"),
         ({"prompt": "", "response": " ", "reward": 1}, "an empty prompt or response"),
-        ("{", "traces.jsonl:2: "),
+        ("{", "sft.jsonl:2: "),
         ({"prompt": "a", "response": "b", "reward": 1, "task": "maths"}, "the task 'maths'"),
     ],
 )
-def test_a_line_that_is_no_trace_is_named(tmp_path: Path, line: object, words: str) -> None:
+def test_a_line_that_is_no_example_is_named(tmp_path: Path, line: object, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        check_sources(config_of(tmp_path, [TRACES[0], line]))
+        check_sources(config_of(tmp_path, [SFT_EXAMPLES[0], line]))
 
 
 def test_a_file_that_is_empty_or_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no traces"):
+    with pytest.raises(InputError, match="has no SFT examples"):
         check_sources(config_of(tmp_path, []))
     config = config_of(tmp_path, [])
-    (tmp_path / "traces.jsonl").unlink()
-    with pytest.raises(InputError, match="cannot read the traces"):
+    (tmp_path / "sft.jsonl").unlink()
+    with pytest.raises(InputError, match="cannot read the SFT examples"):
         check_sources(config)
 
 
-def test_traces_none_of_which_fits_are_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no trace of replay.traces can be used: the prompt has"):
-        prepare_traces(config_of(tmp_path, TRACES[3:]))
+def test_examples_none_of_which_fits_are_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match="no SFT example of replay.datasets can be used: the prompt has"
+    ):
+        prepare_datasets(config_of(tmp_path, SFT_EXAMPLES[3:]))
 
 
 def record(folder: Path, config: Config, text: str) -> Path:
@@ -129,15 +133,15 @@ def record(folder: Path, config: Config, text: str) -> Path:
 
 
 def test_runs_with_other_tokens_are_refused(tmp_path: Path) -> None:
-    config = config_of(tmp_path, TRACES)
+    config = config_of(tmp_path, SFT_EXAMPLES)
     good = record(tmp_path / "good", config, "12")
     bad = record(tmp_path / "bad", config, "21")
-    check_sources(config_of(tmp_path, TRACES, replay={"runs": [good]}))
+    check_sources(config_of(tmp_path, SFT_EXAMPLES, replay={"runs": [good]}))
     with pytest.raises(
         InputError, match=r"step_000000.jsonl:1 was recorded with another tokenizer"
     ):
-        check_sources(config_of(tmp_path, TRACES, replay={"runs": [good, bad]}))
+        check_sources(config_of(tmp_path, SFT_EXAMPLES, replay={"runs": [good, bad]}))
     with pytest.raises(InputError, match="the folder of this run"):
-        check_sources(config_of(tmp_path, TRACES, replay={"runs": [tmp_path / "run"]}))
+        check_sources(config_of(tmp_path, SFT_EXAMPLES, replay={"runs": [tmp_path / "run"]}))
     with pytest.raises(InputError, match="holds no rollouts"):
-        check_sources(config_of(tmp_path, TRACES, replay={"runs": [tmp_path / "model"]}))
+        check_sources(config_of(tmp_path, SFT_EXAMPLES, replay={"runs": [tmp_path / "model"]}))

@@ -1,7 +1,9 @@
-"""Traces with rewards, of people or other models: JSONL -> recorded rollouts that can be replayed.
+"""Examples with rewards, of people or other models: JSONL -> recorded rollouts that can be
+replayed.
 
-The launcher looks at them before a run (`check_traces`), puts them into tokens in a child process,
-and writes RUN/replay in the form of a run's own records, which the rollout queue draws from.
+The launcher looks at them before a run (`check_datasets`), puts them into tokens in a child
+process, and writes RUN/replay in the form of a run's own records, which the rollout queue draws
+from.
 """
 
 import itertools
@@ -33,7 +35,7 @@ from megatron_rl.rollout_queue.train_sequence import NO_VERSION
 
 _FOLDER = "replay"
 _TOKENIZE_S = 3600.0
-"""For all traces; some 10,000 a second."""
+"""For all SFT examples; some 10,000 a second."""
 _CHUNK_GROUPS = 4096
 """Groups of a file."""
 _COMPARED = 8
@@ -44,7 +46,7 @@ _EXPECTED = (
 )
 
 
-class RewardedTrace(msgspec.Struct, frozen=True):
+class RewardedExample(msgspec.Struct, frozen=True):
     """One line: a response and what it was worth."""
 
     prompt: str | list[ChatMessage]
@@ -62,43 +64,45 @@ class RewardedTrace(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple:
-        """The same for the traces of a group."""
+        """The same for the SFT examples of a group."""
         return (self.task, *((message.role, message.content) for message in self.messages))
 
 
-def folder_of_traces(run_dir: Path) -> Path:
-    """Where the prepared traces of a run lie."""
+def folder_of_datasets(run_dir: Path) -> Path:
+    """Where the prepared SFT examples of a run lie."""
     return run_dir / _FOLDER
 
 
-def read_traces(path: Path) -> Iterator[RewardedTrace]:
-    """The traces of a file. Raises InputError, naming file and line, for the first bad one."""
+def read_examples(path: Path) -> Iterator[RewardedExample]:
+    """The examples of a file. Raises InputError, naming file and line, for the first bad one."""
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the traces {path} (replay.traces): {error}") from error
+        raise InputError(
+            f"cannot read the SFT examples {path} (replay.datasets): {error}"
+        ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            trace = msgspec.json.decode(line, type=RewardedTrace)
+            example = msgspec.json.decode(line, type=RewardedExample)
         except msgspec.DecodeError as error:
             raise InputError(f"{path}:{number}: {error}; {_EXPECTED}") from error
-        if not trace.messages or not trace.response.strip():
+        if not example.messages or not example.response.strip():
             raise InputError(f"{path}:{number}: an empty prompt or response; {_EXPECTED}")
-        yield trace
+        yield example
 
 
 def check_sources(config: Config) -> None:
     """Refuse files that cannot be replayed, before anything starts. Raises InputError."""
-    for path in config.replay.traces:
-        tasks = {trace.task for trace in read_traces(path)}
+    for path in config.replay.datasets:
+        tasks = {example.task for example in read_examples(path)}
         if not tasks:
-            raise InputError(f"replay.traces: {path} has no traces")
+            raise InputError(f"replay.datasets: {path} has no SFT examples")
         for task in sorted(tasks - config.reward.format_checks.keys()):
             raise InputError(
-                f"replay.traces: {path} names the task {task!r}; known are "
+                f"replay.datasets: {path} names the task {task!r}; known are "
                 f"{sorted(config.reward.format_checks)}, others are defined in [reward.tasks.NAME]"
             )
     for folder in config.replay.runs:
@@ -127,35 +131,36 @@ def check_tokens(config: Config) -> None:
                 )
 
 
-def prepare_traces(config: Config) -> list[str]:
-    """Write RUN/replay anew, if there are traces; returns lines for the user.
+def prepare_datasets(config: Config) -> list[str]:
+    """Write RUN/replay anew, if there are SFT examples; returns lines for the user.
 
     Raises InputError where none can be used.
     """
-    if not config.replay.traces or not config.train.steps:
+    if not config.replay.datasets or not config.train.steps:
         return []
-    shutil.rmtree(folder_of_traces(config.run.dir), ignore_errors=True)
+    shutil.rmtree(folder_of_datasets(config.run.dir), ignore_errors=True)
     count, refusals = call_in_child(
-        write_traces, config, what="putting replay.traces into tokens", limit_s=_TOKENIZE_S
+        write_datasets, config, what="putting replay.datasets into tokens", limit_s=_TOKENIZE_S
     )
     if refusals.total() == count:
-        raise InputError(f"no trace of replay.traces can be used: {next(iter(refusals))}")
-    notes = [f"{count - refusals.total()} traces are put into tokens, to be replayed"]
+        raise InputError(f"no SFT example of replay.datasets can be used: {next(iter(refusals))}")
+    notes = [f"{count - refusals.total()} SFT examples are put into tokens, to be replayed"]
     if refusals:
         notes.append(
-            f"warning: {refusals.total()} of {count} traces are left out; the first: "
+            f"warning: {refusals.total()} of {count} SFT examples are left out; the first: "
             f"{next(iter(refusals))}"
         )
     return notes
 
 
-def write_traces(config: Config) -> tuple[int, Counter[str]]:
-    """Put the traces into tokens and record them: how many there were, and why some were refused.
+def write_datasets(config: Config) -> tuple[int, Counter[str]]:
+    """Put the SFT examples into tokens and record them: how many there were, and why some were
+    refused.
 
     Imports transformers.
     """
     renderer = open_renderer(config)
-    recorder = Recorder(folder_of_traces(config.run.dir))
+    recorder = Recorder(folder_of_datasets(config.run.dir))
     refusals: Counter[str] = Counter()
     count = 0
     numbered = enumerate(_grouped(config))
@@ -163,40 +168,40 @@ def write_traces(config: Config) -> tuple[int, Counter[str]]:
         chunk = list(itertools.islice(numbered, _CHUNK_GROUPS))
         if not chunk:
             break
-        groups = [_group(number, traces, renderer, refusals) for number, traces in chunk]
+        groups = [_group(number, examples, renderer, refusals) for number, examples in chunk]
         recorder.write_step(step, groups, now=0.0)
-        count += sum(len(traces) for _, traces in chunk)
+        count += sum(len(examples) for _, examples in chunk)
     return count, refusals
 
 
-def _grouped(config: Config) -> Iterator[list[RewardedTrace]]:
-    """Traces of a prompt, no more at once than train.group_size."""
+def _grouped(config: Config) -> Iterator[list[RewardedExample]]:
+    """SFT examples of a prompt, no more at once than train.group_size."""
     size = config.train.group_size
-    groups: defaultdict[tuple, list[RewardedTrace]] = defaultdict(list)
-    for path in config.replay.traces:
-        for trace in read_traces(path):
-            groups[trace.key].append(trace)
-    for traces in groups.values():
-        yield from (traces[n : n + size] for n in range(0, len(traces), size))
+    groups: defaultdict[tuple, list[RewardedExample]] = defaultdict(list)
+    for path in config.replay.datasets:
+        for example in read_examples(path):
+            groups[example.key].append(example)
+    for examples in groups.values():
+        yield from (examples[n : n + size] for n in range(0, len(examples), size))
 
 
 def _group(
-    number: int, traces: list[RewardedTrace], renderer: Renderer, refusals: Counter[str]
+    number: int, examples: list[RewardedExample], renderer: Renderer, refusals: Counter[str]
 ) -> Group:
-    """Of the traces that can be rendered; the others are counted."""
-    first = traces[0]
-    prompt = Prompt(f"trace:{number}", first.task, first.messages, "")
-    group = Group(number, prompt, Sampling(1, 1.0), len(traces), NO_VERSION)
-    for index, trace in enumerate(traces):
-        response = renderer.render_response(trace.response)
+    """Of the SFT examples that can be rendered; the others are counted."""
+    first = examples[0]
+    prompt = Prompt(f"example:{number}", first.task, first.messages, "")
+    group = Group(number, prompt, Sampling(1, 1.0), len(examples), NO_VERSION)
+    for index, example in enumerate(examples):
+        response = renderer.render_response(example.response)
         try:
-            prompt_ids = renderer.render(trace.messages, len(response), task=trace.task)
+            prompt_ids = renderer.render(example.messages, len(response), task=example.task)
         except RenderError as error:
             refusals[str(error)] += 1
             continue
-        rollout = _rollout(index, prompt_ids, response, trace.response)
-        group.origins[index] = Origin("trace", 0.0, 0.0)
-        group.add(ScoredRollout(rollout, Score(trace.reward, {}, "trace")), now=0.0)
+        rollout = _rollout(index, prompt_ids, response, example.response)
+        group.origins[index] = Origin("example", 0.0, 0.0)
+        group.add(ScoredRollout(rollout, Score(example.reward, {}, "example")), now=0.0)
     return group
 
 

@@ -1,4 +1,4 @@
-"""Supervised traces: JSONL -> TrainSequences -> minibatches.
+"""SFT examples: JSONL -> TrainSequences -> minibatches.
 
 Runs in trainer ranks of supervised fine-tuning. A line is {"messages": [...], "response": "..."};
 only response tokens (and the end of sequence after them) carry loss.
@@ -16,7 +16,7 @@ from megatron_rl.protocol.render import Renderer
 from megatron_rl.protocol.types import ChatMessage, TrainSequence
 
 
-class Trace(msgspec.Struct, frozen=True):
+class SftExample(msgspec.Struct, frozen=True):
     """One conversation and the response to learn."""
 
     messages: list[ChatMessage]
@@ -25,35 +25,35 @@ class Trace(msgspec.Struct, frozen=True):
     """Whose system prompt it gets, as in reinforcement learning."""
 
 
-def read_traces(path: Path) -> list[Trace]:
-    """All traces of a file; InputError names the file and line of the first bad one."""
+def read_sft_dataset(path: Path) -> list[SftExample]:
+    """All SFT examples of a file; InputError names the file and line of the first bad one."""
     try:
         # Not splitlines(), which also splits at U+2028 inside JSON strings.
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the traces {path}: {error}") from error
-    traces = []
+        raise InputError(f"cannot read the SFT examples {path}: {error}") from error
+    examples = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            traces.append(msgspec.json.decode(line, type=Trace))
+            examples.append(msgspec.json.decode(line, type=SftExample))
         except msgspec.MsgspecError as error:
             raise InputError(
-                f"{path}:{number}: not a trace: {error}; expected "
+                f"{path}:{number}: not an SFT example: {error}; expected "
                 '{"messages": [...], "response": "..."}'
             ) from error
-    if not traces:
-        raise InputError(f"{path} has no traces")
-    return traces
+    if not examples:
+        raise InputError(f"{path} has no SFT examples")
+    return examples
 
 
-def tokenize(traces: list[Trace], renderer: Renderer) -> list[TrainSequence]:
-    """Traces as sequences; weights are set when they are put into a batch."""
+def tokenize(examples: list[SftExample], renderer: Renderer) -> list[TrainSequence]:
+    """SFT examples as sequences; weights are set when they are put into a batch."""
     sequences = []
-    for trace in traces:
-        response = renderer.render_response(trace.response)
-        prompt = renderer.render(trace.messages, len(response), task=trace.task)
+    for example in examples:
+        response = renderer.render_response(example.response)
+        prompt = renderer.render(example.messages, len(response), task=example.task)
         sequences.append(
             TrainSequence(
                 token_ids=np.array(prompt + response, np.int32),
