@@ -97,5 +97,5 @@ setup(
     package_data={
         "": ["*.json", "*.jinja", "*.toml", "*.txt", "*.cpp", "*.h", "*.html", "*.js", "*.css"]
     },
-    entry_points={"console_scripts": ["megatron-rl=megatron_rl.launcher.cli:main"]},
+    entry_points={"console_scripts": ["megatron-rl=megatron_rl.cli.main:main"]},
 )

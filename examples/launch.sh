@@ -62,7 +62,7 @@ FILES=()
 for file in "${CONFIGS[@]}"; do FILES+=(--config "$file"); done
 
 cli() {
-    "$PYTHON" -m megatron_rl.launcher.cli "$@"
+    "$PYTHON" -m megatron_rl.cli.main "$@"
 }
 
 # `hostname -I` would begin with Docker's network or a slow one on many nodes.
@@ -76,7 +76,7 @@ print(own(sys.argv[1]))' "$last"
 cli plan "${CONFIGS[0]}" "${FILES[@]:2}" "${GPU[@]}" "${OVERRIDES[@]}"
 if [ "$NODES" -eq 1 ]; then
     cli run --dry-run "${FILES[@]}" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
-    exec "$PYTHON" -m megatron_rl.launcher.cli run "${FILES[@]}" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
+    exec "$PYTHON" -m megatron_rl.cli.main run "${FILES[@]}" --run-dir "$RUN_DIR" "${OVERRIDES[@]}"
 fi
 
 HEAD_ADDRESS=${HEAD_ADDRESS:-$(head_address)}
@@ -88,4 +88,4 @@ cli "${PREPARE[@]}"
 # shellcheck disable=SC2016  # the variables are those of each task
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \
     'exec "$@" --host "$SLURM_NODEID" --hosts "$SLURM_NNODES"' task \
-    "$PYTHON" -m megatron_rl.launcher.cli host "$RUN_DIR" "${GPUS_PER_NODE[@]}"
+    "$PYTHON" -m megatron_rl.cli.main host "$RUN_DIR" "${GPUS_PER_NODE[@]}"

@@ -70,6 +70,6 @@ else
         --wrong-share 0.75 --mistake drop_last
 fi
 
-exec "$PYTHON" -m megatron_rl.launcher.cli run --config "examples/$EXAMPLE.toml" --run-dir "$RUN_DIR" \
+exec "$PYTHON" -m megatron_rl.cli.main run --config "examples/$EXAMPLE.toml" --run-dir "$RUN_DIR" \
     "run.seed=$SEED" "model.path=$MODEL" "prompts.0.path=$TASKS/prompts.jsonl" \
     "sft.dataset=$TASKS/sft.jsonl" "${OVERRIDES[@]}"

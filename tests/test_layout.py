@@ -18,12 +18,13 @@ MAX_LINES = 400
 # that are not named here. The order matters to people alone: what is imported comes first.
 CONFIG, PROTOCOL, ALGORITHMS = (f"megatron_rl/{n}" for n in ("config", "protocol", "algorithms"))
 KERNELS, BACKEND, QUEUE = (f"megatron_rl/{n}" for n in ("kernels", "backend", "rollout_queue"))
-EVALUATION = "megatron_rl/evaluation"
+DATA, EVALUATION = "megatron_rl/data", "megatron_rl/evaluation"
 LAYOUT, EXCHANGE, FOLDERS, PUBLISH = (
     f"megatron_rl/weights/{name}" for name in ("layout", "exchange", "folders", "publish")
 )
 MODEL, TRAINER = "megatron_rl/trainer/model", "megatron_rl/trainer"
-ANALYSIS, SIZING = "megatron_rl/analysis", "megatron_rl/launcher/sizing"
+PLAN, OBSERVE = "megatron_rl/plan", "megatron_rl/observe"
+COMMAND_LINE, LAUNCHER = "megatron_rl/cli/command_line", "megatron_rl/launcher"
 ALLOWED: dict[str, set[str]] = {
     CONFIG: set(),
     PROTOCOL: {CONFIG},
@@ -35,22 +36,25 @@ ALLOWED: dict[str, set[str]] = {
     FOLDERS: {CONFIG, PROTOCOL, BACKEND, LAYOUT},
     PUBLISH: {CONFIG, PROTOCOL, LAYOUT, EXCHANGE},
     EVALUATION: {CONFIG, PROTOCOL, ALGORITHMS},
-    QUEUE: {CONFIG, PROTOCOL, ALGORITHMS, EVALUATION},
+    "verification": {CONFIG, PROTOCOL},
+    DATA: {CONFIG, PROTOCOL, "verification"},
+    QUEUE: {CONFIG, PROTOCOL, ALGORITHMS, DATA, EVALUATION},
     MODEL: {CONFIG, PROTOCOL, KERNELS, BACKEND, LAYOUT, FOLDERS},
     TRAINER: {
         CONFIG, PROTOCOL, ALGORITHMS, KERNELS, BACKEND, LAYOUT, EXCHANGE, FOLDERS, PUBLISH, MODEL,
     },
-    ANALYSIS: {CONFIG, PROTOCOL, LAYOUT, FOLDERS},
     "generation": {CONFIG, PROTOCOL, KERNELS, LAYOUT, EXCHANGE},
-    "verification": {CONFIG, PROTOCOL},
+    "megatron_rl/analysis": {CONFIG, PROTOCOL, LAYOUT, FOLDERS},
+    PLAN: {CONFIG, LAYOUT},
+    "megatron_rl/simulation": {CONFIG, PROTOCOL, ALGORITHMS, LAYOUT, DATA, QUEUE, PLAN},
+    "megatron_rl/curation": {CONFIG, PROTOCOL, DATA, TRAINER, "verification"},
+    COMMAND_LINE: {CONFIG, PROTOCOL},
+    OBSERVE: {CONFIG, PROTOCOL, DATA, QUEUE, COMMAND_LINE},
 }  # fmt: skip
-ALLOWED[SIZING] = {CONFIG, LAYOUT}
-ALLOWED["megatron_rl/simulation"] = {CONFIG, PROTOCOL, ALGORITHMS, LAYOUT, QUEUE, SIZING}
-ALLOWED["megatron_rl/data"] = {CONFIG, PROTOCOL, QUEUE, TRAINER, "verification"}
-ALLOWED["megatron_rl/metrics_out"] = {CONFIG, PROTOCOL}
-ALLOWED["megatron_rl/viewer"] = {CONFIG, PROTOCOL}
-ALLOWED["megatron_rl/launcher/command_line"] = {CONFIG, PROTOCOL}
-ALLOWED["megatron_rl/launcher"] = set(ALLOWED)
+ALLOWED[LAUNCHER] = set(ALLOWED)
+ALLOWED["megatron_rl/evaluation/runs"] = set(ALLOWED)
+ALLOWED["megatron_rl/sweep"] = {CONFIG, PROTOCOL, COMMAND_LINE, OBSERVE, LAUNCHER}
+ALLOWED["megatron_rl/cli"] = set(ALLOWED)
 ALLOWED["tools"] = set(ALLOWED)
 OUR_TOP_LEVELS = {*PACKAGES, "tests", "examples"}
 HEAVY = {"torch", "transformers", "megatron", "sglang", "tokenizers"}
@@ -247,7 +251,7 @@ def test_files_are_short() -> None:
         ("megatron_rl.rollout_queue.server", HEAVY),
         ("verification.worker", HEAVY),
         ("generation.worker", {"megatron", "sglang"}),
-        ("megatron_rl.launcher.cli", {"torch", "megatron", "sglang"}),
+        ("megatron_rl.cli.main", {"torch", "megatron", "sglang"}),
         ("megatron_rl.weights.folders.conversion", {"transformers", "megatron", "sglang"}),
         # Loaded by SGLang inside each of its ranks.
         ("megatron_rl.weights.exchange.receiver", HEAVY - {"torch"}),

@@ -139,7 +139,7 @@ class Missing:
 
 HEAVY = set(sys.argv.pop(1).split(","))
 sys.meta_path.insert(0, Missing())
-from megatron_rl.launcher import cli
+from megatron_rl.cli import main as cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -5,7 +5,7 @@ SRC is a Hugging Face or mistral-format folder.
 
 import sys
 
-from megatron_rl.launcher.cli import main
+from megatron_rl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", "--to", "megatron", *sys.argv[1:]]))

@@ -27,7 +27,7 @@ from itertools import islice, permutations
 from pathlib import Path
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.protocol.whole_file import write_whole
 
 Line = dict[str, object]
 

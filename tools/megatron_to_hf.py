@@ -5,7 +5,7 @@ SRC is a Megatron checkpoint folder, with or without optimizer state.
 
 import sys
 
-from megatron_rl.launcher.cli import main
+from megatron_rl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", "--to", "hf", *sys.argv[1:]]))

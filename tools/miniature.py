@@ -71,7 +71,7 @@ class Miniature:
 
     def cli(self, done: Path, *words: str | Path) -> None:
         """`megatron-rl ...`."""
-        self.call(done, "megatron_rl.launcher.cli", *words)
+        self.call(done, "megatron_rl.cli.main", *words)
 
     def train(self, name: str, prompts: str, model: Path, *overrides: str) -> Path:
         """A run on the prompts of a file, evaluated on the held-out ones; its folder."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from generation.sglang_cpu import server_environment
 from megatron_rl.backend.environment import DEVICE_OF_MODE, ranks_environment
-from megatron_rl.launcher.doctor import RANK_MODULE, find_import_fault
+from megatron_rl.cli.doctor import RANK_MODULE, find_import_fault
 
 SGLANG_MODULE = "sglang.srt.entrypoints.http_server"
 COMMON = {

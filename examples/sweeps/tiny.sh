@@ -19,7 +19,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # A dependency compiles with a SyntaxWarning at its first import.
 export PYTHONWARNINGS=ignore::SyntaxWarning
 
-cli() { "$PYTHON" -m megatron_rl.launcher.cli "$@"; }
+cli() { "$PYTHON" -m megatron_rl.cli.main "$@"; }
 
 # Five digits to sort, and a cold start that half knows how.
 start_of_tiny() {
@@ -55,10 +55,10 @@ start_of_skills() {
 
 if grep -q '^base = .*tiny_skills' "$1"; then
     start_of_skills
-    exec "$PYTHON" -m megatron_rl.launcher.cli sweep "$@" \
+    exec "$PYTHON" -m megatron_rl.cli.main sweep "$@" \
         "model.path=$START/skills_start/hf/cold_start"
 fi
 start_of_tiny
-exec "$PYTHON" -m megatron_rl.launcher.cli sweep "$@" \
+exec "$PYTHON" -m megatron_rl.cli.main sweep "$@" \
     "model.path=$START/cold_start/hf/cold_start" sft.steps=0 \
     "prompts.0.path=$START/tasks/prompts.jsonl"

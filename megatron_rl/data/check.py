@@ -12,14 +12,14 @@ from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.prompts import PromptSource
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.data.dropped_prompts import find_dropped
+from megatron_rl.data.prompts import describe_own_system
+from megatron_rl.data.sources import read_source
+from megatron_rl.data.tables.hub import read_hub
+from megatron_rl.data.tables.source import Reading, RowFault, read_files
 from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt
-from megatron_rl.rollout_queue.dropped_prompts import find_dropped
-from megatron_rl.rollout_queue.prompts import describe_own_system
-from megatron_rl.rollout_queue.sources import read_source
-from megatron_rl.rollout_queue.tables.hub import read_hub
-from megatron_rl.rollout_queue.tables.source import Reading, RowFault, read_files
 from verification import settings
 from verification.math.legible import find_illegible
 

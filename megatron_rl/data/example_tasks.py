@@ -18,8 +18,8 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import PromptSource
+from megatron_rl.data.sources import load_reasoning_gym
 from megatron_rl.protocol.types import ChatMessage, Prompt
-from megatron_rl.rollout_queue.sources import load_reasoning_gym
 
 CHAIN_SUM_PREFIX = "State the final answer to the following arithmetic problem: "
 SORT_DIGITS = 5

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.choice import CHOSEN, SET, Candidate, candidates_of
+from megatron_rl.observe.choice import CHOSEN, SET, Candidate, candidates_of
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, complete_checkpoints
 from megatron_rl.protocol.exports import COLD_START, candidate_name, candidate_step
 from megatron_rl.protocol.metrics import JsonlWriter

@@ -16,18 +16,18 @@ from rich.table import Table
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.reward import FormatCheckName
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.intentions import NOTHING, run_lines, say
 from megatron_rl.launcher.objective_trial import try_objective
 from megatron_rl.launcher.placement import ONE_HOST, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run_folder import check_run_folder
-from megatron_rl.launcher.terminal_text import printable
+from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.render import open_renderer
 from megatron_rl.protocol.tokenizer_child import call_in_child
 from megatron_rl.protocol.types import Prompt, Score, ScoreFailed
 from megatron_rl.rollout_queue.diagnosis import REFUSALS
-from megatron_rl.rollout_queue.prompts import prompts_of_run
 from megatron_rl.trainer.sft_dataset import read_sft_dataset
 from verification.canned import Canned, Form, find_form, make_canned
 from verification.library import Grading, Sample

@@ -30,7 +30,6 @@ from megatron_rl.backend.environment import (
 )
 from megatron_rl.config.files import override
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.choice import choose
 from megatron_rl.launcher.cold_start import (
     begin_with,
     cold_start_folder,
@@ -52,6 +51,7 @@ from megatron_rl.launcher.roster import write_restart
 from megatron_rl.launcher.run import eval_limit_s
 from megatron_rl.launcher.run_folder import CONFIG, FolderLock
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.observe.choice import choose
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.metrics import read_jsonl
@@ -354,7 +354,7 @@ def _start_queue(own: Share, name: str, common: list[str], phase: RunPhase) -> N
     queue = [*python, "megatron_rl.rollout_queue.server", *common, *arguments]
     own.supervisor.start(name, queue, environment=without_device)
     if own.config.metrics.is_on:
-        metrics = [*python, "megatron_rl.metrics_out.worker"]
+        metrics = [*python, "megatron_rl.observe.exporters.worker"]
         metrics += ["--config", str(own.run_dir / CONFIG)]
         own.supervisor.start("metrics", metrics, environment=without_device, is_expendable=True)
 

@@ -17,7 +17,6 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.cold_start import is_due
-from megatron_rl.launcher.heartbeat import PREPARED
 from megatron_rl.launcher.host_link import FirstHost, OtherHost
 from megatron_rl.launcher.host_phases import QUEUE, FirstShare, Share, follow, lead
 from megatron_rl.launcher.live_view import LiveView
@@ -33,6 +32,7 @@ from megatron_rl.launcher.run_folder import (
 )
 from megatron_rl.launcher.scorer_checks import refuse_hosts
 from megatron_rl.launcher.supervisor import Supervisor
+from megatron_rl.observe.heartbeat import PREPARED
 from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
 from megatron_rl.protocol.keys import make_keys

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.paths import is_hub_name
 from megatron_rl.config.tree import Config
-from megatron_rl.rollout_queue.tables.hub import INFO_TIMEOUT_S, HubSilent, hub_answers, is_commit
+from megatron_rl.data.tables.hub import INFO_TIMEOUT_S, HubSilent, hub_answers, is_commit
 
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 _INDEX = "model.safetensors.index.json"

@@ -17,14 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.activity_text import ActivityTotals, activity_line
-from megatron_rl.launcher.awaited import Awaited
 from megatron_rl.launcher.disk import room_warning
-from megatron_rl.launcher.evaluation_progress import EvaluationProgress
-from megatron_rl.launcher.health import duration_text, step_seconds, warnings_of
 from megatron_rl.launcher.roster import Roster, is_restart, restart_line
 from megatron_rl.launcher.supervisor import Role
-from megatron_rl.metrics_out.follow import Follower
+from megatron_rl.observe.activity_text import ActivityTotals, activity_line
+from megatron_rl.observe.awaited import Awaited
+from megatron_rl.observe.evaluation_progress import EvaluationProgress
+from megatron_rl.observe.exporters.follow import Follower
+from megatron_rl.observe.health import duration_text, step_seconds, warnings_of
 
 Row = dict[str, Any]
 

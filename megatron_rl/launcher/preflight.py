@@ -36,25 +36,25 @@ from megatron_rl.config.tree import (
     SftConfig,
     TrainConfig,
 )
+from megatron_rl.data.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
+from megatron_rl.data.prompts import (
+    PromptSets,
+    has_own_system,
+    most_held_out,
+    read_prompts,
+)
 from megatron_rl.launcher.placement import listed_gpus
 from megatron_rl.launcher.ports import check_ports
 from megatron_rl.launcher.reward_trial import try_rewards
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.launcher.scorer_checks import check_scorer
-from megatron_rl.launcher.terminal_text import printable
-from megatron_rl.metrics_out.exporter import check_installed
+from megatron_rl.observe.exporters.exporter import check_installed
+from megatron_rl.observe.terminal_text import printable
 from megatron_rl.protocol.render import count_parameters
-from megatron_rl.rollout_queue.dropped_prompts import DROPPED, DroppedPrompt, find_dropped
 from megatron_rl.rollout_queue.evaluation import (
     completion_limits,
     describe_evaluation,
     evaluation_sets,
-)
-from megatron_rl.rollout_queue.prompts import (
-    PromptSets,
-    has_own_system,
-    most_held_out,
-    read_prompts,
 )
 from megatron_rl.rollout_queue.replay.datasets import check_sources
 from megatron_rl.rollout_queue.training_groups import check_draws

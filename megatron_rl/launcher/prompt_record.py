@@ -14,10 +14,10 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.staging import check_stages, resolve_stages
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.tables.hub import is_pinned, pinned
 from megatron_rl.launcher.hub_models import pin_models
-from megatron_rl.launcher.whole_file import write_whole
-from megatron_rl.rollout_queue.prompts import load_prompts
-from megatron_rl.rollout_queue.tables.hub import is_pinned, pinned
+from megatron_rl.protocol.whole_file import write_whole
 
 RECORD = "prompts.json"
 _CONFIG = "config.toml"

@@ -8,16 +8,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.launcher.deaths import how_it_ended
 from megatron_rl.launcher.restarts import Restart
-from megatron_rl.protocol.metrics import JsonlWriter
+from megatron_rl.observe.deaths import how_it_ended
+from megatron_rl.protocol.metrics import GENERATOR_RESTARTS, JsonlWriter
 from megatron_rl.rollout_queue.roll_call import GENERATORS, MISSING, VERIFIERS, WANTED
 
 Row = dict[str, Any]
-RESTARTS = "launch/generator_restarts"
-"""Metric of the launcher: generators that died and were started again."""
 _RESTARTS_OF = {
-    "generator": RESTARTS,
+    "generator": GENERATOR_RESTARTS,
     "follower": "launch/follower_restarts",
     "verifier": "launch/verifier_restarts",
     "scorer": "launch/scorer_restarts",

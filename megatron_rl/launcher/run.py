@@ -28,8 +28,8 @@ from rich.console import Console
 
 from megatron_rl.config.files import dump_toml, override
 from megatron_rl.config.tree import Config
+from megatron_rl.data.dropped_prompts import write_dropped
 from megatron_rl.launcher import preflight
-from megatron_rl.launcher.choice import choose
 from megatron_rl.launcher.cold_start import (
     begin_with,
     cold_start_folder,
@@ -41,8 +41,6 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.cpu_host import notes_of_host
-from megatron_rl.launcher.deaths import SAME_COMMAND
-from megatron_rl.launcher.facts import find_export, run_facts
 from megatron_rl.launcher.placement import ONE_HOST
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
@@ -60,12 +58,14 @@ from megatron_rl.launcher.run_folder import (
     write_evaluation_config,
 )
 from megatron_rl.launcher.session import Session
-from megatron_rl.launcher.summary import RunFacts, render_text, summarize
-from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.observe.choice import choose
+from megatron_rl.observe.deaths import SAME_COMMAND
+from megatron_rl.observe.facts import find_export, run_facts
+from megatron_rl.observe.summary import RunFacts, render_text, summarize
 from megatron_rl.protocol.checkpoint_folder import find_resume
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE, candidate_name
 from megatron_rl.protocol.metrics import read_jsonl, stream_rows
-from megatron_rl.rollout_queue.dropped_prompts import write_dropped
+from megatron_rl.protocol.whole_file import write_whole
 from megatron_rl.rollout_queue.replay.datasets import prepare_datasets
 from megatron_rl.weights.folders.staging import recover
 

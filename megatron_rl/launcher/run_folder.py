@@ -20,11 +20,11 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.cold_start import is_of_cold_start, rows_of_cold_start
-from megatron_rl.launcher.heartbeat import ALIVE, Heartbeat, find_living
-from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.observe.heartbeat import ALIVE, Heartbeat, find_living
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, find_resume, read_complete_mark
 from megatron_rl.protocol.metrics import RESUMED, JsonlWriter, drop_torn_line, read_jsonl
 from megatron_rl.protocol.process import Interrupted
+from megatron_rl.protocol.whole_file import write_whole
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"

@@ -122,7 +122,7 @@ class Session:
     def start_metrics(self) -> None:
         """Start the process that passes metrics on, if anybody is to get them."""
         if self.config.metrics.is_on and not self._supervisor.is_running("metrics"):
-            command = [sys.executable, "-m", "megatron_rl.metrics_out.worker"]
+            command = [sys.executable, "-m", "megatron_rl.observe.exporters.worker"]
             command += ["--config", str(self.config_path)]
             environment = role_environment("cpu")
             self._supervisor.start("metrics", command, environment=environment, is_expendable=True)

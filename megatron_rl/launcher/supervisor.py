@@ -22,13 +22,6 @@ import psutil
 
 import megatron_rl
 from megatron_rl.config.errors import ConfigError, InputError
-from megatron_rl.launcher.deaths import (
-    Ending,
-    RoleDied,
-    RunFailed,
-    explain_death,
-    how_it_ended,
-)
 from megatron_rl.launcher.process_tree import (
     find_descendants,
     find_orphans,
@@ -45,6 +38,13 @@ from megatron_rl.launcher.restarts import (
     RestartRule,
     answer_death,
     pause_before,
+)
+from megatron_rl.observe.deaths import (
+    Ending,
+    RoleDied,
+    RunFailed,
+    explain_death,
+    how_it_ended,
 )
 from megatron_rl.protocol.failure import FAILURE_VARIABLE, clear_failures, first_failure
 from megatron_rl.protocol.process import ENDING_SIGNALS, READY_FILE_VARIABLE

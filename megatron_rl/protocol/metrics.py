@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 RESUMED = "launch/resumed"
 """Metric of the launcher: the run goes on after the step of the row."""
+GENERATOR_RESTARTS = "launch/generator_restarts"
+"""Metric of the launcher: generators that died and were started again."""
 GROUPS_DROPPED = "queue/groups_dropped_"
 """Metrics of the queue, with the reason at the end: groups not trained on."""
 COMPLETIONS_DROPPED = "queue/completions_dropped_"

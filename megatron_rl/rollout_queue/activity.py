@@ -29,11 +29,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import Rollout, ScoredRollout
 from megatron_rl.rollout_queue.diagnosis import REFUSALS, Evidence, Finding, Setting, diagnose
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 
 log = logging.getLogger(__name__)

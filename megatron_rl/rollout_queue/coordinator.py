@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
@@ -37,7 +38,6 @@ from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.openings import Openings
 from megatron_rl.rollout_queue.outgoing import BATCHES, PROMPTS, VERIFY, Outgoing
 from megatron_rl.rollout_queue.patience import Patience
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.roll_call import RollCall
 from megatron_rl.rollout_queue.scoring import Scoring

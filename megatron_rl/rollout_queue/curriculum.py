@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.errors import InputError
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import CurriculumState, PromptVisits
 from megatron_rl.protocol.types import Prompt
-from megatron_rl.rollout_queue.prompts import PromptSets
 
 log = logging.getLogger(__name__)
 

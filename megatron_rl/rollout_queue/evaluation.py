@@ -14,12 +14,12 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.evaluation import AUTO_PROMPTS
 from megatron_rl.config.staging import longest_stage
 from megatron_rl.config.tree import Config, EvalConfig
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.evaluation.figures import Figure, maj_figures, mean_figure, pass_figures
 from megatron_rl.evaluation.samples import ProblemSamples
 from megatron_rl.protocol.metrics import MAJ_AT, PASS_AT
 from megatron_rl.protocol.types import Prompt, Sampling
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.prompts import PromptSets
 
 FINAL_LABEL = "after"
 _FEW_PROMPTS = 30

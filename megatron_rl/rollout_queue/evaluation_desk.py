@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import (
     COMPLETIONS_DONE,
     COMPLETIONS_WANTED,
@@ -47,7 +48,6 @@ from megatron_rl.rollout_queue.failures import (
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.leases import Leases
 from megatron_rl.rollout_queue.peers import Peer
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 
 log = logging.getLogger(__name__)

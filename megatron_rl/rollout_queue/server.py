@@ -20,6 +20,8 @@ import zmq
 from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.config.tree import Config
+from megatron_rl.data.dropped_prompts import read_dropped
+from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.protocol.background import BackgroundJsonlWriter
 from megatron_rl.protocol.checkpoint_folder import find_resume, read_queue_state
 from megatron_rl.protocol.keys import load_keys
@@ -30,9 +32,7 @@ from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import Router, WireError
 from megatron_rl.rollout_queue.batch_thread import LOOK_S, BatchThread
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator, Outgoing
-from megatron_rl.rollout_queue.dropped_prompts import read_dropped
 from megatron_rl.rollout_queue.loop_clock import LoopClock
-from megatron_rl.rollout_queue.prompts import prompts_of_run
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.record_files import RecordFiles
 from megatron_rl.rollout_queue.record_thread import RecordThread

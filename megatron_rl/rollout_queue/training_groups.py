@@ -11,13 +11,13 @@ from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.staging import name_of
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets, PromptStream
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
 from megatron_rl.protocol.types import Prompt, RankBatch, Sampling
 from megatron_rl.rollout_queue import admission
 from megatron_rl.rollout_queue.curriculum import Curriculum, Visit
 from megatron_rl.rollout_queue.groups import Group, GroupBook
-from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream
 from megatron_rl.rollout_queue.schedule import Schedule, length_rule
 
 log = logging.getLogger(__name__)

@@ -11,20 +11,20 @@ from typing import Literal
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.sizing.flops import (
+from megatron_rl.plan.flops import (
     BACKWARD,
     attention_flops,
     output_flops,
     product_flops,
 )
-from megatron_rl.launcher.sizing.generator import (
+from megatron_rl.plan.generator import (
     engine_memory,
     engine_rank_bytes,
     kv_bytes_per_token,
 )
-from megatron_rl.launcher.sizing.parameters import model_parameters
-from megatron_rl.launcher.sizing.publish import publish_rate
-from megatron_rl.launcher.sizing.trainer_memory import ITEM_BYTES
+from megatron_rl.plan.parameters import model_parameters
+from megatron_rl.plan.publish import publish_rate
+from megatron_rl.plan.trainer_memory import ITEM_BYTES
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.simulation.machines import (
     ClusterModel,

@@ -7,7 +7,7 @@ Used by the simulation; engines are in `engine.py`. Filled from sizes of GPUs an
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.launcher.sizing.flops import bubble_share, causal_pairs
+from megatron_rl.plan.flops import bubble_share, causal_pairs
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.simulation.engine import EngineModel
 from megatron_rl.weights.layout.relay_tree import turns_before, turns_busy

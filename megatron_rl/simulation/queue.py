@@ -13,6 +13,7 @@ from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.replay import ReplayConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.prompt import ChatMessage, Prompt
 from megatron_rl.protocol.types import MinibatchShare, Rollout, ScoredRollout, VersionSpan
@@ -21,7 +22,6 @@ from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.rollout_queue.coordinator import Coordinator
 from megatron_rl.rollout_queue.failures import ScoreFailure
 from megatron_rl.rollout_queue.groups import Group
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 
 PROMPTS = 4096

@@ -28,7 +28,7 @@ from megatron_rl.analysis.results import (
     weights_result,
 )
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.whole_file import write_whole
+from megatron_rl.protocol.whole_file import write_whole
 from tests.analysis.planted import plant, read_vector
 
 CORNERS = [(0.0, 0.0), (4.0, 0.0), (0.0, 2.0), (4.0, 2.0)]

@@ -18,7 +18,7 @@ from megatron_rl.backend.gpu_host import (
     check_host,
     find_cuda_home,
 )
-from megatron_rl.launcher import doctor
+from megatron_rl.cli import doctor
 from tests.tools.stub_project import write_program
 from tools.versions import child_of
 

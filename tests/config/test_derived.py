@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli.run import load
 from megatron_rl.config.commented import commented_toml
 from megatron_rl.config.derived import fill_in
 from megatron_rl.config.errors import ConfigError
@@ -13,7 +14,6 @@ from megatron_rl.config.generator import GeneratorConfig
 from megatron_rl.config.prompts import RenderConfig
 from megatron_rl.config.reward import WorkerPoolConfig
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.run_command import load
 from megatron_rl.protocol.render import count_parameters
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_rl.cli import config as config_command
 from megatron_rl.config.errors import ConfigError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.reference import tables
 from megatron_rl.config.renamed import RENAMED, migrate, new_name
-from megatron_rl.launcher import config_command
 
 OLD = """\
 # Kept as it is: algorithm.surrogate

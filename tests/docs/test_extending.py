@@ -20,7 +20,7 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.algorithms.tokens import Segments, Tokens
 from megatron_rl.config.algorithm import AdvantageEstimatorConfig, PolicyLossConfig
 from megatron_rl.config.files import load_config
-from megatron_rl.rollout_queue.prompts import load_prompts
+from megatron_rl.data.prompts import load_prompts
 from tests.launcher.test_dry_run import write_byte_tokenizer
 from tests.tiny_models import write_model
 
@@ -63,7 +63,7 @@ def test_a_dry_run_of_the_page_s_files_says_that_rewards_can_be_earned(
     write_byte_tokenizer(model)
     done = subprocess.run(
         [
-            sys.executable, "-m", "megatron_rl.launcher.cli", "run", "--dry-run",
+            sys.executable, "-m", "megatron_rl.cli.main", "run", "--dry-run",
             "--config", "my_run.toml", "--config", "my_loss.toml", f"model.path={model}",
             f"run.dir={tmp_path / 'run'}",
         ],

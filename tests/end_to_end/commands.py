@@ -32,7 +32,7 @@ def write_inputs(folder: Path, config: str, *, train: int, held_out: int = 0) ->
 def start(*arguments: object) -> subprocess.Popen[str]:
     """`megatron-rl ...`."""
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.launcher.cli", *map(str, arguments)],
+        [sys.executable, "-m", "megatron_rl.cli.main", *map(str, arguments)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

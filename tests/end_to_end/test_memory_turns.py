@@ -66,7 +66,7 @@ def test_a_run_in_turns_loses_nothing_though_its_generator_dies(
     assert any(len(each["spans"]) > 1 for each in trained)
     evaluations = {row["step"] for row in rows_of(run_dir, "eval/n")}
     assert evaluations == {0, 3, 6, STEPS}
-    audit = [sys.executable, "-m", "megatron_rl.launcher.cli", "audit", str(run_dir)]
+    audit = [sys.executable, "-m", "megatron_rl.cli.main", "audit", str(run_dir)]
     done = subprocess.run(audit, cwd=commands.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS

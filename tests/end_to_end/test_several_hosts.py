@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.cli.status import describe, read_status
 from megatron_rl.config.files import load_config
-from megatron_rl.launcher.status_command import describe, read_status
 from megatron_rl.protocol.metrics import read_jsonl
 from tests.end_to_end.commands import ROOT, start, write_inputs
 

@@ -204,7 +204,7 @@ def run_command(finished: Path, run_dir: Path) -> list[str]:
     """A run without end, from the finished run's cold start."""
     tasks = finished / "tasks"
     return [
-        str(ROOT / ".venv/bin/python"), "-m", "megatron_rl.launcher.cli", "run",
+        str(ROOT / ".venv/bin/python"), "-m", "megatron_rl.cli.main", "run",
         "--config", "examples/tiny.toml", "--run-dir", str(run_dir),
         f"model.path={finished / 'hf' / 'cold_start'}",
         f"prompts.0.path={tasks / 'prompts.jsonl'}",

@@ -18,7 +18,7 @@ from megatron_rl.algorithms.objective import find_objective
 from megatron_rl.backend.tensor_overlap import buffers
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.files import load_config
-from megatron_rl.launcher.sizing.padding import overlap_buffer_bytes
+from megatron_rl.plan.padding import overlap_buffer_bytes
 from megatron_rl.protocol.types import MinibatchShare, TrainSequence
 from megatron_rl.trainer.model.policy import open_policy
 from megatron_rl.trainer.step import Trainer

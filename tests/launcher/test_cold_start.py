@@ -8,7 +8,6 @@ import pytest
 
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.choice import CHOSEN, SET, Candidate
 from megatron_rl.launcher.cold_start import (
     begin_with,
     first_model,
@@ -19,6 +18,7 @@ from megatron_rl.launcher.cold_start import (
 )
 from megatron_rl.launcher.run import begin_anew
 from megatron_rl.launcher.run_folder import check_run_folder
+from megatron_rl.observe.choice import CHOSEN, SET, Candidate
 from megatron_rl.protocol.checkpoint_folder import SFT_CHECKPOINTS, seal
 from megatron_rl.protocol.metrics import read_jsonl
 

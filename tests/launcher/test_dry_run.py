@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.cli import main
+from megatron_rl.data.prompts import load_prompts
 from megatron_rl.launcher.dry_run import PROMPTS_PER_TASK, choose_prompts, rehearse
 from megatron_rl.protocol.types import ChatMessage, Prompt
-from megatron_rl.rollout_queue.prompts import load_prompts
 from tools.make_skills import Counts, make
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli.main import main
 from megatron_rl.config.files import load_config
 from megatron_rl.config.shipped import FOLDER, shipped
-from megatron_rl.launcher.cli import main
 from megatron_rl.launcher.intentions import run_lines
 from tests.analysis.planted import plant
-from tests.launcher.sizing.test_plan import LLAMA_8B
 from tests.launcher.test_dry_run import LINES, write_byte_tokenizer
 from tests.launcher.test_examples import COMMON, SINGLE, SLURM
+from tests.plan.test_plan import LLAMA_8B
 
 SHAPES = {example.name: {**COMMON, **example.shape} for example in [*SINGLE, *SLURM]}
 SHAPES["magistral_stages"] = SHAPES["magistral_24b"]

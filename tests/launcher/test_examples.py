@@ -14,7 +14,7 @@ import pytest
 from megatron_rl.config.files import load_config
 from megatron_rl.config.staging import resolve_stages
 from megatron_rl.launcher.placement import place
-from megatron_rl.launcher.sizing.plan import Hardware, make_plan
+from megatron_rl.plan.plan import Hardware, make_plan
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}
@@ -161,7 +161,7 @@ def test_launch_gives_every_command_all_files_and_overrides(tmp_path: Path, node
         cwd=tmp_path, capture_output=True, text=True, timeout=60, env=os.environ | job,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    cli = "python -m megatron_rl.launcher.cli"
+    cli = "python -m megatron_rl.cli.main"
     files = f"--config {tmp_path}/a.toml --config {tmp_path}/b.toml --run-dir {tmp_path}/run"
     given = "model.path=Qwen/Qwen2.5-0.5B train.steps=7"
     plan = f"{cli} plan {tmp_path}/a.toml --config {tmp_path}/b.toml {given}"
@@ -178,7 +178,7 @@ def test_launch_gives_every_command_all_files_and_overrides(tmp_path: Path, node
 
 # Stands for the launcher alone, which would train for minutes; tools run as they are.
 PYTHON = """#!/usr/bin/env bash
-if [ "$2" = megatron_rl.launcher.cli ]; then echo "$@" >>"$0.calls"; exit 7; fi
+if [ "$2" = megatron_rl.cli.main ]; then echo "$@" >>"$0.calls"; exit 7; fi
 exec env PYTHONPATH={root} {python} "$@"
 """
 

@@ -13,7 +13,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.hub_models import choose_files
-from tests.rollout_queue.tables.hub_server import FIRST, MODEL, SECOND, Hub, ask_beside, serving
+from tests.data.tables.hub_server import FIRST, MODEL, SECOND, Hub, ask_beside, serving
 
 _PROGRAM = """
 import json, sys

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_rl.cli.status import of_rows
 from megatron_rl.config.files import load_config
 from megatron_rl.launcher.live_view import (
     LiveView,
@@ -15,7 +16,6 @@ from megatron_rl.launcher.live_view import (
 )
 from megatron_rl.launcher.restarts import generator_rule
 from megatron_rl.launcher.roster import restart_line
-from megatron_rl.launcher.status_command import of_rows
 from megatron_rl.launcher.supervisor import Role
 
 STEP = {

@@ -15,7 +15,7 @@ from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.launcher.restarts import Answer, Death, answer_death, scorer_rule
 from megatron_rl.launcher.scorer_checks import refuse_hosts
-from megatron_rl.launcher.sizing.plan import Hardware, make_plan
+from megatron_rl.plan.plan import Hardware, make_plan
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.sizing.flops import step_flops
+from megatron_rl.plan.flops import step_flops
 from megatron_rl.protocol.packing import deal
 from megatron_rl.protocol.sequence_cost import TOKENS, SequenceCost, find_cost, read_cost
 from megatron_rl.weights.layout.shape import read_shape

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import (
     ClassDone,
@@ -23,7 +24,6 @@ from megatron_rl.protocol.types import (
 )
 from megatron_rl.rollout_queue.batch_thread import BatchMaker
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_prompt, make_rollout
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.queue_state import QueueState
 from megatron_rl.protocol.types import (
@@ -29,7 +30,6 @@ from megatron_rl.protocol.types import (
     VersionSpan,
 )  # fmt: skip
 from megatron_rl.rollout_queue.coordinator import BATCHES, PROMPTS, VERIFY, Coordinator
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_prompt
 from tests.rollout_queue.virtual import VERIFIER_ROOM

@@ -9,10 +9,10 @@ import pytest
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets, PromptStream
 from megatron_rl.protocol.queue_state import PromptVisits
 from megatron_rl.protocol.types import Prompt
 from megatron_rl.rollout_queue.curriculum import Curriculum, Visit
-from megatron_rl.rollout_queue.prompts import PromptSets, PromptStream
 from tests.rollout_queue.makers import make_prompt
 from tests.rollout_queue.staged_run import StagedRun
 

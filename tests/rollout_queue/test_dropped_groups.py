@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_rl.cli.verify import verify
 from megatron_rl.config.files import dump_toml
-from megatron_rl.launcher.verify_command import verify
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import Rollout, SaveState, Score
 from megatron_rl.rollout_queue.groups import ZERO_VARIANCE

@@ -11,13 +11,13 @@ import pytest
 from megatron_rl.algorithms.minibatch import find_advantage_functions
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.protocol.types import GoldAnswer, Score, ScoredRollout
 from megatron_rl.rollout_queue.activity import ActivityLog
 from megatron_rl.rollout_queue.batches import minibatch_sequences
 from megatron_rl.rollout_queue.breaker import CircuitBreaker
 from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from megatron_rl.rollout_queue.selection import Selection
 from megatron_rl.rollout_queue.ungraded import Tellers

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import zmq
 
+from megatron_rl.data.dropped_prompts import DroppedPrompt, write_dropped
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import GeneratorReady, NextBatch, Published, VerifierReady
 from megatron_rl.protocol.wire import encode_frames, labelled
-from megatron_rl.rollout_queue.dropped_prompts import DroppedPrompt, write_dropped
 from tests.rollout_queue.scripted_peers import (
     ScriptedPeers,
     await_sum,

@@ -5,9 +5,9 @@ import random
 from typing import Any
 
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.types import RankBatch
 from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, Group, GroupBook
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group, make_prompt
 

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.queue_state import QueueState, UnfinishedGroup
 from megatron_rl.rollout_queue.groups import ZERO_VARIANCE, GroupBook
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.training_groups import TrainingGroups
 from tests.rollout_queue.makers import make_group, make_prompt
 

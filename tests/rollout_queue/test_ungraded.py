@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.launcher.activity_text import ActivityTotals
+from megatron_rl.observe.activity_text import ActivityTotals
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.types import (
     NOT_GRADED,

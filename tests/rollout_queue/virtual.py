@@ -5,9 +5,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptSets
 from megatron_rl.protocol.metrics import JsonlWriter
 from megatron_rl.rollout_queue.coordinator import Coordinator
-from megatron_rl.rollout_queue.prompts import PromptSets
 from megatron_rl.rollout_queue.record import Recorder
 from tests.rollout_queue.makers import make_prompt
 

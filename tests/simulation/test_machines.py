@@ -8,13 +8,13 @@ import pytest
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import load_config
 from megatron_rl.config.gpus import GPUS
-from megatron_rl.launcher.sizing.flops import product_flops, step_flops
+from megatron_rl.plan.flops import product_flops, step_flops
 from megatron_rl.protocol.packing import deal
 from megatron_rl.rollout_queue.batches import MinibatchPlan
 from megatron_rl.simulation.hardware import Assumptions, cluster_model
 from megatron_rl.simulation.machines import SharedCores, TrainerModel
 from megatron_rl.weights.layout.shape import read_shape
-from tests.launcher.sizing.test_plan import LLAMA_8B
+from tests.plan.test_plan import LLAMA_8B
 
 LENGTHS = [900, 700, 650, 400, 300, 120, 80]
 

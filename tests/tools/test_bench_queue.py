@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_rl.launcher import cli
+from megatron_rl.cli import main as cli
 from megatron_rl.protocol.frames import encode_frames
 from megatron_rl.protocol.types import RolloutDone
 from megatron_rl.rollout_queue.groups import find_fault

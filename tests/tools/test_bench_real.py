@@ -57,8 +57,8 @@ def test_lengths_are_described_by_percentiles() -> None:
 
 
 def test_the_peers_prompts_stand_in_the_order_of_our_queue(tmp_path: Path) -> None:
+    from megatron_rl.data.prompts import PromptStream, load_prompts
     from megatron_rl.data.tiny_model import make_folder
-    from megatron_rl.rollout_queue.prompts import PromptStream, load_prompts
 
     make_folder(tmp_path / "model", seed=0)
     prompts = tmp_path / "prompts.jsonl"

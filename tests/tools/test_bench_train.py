@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 
 from megatron_rl.config.gpus import find_gpu
 from megatron_rl.config.tree import OptimizerConfig
-from megatron_rl.launcher.sizing.parameters import model_parameters
-from megatron_rl.launcher.sizing.trainer_memory import fullest_rank, setting_of
+from megatron_rl.plan.parameters import model_parameters
+from megatron_rl.plan.trainer_memory import fullest_rank, setting_of
 from megatron_rl.protocol.types import TrainSequence
 from megatron_rl.weights.layout.shape import read_shape
 from tests.tiny_models import write_model

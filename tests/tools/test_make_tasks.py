@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data import example_tasks
-from megatron_rl.rollout_queue.sources import load_jsonl
+from megatron_rl.data.sources import load_jsonl
 from tools import make_tasks
 
 Lines = list[dict]

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.cli.main import main
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.cli import main
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.types import ChatMessage, Prompt, Score, ScoreFailed
 from tests.verification.requests import boxed

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_rl.config.tree import PromptSource
 from megatron_rl.data.example_tasks import Sizes, compact, make_chain_sum, make_sort
+from megatron_rl.data.sources import load_reasoning_gym
 from megatron_rl.protocol.types import ChatMessage, Prompt
-from megatron_rl.rollout_queue.sources import load_reasoning_gym
 from tests.verification.copied_problems import TEMPLATES, make_problems
 from tests.verification.math.golden_pairs import load_golden_pairs
 from tests.verification.requests import boxed, make_request, make_rules

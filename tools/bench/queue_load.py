@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import zmq
 
-from megatron_rl.launcher.sizing.flops import step_flops
+from megatron_rl.plan.flops import step_flops
 from megatron_rl.protocol import wire
 from megatron_rl.protocol.keys import Keys
 from megatron_rl.protocol.types import AnyMessage, Rollout, VersionSpan

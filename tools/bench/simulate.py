@@ -151,7 +151,7 @@ def _make_rounds(options: argparse.Namespace, busy: dict[str, float]) -> list[li
 
 def _make_run(start: Path, folder: Path) -> None:
     command: list[str | Path] = [
-        sys.executable, "-m", "megatron_rl.launcher.cli", "run",
+        sys.executable, "-m", "megatron_rl.cli.main", "run",
         "--config", ROOT / "examples" / "tiny.toml", "--run-dir", folder,
         f"model.path={start / 'hf' / 'cold_start'}",
         f"prompts.0.path={start / 'tasks' / 'prompts.jsonl'}",

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
+from megatron_rl.data.prompts import PromptStream, prompts_of_run
 from megatron_rl.protocol.metrics import read_jsonl
 from megatron_rl.protocol.render import open_renderer
-from megatron_rl.rollout_queue.prompts import PromptStream, prompts_of_run
 from tools.bench.children import run_child
 from tools.bench.measures import StepMark, marks_from_metrics, marks_from_peer
 
@@ -104,7 +104,7 @@ def completion_lengths(run_dir: Path) -> list[int]:
 
 def run_cli(config_path: Path, overrides: list[str], *, run_dir: Path) -> None:
     """`megatron-rl run`. Raises ChildFailed."""
-    command = [sys.executable, "-m", "megatron_rl.launcher.cli", "run", "--config", config_path]
+    command = [sys.executable, "-m", "megatron_rl.cli.main", "run", "--config", config_path]
     command += ["--run-dir", run_dir]
     log = run_dir.with_suffix(".log")
     run_child(

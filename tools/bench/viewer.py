@@ -22,8 +22,8 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.viewer.index import Index
-from megatron_rl.viewer.server import Viewer, serve
+from megatron_rl.observe.viewer.index import Index
+from megatron_rl.observe.viewer.server import Viewer, serve
 
 ROLLOUTS, QUICK = 100_000, 20_000
 GROUP, GROUPS_A_STEP = 16, 64

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import Config
+from megatron_rl.data.epochs import ShuffledEpochs
 from megatron_rl.protocol.metrics import Metric
 from megatron_rl.protocol.questions import normalized
 from megatron_rl.protocol.rollout_files import rollout_files
 from megatron_rl.protocol.types import Prompt
-from megatron_rl.rollout_queue.epochs import ShuffledEpochs
 from megatron_rl.rollout_queue.groups import Group
 from megatron_rl.rollout_queue.replay.datasets import folder_of_datasets
 from megatron_rl.rollout_queue.replay.drawn import NOTHING, Drawn

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.tree import ParallelConfig
-from megatron_rl.launcher.sizing.parameters import model_parameters
+from megatron_rl.plan.parameters import model_parameters
 from megatron_rl.weights.layout.shape import read_shape
 from megatron_rl.weights.layout.trainer_layout import named_parameters
 from tests.distributed import run_ranks

@@ -9,7 +9,7 @@ import transformers
 
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.tree import ParallelConfig
-from megatron_rl.launcher.sizing.parameters import model_parameters
+from megatron_rl.plan.parameters import model_parameters
 from megatron_rl.weights.layout.shape import ModelShape, read_shape
 from tests.tiny_models import QWEN3_MOE, write_model
 from tests.trainer.model.test_build import assert_logits_equal

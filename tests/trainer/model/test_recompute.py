@@ -9,13 +9,13 @@ from torch import Tensor
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, load_config
 from megatron_rl.config.tree import Config, ModelConfig, ParallelConfig
-from megatron_rl.launcher.sizing.activations import (
+from megatron_rl.plan.activations import (
     Microbatch,
     activation_bytes,
     recomputed_elements,
 )
-from megatron_rl.launcher.sizing.division import Division
-from megatron_rl.launcher.sizing.flops import (
+from megatron_rl.plan.division import Division
+from megatron_rl.plan.flops import (
     hardware_flops,
     product_flops,
     recomputed_flops,

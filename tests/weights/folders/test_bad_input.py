@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.cli.main import main
 from megatron_rl.config.errors import InputError
-from megatron_rl.launcher.cli import main
 from megatron_rl.weights.folders import conversion
 from megatron_rl.weights.folders.conversion import Request, convert
 from tests.tiny_models import write_model

@@ -1,0 +1,1 @@
+"""The command line: one thin file a command, no logic. Imported by nothing else."""

@@ -1,0 +1,71 @@
+"""`megatron-rl audit RUN`: hold the records of a run against each other, and against its model."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import Json, RunFolder
+from megatron_rl.cli.command_line.progress import progress
+from megatron_rl.observe.audit.findings import Findings
+from megatron_rl.observe.audit.records import audit_records
+from megatron_rl.observe.terminal_text import printable
+
+app = plain_app()
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """What the command is given."""
+
+    run_dir: RunFolder
+    model: Annotated[
+        bool,
+        typer.Option(
+            help="also load hf/final in transformers: compare its logits with the trainer's, and "
+            "repeat the evaluation; minutes"
+        ),
+    ] = False
+    json: Json = False
+
+
+@command(app, "audit", "Hold the records of a run against each other.")
+def audit(options: AuditOptions, console: Console) -> int:
+    """Exit code: 0 (all holds), 1, 2 (bad input)."""
+    with progress(Console(stderr=True), "files of rollouts") as report:
+        findings = audit_records(options.run_dir, report)
+    found: dict[str, object] = {}
+    if options.model:
+        # Needs torch and transformers, and minutes.
+        from megatron_rl.launcher.audit_model import audit_model
+
+        found = audit_model(options.run_dir)
+        for name, value in found.items():
+            if name.startswith("is_"):
+                findings.check("hf/final is the model that the run reports", bool(value), name)
+    if options.json:
+        tree = dataclasses.asdict(findings) | {"is_sound": findings.is_sound, "model": found}
+        print(json.dumps(tree), file=console.file)
+    else:
+        _print(findings, found, console)
+    return 0 if findings.is_sound else 1
+
+
+def _print(findings: Findings, found: dict[str, object], console: Console) -> None:
+    table = Table("rule", "looked at", "broken", box=None, pad_edge=False)
+    for name, rule in findings.rules.items():
+        table.add_row(name, str(rule.looked_at), str(rule.broken))
+    console.print(table, markup=False)
+    lines = [f"broken: {name}: {text}" for name, rule in findings.rules.items()
+             for text in rule.examples]  # fmt: skip
+    lines += [f"not looked at: {text}" for text in findings.skipped]
+    lines += [f"{name} {value}" for name, value in found.items()]
+    for line in lines:
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+    console.print("all rules hold" if findings.is_sound else "the records contradict each other")

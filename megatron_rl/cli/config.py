@@ -1,0 +1,266 @@
+"""`megatron-rl config`: what can be set, what a run would use, and how two of them differ."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.completion import (
+    complete_config,
+    complete_key,
+    complete_override,
+)
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import ConfigFiles, Json
+from megatron_rl.config.aliases import nearest
+from megatron_rl.config.commented import commented_toml, explain, markdown, value_text
+from megatron_rl.config.errors import ConfigError, InputError
+from megatron_rl.config.files import read_layers, resolve
+from megatron_rl.config.layers import DEFAULT, Layers, leaves
+from megatron_rl.config.presets import PRESETS
+from megatron_rl.config.reference import Entry, find_entries, tables
+from megatron_rl.config.renamed import migrate
+from megatron_rl.config.shipped import config_path, shipped
+from megatron_rl.config.tree import Config
+from megatron_rl.protocol.whole_file import write_whole
+
+_MISSING = "not given"
+
+
+def _all(
+    ctx: typer.Context,
+    is_markdown: Annotated[
+        bool, typer.Option("--markdown", help="print docs/configuration.md")
+    ] = False,
+) -> int:
+    if ctx.invoked_subcommand is None:
+        # Not through rich, which would wrap lines and colour what is to be a file.
+        text = markdown() if is_markdown else commented_toml()
+        print(text, end="", file=ctx.obj["console"].file)
+    return 0
+
+
+app = plain_app("Print every key as TOML that explains itself; or one of these:", callback=_all)
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What `config explain` is given."""
+
+    key: Annotated[str, typer.Argument(metavar="section.key", autocompletion=complete_key)]
+
+
+@command(app, "explain", "Say what a key, or the keys of a section, mean.")
+def explain_key(options: ExplainOptions, console: Console) -> int:
+    """Exit code: 0, 2 (no such key)."""
+    found = find_entries(options.key)
+    if not found:
+        known = [entry.key for table in tables() for entry in table.entries]
+        known += [table.key for table in tables()]
+        near = nearest(options.key, known, 3)
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise InputError(f"{options.key!r} is neither a key nor a section{hint}")
+    for entry in found:
+        console.print(Text(entry.key, style="bold"), soft_wrap=True)
+        for line in _explanation(entry):
+            console.print(Text(f"  {line}"), soft_wrap=True)
+    return 0
+
+
+def _explanation(entry: Entry) -> list[str]:
+    lines = [explain(entry)]
+    if not entry.is_required:
+        default = _MISSING if entry.default is None else value_text(entry.default)
+        lines.append(f"default: {default}")
+    for name, preset in PRESETS.items():
+        filled = {f"algorithm.{key}": value for key, value in leaves(preset.values, "")}
+        if entry.key in filled:
+            lines.append(f"preset {name}: {value_text(filled[entry.key])}")
+    return lines
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """What `config show` is given."""
+
+    overrides: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE | section.key=value",
+            help="files, shipped names, run folders, single keys",
+            autocompletion=complete_override,
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
+    config: ConfigFiles = field(default_factory=list)
+    changed: Annotated[bool, typer.Option(help="only what is not the default")] = False
+    json: Json = False
+
+
+@command(app, "show", "Print every value that a run would use, and where it is from.")
+def show(options: ShowOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    named = [_file(word) for word in options.overrides if "=" not in word]
+    overrides = [word for word in options.overrides if "=" in word]
+    layers = read_layers([*named, *map(config_path, options.config)], overrides)
+    rows = resolved_rows(layers)
+    if options.changed:
+        rows = [row for row in rows if row[2] != DEFAULT]
+    if options.json:
+        print(
+            json.dumps({key: {"value": v, "from": origin} for key, v, origin in rows}),
+            file=console.file,
+        )
+        return 0
+    table = _table("value", "from")
+    for key, value, origin in rows:
+        table.add_row(Text(key), Text(_shown(value)), Text(_near(origin), style="dim"))
+    console.print(table)
+    return 0
+
+
+def resolved_rows(layers: Layers) -> list[tuple[str, Any, str]]:
+    """Key, value and origin of everything that is set. Raises ConfigError."""
+    return [(key, value, layers.origin_of(key)) for key, value in _values(resolve(layers)).items()]
+
+
+def _values(config: Config) -> dict[str, Any]:
+    return dict(leaves(config.model_dump(mode="json"), ""))
+
+
+_Side = Annotated[
+    str,
+    typer.Argument(
+        help="TOML file, run folder, or name of a shipped configuration",
+        autocompletion=complete_config,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """What `config diff` is given."""
+
+    first: _Side
+    second: _Side
+    json: Json = False
+
+
+@command(app, "diff", "Print how two configurations differ; exit code 1 if they do.")
+def diff(options: DiffOptions, console: Console) -> int:
+    """Exit code: 0 (no difference), 1, 2 (bad input)."""
+    first, second = (
+        _values(resolve(read_layers(_file(n)))) for n in (options.first, options.second)
+    )
+    differing = [
+        key
+        for key in [*first, *(key for key in second if key not in first)]
+        if first.get(key) != second.get(key)
+    ]
+    if options.json:
+        found = {key: [first.get(key), second.get(key)] for key in differing}
+        print(json.dumps(found), file=console.file)
+        return 1 if differing else 0
+    table = _table(options.first, options.second)
+    for key in differing:
+        table.add_row(Text(key), Text(_shown(first.get(key))), Text(_shown(second.get(key))))
+    if differing:
+        console.print(table)
+    else:
+        console.print("no difference")
+    return 1 if differing else 0
+
+
+def _table(*columns: str) -> Table:
+    table = Table("key", *columns, box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
+    return table
+
+
+def _file(text: str) -> Path:
+    saved = Path(text) / "config.toml"
+    return saved if saved.is_file() else config_path(text)
+
+
+def _shown(value: Any) -> str:
+    text = _MISSING if value is None else value_text(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _near(origin: str) -> str:
+    """A file below the current folder by its relative path."""
+    here = Path.cwd()
+    path = Path(origin)
+    return str(path.relative_to(here)) if path.is_relative_to(here) else origin
+
+
+@dataclass(frozen=True)
+class MigrateOptions:
+    """What `config migrate` is given."""
+
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="TOML files to rewrite")]
+
+
+@command(app, "migrate", "Rewrite TOML files that use former names of keys.")
+def migrate_files(options: MigrateOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input; no file is changed)."""
+    found = [(path, *_migrated(path)) for path in options.files]
+    for path, text, changes in found:
+        if changes:
+            write_whole(path, text)
+        told = changes or ["nothing to change"]
+        console.print("\n".join(f"{path}: {line}" for line in told), soft_wrap=True, markup=False)
+    return 0
+
+
+def _migrated(path: Path) -> tuple[str, list[str]]:
+    try:
+        return migrate(path.read_text())
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ConfigError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """The command takes none."""
+
+
+@command(app, "list", "Print the shipped configurations.")
+def list_shipped(options: ListOptions, console: Console) -> int:
+    """Exit code: 0."""
+    table = Table("name", "needs", "what it is", box=None, pad_edge=False)
+    for name, path in shipped().items():
+        needs = "nothing" if name == "tiny" else ", ".join(_needs(path)) or "nothing"
+        table.add_row(name, Text(needs), _headline(path.read_text().splitlines()))
+    console.print(table)
+    return 0
+
+
+def _needs(path: Path) -> list[str]:
+    """Keys that a command line must add, and files that are not there."""
+    layers = read_layers([path])
+    config = resolve(layers)
+    keys = [] if "path" in layers.tree.get("model", {}) else ["model.path"]
+    sources = [(f"prompts.{n}", one) for n, one in enumerate(config.prompts)]
+    sources += [(f"eval.sets.{n}.prompts", one.prompts) for n, one in enumerate(config.eval.sets)]
+    for key, source in sources:
+        if source.kind in ("files", "jsonl") and not (source.path and source.path.exists()):
+            keys.append(f"{key}.path")
+    if config.sft.steps and not (config.sft.dataset and config.sft.dataset.exists()):
+        keys.append("sft.dataset")
+    return keys
+
+
+def _headline(lines: Sequence[str]) -> str:
+    """The first sentence of a file's comment."""
+    words = " ".join(line.lstrip("# ") for line in lines[:3] if line.startswith("#"))
+    return words.split(". ")[0].rstrip(".")

@@ -1,0 +1,88 @@
+"""`megatron-rl convert SRC DST`: converts a model folder and shows how far it is."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import DryRun
+from megatron_rl.cli.command_line.progress import progress
+from megatron_rl.config.errors import InputError
+from megatron_rl.launcher.hub_models import folder_of
+
+if TYPE_CHECKING:
+    from megatron_rl.weights.folders.conversion import Request
+
+log = logging.getLogger(__name__)
+_SOURCE_HELP = "Hugging Face, mistral-format or Megatron folder, or a model's name on the Hub"
+
+app = plain_app()
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What the command is given."""
+
+    source: Annotated[Path, typer.Argument(help=_SOURCE_HELP)]
+    target: Annotated[Path, typer.Argument(help="folder to make")]
+    to: Annotated[
+        Literal["hf", "megatron"] | None, typer.Option(help="default: the other of the two")
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="default: as they are"),
+    ] = None
+    verify: Annotated[bool, typer.Option(help="read again and compare digests")] = False
+    shard_gb: Annotated[float, typer.Option(help="size of files")] = 4.0
+    files_from: Annotated[
+        Path | None,
+        typer.Option(help="folder with config.json or tokenizer if SOURCE has none"),
+    ] = None
+    dry_run: DryRun = False
+
+
+@command(app, "convert", "Convert a model folder to Megatron's format, or back.")
+def convert_folder(options: ConvertOptions, console: Console) -> int:
+    """Exit code: 0, 1 (the disk failed), 2 (bad input)."""
+    # Needs torch, which most commands do without.
+    from megatron_rl.weights.folders.conversion import Request
+
+    if not options.shard_gb > 0:
+        raise InputError(f"--shard-gb {options.shard_gb}: give a size above 0")
+    request = Request(
+        folder_of(options.source, key="SOURCE"),
+        options.target,
+        to=options.to,
+        dtype=options.dtype,
+        verify=options.verify,
+        shard_bytes=int(options.shard_gb * 1e9),
+        files_from=options.files_from,
+    )
+    return run(request, console, is_dry=options.dry_run)
+
+
+def run(request: "Request", console: Console, *, is_dry: bool = False) -> int:
+    """Convert; exit code 1 when the disk fails or is found at fault. Raises InputError."""
+    from megatron_rl.weights.folders.conversion import VerificationFailed, convert
+
+    try:
+        with progress(console, request.source.name, in_bytes=True) as report:
+            done = convert(request, report, is_dry=is_dry)
+    except (VerificationFailed, OSError) as failure:
+        log.error("%s is not made: %s", request.target, failure)
+        return 1
+    checked = ", every digest compared" if request.verify and not is_dry else ""
+    checked += ". Dry run: nothing was written" if is_dry else ""
+    console.print(
+        f"{request.target}: {done.architecture}, {done.kind} to {done.to}, {done.tensors} tensors, "
+        f"{done.size_bytes / 1e9:.3f} GB{checked}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0

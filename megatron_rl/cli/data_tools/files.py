@@ -1,0 +1,99 @@
+"""What all tools of `megatron-rl data` share: their files, and the report on what was done.
+
+The report is printed as a table and written beside the output as OUT.report.json.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.shipped import config_path
+from megatron_rl.config.tree import Config
+from megatron_rl.curation.report import Report
+from megatron_rl.curation.rows import Row, encode_lines, read_rows
+from megatron_rl.observe.terminal_text import printable
+from megatron_rl.protocol.whole_file import write_whole
+
+Prompts = Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
+Subset = Annotated[str, typer.Option(help="of a folder that has several")]
+DatasetSplit = Annotated[str, typer.Option(help="of a folder that has several")]
+Out = Annotated[Path, typer.Option(help="JSONL to write")]
+Task = Annotated[str, typer.Option(help="of rows that name none")]
+
+
+class Given(Protocol):
+    """Options of a tool that reads prompts."""
+
+    @property
+    def prompts(self) -> Path: ...
+    @property
+    def task(self) -> str: ...
+    @property
+    def subset(self) -> str: ...
+    @property
+    def dataset_split(self) -> str: ...
+
+
+def read_prompts(options: Given) -> list[Row]:
+    """The rows that a tool is given. Raises InputError."""
+    return read_rows(
+        options.prompts, task=options.task, subset=options.subset, split=options.dataset_split
+    )
+
+
+def read_config(name: str | None) -> Config:
+    """The configuration whose tasks count; without a file the defaults. Raises ConfigError."""
+    return load_config(None if name is None else config_path(name), [])
+
+
+def check_output(options: Any) -> None:
+    """Raise InputError for an output that cannot be written, or that is the input."""
+    folder = options.out.resolve().parent
+    if not folder.is_dir():
+        raise InputError(f"--out {options.out}: there is no folder {folder}")
+    given: list[Any] = []
+    for name, value in vars(options).items():
+        if name != "out":
+            given += value if isinstance(value, list) else [value]
+    files = [value for value in given if isinstance(value, Path)]
+    if any(file.resolve() == options.out.resolve() for file in files):
+        raise InputError(f"--out {options.out} is a file that is read: name another one")
+
+
+def write_rows(out: Path, rows: list[Row], report: Report, console: Console) -> int:
+    """Write prompts and report, and print the counts; exit code 0."""
+    return write_lines(out, [row.line() for row in rows], report, console)
+
+
+def write_lines(out: Path, lines: list[Any], report: Report, console: Console) -> int:
+    """Write lines and report, and print the counts; exit code 0."""
+    write_whole(out, encode_lines(lines))
+    beside = out.with_name(f"{out.name}.report.json")
+    write_whole(beside, msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+    print_report(report, console)
+    console.print(f"{out}, {beside}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Counts as a table."""
+    table = Table(f"data {report.tool}", "rows")
+    table.add_row("read", str(report.read))
+    for kind, counts in (
+        ("dropped", report.dropped), ("added", report.added), ("changed", report.changed)
+    ):  # fmt: skip
+        for name, count in counts.items():
+            table.add_row(f"{kind}: {printable(name)}", str(count))
+    table.add_row("written", str(report.written))
+    for name, value in report.figures.items():
+        if isinstance(value, list):
+            continue  # Of rows: in the file alone.
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(name, printable(shown))
+    console.print(table, markup=False)

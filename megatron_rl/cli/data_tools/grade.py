@@ -1,0 +1,145 @@
+"""`megatron-rl data grade PROMPTS`: samples of every problem of a file by a model, graded.
+
+An evaluation of one set (`runner.py`), whose problems are all rows of the file, whatever their
+split. `data difficulty --samples` and `data code-tests --solutions` read the folder that it leaves.
+"""
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import DryRun, OneConfig, Overrides
+from megatron_rl.cli.data_tools.files import DatasetSplit, Subset, Task, read_prompts
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config, override
+from megatron_rl.config.shipped import config_path
+from megatron_rl.config.tree import Config
+from megatron_rl.curation.options import check_at_least
+from megatron_rl.curation.rows import Row, encode_lines
+from megatron_rl.evaluation.runs.runner import evaluate
+from megatron_rl.launcher.intentions import say
+from megatron_rl.launcher.run_folder import CONFIG
+from megatron_rl.observe.deaths import until_death
+from megatron_rl.protocol.whole_file import write_whole
+
+app = plain_app()
+SET = "graded"
+"""Name of the set, and so of figures and files."""
+PROBLEMS = "problems.jsonl"
+"""File of the folder: the rows, as an evaluation set."""
+
+
+@dataclass(frozen=True)
+class GradeOptions:
+    """What the command is given."""
+
+    prompts: Annotated[Path, typer.Argument(help="file or folder of prompts, as of a run")]
+    model: Annotated[Path, typer.Option(help="a Hugging Face folder")]
+    out: Annotated[Path, typer.Option(help="folder; the same one goes on")]
+    overrides: Overrides = field(default_factory=list)
+    samples: Annotated[int, typer.Option(help="a problem")] = 16
+    config: OneConfig = None
+    task: Task = "math"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
+    temperature: Annotated[
+        float | None, typer.Option(help="default: sampling.temperature, as in training")
+    ] = None
+    dry_run: DryRun = False
+
+
+@command(app, "grade", "Samples of every problem by a model, graded.")
+def grade(options: GradeOptions, console: Console) -> int:
+    """Exit code: 0, 1 (a role died), 2 (bad input)."""
+    return until_death(lambda: _grade(options, console))
+
+
+def _grade(options: GradeOptions, console: Console) -> None:
+    check_at_least("--samples", options.samples, 1)
+    config = grading_config(options)
+    rows = read_prompts(options)
+    check_questions(rows)
+    folder = config.run.dir
+    if options.dry_run:
+        _check(config, rows, console)
+        return
+    path = folder / PROBLEMS
+    if (folder / CONFIG).exists() and not path.exists():
+        raise InputError(f"--out {folder} holds a run of another kind: name another folder")
+    _make_folder(folder)
+    write_whole(path, encode_lines([problem_line(row) for row in rows]))
+    evaluate(config, SET, console)
+
+
+def _check(config: Config, rows: list[Row], console: Console) -> None:
+    """Make the checks of the evaluation on a copy of the problems, and say what it would do."""
+    if (config.run.dir / CONFIG).exists():
+        say([f"{config.run.dir} holds an earlier call: it would go on"], console)
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-dry-") as name:
+        path = Path(name) / PROBLEMS
+        path.write_text(encode_lines([problem_line(row) for row in rows]))
+        [wanted] = config.eval.sets
+        source = wanted.prompts.model_copy(update={"path": path})
+        sets = [wanted.model_copy(update={"prompts": source})]
+        changed = {
+            "run": config.run.model_copy(update={"dir": Path(name) / "run"}),
+            "eval": config.eval.model_copy(update={"sets": sets}),
+        }
+        evaluate(config.model_copy(update=changed), SET, console, dry_in=config.run.dir)
+
+
+def grading_config(options: GradeOptions) -> Config:
+    """The configuration of the evaluation: that of the file, with the problems as its one set."""
+    config = load_config(
+        None if options.config is None else config_path(options.config),
+        [
+            *options.overrides,
+            override("model.path", str(options.model)),
+            override("run.dir", str(options.out.resolve())),
+        ],
+    )
+    temperature = options.temperature
+    wanted = {
+        "name": SET,
+        "samples": options.samples,
+        "temperature": config.sampling.temperature if temperature is None else temperature,
+        "prompts": {"path": config.run.dir / PROBLEMS, "task": options.task},
+    }
+    # What is asked for is this folder and these problems, whatever training began with.
+    changed = {
+        "model": config.model.model_dump() | {"megatron_path": None},
+        "prompts": [],
+        "stages": [],
+        "eval": config.eval.model_dump() | {"prompts": 0, "sets": [wanted]},
+    }
+    return Config.model_validate(config.model_dump() | changed)
+
+
+def problem_line(row: Row) -> dict[str, object]:
+    """A row as a line of an evaluation set, which takes no line to train on."""
+    return row.line() | {"split": "held_out"}
+
+
+def check_questions(rows: list[Row]) -> None:
+    """Raise InputError where two rows ask the same: samples could not be told apart."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        other = first.setdefault(row.prompt.normalized_question, row)
+        if other is not row:
+            raise InputError(
+                f"{row.prompt.place} asks what {other.prompt.place} asks: samples are kept by the "
+                "question. Run `megatron-rl data dedupe` first"
+            )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder --out {folder}: {error.strerror}") from error

@@ -1,0 +1,173 @@
+"""`megatron-rl data translate`."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import Several, command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import DryRun
+from megatron_rl.cli.command_line.progress import progress
+from megatron_rl.cli.data_tools.files import (
+    DatasetSplit,
+    Out,
+    Prompts,
+    Subset,
+    Task,
+    check_output,
+    read_prompts,
+    write_rows,
+)
+from megatron_rl.config.errors import InputError
+from megatron_rl.curation.rows import encode_lines
+from megatron_rl.curation.translate import (
+    Chosen,
+    TranslateOptions,
+    choose,
+    read_translations,
+    request_of,
+    translate,
+)
+from megatron_rl.protocol.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from megatron_rl.curation.chat_endpoint import Endpoint
+
+app = plain_app()
+_DEFAULTS = TranslateOptions()
+_HOW = "Who translates: one of these"
+_SERVER = "With --endpoint"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command is given."""
+
+    prompts: Prompts
+    out: Out
+    task: Task = "math"
+    subset: Subset = ""
+    dataset_split: DatasetSplit = ""
+    requests: Annotated[
+        bool, typer.Option(help="write what is to be translated to --out", rich_help_panel=_HOW)
+    ] = False
+    translations: Annotated[
+        Path | None,
+        typer.Option(help="JSONL of {id, language, text}", rich_help_panel=_HOW),
+    ] = None
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="ask this server, as in http://127.0.0.1:30000/v1", rich_help_panel=_HOW),
+    ] = None
+    served_model: Annotated[
+        str | None, typer.Option(help="the model's name there", rich_help_panel=_SERVER)
+    ] = None
+    key_variable: Annotated[
+        str | None,
+        typer.Option(help="environment variable with its key", rich_help_panel=_SERVER),
+    ] = None
+    attempts: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 3
+    at_once: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 16
+    timeout_s: Annotated[float, typer.Option(rich_help_panel=_SERVER)] = 120.0
+    max_tokens: Annotated[int, typer.Option(rich_help_panel=_SERVER)] = 4096
+    share: Annotated[float, typer.Option(help="of the problems")] = _DEFAULTS.share
+    seed: int = _DEFAULTS.seed
+    languages: Annotated[list[str], typer.Option(metavar="CODE..."), Several()] = field(
+        default_factory=lambda: list(_DEFAULTS.languages)
+    )
+    tasks: Annotated[list[str], typer.Option(metavar="NAME..."), Several()] = field(
+        default_factory=lambda: list(_DEFAULTS.tasks)
+    )
+    keep_source: Annotated[bool, typer.Option(help="add translations")] = False
+    dry_run: DryRun = False
+
+
+@command(app, "translate", "Put a share of the problems into six other languages.")
+def translate_file(options: Options, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    ways = (options.requests, options.translations is not None, options.endpoint is not None)
+    if sum(ways) != 1:
+        raise InputError("give one of --requests, --translations FILE, --endpoint URL")
+    wanted = TranslateOptions(
+        share=options.share,
+        languages=tuple(options.languages),
+        tasks=tuple(options.tasks),
+        keep_source=options.keep_source,
+        seed=options.seed,
+    )
+    check_output(options)
+    rows = read_prompts(options)
+    chosen, ineligible = choose(rows, wanted)
+    if options.dry_run:
+        return _say_what_it_would_do(options, chosen, console)
+    if options.requests:
+        write_whole(options.out, encode_lines([request_of(item) for item in chosen]))
+        said = ", ".join(f"{count} {reason}" for reason, count in ineligible.most_common())
+        console.print(
+            f"{options.out}: {len(chosen)} of {len(rows)} problems to translate; not eligible: "
+            f"{said or 'none'}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return 0
+    if options.translations is not None:
+        found, figures = read_translations(options.translations), {}
+    else:
+        found, figures = _ask_endpoint(options, chosen, console)
+    kept, report = translate(rows, lambda r: found.get((r.id, r.language), ""), wanted)
+    report = msgspec.structs.replace(report, figures={**report.figures, **figures})
+    return write_rows(options.out, kept, report, console)
+
+
+def _say_what_it_would_do(options: Options, chosen: list[Chosen], console: Console) -> int:
+    source = options.endpoint or options.translations or "nobody: requests are written"
+    if options.endpoint is not None:
+        _endpoint(options)
+    console.print(
+        f"would have {len(chosen)} problems translated by {source}, and write {options.out}. "
+        "Dry run: nothing was asked or written.",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return 0
+
+
+def _ask_endpoint(
+    options: Options, chosen: list[Chosen], console: Console
+) -> tuple[dict[tuple[str, str], str], dict[str, Any]]:
+    """Translations by a served model, and what it took; they are kept beside the output."""
+    # Needs aiohttp, which the other tools do without.
+    from megatron_rl.curation.asking import ask_all
+
+    endpoint = _endpoint(options)
+    beside = options.out.with_name(f"{options.out.name}.translations.jsonl")
+    with progress(console, "translations") as report_on:
+        asked = ask_all(
+            chosen,
+            endpoint,
+            beside,
+            attempts=options.attempts,
+            at_once=options.at_once,
+            progress=report_on,
+        )
+    return asked.texts, {"requests": asked.figures()}
+
+
+def _endpoint(options: Options) -> "Endpoint":
+    """The server that is to be asked. Raises InputError."""
+    from megatron_rl.curation.chat_endpoint import Endpoint
+
+    if not options.served_model:
+        raise InputError("--endpoint needs --served-model NAME: the name that the server gives it")
+    key = ""
+    if options.key_variable is not None:
+        key = os.environ.get(options.key_variable, "")
+        if not key:
+            raise InputError(f"--key-variable {options.key_variable}: it is not set, or empty")
+    assert options.endpoint is not None
+    return Endpoint(
+        options.endpoint, options.served_model, options.timeout_s, options.max_tokens, key
+    )

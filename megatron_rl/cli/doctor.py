@@ -1,0 +1,215 @@
+"""Says what this machine has and lacks: `megatron-rl doctor`. Imports nothing heavy."""
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_rl.backend.environment import (
+    DeviceKind,
+    device_of_host,
+    ranks_environment,
+    role_environment,
+    uses_gpus,
+)
+from megatron_rl.backend.gpu_host import check_host
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.placement import listed_gpus
+from megatron_rl.launcher.ports import is_free, resolve_ports
+from megatron_rl.launcher.preflight import find_compiler
+from verification.code.setup import CodeLimits, resolve
+from verification.verdict import GradingError
+
+app = plain_app()
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "sglang",
+    "transformers",
+    "pyzmq",
+    "msgspec",
+    "pydantic",
+    "math-verify",
+    "reasoning-gym",
+)
+_GPU_PACKAGES = ("transformer-engine-torch", "flashinfer-python", "ninja", "torch-memory-saver")
+_NO_GPU_PACKAGE = "missing: bash tools/install.sh gpu, whose log is .venv/install.log"
+_DEGRADED = (
+    "degraded, as bubblewrap does not work here: what a model wrote sees names of the host's files "
+    "and processes. Install it (apt-get install bubblewrap) and allow unprivileged user namespaces "
+    "(Docker: --security-opt seccomp=unconfined). Only the task code needs it"
+)
+RANK_MODULE = "megatron_rl.trainer.train"
+"""What a trainer rank runs."""
+_IMPORT_TIMEOUT_S = 600.0
+"""On a host that others keep busy an import takes minutes."""
+LIMITED = None
+"""Between found and missing: some kinds of task alone need it."""
+_MARKS = {True: "ok", LIMITED: "limited", False: "!!"}
+_LOW_MEMORY_BYTES = 6 << 30
+_LOW_DISK_BYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """The command takes none."""
+
+
+@command(app, "doctor", "Say what this machine has and lacks.")
+def doctor(options: DoctorOptions, console: Console) -> int:
+    """Exit code: 0, 1 (a run would lack something)."""
+    return 1 if examine(console) else 0
+
+
+def examine(console: Console) -> int:
+    """Print a table of checks and return how many found something that every run needs missing."""
+    checks: list[tuple[bool | None, str, str]] = [
+        *_check_packages(),
+        *_check_machine(),
+        *_check_gpu_host(),
+        *_check_sandbox(),
+        *_check_loopback(),
+    ]
+    table = Table("", "what", "found")
+    for is_good, what, found in checks:
+        # Text: what was found may hold brackets, which are no markup.
+        table.add_row(_MARKS[is_good], what, Text(found))
+    console.print(table)
+    lacking = [what for is_good, what, _ in checks if is_good is False]
+    text = "Nothing is missing."
+    if limited := [what for is_good, what, _ in checks if is_good is LIMITED]:
+        text = f"Nothing is missing for most runs; limited: {', '.join(limited)}."
+    if lacking:
+        text = f"Look at the lines with !!, each says what to do: {', '.join(lacking)}."
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return len(lacking)
+
+
+def _check_packages() -> list[tuple[bool, str, str]]:
+    found = [(True, "python", platform.python_version())]
+    for name in _PACKAGES:
+        version = _version(name)
+        found.append((version is not None, name, version or "missing: bash tools/install.sh"))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_machine() -> list[tuple[bool, str, str]]:
+    compiler = find_compiler()
+    setpriv = shutil.which("setpriv")
+    memory = psutil.virtual_memory().available
+    disk = shutil.disk_usage(Path.cwd()).free
+    return [
+        (compiler is not None, "C++ compiler", compiler or "missing: apt-get install g++"),
+        (setpriv is not None, "setpriv", setpriv or "missing: apt-get install util-linux"),
+        (True, "CPU cores for this process", str(len(os.sched_getaffinity(0)))),
+        _enough("free memory", memory, _LOW_MEMORY_BYTES, "end other programs"),
+        _enough("free disk here", disk, _LOW_DISK_BYTES, "make room, or run on another disk"),
+    ]
+
+
+def _enough(what: str, found: int, needed: int, fix: str) -> tuple[bool, str, str]:
+    """needed: bytes with which the examples run."""
+    text = f"{found / 2**30:.1f} GiB"
+    if found >= needed:
+        return True, what, f"{text} ({needed >> 30} are enough for the examples)"
+    return False, what, f"only {text}; the examples need {needed >> 30}: {fix}"
+
+
+def _check_gpu_host() -> Sequence[tuple[bool, str, str]]:
+    """What engines and trainer ranks need, where they would run on GPUs."""
+    gpus = listed_gpus()
+    if not gpus:
+        return [(True, "GPUs", "none: runs go on the CPU")]
+    device = device_of_host(gpus, _version("torch") or "")
+    if not uses_gpus(device):
+        idle = f"{len(gpus)}, left idle: torch is for the CPU. Use them: bash tools/install.sh gpu"
+        return [(True, "GPUs", idle)]
+    packages = [(name, _version(name)) for name in _GPU_PACKAGES]
+    return [
+        (True, "GPUs", str(len(gpus))),
+        *check_host(os.environ | role_environment(device)),
+        *((bool(found), name, found or _NO_GPU_PACKAGE) for name, found in packages),
+        _check_numa(),
+        _check_locks(Path.home() / ".cache"),
+        _check_rank(device),
+    ]
+
+
+def _check_numa() -> tuple[bool, str, str]:
+    program = shutil.which("numactl")
+    return bool(program), "numactl", program or "missing: apt-get install numactl"
+
+
+def _check_locks(folder: Path) -> tuple[bool, str, str]:
+    """Whether kernels that SGLang and FlashInfer compile can be locked there."""
+    what = "locks for compiled kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        fix = "set SGLANG_CACHE_DIR and FLASHINFER_WORKSPACE_BASE to folders of a local disk"
+        return False, what, f"{folder}: {error}; {fix}"
+    return True, what, str(folder)
+
+
+def _check_rank(device: DeviceKind) -> tuple[bool, str, str]:
+    fault = find_import_fault(RANK_MODULE, ranks_environment(device, 1))
+    return not fault, "import of a trainer rank", fault or "as the launcher starts it"
+
+
+def find_import_fault(module: str, variables: Mapping[str, str]) -> str:
+    """Why a process with these variables cannot import a module; "" if it can."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", f"import {module}"],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took more than {_IMPORT_TIMEOUT_S:.0f} s"
+    return f"exit code {done.returncode}\n{done.stderr[-3000:]}" if done.returncode else ""
+
+
+def _check_sandbox() -> list[tuple[bool | None, str, str]]:
+    try:
+        found = resolve(CodeLimits())
+    except GradingError as error:
+        return [(LIMITED, "sandbox for programs", f"{error}. Only the task code needs it")]
+    if found.isolation == "bubblewrap":
+        return [(True, "sandbox for programs", found.isolation)]
+    return [(LIMITED, "sandbox for programs", f"{found.isolation}: {_DEGRADED}")]
+
+
+def _check_loopback() -> list[tuple[bool, str, str]]:
+    try:
+        ports = resolve_ports(Config()).ports
+    except InputError as error:
+        return [(False, "loopback ports", str(error))]
+    is_good = is_free(ports.host, ports.prompts)
+    return [(is_good, "loopback ports", f"{ports.host}, for example {ports.prompts}")]

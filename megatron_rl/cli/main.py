@@ -1,0 +1,78 @@
+"""The command line: `megatron-rl COMMAND`. Each command is in the module that the table names.
+
+Imports nothing heavy, and of our modules only those of `command_line/`: help and completion are
+quick. `run_main` in `command_line/command.py` turns errors into exit codes.
+"""
+
+import logging
+import sys
+
+import typer
+from rich.console import Console
+from typer import _completion_shared
+from typer.main import get_command
+
+from megatron_rl.cli.command_line.bash_script import BASH_SCRIPT
+from megatron_rl.cli.command_line.command import PROGRAM
+from megatron_rl.cli.command_line.groups import Entry, lazy_app
+
+_RUNS, _DATA, _LOOK, _PLAN = "Run", "Models and data", "Look at runs", "Plan and check"
+COMMANDS = tuple(
+    Entry(name, f"megatron_rl.cli.{module}", help_text, panel, is_group)
+    for name, module, help_text, panel, is_group in (
+        ("run", "run", "Train, evaluate, export, summarize.", _RUNS, False),
+        ("sft", "sft", "The cold start alone, to a model folder.", _RUNS, False),
+        ("eval", "eval", "Evaluate a model, or compare evaluations.", _RUNS, False),
+        ("sweep", "sweep", "Run variants over seeds, and compare them.", _RUNS, False),
+        ("prepare", "host", "Several hosts: once, first.", _RUNS, False),
+        ("host", "host", "Several hosts: then, on each.", _RUNS, False),
+        ("status", "status", "How a run stands, from any shell.", _LOOK, False),
+        ("report", "report", "What runs came to, as text and HTML.", _LOOK, False),
+        ("view", "view", "The rollouts of a run in a browser.", _LOOK, False),
+        ("verify", "verify", "Grade completions of a file, and say why.", _LOOK, False),
+        ("audit", "audit", "Hold the records of a run against each other.", _LOOK, False),
+        ("analyse", "analyse", "Weights; reward against length.", _LOOK, True),
+        ("metrics", "metrics", "What metrics mean; pass them on.", _LOOK, True),
+        ("config", "config", "Every key; what a run uses; differences.", _PLAN, True),
+        ("plan", "plan", "What a run needs, and if it fits.", _PLAN, False),
+        ("plan-weights", "plan", "What a publish moves between ranks.", _PLAN, False),
+        ("simulate", "simulate", "Predict step time, idle shares, staleness.", _PLAN,
+         False),
+        ("algorithms", "algorithms", "The presets of the objective.", _PLAN, False),
+        ("doctor", "doctor", "What this machine has and lacks.", _PLAN, False),
+        ("data", "data", "Make prompts and SFT examples.", _DATA, True),
+        ("convert", "convert", "Convert a model folder.", _DATA, False),
+    )
+)  # fmt: skip
+_HELP = "Asynchronous RL on Megatron-Core and SGLang. `megatron-rl COMMAND --help` tells more."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0, 1 (a process of the run failed), 2 (bad input), 128 + signal."""
+    logging.basicConfig(level=logging.WARNING, format=f"{PROGRAM}: %(message)s", stream=sys.stderr)
+    # INFO of our packages goes to the run's launch.log only.
+    logging.getLogger().handlers[0].setLevel(logging.WARNING)
+    # typer has no other way to give it a script.
+    _completion_shared._completion_scripts["bash"] = BASH_SCRIPT
+    commands = get_command(lazy_app(_HELP, COMMANDS, add_completion=True))
+    try:
+        return commands.main(
+            arguments, prog_name=PROGRAM, standalone_mode=False, obj={"console": Console()}
+        )
+    except typer.TyperException as error:
+        _say_what_is_wrong(error)
+        return error.exit_code
+
+
+def _say_what_is_wrong(error: typer.TyperException) -> None:
+    """Usage and error, as lines: the command line itself is wrong."""
+    context = getattr(error, "ctx", None)
+    lines = [] if context is None else [context.get_usage()]
+    # Empty where the help of a group was printed in its place.
+    if text := error.format_message():
+        lines += [f"{context.command_path if context else PROGRAM}: error: {text}"]
+        typer.echo("\n".join(lines), err=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

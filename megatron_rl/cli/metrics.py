@@ -1,0 +1,88 @@
+"""`megatron-rl metrics`: what each metric means; metrics of a run for other programs."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import Overrides, RunFolder
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config, override
+from megatron_rl.observe.exporters.exporter import Exporter, destinations
+from megatron_rl.observe.metrics_table import markdown
+
+app = plain_app("What metrics mean; metrics of a run for other programs.")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The command takes none."""
+
+
+@command(app, "table", "Print docs/metrics.md.")
+def table(options: NoOptions, console: Console) -> int:
+    """Exit code: 0."""
+    print(markdown(), end="", file=console.file)
+    return 0
+
+
+@command(app, "dashboard", "Print a dashboard for Grafana.")
+def print_dashboard(options: NoOptions, console: Console) -> int:
+    """Exit code: 0."""
+    # prometheus_client is loaded by this part alone.
+    from megatron_rl.observe.exporters.grafana import dashboard
+
+    print(dashboard(), end="", file=console.file)
+    return 0
+
+
+@command(app, "alerts", "Print rules for Prometheus.")
+def print_alerts(options: NoOptions, console: Console) -> int:
+    """Exit code: 0."""
+    from megatron_rl.observe.exporters.grafana import alerts
+
+    print(alerts(), end="", file=console.file)
+    return 0
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What `metrics export` is given."""
+
+    run_dir: RunFolder
+    overrides: Overrides = field(default_factory=list)
+    follow: Annotated[bool, typer.Option(help="go on until Ctrl-C")] = False
+
+
+@command(app, "export", "Pass on the metrics of a run, finished or not.")
+def export(options: ExportOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    saved = options.run_dir / "config.toml"
+    if not saved.is_file():
+        raise InputError(f"{options.run_dir} holds no run: it has no config.toml")
+    overrides = [override("run.dir", str(options.run_dir)), *options.overrides]
+    config = load_config(saved, overrides)
+    if not config.metrics.is_on:
+        raise InputError(
+            "nothing is to be exported: give metrics.tensorboard=true, metrics.wandb=offline or "
+            "metrics.prometheus_port=9400"
+        )
+    with Exporter(config) as exporter:
+        where = " and ".join(destinations(config))
+        _say(console, f"{exporter.passed_on:,} rows of {options.run_dir} passed on to {where}")
+        if options.follow:
+            _say(console, "new rows follow until Ctrl-C")
+        elif config.metrics.prometheus_port:
+            _say(console, "the Prometheus server ends with this command: --follow keeps it")
+        while options.follow:
+            time.sleep(config.metrics.poll_s)
+            exporter.advance()
+    return 0
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

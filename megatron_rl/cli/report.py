@@ -1,0 +1,140 @@
+"""`megatron-rl report RUN...`: the summary as text, and one HTML file with everything."""
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.completion import complete_run_folder
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.observe.facts import find_export, run_facts
+from megatron_rl.observe.report.material import read_material
+from megatron_rl.observe.summary import RunFacts, render_text, summarize
+from megatron_rl.protocol.metrics import stream_rows
+from megatron_rl.protocol.whole_file import write_whole
+
+app = plain_app()
+FILE = "report.html"
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What the command is given."""
+
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR", help="folders of runs", autocompletion=complete_run_folder
+        ),
+    ]
+    html: Annotated[
+        Path | None, typer.Option(help=f"the file; default: {FILE} in the first folder")
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="also write a timeline for ui.perfetto.dev")
+    ] = None
+    text: Annotated[bool, typer.Option(help="print the summary alone")] = False
+
+
+@command(app, "report", "Say what runs came to, as text and as an HTML file.")
+def report(options: ReportOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    if options.trace is not None and len(options.run_dirs) > 1:
+        raise InputError("--trace takes one run: each has its own clock")
+    path = options.html or options.run_dirs[0] / FILE
+    if not options.text:
+        _check_writable(options.run_dirs, path, options.trace)
+    texts = [render_text(*read_run(folder)) for folder in options.run_dirs]
+    for folder, text in zip(options.run_dirs, texts, strict=True):
+        if len(texts) > 1:
+            console.print(f"\n{folder}", markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if not options.text:
+        write_report(options.run_dirs, texts, path, trace=options.trace)
+        console.print(f"Report              {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _check_writable(run_dirs: list[Path], path: Path, trace: Path | None) -> None:
+    """Raise InputError for a file that cannot be written, before anything is read."""
+    # First what is no run at all.
+    for folder in run_dirs:
+        _config_of(folder)
+    for file, fix in (
+        (path, "--html FILE elsewhere, or --text"),
+        (trace, "--trace FILE elsewhere"),
+    ):
+        if file is None:
+            continue
+        folder = file.resolve().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise InputError(f"cannot write {file}: {folder} is no writable folder; give {fix}")
+
+
+def write_report(
+    folders: list[Path], texts: list[str], path: Path, *, trace: Path | None = None
+) -> None:
+    """Write the HTML file. texts: the summary of each run."""
+    # Plotly takes a second to load, which the text does without.
+    from megatron_rl.observe.report import figures, timeline
+    from megatron_rl.observe.report.page import render
+
+    names = run_names(folders)
+    runs = [
+        read_material(folder, load_config(folder / "config.toml"), name)
+        for folder, name in zip(folders, names, strict=True)
+    ]
+    lines = [plot for run in runs if (plot := timeline.plot(run)) is not None]
+    write_whole(path, render(runs, texts, timelines=lines, plots=figures.plots(runs)))
+    if trace is not None:
+        write_whole(trace, timeline.trace(runs[0]))
+
+
+def run_names(folders: list[Path]) -> list[str]:
+    """What runs are called: the names of their folders, with those above where they are alike."""
+    paths = [folder.resolve() for folder in folders]
+    counts = Counter(path.name for path in paths)
+    return [p.name if counts[p.name] == 1 else f"{p.parent.name}/{p.name}" for p in paths]
+
+
+def read_run(run_dir: Path) -> tuple[dict, RunFacts]:
+    """Summary and facts of a run folder; of an unfinished run, what its metrics tell.
+
+    Raises InputError when the folder holds no run.
+    """
+    config = _config_of(run_dir)
+    export = find_export(run_dir)
+    summary_path = run_dir / "summary.json"
+    if summary_path.exists():
+        # The folder may have been moved, and models deleted, since it was written.
+        summary = _read_summary(summary_path) | {"hf_export": export}
+        return summary, run_facts(config, run_dir, summary["wall_s"], export)
+    facts = run_facts(config, run_dir, {}, export)
+    return summarize(stream_rows(run_dir / "metrics.jsonl"), facts), facts
+
+
+def _read_summary(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        fix = "move it away, and the metrics are summed up anew"
+        raise InputError(f"cannot read {path}: {error}; {fix}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("wall_s"), dict):
+        raise InputError(f"{path} is no summary of a run: expected an object with wall_s")
+    return found
+
+
+def _config_of(run_dir: Path) -> Config:
+    config_path = run_dir / "config.toml"
+    if not config_path.exists():
+        raise InputError(f"{run_dir} holds no run: it has no config.toml")
+    return load_config(config_path)

@@ -1,0 +1,296 @@
+"""`megatron-rl simulate CONFIG`: predict a run's step time, idle shares and staleness.
+
+No GPU, and no process but this one; docs/simulator.md says what is modelled and what is not.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Column, Table
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import ConfigFile, Json, Overrides
+from megatron_rl.cli.command_line.progress import counted, progress
+from megatron_rl.cli.run import KEYS_HELP
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.gpus import GPUS
+from megatron_rl.config.shipped import config_path
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.hub_models import pin_models
+from megatron_rl.plan.plan import Hardware, make_plan
+from megatron_rl.protocol.whole_file import write_whole
+from megatron_rl.simulation.advice import best_of, reasons
+from megatron_rl.simulation.calibration import Calibration, calibrate
+from megatron_rl.simulation.cluster import Cluster, Span
+from megatron_rl.simulation.hardware import Assumptions, cluster_model, read_lanes
+from megatron_rl.simulation.machines import ClusterModel
+from megatron_rl.simulation.outcome import Outcome
+from megatron_rl.simulation.plots import check_library, draw_all
+from megatron_rl.simulation.records import read_run
+from megatron_rl.simulation.variants import Variant, make_variants, parse_sweep
+from megatron_rl.simulation.workload import LogNormalLengths, PassRates, Workload, mean_tokens
+
+_MANY_SLOTS = 1024
+"""With more completions in flight the queue answers in grains of 1 % of a completion's time."""
+_GRAINS = 100
+
+
+app = plain_app()
+_ASSUMED = Assumptions()
+_MODELS, _GENERATED = "Assumed without --calibrate", "What is generated, without --calibrate"
+
+
+def _assumed(text: str | None = None) -> typer.models.OptionInfo:
+    return typer.Option(help=text, rich_help_panel=_MODELS)
+
+
+def _generated(text: str | None = None) -> typer.models.OptionInfo:
+    return typer.Option(help=text, rich_help_panel=_GENERATED)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulateOptions:
+    """What the command is given."""
+
+    config: ConfigFile
+    overrides: Overrides = dataclasses.field(default_factory=list)
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="finished run that the models are fitted to"),
+    ] = None
+    cores: Annotated[
+        float | None, typer.Option(help="that all roles of that run shared; default: no sharing")
+    ] = None
+    sweep: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=V,V",
+            show_default=False,
+            help="compare settings; several: every combination. KEY: of the configuration, or "
+            "split, tp, lanes, overlap, verifier_servers, verify_s, dead, mfu; split=auto tries "
+            "all splits",
+        ),
+    ] = dataclasses.field(default_factory=list)
+    gpus: Annotated[
+        int | None, typer.Option(help="of the whole run; default: what the config uses")
+    ] = None
+    json: Json = False
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="write PNGs to this folder")] = (
+        None
+    )
+    gpu: Annotated[str, _assumed(f"one of {', '.join(GPUS)}")] = _ASSUMED.gpu
+    mfu: Annotated[float | None, _assumed("of the trainer; default 0.35, with experts 0.2")] = None
+    gb_per_s: Annotated[
+        float | None,
+        _assumed("that a rank sends or receives in a publish; default: 25, by host 2"),
+    ] = None
+    lanes: Annotated[
+        str,
+        _assumed(
+            "engines that a publish serves at once: a number, all, or one for each copy of "
+            "the trainer's model"
+        ),
+    ] = "copies"
+    overlap: Annotated[bool, _assumed("publish beside the next step, as weights.overlap")] = False
+    verify_s: Annotated[float, _assumed("of grading one completion")] = _ASSUMED.verify_s
+    verifier_servers: Annotated[int | None, _assumed("default: the config's, 8 GPUs a node")] = None
+    deaths_per_engine_hour: Annotated[float, _assumed()] = 0.0
+    restart_s: Annotated[float, _assumed()] = _ASSUMED.restart_s
+    dead: Annotated[int, _assumed("engines that never serve")] = 0
+    median_tokens: Annotated[float | None, _generated("default: a fifth of max_new_tokens")] = None
+    sigma: Annotated[float, _generated("of log length")] = 0.7
+    correlation: Annotated[float, _generated("of log length in a group")] = 0.5
+    prompt_tokens: Annotated[int, _generated()] = 300
+    pass_rate: Annotated[float, _generated()] = 0.4
+    zero_variance_share: Annotated[float, _generated("of groups of the config's size")] = 0.25
+    steps: Annotated[int, typer.Option(help="measured")] = Span.steps
+    warm_up: Annotated[int, typer.Option(help="steps before those")] = Span.warm_up
+    seed: int = 0
+
+
+@command(
+    app, "simulate", "Predict step time, idle shares and staleness of a run.", epilog=KEYS_HELP
+)
+def simulate(options: SimulateOptions, console: Console) -> int:
+    """The command."""
+    _check(options)
+    if options.plots is not None:
+        check_library()
+
+    def load(overrides: Sequence[str]) -> Config:
+        config = load_config(config_path(options.config), [*options.overrides, *overrides])
+        return pin_models(config, None, only_sizes=True)
+
+    calibration = None
+    if options.calibrate:
+        calibration = calibrate(read_run(options.calibrate), options.cores)
+    sweeps = [parse_sweep(text) for text in options.sweep]
+    variants = make_variants(load, sweeps, _assumptions(options), options.gpus)
+    workload = _workload(options, load([]), calibration)
+    variants = [v for v in variants if _fits(v, calibration, console, alone=len(variants) == 1)]
+    if not variants:
+        raise InputError("none of these settings fits its GPUs: the lines above say why")
+    models = [_model(variant, calibration) for variant in variants]
+    span = Span(options.steps, options.warm_up)
+    pairs = list(zip(variants, models, strict=True))
+    # What is printed may be JSON, and nothing else then.
+    with progress(Console(stderr=True) if options.json else console, "settings") as report:
+        outcomes = [
+            Cluster(v.config, model, workload, _grained(span, v.config, model, workload)).run()
+            for v, model in counted(pairs, len(pairs), report)
+        ]
+    if calibration is not None:
+        _warn(variants, [calibration.doubt(outcome) for outcome in outcomes])
+    best = best_of(outcomes)
+    why = _reasons(variants[best], outcomes[best], is_assumed=calibration is None)
+    _show(variants, outcomes, why, console, as_json=options.json)
+    if options.plots is not None:
+        options.plots.mkdir(parents=True, exist_ok=True)
+        for name, png in draw_all([v.name for v in variants], outcomes).items():
+            write_whole(options.plots / name, png)
+    return 0
+
+
+def _check(options: SimulateOptions) -> None:
+    for name in ("steps", "gb_per_s", "restart_s", "median_tokens", "prompt_tokens", "gpus", "mfu",
+                 "verifier_servers", "cores"):  # fmt: skip
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be above 0")
+    for name in ("sigma", "verify_s", "deaths_per_engine_hour", "dead", "warm_up"):
+        if getattr(options, name) < 0:
+            raise InputError(f"--{name.replace('_', '-')} must not be below 0")
+    for name in ("correlation", "pass_rate", "zero_variance_share"):
+        if not 0 <= getattr(options, name) <= 1:
+            raise InputError(f"--{name.replace('_', '-')} must be between 0 and 1")
+    if not 0 < options.pass_rate < 1 or options.zero_variance_share >= 1:
+        raise InputError("--pass-rate must be above 0 and below 1, --zero-variance-share below 1")
+    read_lanes(options.lanes)
+
+
+def _assumptions(options: SimulateOptions) -> Assumptions:
+    return Assumptions(
+        gpu=options.gpu,
+        mfu=options.mfu,
+        bytes_per_s=None if options.gb_per_s is None else options.gb_per_s * 1e9,
+        lanes=read_lanes(options.lanes),
+        is_overlapped=options.overlap,
+        verify_s=options.verify_s,
+        verifier_servers=options.verifier_servers,
+        deaths_per_engine_hour=options.deaths_per_engine_hour,
+        restart_s=options.restart_s,
+        dead=options.dead,
+    )
+
+
+def _workload(
+    options: SimulateOptions, config: Config, calibration: Calibration | None
+) -> Workload:
+    if calibration is not None:
+        return dataclasses.replace(calibration.workload, seed=options.seed)
+    median = options.median_tokens or config.sampling.max_new_tokens / 5
+    return Workload(
+        LogNormalLengths(median, options.sigma, options.correlation),
+        options.prompt_tokens,
+        PassRates.of(options.pass_rate, options.zero_variance_share, config.train.group_size),
+        options.seed,
+    )
+
+
+def _model(variant: Variant, calibration: Calibration | None) -> ClusterModel:
+    if calibration is not None:
+        return calibration.model(variant.config, variant.assumed)
+    return cluster_model(variant.config, variant.assumed)
+
+
+def _fits(
+    variant: Variant, calibration: Calibration | None, console: Console, *, alone: bool
+) -> bool:
+    """Whether a setting fits its GPUs; one that does not is named and left out of a comparison."""
+    if calibration is not None:
+        return True
+    problems = make_plan(variant.config, Hardware(variant.assumed.gpu)).problems
+    if problems and alone:
+        raise InputError(f"the configuration does not work: {'; '.join(problems)}")
+    if problems:
+        text = f"left out: {variant.name}: {'; '.join(problems)}"
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    return not problems
+
+
+def _warn(variants: Sequence[Variant], doubts: Sequence[str]) -> None:
+    for variant, doubt in zip(variants, doubts, strict=True):
+        if doubt:
+            text = f"warning: {variant.name}: {doubt}"
+            Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _grained(span: Span, config: Config, model: ClusterModel, workload: Workload) -> Span:
+    engine = model.engine
+    if config.generator.replicas * engine.max_running <= _MANY_SLOTS:
+        return span
+    tokens = mean_tokens(workload.lengths, config.sampling.max_new_tokens, draws=400)
+    seconds = tokens * engine.iteration_s(engine.max_running, 0)
+    return dataclasses.replace(span, grain_s=seconds / _GRAINS)
+
+
+def _reasons(variant: Variant, outcome: Outcome, *, is_assumed: bool) -> list[str]:
+    dead_share = variant.assumed.dead / variant.config.generator.replicas
+    return reasons(outcome, dead_share=dead_share, is_assumed=is_assumed)
+
+
+def _show(
+    variants: Sequence[Variant],
+    outcomes: Sequence[Outcome],
+    why: Sequence[str],
+    console: Console,
+    *,
+    as_json: bool,
+) -> None:
+    best = best_of(outcomes)
+    if as_json:
+        runs = [
+            {"setting": v.values, "trainer_gpus": v.trainer_gpus, "engine_gpus": v.engine_gpus}
+            | dataclasses.asdict(outcome)
+            for v, outcome in zip(variants, outcomes, strict=True)
+        ]
+        tree = runs[0] | {"reasons": why} if len(runs) == 1 else (
+            {"runs": runs, "best": runs[best]["setting"], "reasons": why}
+        )  # fmt: skip
+        console.print(json.dumps(tree), markup=False, highlight=False, soft_wrap=True)
+        return
+    console.print(_table(variants, outcomes), markup=False)
+    label = "best split" if "split" in variants[best].values else "best"
+    if len(variants) > 1:
+        console.print(f"{label}: {variants[best].name}", markup=False, highlight=False)
+    for text in why:
+        console.print(f"- {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(variants: Sequence[Variant], outcomes: Sequence[Outcome]) -> Table:
+    table = Table(
+        Column("setting", no_wrap=True), "GPUs", "step\ns", "trainer\nidle", "engines\nidle",
+        "places\nused", "staleness\nmean, max", "publish\ns", "tokens\na second",
+        box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for variant, outcome in zip(variants, outcomes, strict=True):
+        table.add_row(
+            variant.name,
+            f"{variant.trainer_gpus}+{variant.engine_gpus}",
+            f"{outcome.step_s:,.4g}",
+            f"{outcome.trainer_idle:.1%}",
+            f"{outcome.generator_idle:.1%}",
+            f"{outcome.slots_used:.1%}",
+            f"{outcome.staleness_mean:.2f}, {outcome.staleness_max}",
+            f"{outcome.publish_s:.3g}",
+            f"{outcome.tokens_per_s:,.0f}",
+        )
+    return table

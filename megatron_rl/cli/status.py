@@ -1,0 +1,201 @@
+"""`megatron-rl status RUN`: how a run stands, from any shell or host that sees its folder.
+
+Reads metrics.jsonl, the lock and heartbeat of the folder, and the notes of errors; asks no process.
+"""
+
+import collections
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import Json, RunFolder
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher.disk import room_warning
+from megatron_rl.launcher.live_view import GAP_NOTE, evaluation_line, lacks_gap, step_line
+from megatron_rl.launcher.roster import Roster
+from megatron_rl.launcher.run_folder import SIGNALLED, is_running
+from megatron_rl.observe.activity_text import ActivityTotals, activity_line
+from megatron_rl.observe.evaluation_progress import EvaluationProgress
+from megatron_rl.observe.health import RECENT, duration_text, step_seconds, warnings_of
+from megatron_rl.observe.heartbeat import PREPARED, read_beat
+from megatron_rl.protocol.failure import first_failure
+from megatron_rl.protocol.metrics import GROUPS_DROPPED, stream_rows
+
+app = plain_app()
+Row = dict[str, Any]
+
+
+@dataclass
+class Status:
+    """How a run stands; also what `--json` prints."""
+
+    state: str
+    """prepared, running, complete, or stopped."""
+    step: int
+    """Steps that were taken."""
+    steps: int
+    """Those that are wanted."""
+    step_s: float | None = None
+    """Median seconds of the latest steps."""
+    left_s: float | None = None
+    """Until the last step, at that speed; of a run that goes on."""
+    silent_s: dict[str, float] = field(default_factory=dict)
+    """Seconds since each role wrote its last row; of a run that goes on."""
+    last_step: str = ""
+    activity: str = ""
+    """Since the last step or evaluation."""
+    evaluation: str = ""
+    """How far the one is that goes on."""
+    evaluations: list[str] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Groups that were not trained on, by reason."""
+    peers: str = ""
+    """How many engines and verifiers live, and which are missing; of a run that goes on."""
+    warnings: list[str] = field(default_factory=list)
+    """Each with what to do."""
+    phase: str = ""
+    """What a run that goes on does now."""
+    error: str = ""
+    """Of a run that stopped: what was noted first."""
+
+
+@dataclass(frozen=True)
+class StatusOptions:
+    """What the command is given."""
+
+    run_dir: RunFolder
+    json: Json = False
+
+
+@command(app, "status", "Say how a run stands, from any shell or host that sees its folder.")
+def status(options: StatusOptions, console: Console) -> int:
+    """Exit code 1 for a run that stopped."""
+    found = read_status(options.run_dir, time.time())
+    if options.json:
+        print(json.dumps(asdict(found)), file=console.file)
+    else:
+        for line in describe(found):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 1 if found.state == "stopped" else 0
+
+
+def read_status(run_dir: Path, now: float) -> Status:
+    """Of a run folder; now: unix seconds. Raises InputError where there is no run."""
+    saved = run_dir / "config.toml"
+    if not saved.is_file():
+        raise InputError(f"{run_dir} holds no run: it has no config.toml")
+    config = load_config(saved)
+    rows = stream_rows(run_dir / "metrics.jsonl")
+    is_complete = (run_dir / "summary.json").exists()
+    state = "complete" if is_complete else "stopped"
+    if is_running(run_dir):
+        state = "running"
+    beat = read_beat(run_dir)
+    phase = beat.phase if beat is not None else ""
+    if phase == PREPARED and not is_complete:
+        state = PREPARED
+    status = of_rows(rows, config, state=state, now=now)
+    status.phase = phase if state == "running" else ""
+    if state != "complete":
+        left = config.train.steps - status.step
+        status.warnings += filter(None, [room_warning(run_dir, config, left_steps=left)])
+    if state == "stopped":
+        failure = first_failure(run_dir / "logs" / "failures", 0.0)
+        status.error = (
+            "no process noted an error: it was interrupted, or killed from outside; see logs/"
+        )
+        if phase.startswith(SIGNALLED):
+            by = (
+                "the user (Ctrl-C)"
+                if phase == f"{SIGNALLED} 2"
+                else phase.removeprefix("stopped by ")
+            )
+            status.error = f"stopped by {by}; the same command resumes from the last checkpoint"
+        elif failure is not None:
+            status.error = f"{failure.who}: {failure.text.strip()}"
+    return status
+
+
+def of_rows(rows: Iterable[Row], config: Config, *, state: str, now: float) -> Status:
+    """What the metrics tell. Pure."""
+    status = Status(state, 0, config.train.steps)
+    steps: collections.deque[Row] = collections.deque(maxlen=RECENT + 1)
+    activity, progress, roster = ActivityTotals(), EvaluationProgress(), Roster()
+    last: dict[str, float] = {}
+    for row in rows:
+        last[row["source"]] = row["time"]
+        progress.note(row)
+        roster.note(row)
+        if row["source"] == "trainer" and "train/loss" in row:
+            steps.append(row)
+            _add_dropped(status.dropped, row)
+            activity = activity.next_part()
+        elif "eval/n" in row:
+            status.evaluations.append(evaluation_line(row))
+            activity = activity.after_evaluation()
+        else:
+            activity.take(row)
+    if activity.counts():
+        since = f"after step {steps[-1]['step']}" if steps else "before the first step"
+        status.activity = f"{since}: {activity_line(activity)}"
+    if steps:
+        status.step = steps[-1]["step"]
+        status.last_step = step_line(steps[-1], config.train.steps)
+        if lacks_gap(steps[-1]):
+            status.last_step += f" ({GAP_NOTE})"
+        status.step_s = step_seconds(list(steps))
+    if state == "running":
+        if status.step_s is not None:
+            status.left_s = status.step_s * (status.steps - status.step)
+        # What ended in good order is silent for good.
+        status.silent_s = {
+            role: now - at
+            for role, at in last.items()
+            if role not in ("sft", "sft_baseline", "launch")
+        }
+        status.evaluation, status.peers = progress.text(), roster.text()
+    diagnosis = [activity.diagnosis] if activity.diagnosis else []
+    status.warnings = [*diagnosis, *warnings_of(list(steps), config).values()]
+    return status
+
+
+def _add_dropped(dropped: dict[str, int], step: Row) -> None:
+    """Add the groups that a step counts as dropped, by reason."""
+    for name, count in step.items():
+        if name.startswith(GROUPS_DROPPED):
+            reason = name.removeprefix(GROUPS_DROPPED)
+            dropped[reason] = dropped.get(reason, 0) + int(count)
+
+
+def describe(status: Status) -> list[str]:
+    """Lines for people."""
+    lines = [f"{status.state}, step {status.step} of {status.steps}"]
+    if status.phase:
+        lines[0] += f", {status.phase}"
+    if status.step_s is not None:
+        lines[0] += f", {status.step_s:.1f} s a step"
+    if status.left_s is not None:
+        lines[0] += f", about {duration_text(status.left_s)} left"
+    lines += [f"warning: {text}" for text in status.warnings]
+    if status.peers:
+        lines.append(status.peers)
+    if status.silent_s:
+        ages = ", ".join(f"{role} {age:.0f} s" for role, age in sorted(status.silent_s.items()))
+        lines.append(f"last news of: {ages}")
+    lines += filter(None, [status.last_step, status.activity, status.evaluation])
+    lines += status.evaluations
+    if status.dropped:
+        parts = ", ".join(f"{reason} {count}" for reason, count in sorted(status.dropped.items()))
+        lines.append(f"groups dropped: {parts}")
+    if status.error:
+        lines.append(f"cause: {status.error}")
+    return lines

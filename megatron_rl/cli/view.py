@@ -1,0 +1,72 @@
+"""`megatron-rl view RUN`: recorded rollouts in a browser."""
+
+import asyncio
+import signal
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.command_line.command import command
+from megatron_rl.cli.command_line.groups import plain_app
+from megatron_rl.cli.command_line.parameters import RunFolder
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+
+if TYPE_CHECKING:
+    from megatron_rl.observe.viewer.server import Viewer
+
+
+app = plain_app()
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """What the command is given."""
+
+    run_dir: RunFolder
+    port: Annotated[int, typer.Option(help="of 127.0.0.1; 0: a free one")] = 0
+
+
+@command(app, "view", "Look at the rollouts of a run in a browser.")
+def view(options: ViewOptions, console: Console) -> int:
+    """Exit code: 0, 2 (bad input)."""
+    # The web server is loaded by this command alone.
+    from megatron_rl.observe.viewer.index import Index
+    from megatron_rl.observe.viewer.server import Viewer
+    from megatron_rl.observe.viewer.tokens import load_decoder
+
+    if not 0 <= options.port <= 65535:
+        raise InputError(f"--port {options.port}: give one from 0 to 65535")
+    saved = options.run_dir / "config.toml"
+    model = load_config(saved).model.path if saved.is_file() else options.run_dir
+    name = options.run_dir.resolve().name
+    with (
+        tempfile.TemporaryDirectory(prefix="megatron-rl-view-") as folder,
+        Index(options.run_dir, Path(folder) / "index.sqlite") as index,
+    ):
+        count = index.refresh()
+        console.print(f"{count} rollouts of {options.run_dir}; Ctrl-C ends", highlight=False)
+        viewer = Viewer(index, load_decoder(model), name=name)
+        try:
+            asyncio.run(_until_signal(viewer, options.port, console))
+        except OSError as error:
+            raise InputError(f"--port {options.port}: {error.strerror}") from error
+    return 0
+
+
+async def _until_signal(viewer: "Viewer", port: int, console: Console) -> None:
+    from megatron_rl.observe.viewer.server import serve
+
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ending.set)
+
+    def announce(address: str) -> None:
+        console.print(address, soft_wrap=True, highlight=False)
+
+    await serve(viewer, port, announce, ending)

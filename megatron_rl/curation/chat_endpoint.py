@@ -1,0 +1,184 @@
+"""One question to a server that speaks OpenAI's chat completions (SGLang, vLLM, a company's).
+
+Used by `data translate --endpoint`. The server is not ours: what it sends is bounded, and every way
+in which an answer may be no answer has a name.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.curation.options import check_at_least
+
+MAX_BODY_BYTES = 4 << 20
+"""A longer answer is refused unread."""
+_CHUNK_BYTES = 1 << 16
+_BUSY = (408, 409, 425, 429)
+"""Besides 500 and above: may be better later."""
+_SHOWN_NAMES = 8
+_THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a model is served, and how it is asked."""
+
+    url: str
+    """Up to and with /v1."""
+    model: str
+    """Its name there."""
+    timeout_s: float = 120.0
+    """Of one question, answer included."""
+    max_tokens: int = 4096
+    """Of an answer, thoughts included."""
+    key: str = ""
+    """Sent as a bearer token; empty: none is."""
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/\s]", self.url):
+            raise InputError(
+                f"--endpoint {self.url}: expected an address such as http://127.0.0.1:30000/v1"
+            )
+        if not 0 < self.timeout_s < float("inf"):
+            raise InputError(f"--timeout-s {self.timeout_s:g}: expected seconds above 0")
+        check_at_least("--max-tokens", self.max_tokens, 1)
+
+    def address(self, path: str) -> str:
+        """Of one of its services."""
+        return f"{self.url.rstrip('/')}/{path}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of each request."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+
+class Answer(NamedTuple):
+    """What the server said, or why that is nothing."""
+
+    text: str = ""
+    failure: str = ""
+    """Empty for an answer."""
+    is_server_fault: bool = False
+    """No answer to any question is to be had: it is away, too busy or broken."""
+    is_final: bool = False
+    """Asking the same again will not help."""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Unreadable(Exception):
+    """A body that is too long."""
+
+
+def open_session(endpoint: Endpoint, connections: int) -> aiohttp.ClientSession:
+    """Connections to the server, so many at most; to be used and closed in a running loop."""
+    return aiohttp.ClientSession(
+        headers=endpoint.headers,
+        timeout=aiohttp.ClientTimeout(total=endpoint.timeout_s),
+        connector=aiohttp.TCPConnector(limit=connections),
+    )
+
+
+async def check_served(session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+    """Raise InputError unless the server answers, and serves the model."""
+    address = endpoint.address("models")
+    try:
+        async with session.get(address, allow_redirects=False) as response:
+            status, body = response.status, await _read(response)
+        names = [model.id for model in msgspec.json.decode(body, type=_Models).data]
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise InputError(
+            f"--endpoint {endpoint.url}: nothing answers at {address}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, _Unreadable) as error:
+        raise InputError(
+            f"--endpoint {endpoint.url}: {address} answers {status} and no list of models: is the "
+            "address that of an OpenAI-compatible server, with /v1 at its end?"
+        ) from error
+    if endpoint.model not in names:
+        shown = ", ".join(names[:_SHOWN_NAMES]) or "none"
+        raise InputError(f"--served-model {endpoint.model}: {endpoint.url} serves {shown}")
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    messages: list[dict[str, str]],
+    *,
+    temperature: float,
+) -> Answer:
+    """The text of the first choice, without thoughts between tags; failures are answers, too."""
+    body = {
+        "model": endpoint.model,
+        "messages": messages,
+        "temperature": temperature,
+        "max_tokens": endpoint.max_tokens,
+        "stream": False,
+    }
+    address = endpoint.address("chat/completions")
+    try:
+        async with session.post(address, json=body, allow_redirects=False) as response:
+            if response.status != 200:
+                return _of_status(response.status)
+            content = await _read(response)
+    except TimeoutError:
+        return Answer(failure="timeout", is_server_fault=True)
+    except _Unreadable:
+        return Answer(failure="answer_too_long")
+    except (aiohttp.ClientError, OSError):
+        return Answer(failure="connection_lost", is_server_fault=True)
+    return _of_body(content)
+
+
+def _of_status(status: int) -> Answer:
+    is_later = status >= 500 or status in _BUSY
+    return Answer(failure=f"status_{status}", is_server_fault=is_later, is_final=not is_later)
+
+
+def _of_body(content: bytes) -> Answer:
+    try:
+        choices = msgspec.json.decode(content, type=_Completion).choices
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return Answer(failure="malformed")
+    if not choices or not choices[0].message.content:
+        return Answer(failure="empty")
+    if choices[0].finish_reason == "length":
+        return Answer(failure="cut_at_limit")
+    text = choices[0].message.content
+    # A template may have opened the thoughts.
+    text = _THOUGHTS.sub("", text, count=1) if "<think>" in text else text.split("</think>")[-1]
+    return Answer(text.strip()) if text.strip() else Answer(failure="empty")
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise _Unreadable
+    return bytes(body)

@@ -1,0 +1,348 @@
+"""The prompts of a run: held-out list, and an endless seeded mixture of train prompts.
+
+Used by the rollout queue, and by tools that need the same split.
+"""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.evaluation import EvalSet
+from megatron_rl.config.tree import Config, PromptSource
+from megatron_rl.data.dropped_prompts import DROPPED
+from megatron_rl.data.epochs import ShuffledEpochs
+from megatron_rl.data.sources import read_source
+from megatron_rl.data.tables.source import Reading
+from megatron_rl.protocol.queue_state import PromptCursor
+from megatron_rl.protocol.types import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSets:
+    """Prompts of all sources; no train prompt asks the question of a held-out one."""
+
+    train: list[list[Prompt]]
+    """By source, in the order of the configuration."""
+    weights: list[float]
+    """Share of each source in the mixture."""
+    held_out: list[Prompt]
+    """Sources interleaved, so that its beginning represents all of them."""
+    duplicates_removed: int
+    """Train prompts left out because their question is held out."""
+    dropped: int = 0
+    """Prompts left out because they cannot be rendered."""
+    eval_sets: dict[str, list[Prompt]] = dataclasses.field(default_factory=dict)
+    """By name, in the order of the configuration."""
+    sources: tuple[int, ...] = ()
+    """Numbers in the configuration of the sources that have train prompts; empty: all have."""
+    notes: tuple[str, ...] = ()
+    """What was taken of data sets, and what was left out of them."""
+    files: tuple[Path, ...] = ()
+    """What was read."""
+
+    def weights_of(self, config: Config) -> list[float]:
+        """The weights that a configuration gives the sources that have train prompts."""
+        if not config.prompts:
+            return self.weights
+        used = self.sources or range(len(self.train))
+        return [config.prompts[source].weight for source in used]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Counts of train prompts, by source."""
+        return [len(prompts) for prompts in self.train]
+
+    @property
+    def all(self) -> list[Prompt]:
+        """Train and held-out prompts, and those of evaluation sets."""
+        return [prompt for prompts in (*self.train, *self.evaluated) for prompt in prompts]
+
+    @property
+    def evaluated(self) -> list[list[Prompt]]:
+        """The held-out prompts, and those of each evaluation set."""
+        return [self.held_out, *self.eval_sets.values()]
+
+    def describe(self) -> str:
+        """One line on how many there are."""
+        train = " + ".join(str(len(prompts)) for prompts in self.train) or "none"
+        text = f"prompts: {train} for training, {len(self.held_out)} held out"
+        for name, prompts in self.eval_sets.items():
+            text += f", {len(prompts)} of the evaluation set {name}"
+        if self.duplicates_removed:
+            text += (
+                f"; {self.duplicates_removed} train prompts removed because their question is "
+                "held out" + (" or in an evaluation set" if self.eval_sets else "")
+            )
+        if self.dropped:
+            text += f"; {self.dropped} left out ({DROPPED})"
+        own = describe_own_system(self.all)
+        return f"{text}; {own}" if own else text
+
+
+def has_own_system(prompt: Prompt) -> bool:
+    """Whether the prompt brings its system message, so that no other is added."""
+    return any(message.role == "system" for message in prompt.messages)
+
+
+def describe_own_system(prompts: Sequence[Prompt]) -> str:
+    """How many prompts bring their system message, and what to do; empty: none does."""
+    own = sum(map(has_own_system, prompts))
+    if not own:
+        return ""
+    of_all = (
+        f"all {own:,} prompts" if own == len(prompts) else f"{own:,} of {len(prompts):,} prompts"
+    )
+    return (
+        f"{of_all} have a system message of their own, so render.system_prompt is not added to "
+        "them, and no demonstration: a task's format check rejects completions in another form. "
+        "Ask for the form in these messages, or remove the messages from the rows"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptMaterial:
+    """What all sources hold, before it is known what is held out."""
+
+    sources: list[PromptSource]
+    loaded: list[list[Prompt]]
+    """By source."""
+    eval_sets: dict[str, list[Prompt]]
+    notes: tuple[str, ...]
+    files: tuple[Path, ...]
+
+    def divide(
+        self, dropped: frozenset[str] = frozenset(), *, most_held_out: int | None = None
+    ) -> PromptSets:
+        """Separate the splits.
+
+        dropped: ids of prompts to leave out, because they cannot be rendered. most_held_out: an
+        evaluation looks at the first prompts held out, up to this number. Later ones that a hash
+        holds out are trained on; None: none of them is. A prompt that is trained on stays so when
+        prompts are added, because they only push others out of the first.
+        """
+        loaded = [[p for p in prompts if p.id not in dropped] for prompts in self.loaded]
+        eval_sets = {
+            name: [p for p in prompts if p.id not in dropped]
+            for name, prompts in self.eval_sets.items()
+        }
+        apart = _interleave([[p for p in ps if p.split == "held_out"] for ps in self.loaded])
+        held_out = [prompt for prompt in apart if prompt.id not in dropped]
+        if most_held_out is not None:
+            first, later = held_out[:most_held_out], held_out[most_held_out:]
+            held_out = first + [prompt for prompt in later if not prompt.is_spare]
+        held = {prompt.normalized_question for prompt in held_out}
+        for prompts in eval_sets.values():
+            held |= {prompt.normalized_question for prompt in prompts}
+        # A spare one that is held out asks a question of `held`.
+        candidates = [[p for p in ps if p.split == "train" or p.is_spare] for ps in loaded]
+        train = [
+            [
+                msgspec.structs.replace(p, split="train", is_spare=False) if p.is_spare else p
+                for p in prompts
+                if p.normalized_question not in held
+            ]
+            for prompts in candidates
+        ]
+        used = [i for i, prompts in enumerate(train) if prompts]
+        whole = [
+            prompt for prompts in (*self.loaded, *self.eval_sets.values()) for prompt in prompts
+        ]
+        chosen = {prompt.id for prompt in held_out}
+        return PromptSets(
+            [train[i] for i in used],
+            [self.sources[i].weight for i in used],
+            held_out,
+            sum(p.id not in chosen for ps in candidates for p in ps) - sum(map(len, train)),
+            dropped=sum(prompt.id in dropped for prompt in whole),
+            eval_sets=eval_sets,
+            sources=tuple(used),
+            notes=self.notes,
+            files=self.files,
+        )
+
+
+def read_prompts(
+    sources: list[PromptSource], seed: int, *, eval_sets: Sequence[EvalSet] = ()
+) -> PromptMaterial:
+    """Read all sources. Raises InputError."""
+    if not sources and not eval_sets:
+        raise InputError("no prompts are configured: add a [[prompts]] section")
+    readings = [read_source(source, seed, key="prompts.kind") for source in sources]
+    loaded = _with_unique_ids([reading.prompts for reading in readings])
+    evaluated = {}
+    for one in eval_sets:
+        reading = _read_eval_set(one, seed)
+        evaluated[one.name] = reading.prompts
+        readings.append(reading)
+    return PromptMaterial(
+        sources,
+        loaded,
+        evaluated,
+        notes=tuple(note for reading in readings for note in reading.notes),
+        files=tuple(dict.fromkeys(file for reading in readings for file in reading.files)),
+    )
+
+
+def load_prompts(
+    sources: list[PromptSource],
+    seed: int,
+    dropped: frozenset[str] = frozenset(),
+    *,
+    eval_sets: Sequence[EvalSet] = (),
+) -> PromptSets:
+    """All that sources hold, every prompt held out that may be. Raises InputError."""
+    return read_prompts(sources, seed, eval_sets=eval_sets).divide(dropped)
+
+
+def prompts_of_run(
+    config: Config, dropped: frozenset[str] = frozenset(), *, cursor: PromptCursor | None = None
+) -> PromptSets:
+    """The prompts as a run divides them. Raises InputError.
+
+    cursor: of the run that is resumed. One that began when nothing held out was trained on keeps
+    that rule.
+    """
+    material = read_prompts(config.prompts, config.run.seed, eval_sets=config.eval.sets)
+    sets = material.divide(dropped, most_held_out=most_held_out(config))
+    if cursor is not None and cursor.sizes != sets.sizes:
+        earlier = material.divide(dropped)
+        if cursor.sizes == earlier.sizes:
+            return earlier
+    return sets
+
+
+def most_held_out(config: Config) -> int:
+    """Prompts that an evaluation looks at, beside its sets."""
+    return config.eval.most_held_out(
+        chooses=bool(config.sft.candidates and not config.sft.choose_by)
+    )
+
+
+def _read_eval_set(wanted: EvalSet, seed: int) -> Reading:
+    """The prompts of an evaluation set, with ids that begin with its name. Raises InputError."""
+    key = f"eval.sets, {wanted.name}: prompts.kind"
+    # Nothing of it is there to be trained on.
+    source = wanted.prompts.model_copy(update={"held_out_share": 1.0, "train_size": 0})
+    reading = read_source(source, seed, key=key)
+    [loaded] = _with_unique_ids([reading.prompts])
+    prompts = [
+        msgspec.structs.replace(prompt, id=f"{wanted.name}/{prompt.id}")
+        for prompt in loaded
+        if prompt.split == "held_out"
+    ]
+    if len(prompts) < (wanted.problems or 1):
+        raise InputError(
+            f"the evaluation set {wanted.name!r} has {len(prompts)} prompts that may be evaluated "
+            f'on, expected {wanted.problems or "one or more"}: add lines (those of "split": '
+            '"train" do not count), or lower eval.sets.problems'
+        )
+    return reading._replace(prompts=prompts[: wanted.problems])
+
+
+def _with_unique_ids(loaded: list[list[Prompt]]) -> list[list[Prompt]]:
+    """Prefix ids that an earlier source uses too; InputError for a repetition inside a source."""
+    seen: set[str] = set()
+    result = []
+    for number, prompts in enumerate(loaded):
+        ids = {prompt.id for prompt in prompts}
+        if len(ids) < len(prompts):
+            repeated = _first_repeated(prompts)
+            raise InputError(f"prompts, source {number}: id {repeated!r} occurs twice")
+        if ids & seen:
+            prompts = [msgspec.structs.replace(p, id=f"{number}:{p.id}") for p in prompts]
+        seen |= {prompt.id for prompt in prompts}
+        result.append(prompts)
+    return result
+
+
+def _first_repeated(prompts: list[Prompt]) -> str:
+    seen: set[str] = set()
+    return next(p.id for p in prompts if p.id in seen or seen.add(p.id))
+
+
+def _interleave(lists: list[list[Prompt]]) -> list[Prompt]:
+    longest = max((len(items) for items in lists), default=0)
+    return [items[i] for i in range(longest) for items in lists if i < len(items)]
+
+
+class MayDraw(Protocol):
+    """Which prompts are drawn at all."""
+
+    def __call__(self, prompt: Prompt) -> bool:
+        """Whether this one is."""
+
+    def count(self, source: int) -> int:
+        """How many of a source are."""
+
+
+class PromptStream:
+    """Endless train prompts: a source by weight, then the next of its shuffled epoch.
+
+    The n-th prompt depends on seed, n, the prompts, the weights and which prompts were passed over
+    only, so a restored stream continues exactly.
+    """
+
+    def __init__(self, sets: PromptSets, seed: int) -> None:
+        self._sets = sets
+        self._seed = seed
+        self._draws = 0
+        self._taken = [0] * len(sets.train)
+        self._epochs = [
+            ShuffledEpochs(len(prompts), f"{seed}/epoch/{source}")
+            for source, prompts in enumerate(sets.train)
+        ]
+
+    def next(
+        self, weights: Sequence[float] | None = None, may_draw: MayDraw | None = None
+    ) -> Prompt:
+        """The next train prompt. Raises InputError where there are none.
+
+        weights: of the sources; None: those of the configuration. may_draw: which prompts are not
+        passed over; None: all are drawn.
+        """
+        if not self._sets.train:
+            raise InputError(
+                'there are no train prompts: lines need "split": "train", and a question that '
+                "is not held out"
+            )
+        weights = list(self._sets.weights if weights is None else weights)
+        if may_draw is not None:
+            weights = [w * bool(may_draw.count(place)) for place, w in enumerate(weights)]
+        if not any(weights):
+            raise InputError(
+                "no source with a weight above 0 has a train prompt that may be drawn: raise "
+                "prompts.weight, or the weight that the stage gives, or lower curriculum.bands"
+            )
+        chance = random.Random(f"{self._seed}/draw/{self._draws}")
+        source = chance.choices(range(len(weights)), weights=weights)[0]
+        self._draws += 1
+        while True:
+            index = self._epochs[source].at(self._taken[source])
+            self._taken[source] += 1
+            prompt = self._sets.train[source][index]
+            # Ends within two epochs: the source has a prompt that may be drawn.
+            if may_draw is None or may_draw(prompt):
+                return prompt
+
+    def state(self) -> PromptCursor:
+        """Where the stream stands."""
+        return PromptCursor(self._draws, list(self._taken), self._sets.sizes, self._seed)
+
+    def restore(self, cursor: PromptCursor) -> None:
+        """Continue where `cursor` was taken; the prompts must be the same. Raises InputError."""
+        sizes = self._sets.sizes
+        if (cursor.sizes, cursor.seed) != (sizes, self._seed):
+            raise InputError(
+                f"the saved prompt cursor is for {len(cursor.sizes)} sources of {cursor.sizes} "
+                f"train prompts with run.seed={cursor.seed}; this run has {len(sizes)} of "
+                f"{sizes} with run.seed={self._seed}: resume with the prompts and the seed "
+                "of the saved run, its eval.prompts and its limits of tokens, by which prompts are "
+                "held out or left out"
+            )
+        self._draws = cursor.draws
+        self._taken = list(cursor.taken)

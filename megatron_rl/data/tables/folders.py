@@ -1,0 +1,215 @@
+"""Which files of a data set's folder are its rows: subsets, splits, and the order of files.
+
+Three kinds of folder are known: one that `datasets` saved (`save_to_disk`), with state.json, or
+with dataset_dict.json for several splits; one as it lies on the Hub, whose README.md names the
+files of each subset and split; and any other, where folders and file names say it, as
+`main/train-00000-of-00002.parquet` does. Nothing in a folder is executed.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.data.tables.formats import SUFFIXES
+
+_SPLITS = {
+    "train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test",
+    "evaluation": "test", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation",
+}  # fmt: skip
+"""What a word of a file's or folder's name says, as `datasets` reads it."""
+_PLAIN = {"data", "default"}
+"""Folders that name no subset."""
+_SHARD = re.compile(r"-of-(\d{5})$")
+_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---", re.S)
+
+
+class TableFiles(NamedTuple):
+    """The files whose rows are prompts."""
+
+    root: Path
+    """The folder that was given, or that of the file."""
+    files: list[Path]
+    """In the order of their rows."""
+    chosen: str
+    """Subset and split, for people; empty where there is nothing to choose."""
+
+
+Parts = dict[tuple[str, str], list[Path]]
+"""Files by (subset, split)."""
+
+
+def find_files(path: Path, *, subset: str = "", split: str = "") -> TableFiles:
+    """The files of a file or folder. Raises InputError where a choice is missing or wrong."""
+    if not path.is_dir():
+        if path.exists() and path.suffix not in SUFFIXES:
+            raise InputError(
+                f"{path} is of no format that is read: expected {', '.join(SUFFIXES)}, or a folder"
+            )
+        if subset or split:
+            raise InputError(f"{path} is one file: it has no subset or dataset_split to choose")
+        return TableFiles(path.parent, [path], "")
+    parts = _saved(path) or _declared(path) or _named(path)
+    if not parts:
+        raise InputError(
+            f"{path} holds no prompts: expected files that end in {', '.join(SUFFIXES)}. A data "
+            "set that is a script is not run: its revision refs/convert/parquet has files"
+        )
+    return _choose(path, parts, subset, split)
+
+
+def _choose(root: Path, parts: Parts, subset: str, split: str) -> TableFiles:
+    subsets = sorted({known for known, _ in parts})
+    if not subset and len(subsets) > 1 and "" not in subsets and "default" not in subsets:
+        raise InputError(
+            f"{root} has the subsets {', '.join(subsets)}: choose one by prompts.subset "
+            "(--subset of a data tool)"
+        )
+    if not subset:
+        subset = next((name for name in ("", "default") if name in subsets), subsets[0])
+    if subset not in subsets:
+        raise InputError(
+            f"{root} has no subset {subset!r}: it has {', '.join(filter(None, subsets)) or 'none'}"
+        )
+    splits = sorted(known for of, known in parts if of == subset)
+    if not split and len(splits) > 1:
+        raise InputError(
+            f"{root} has the splits {', '.join(splits)}: choose one by prompts.dataset_split "
+            "(--dataset-split of a data tool)"
+        )
+    is_told = bool(split) or len(splits) > 1
+    split = split or splits[0]
+    if split not in splits:
+        raise InputError(f"{root} has no split {split!r}: it has {', '.join(splits)}")
+    _check_shards(root, parts[subset, split])
+    chosen = ", ".join(filter(None, (subset, f"split {split}" if is_told else "")))
+    return TableFiles(root, parts[subset, split], chosen)
+
+
+def _check_shards(root: Path, files: list[Path]) -> None:
+    """Raise InputError where a file of those that number themselves is missing."""
+    for file in files:
+        numbered = _SHARD.search(file.stem)
+        if numbered is None:
+            continue
+        count = int(numbered[1])
+        there = sum(other.stem.endswith(numbered[0]) for other in files)
+        if there != count:
+            raise InputError(
+                f"{root} holds {there} of the {count} files *{numbered[0]}{file.suffix}: copy or "
+                "download the rest"
+            )
+
+
+# --- folders of save_to_disk ----------------------------------------------------------------------
+
+
+def _saved(root: Path) -> Parts:
+    """What `save_to_disk` wrote; empty for another folder."""
+    if (root / "dataset_dict.json").exists():
+        splits = _read_json(root / "dataset_dict.json").get("splits", [])
+        return {("", str(split)): _saved_split(root / str(split)) for split in splits}
+    if (root / "state.json").exists():
+        return {("", "train"): _saved_split(root)}
+    return {}
+
+
+def _saved_split(folder: Path) -> list[Path]:
+    state = _read_json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        raise InputError(
+            f"{folder} is a selection of rows that an old version of `datasets` saved: load and "
+            "save it again by a newer one"
+        )
+    try:
+        names = [Path(entry["filename"]).name for entry in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder}/state.json names no _data_files: save it again") from error
+    files = [folder / name for name in names]
+    for file in files:
+        if not file.exists():
+            raise InputError(f"{folder}/state.json names {file.name}, which is not there")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+# --- folders as on the Hub ------------------------------------------------------------------------
+
+
+def _declared(root: Path) -> Parts:
+    """What README.md's `configs` names; empty where it names none."""
+    parts: Parts = {}
+    for config in _configs(root):
+        declared = config.get("data_files")
+        if isinstance(declared, str) or (
+            isinstance(declared, list) and all(isinstance(one, str) for one in declared)
+        ):
+            declared = [{"split": "train", "path": declared}]
+        for one in declared or []:
+            if not isinstance(one, dict) or not {"split", "path"} <= one.keys():
+                raise InputError(f"{root}/README.md: expected a split and a path, got {one!r}")
+            patterns = one["path"] if isinstance(one["path"], list) else [one["path"]]
+            files = sorted({file for pattern in patterns for file in _matching(root, str(pattern))})
+            if files:
+                parts[str(config.get("config_name", "default")), str(one["split"])] = files
+    return parts
+
+
+def _configs(root: Path) -> list[dict[str, Any]]:
+    readme = root / "README.md"
+    matter = _FRONT_MATTER.match(readme.read_text("utf-8", "replace")) if readme.exists() else None
+    if matter is None:
+        return []
+    import yaml
+
+    try:
+        found = yaml.safe_load(matter[1])
+        configs = found.get("configs", []) if isinstance(found, dict) else []
+        return [one for one in configs if isinstance(one, dict)]
+    except yaml.YAMLError as error:
+        raise InputError(f"{readme}: its head is no YAML: {error}") from error
+
+
+def _matching(root: Path, pattern: str) -> list[Path]:
+    """Files of the folder that a pattern of its README.md names; none outside the folder."""
+    if pattern.startswith(("/", "~")) or ".." in Path(pattern).parts or "://" in pattern:
+        raise InputError(f"{root}/README.md names files outside the folder: {pattern!r}")
+    return [file for file in root.glob(pattern) if file.suffix in SUFFIXES and file.is_file()]
+
+
+def _named(root: Path) -> Parts:
+    """Subset and split by the names of folders and files; all is "train" where none says it."""
+    parts: Parts = {}
+    for file in sorted(root.rglob("*"), key=lambda file: file.relative_to(root).as_posix()):
+        inside = file.relative_to(root)
+        if file.suffix not in SUFFIXES or not file.is_file() or _is_hidden(inside):
+            continue
+        folders = inside.parts[:-1]
+        split = _split_in(inside.stem) or next(filter(None, map(_split_in, reversed(folders))), "")
+        own = [name for name in folders if name not in _PLAIN and not _split_in(name)]
+        parts.setdefault(("/".join(own), split), []).append(file)
+    if all(not split for _, split in parts):
+        return {(subset, "train"): files for (subset, _), files in parts.items()}
+    # Beside files of splits, what names none is something else, such as dataset_infos.json.
+    return {key: files for key, files in parts.items() if key[1]}
+
+
+def _is_hidden(inside: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in inside.parts) or inside.name in (
+        "dataset_infos.json", "dataset_info.json", "state.json",
+    )  # fmt: skip
+
+
+def _split_in(name: str) -> str:
+    """The split that a name says; empty for none."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((_SPLITS[word] for word in words if word in _SPLITS), "")

@@ -1,0 +1,159 @@
+"""Evaluates a model folder on all sets: the serving processes of a run, without a trainer.
+
+Used by `megatron-rl eval`. The same command over the same folder generates what is missing.
+"""
+
+import logging
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.launcher import preflight
+from megatron_rl.evaluation.runs.results import (
+    RESULTS,
+    Report,
+    make_report,
+    write_report,
+)
+from megatron_rl.evaluation.runs.tables import print_report
+from megatron_rl.launcher.intentions import NOTHING, evaluation_lines, say
+from megatron_rl.launcher.prompt_record import pin_revisions
+from megatron_rl.launcher.run import eval_limit_s, prepare_run_folder, serve_evaluation
+from megatron_rl.launcher.run_folder import CONFIG, FolderLock, locked
+from megatron_rl.launcher.session import Session
+from megatron_rl.rollout_queue.evaluated import read_evaluated
+from megatron_rl.rollout_queue.evaluation import EvaluationSet, evaluation_sets
+from megatron_rl.data.prompts import prompts_of_run
+
+log = logging.getLogger(__name__)
+
+
+def evaluate(config: Config, label: str, console: Console, *, dry_in: Path | None = None) -> None:
+    """Evaluate the model folder, write eval.json, print its tables.
+
+    dry_in: make all checks, and only say what would be done in this folder. Raises InputError
+    before anything starts, RoleDied, DeadlineExceeded.
+    """
+    if not config.eval.is_wanted:
+        raise InputError(
+            "eval.prompts is 0 and there are no [[eval.sets]]: say how many held-out prompts to "
+            "evaluate on, or name sets"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", label):
+        raise InputError(f"--label {label!r}: it names files; use letters, digits, - and _")
+    config = pin_revisions(_without_training(config))
+    is_again = _check_earlier(config, label)
+    prompts = preflight.check(config, is_known_folder=is_again)
+    dropped = frozenset(prompt.id for prompt in prompts.dropped)
+    loaded = prompts_of_run(config, dropped)
+    sets = evaluation_sets(config, loaded)
+    if dry_in is not None:
+        problems = sum(len(one.prompts) for one in sets)
+        missing = _missing(config, label, sets)
+        say([*evaluation_lines(config, label, dry_in, problems, missing), NOTHING], console)
+        return
+    with locked(config.run.dir) as lock:
+        # Once more: another launcher may have had the lock until now.
+        is_again = _check_earlier(config, label)
+        missing = _missing(config, label, sets)
+        if is_again:
+            console.print(_again_text(config, missing), highlight=False, soft_wrap=True)
+        if missing:
+            config = prepare_run_folder(config, None, prompts, console, replaces_config=is_again)
+            _generate(config, label, console, lock=lock)
+        report = make_report(config, label, sets, left_out=loaded.dropped)
+        write_report(config.run.dir, report)
+    print_report(report, console)
+    _say_where(config, label, report, console)
+
+
+def _without_training(config: Config) -> Config:
+    return config.model_copy(
+        update={
+            "sft": config.sft.model_copy(update={"steps": 0, "baseline": False}),
+            "train": config.train.model_copy(update={"steps": 0, "epochs": 0}),
+            "checkpoint": config.checkpoint.model_copy(update={"resume": "never"}),
+        }
+    )
+
+
+def _check_earlier(config: Config, label: str) -> bool:
+    """Whether the folder holds an earlier part of this evaluation.
+
+    Raises InputError for that of another one: results never mix.
+    """
+    run_dir = config.run.dir
+    path = run_dir / CONFIG
+    if not path.exists():
+        return False
+    other = "name another folder with --run-dir DIR"
+    # Without any, the first start ended before its processes began.
+    labels = {path.name.split(".")[1] for path in run_dir.glob("config.*.toml")}
+    if labels and label not in labels:
+        raise InputError(f"{run_dir} already holds another run, or another --label: {other}")
+    earlier = load_config(path)
+    changed = [
+        key for key, value in _what_counts(config).items() if _what_counts(earlier)[key] != value
+    ]
+    if earlier.train.steps:
+        changed.append("train.steps")
+    if changed:
+        raise InputError(
+            f"{run_dir} holds an evaluation with other values of {', '.join(changed)}: {other}, or "
+            f"give the values of {path} to go on with that one"
+        )
+    return True
+
+
+def _what_counts(config: Config) -> dict[str, object]:
+    """What results depend on: by other values, completions would not belong together."""
+    return {
+        "run.seed": config.run.seed,
+        "model": config.model,
+        "prompts": config.prompts,
+        "render": config.render,
+        "sampling": config.sampling,
+        "reward": config.reward,
+        # Which sets and how they are sampled, not how long that may take.
+        "eval": config.eval.model_copy(update={"timeout_s": 1.0}),
+    }
+
+
+def _missing(config: Config, label: str, sets: list[EvaluationSet]) -> int:
+    """Problems that are not recorded with all their completions."""
+    found = [read_evaluated(config.run.dir, one.label(label), one) for one in sets]
+    return sum(len(one.prompts) for one in sets) - sum(map(len, found))
+
+
+def _again_text(config: Config, missing: int) -> str:
+    if not missing:
+        return f"{config.run.dir} holds all completions: nothing is generated."
+    return f"Going on with the evaluation in {config.run.dir}: {missing} problems are missing."
+
+
+def _generate(config: Config, label: str, console: Console, *, lock: FolderLock) -> None:
+    with (
+        Session(config, console, lock=lock) as session,
+        session.phase("evaluation", f"evaluation {label}"),
+    ):
+        arguments = ["--keep-evaluated"]
+        queue = serve_evaluation(session, label, config.model.path, queue_arguments=arguments)
+        session.wait_for(queue, f"evaluation {label}", eval_limit_s(config))
+        session.end_serving()
+
+
+def _say_where(config: Config, label: str, report: Report, console: Console) -> None:
+    unmeasured = {
+        name: found["missing_problems"] + found["short_problems"]
+        for name, found in report["sets"].items()
+    }
+    for name, count in unmeasured.items():
+        if count:
+            text = f"warning: {name}: {count} problems lack completions; start again to retry them"
+            console.print(text, highlight=False, soft_wrap=True)
+    text = f"Figures: {config.run.dir / RESULTS}\nCompletions: {config.run.dir}/rollouts"
+    console.print(f"{text}/eval_{label}*.jsonl", highlight=False, soft_wrap=True)

@@ -1,0 +1,163 @@
+"""The exported model in transformers alone: does hf/final say what the run reported?
+
+Used by `megatron-rl audit --model`. Loads RUN_DIR/hf/final in transformers and
+- compares its logits with those of the trainer's model code on one rank, in the training dtype;
+  the measure of rounding is how far each of them is from transformers in float32;
+- answers the held-out prompts as the run did, greedily or by sampling, and compares the accuracy
+  with the reported one.
+"""
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config, override
+from megatron_rl.config.staging import longest_stage
+from megatron_rl.config.tree import Config, ParallelConfig
+from megatron_rl.data.dropped_prompts import read_dropped
+from megatron_rl.data.prompts import prompts_of_run
+from megatron_rl.launcher.ports import find_free
+from megatron_rl.protocol.render import Renderer, open_renderer
+from megatron_rl.protocol.types import Prompt
+from megatron_rl.rollout_queue.evaluation import select_held_out
+
+PROBE_PROMPTS = 32
+BATCH = 64
+ROUNDING_FACTOR = 2.0
+STANDARD_ERRORS = 3.0
+SAMPLING_SEED = 0
+_ANSWER = re.compile(r"<think>((?!</?think>).)*</think>((?!</?think>).)*\\boxed\{([^{}]*)\}", re.S)
+
+
+def audit_model(run_dir: Path) -> dict[str, object]:
+    """Figures, and what they say under names that begin with is_. Raises InputError."""
+    folder = run_dir / "hf" / "final"
+    if not folder.is_dir() or not (run_dir / "summary.json").exists():
+        raise InputError(f"{run_dir} has no hf/final and summary.json: its run has not ended")
+    cfg = load_config(run_dir / "config.toml", [override("model.path", str(folder))])
+    cfg = cfg.model_copy(update={"parallel": ParallelConfig()})
+    renderer = open_renderer(cfg)
+    sets = prompts_of_run(cfg, read_dropped(run_dir))
+    prompts = select_held_out(sets.held_out, cfg.eval)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    findings = compare_accuracy(cfg, renderer, prompts, summary)
+    # Last: the trainer's backend patches torch, and transformers then loads models wrongly.
+    return findings | compare_logits(cfg, renderer, prompts[:PROBE_PROMPTS])
+
+
+def compare_logits(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> dict[str, object]:
+    """Distances of trainer's and transformers' logits from float32 ones, on the prompts' tokens."""
+    sequences = [
+        renderer.render(p.messages, longest_stage(cfg).sampling.max_new_tokens, task=p.task)
+        + renderer.render_response(f"<think></think>\\boxed{{{p.answer}}}")
+        for p in prompts
+    ]
+    reference = hf_logits(cfg.model.path, sequences, "float32")
+    own = hf_logits(cfg.model.path, sequences, cfg.model.dtype)
+    trainer = trainer_logits(cfg, sequences)
+    trainer_error = float((trainer - reference).abs().mean())
+    own_error = float((own - reference).abs().mean())
+    floor = 1e-5 * float(reference.abs().mean())
+    return {
+        "logit_error_trainer": trainer_error,
+        "logit_error_transformers": own_error,
+        "logit_max_difference": float((trainer - own).abs().max()),
+        "is_logits_within_rounding": trainer_error <= ROUNDING_FACTOR * own_error + floor,
+    }
+
+
+@torch.no_grad()
+def hf_logits(folder: Path, sequences: list[list[int]], dtype: str) -> torch.Tensor:
+    """[tokens of all sequences, vocabulary] float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return torch.cat([model(torch.tensor([ids])).logits[0].float() for ids in sequences])
+
+
+def trainer_logits(cfg: Config, sequences: list[list[int]]) -> torch.Tensor:
+    """The same by the trainer's model on one rank, packed."""
+    # Imported here, as the backend patches torch for the whole process.
+    from megatron_rl.trainer.model.build import packed
+    from megatron_rl.trainer.model.policy import open_policy
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free("127.0.0.1"))}
+    tokens = torch.tensor([[token for ids in sequences for token in ids]])
+    positions = torch.cat([torch.arange(len(ids)) for ids in sequences])[None]
+    with open_policy(cfg) as policy:
+        device = policy.device
+        lengths = packed([len(ids) for ids in sequences], device)
+        chunk = policy.chunks[0].eval()
+        with torch.no_grad():
+            logits = chunk(tokens.to(device), positions.to(device), None, packed_seq_params=lengths)
+        return logits[0, :, : policy.shape.vocab].float().cpu()
+
+
+def compare_accuracy(
+    cfg: Config, renderer: Renderer, prompts: list[Prompt], summary: dict
+) -> dict[str, object]:
+    """transformers' accuracy beside the reported one."""
+    accuracy = hf_accuracy(cfg, renderer, prompts)
+    reported = summary["accuracy_after"]
+    return {
+        "accuracy_transformers": accuracy,
+        "accuracy_reported": reported,
+        "is_accuracy_confirmed": abs(accuracy - reported)
+        <= tolerance(accuracy, len(prompts), is_sampled=cfg.eval.temperature > 0),
+    }
+
+
+def tolerance(accuracy: float, prompts: int, *, is_sampled: bool) -> float:
+    """How far two measurements of one model on the same prompts may be apart.
+
+    Greedy ones differ only where rounding turns an answer: less than chance. Of sampled ones both
+    have an error.
+    """
+    error = math.sqrt(max(accuracy * (1 - accuracy), 1e-4) / prompts)
+    return STANDARD_ERRORS * math.sqrt(2) * error if is_sampled else 2 * error
+
+
+@torch.no_grad()
+def hf_accuracy(cfg: Config, renderer: Renderer, prompts: list[Prompt]) -> float:
+    """Share of prompts whose last boxed answer, well formed, is the reference text."""
+    model = AutoModelForCausalLM.from_pretrained(
+        cfg.model.path, dtype=getattr(torch, cfg.model.dtype)
+    ).eval()
+    how: dict[str, object] = {"do_sample": False}
+    if cfg.eval.temperature > 0:
+        torch.manual_seed(SAMPLING_SEED)
+        how = {"do_sample": True, "temperature": cfg.eval.temperature}
+        how |= {name: getattr(cfg.eval, name) for name in ("top_p", "top_k", "min_p")}
+    limit = cfg.eval.max_new_tokens or longest_stage(cfg).sampling.max_new_tokens
+    correct = 0
+    for start in range(0, len(prompts), BATCH):
+        batch = prompts[start : start + BATCH]
+        ids = [renderer.render(p.messages, limit, task=p.task) for p in batch]
+        width = max(map(len, ids))
+        pad = renderer.stop_ids[0]
+        tokens = torch.tensor([[pad] * (width - len(i)) + i for i in ids])
+        mask = torch.tensor([[0] * (width - len(i)) + [1] * len(i) for i in ids])
+        output = model.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=limit,
+            **how,
+            pad_token_id=pad,
+            eos_token_id=list(renderer.stop_ids),
+        )
+        for prompt, row in zip(batch, output[:, width:].tolist(), strict=True):
+            correct += answer_of(row, renderer) == prompt.answer
+    return correct / len(prompts)
+
+
+def answer_of(token_ids: list[int], renderer: Renderer) -> str | None:
+    """Boxed answer of a completion that is well formed."""
+    ends = [i for i, token in enumerate(token_ids) if token in renderer.stop_ids]
+    text = renderer.decode(token_ids[: ends[0]] if ends else token_ids)
+    found = _ANSWER.match(text)
+    return found.group(3).strip() if found else None

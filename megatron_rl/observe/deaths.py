@@ -1,0 +1,125 @@
+"""How the death of a role is explained to the person at the terminal.
+
+Used by `supervisor.py`, in the launcher. A role may be several processes: torchrun and its ranks.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.cli.command_line.command import PROGRAM
+from megatron_rl.observe.terminal_text import printable
+from megatron_rl.protocol.failure import Failure
+from megatron_rl.protocol.process import EXIT_FAILED, Interrupted
+from megatron_rl.protocol.wire import DeadlineExceeded
+
+TAIL_LINES = 15
+SAME_COMMAND = "The same command"
+"""In the last line of a run that ended early: what giving it again does."""
+# torchrun prints the exit code of a failed rank, then a traceback of its own and a list of ranks.
+_TORCHRUN_VERDICT = re.compile(r"failed \(exitcode: (-?\d+)\)")
+_TORCHRUN_LISTED = re.compile(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) ")
+# By which torchrun ends the ranks that are left.
+_SIGTERM = 15
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is known of a role that ended."""
+
+    name: str
+    exit_code: int
+    """Of what the launcher started; minus the signal's number when a signal ended it."""
+    log_path: Path
+    log_start: int
+    """Bytes of the log that are of earlier starts."""
+
+
+class RoleDied(RuntimeError):
+    """A role ended that should not have; the text shows how, and the error that came first."""
+
+    def __init__(self, name: str, exit_code: int, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+        self.exit_code = exit_code
+
+
+class RunFailed(RuntimeError):
+    """An error ended the run after its first process had started."""
+
+
+def until_death(work: Callable[[], None], last_words: Callable[[], str] = lambda: "") -> int:
+    """Exit code of work whose processes may die: 0, or 1 when one died or a deadline passed.
+
+    last_words: what a person can do then; logged after the error, and after a signal. Refused input
+    is raised while nothing has started, so that exit code 2 means that nothing has.
+    """
+    log = logging.getLogger(PROGRAM)
+    try:
+        work()
+    except Interrupted as stop:
+        log.error("%s", f"ended by signal {int(str(stop.code)) - 128}. {last_words()}".rstrip())
+        raise
+    except (RoleDied, RunFailed, DeadlineExceeded) as error:
+        for text in filter(None, [str(error), last_words()]):
+            log.error("%s", text)
+        return EXIT_FAILED
+    return 0
+
+
+def explain_death(ending: Ending, first: Failure | None, remark: str = "") -> RoleDied:
+    """The error to raise for a role that died.
+
+    first: the earliest error that a process of the run noted. One that a signal ended notes
+    nothing: where there is such a process, the others' errors are taken for consequences.
+    """
+    output = _output(ending)
+    code = ending.exit_code
+    if code == EXIT_FAILED and (verdicts := _TORCHRUN_VERDICT.findall(output)):
+        code = int(verdicts[-1])
+    killed = [(rank, int(number)) for rank, number in _TORCHRUN_LISTED.findall(output)]
+    killed = [(rank, number) for rank, number in killed if number != _SIGTERM]
+    whose = ""
+    if killed:
+        (rank, number), first = killed[0], None
+        code, whose = -number, f" of rank {rank}"
+    elif code < 0:
+        first = None
+    elif first is not None:
+        code = first.exit_code
+    how = "; ".join(filter(None, [how_it_ended(code) + whose, remark]))
+    if first is None:
+        shown, source = tail(output), f"The end of {ending.log_path}"
+    else:
+        shown = _last_lines(first.text)
+        source = f"{first.who} failed first (all output: {ending.log_path})"
+    lines = "\n".join(f"    {line}" for line in shown) or "    (nothing)"
+    return RoleDied(ending.name, code, f"{ending.name} ended with {how}. {source}:\n{lines}")
+
+
+def how_it_ended(exit_code: int) -> str:
+    """Words for an exit code, which is minus the signal's number when a signal ended the role."""
+    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+
+
+def tail(output: str) -> list[str]:
+    """The last lines of a role's output, without the traceback that torchrun adds to its rank's."""
+    verdicts = list(_TORCHRUN_VERDICT.finditer(output))
+    if verdicts:
+        output = output[: output.rfind("\n", 0, verdicts[-1].start()) + 1]
+    return _last_lines(output)
+
+
+def _last_lines(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
+    # Logs may repeat what a model wrote.
+    return [printable(line) for line in lines]
+
+
+def _output(ending: Ending) -> str:
+    """What the role wrote since its last start."""
+    if not ending.log_path.exists():
+        return ""
+    return ending.log_path.read_bytes()[ending.log_start :].decode(errors="replace")

@@ -1,0 +1,142 @@
+"""Rows of a run to all that `[metrics]` names. Used by the exporter's process and by commands."""
+
+import importlib.util
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.tree import Config
+from megatron_rl.observe.exporters.follow import Follower, Row, is_rewritten
+
+log = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """One that takes rows."""
+
+    def add(self, rows: list[Row]) -> None:
+        """Take in rows, in the order in which they were written."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+def check_installed(config: Config) -> None:
+    """Raise InputError when a package is missing that `[metrics]` needs."""
+    asked = {"tensorboard": config.metrics.tensorboard, "wandb": config.metrics.wandb != "off"}
+    for name, is_asked in asked.items():
+        if is_asked and importlib.util.find_spec(name) is None:
+            raise InputError(
+                f"metrics.{name} needs the package {name}, which is not installed: "
+                f"`.venv/bin/pip install {name}`, or leave metrics.{name} at its default"
+            )
+
+
+class Exporter:
+    """Follows the metrics of a run folder; a context manager."""
+
+    def __init__(self, config: Config) -> None:
+        """Opens nothing yet. Raises InputError for what is not installed."""
+        check_installed(config)
+        self._config = config
+        self._follower = Follower(config.run.dir / "metrics.jsonl")
+        self._writers: list[Writer] = []
+        self.passed_on = 0
+        """Rows that the writers have; none counts twice where steps are taken again."""
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def _open(self) -> None:
+        self._writers = open_writers(self._config)
+        self._follower.restart()
+        self.passed_on = 0
+        self._pass_on(self._follower.read_all())
+
+    def _close(self) -> None:
+        with ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
+        self._writers = []
+
+    def advance(self) -> int:
+        """Pass on what is new; returns how many rows."""
+        rows = self._follower.read()
+        if is_rewritten(rows):
+            # Steps are taken again: what was passed on of them has to go.
+            self._close()
+            self._open()
+        else:
+            self._pass_on(rows)
+        return len(rows)
+
+    def _pass_on(self, rows: list[Row]) -> None:
+        if rows:
+            self.passed_on += len(rows)
+            for writer in self._writers:
+                writer.add(rows)
+
+
+def open_writers(config: Config) -> list[Writer]:
+    """Those that are asked for. Raises OSError for a port that is taken."""
+    wanted, run_dir = config.metrics, config.run.dir
+    writers: list[Writer] = []
+    if wanted.tensorboard:
+        from megatron_rl.observe.exporters.tensorboard import TensorBoardWriter
+
+        writers.append(TensorBoardWriter(run_dir / "tensorboard"))
+    if wanted.prometheus_port:
+        from megatron_rl.observe.exporters.prometheus import PrometheusServer
+
+        server = PrometheusServer(wanted.prometheus_host, wanted.prometheus_port, settings(config))
+        writers.append(server)
+        log.info("http://%s:%d/metrics", wanted.prometheus_host, server.port)
+    if wanted.wandb != "off":
+        from megatron_rl.observe.exporters.wandb_run import WandbRun
+
+        writers.append(
+            WandbRun(
+                run_dir / "wandb",
+                wanted,
+                default_name=Path(run_dir).resolve().name,
+                config=config.model_dump(mode="json"),
+            )
+        )
+    return writers
+
+
+def destinations(config: Config) -> list[str]:
+    """Where the writers of `open_writers` put rows, for people."""
+    wanted, run_dir = config.metrics, config.run.dir
+    found = []
+    if wanted.tensorboard:
+        found.append(f"TensorBoard ({run_dir / 'tensorboard'})")
+    if wanted.prometheus_port:
+        found.append(
+            f"Prometheus (http://{wanted.prometheus_host}:{wanted.prometheus_port}/metrics)"
+        )
+    if wanted.wandb != "off":
+        found.append(f"Weights & Biases, {wanted.wandb} ({run_dir / 'wandb'})")
+    return found
+
+
+def settings(config: Config) -> dict[str, float]:
+    """Values of the configuration that alerts compare with."""
+    return {
+        "queue.max_staleness": config.queue.max_staleness,
+        "generator.replicas": config.generator.replicas,
+        "train.prompts_per_batch": config.train.prompts_per_batch,
+        "train.batch_timeout_s": config.train.batch_timeout_s,
+    }

@@ -1,0 +1,49 @@
+"""Event files for TensorBoard: a folder, which it calls a run, for each role."""
+
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from megatron_rl.observe.exporters.follow import Row, numbers, split_label
+
+_OURS = "events.out.tfevents.*"
+
+
+class TensorBoardWriter:
+    """Writes rows below a folder; what an earlier one left there is replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, EventFileWriter] = {}
+        for file in folder.glob(f"*/{_OURS}"):
+            file.unlink()
+
+    def add(self, rows: list[Row]) -> None:
+        """Write rows."""
+        for row in rows:
+            values = numbers(row)
+            if not values:
+                continue
+            _, name = split_label(row.get("label", ""))
+            ending = f"/{name}" if name else ""
+            summary = Summary(
+                value=[Summary.Value(tag=tag + ending, simple_value=v) for tag, v in values.items()]
+            )
+            event = Event(wall_time=row["time"], step=max(row["step"], 0), summary=summary)
+            self._writer(row["source"]).add_event(event)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def _writer(self, source: str) -> EventFileWriter:
+        if source not in self._writers:
+            folder = self._folder / source
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writers[source] = EventFileWriter(str(folder))
+        return self._writers[source]
+
+    def close(self) -> None:
+        """Write what is left."""
+        for writer in self._writers.values():
+            writer.close()

@@ -1,0 +1,104 @@
+"""Weights & Biases: one run of theirs for each run folder, resumed with it."""
+
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from megatron_rl.config.metrics import MetricsConfig
+from megatron_rl.observe.exporters.follow import Row, numbers, split_label
+
+ID_FILE = "megatron_rl_run_id"
+_TIMEOUT_S = 60
+_ONLY_WRITERS = ("trainer", "queue", "launch")
+"""Roles whose groups of metrics no other role writes."""
+
+
+class WandbRun:
+    """Sends rows, each metric over the step of its source."""
+
+    def __init__(
+        self, folder: Path, cfg: MetricsConfig, *, default_name: str, config: dict[str, Any]
+    ) -> None:
+        """folder: RUN/wandb; config: the resolved tree. Raises wandb.Error."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=cfg.wandb_project,
+            # None: what WANDB_ENTITY and the like say, if anything.
+            entity=cfg.wandb_entity or None,
+            group=cfg.wandb_group or None,
+            tags=cfg.wandb_tags or None,
+            name=cfg.wandb_name or default_name,
+            id=_id_of(folder),
+            resume="allow",
+            dir=str(folder.parent),
+            mode=cfg.wandb,
+            config=config,
+            settings=wandb.Settings(
+                init_timeout=_TIMEOUT_S,
+                console="off",
+                silent=True,
+                # The machine is ours to describe, and git its owner's.
+                disable_git=True,
+                disable_code=True,
+                x_disable_meta=True,
+            ),
+        )
+        self._sent: dict[str, int] = dict(self._run.summary.get("sent_steps", {}))
+        self._sources: set[str] = set()
+        self._groups: set[str] = set()
+
+    def add(self, rows: list[Row]) -> None:
+        """Send rows but for those that an earlier run of the exporter has sent."""
+        for row in rows:
+            source, step = row["source"], row["step"]
+            values = numbers(row)
+            if not values or step < self._sent.get(source, -1):
+                continue
+            _, name = split_label(row.get("label", ""))
+            ending = f"/{name}" if name else ""
+            sent: dict[str, Any] = {name_of(source, k) + ending: v for k, v in values.items()}
+            self._define(source, sent)
+            self._run.log(sent | {f"step/{source}": step})
+            self._sent[source] = step
+
+    def _define(self, source: str, names: Iterable[str]) -> None:
+        if source not in self._sources:
+            self._run.define_metric(f"step/{source}", hidden=True)
+            self._sources.add(source)
+        # By group, as two roles share none: "train/*" is over the trainer's steps.
+        for group in {name.partition("/")[0] for name in names} - self._groups:
+            self._run.define_metric(f"{group}/*", step_metric=f"step/{source}")
+            self._groups.add(group)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.summary["sent_steps"] = self._sent
+        self._run.finish()
+        # Their service, another process, may write the file some time after finish() has returned.
+        wandb.teardown()
+
+
+def name_of(source: str, metric: str) -> str:
+    """The metric's name there: as in metrics.jsonl, with the role as group where roles share names.
+
+    Several generators write `generator/*`, and the cold start writes `train/*` as the trainer does.
+    """
+    if source in _ONLY_WRITERS:
+        return metric
+    group, _, name = metric.partition("/")
+    is_own = source.startswith(f"{group}-") or (source, group) == ("sft", "train")
+    return f"{source}/{name if is_own else metric}"
+
+
+def _id_of(folder: Path) -> str:
+    """Their identifier of this run folder, the same for a resumed run."""
+    path = folder / ID_FILE
+    if not path.exists():
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(uuid.uuid4().hex[:12])
+        partial.rename(path)
+    return path.read_text()

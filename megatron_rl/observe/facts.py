@@ -1,0 +1,62 @@
+"""What the summary of a run needs beside its metrics: where things lie, and what was configured.
+
+Used by the launcher, for a run that it ends and for the folder of an earlier one.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.config.staging import resolve_stages
+from megatron_rl.config.tree import Config
+from megatron_rl.observe.summary import RunFacts
+from megatron_rl.protocol.exports import COLD_START, FINAL
+from megatron_rl.protocol.metrics import read_jsonl
+
+SAMPLED_STEPS = 10
+"""At most so many steps are read at each end of a run: a large one wrote gigabytes."""
+
+
+def run_facts(
+    config: Config, run_dir: Path, wall_s: dict[str, float], hf_export: str | None
+) -> RunFacts:
+    """The facts of a run whose phases took `wall_s`; run_dir: where its folder is now."""
+    names = ("summary.json", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "logs")
+    paths = [run_dir / name for name in names]
+    return RunFacts(
+        wall_s=wall_s,
+        hf_export=hf_export,
+        max_staleness=max(stage.queue.max_staleness for stage in resolve_stages(config)),
+        strict_staleness=config.queue.strict_staleness,
+        eval_temperature=config.eval.temperature,
+        sampled_accuracy=sampled_accuracy(run_dir / "rollouts"),
+        dataset_remark=config.sft.remark if config.sft.steps else "",
+        run_dir=str(run_dir),
+        files=tuple(path.name + "/" * path.is_dir() for path in paths if path.exists()),
+    )
+
+
+def find_export(run_dir: Path) -> str | None:
+    """The model that a run exported last, if any."""
+    paths = [run_dir / "hf" / name for name in (FINAL, COLD_START)]
+    return next((str(path) for path in paths if path.exists()), None)
+
+
+def sampled_accuracy(rollouts: Path) -> tuple[float | None, float | None]:
+    """Share of correct ones among all graded rollouts of the first and of the last fifth of steps.
+
+    Of both, those trained on and those dropped: zero-variance groups are all right or all wrong.
+    """
+    steps = sorted(rollouts.glob("step_*.jsonl"))
+    count = min(SAMPLED_STEPS, max(1, len(steps) // 5))
+    return _share_correct(steps[:count]), _share_correct(steps[-count:])
+
+
+def _share_correct(steps: Sequence[Path]) -> float | None:
+    """steps: files of rollouts that were trained on; beside each lie those that were dropped."""
+    graded = correct = 0
+    for step in steps:
+        for path in (step, step.with_name(step.name.replace("step", "dropped"))):
+            for rollout in read_jsonl(path):
+                graded += rollout["reward"] is not None
+                correct += rollout["reason"] == "correct"
+    return correct / graded if graded else None

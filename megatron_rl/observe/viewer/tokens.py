@@ -1,0 +1,115 @@
+"""What the tokens of a rollout say, one by one. Used by the viewer."""
+
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.observe.viewer.index import Place
+from megatron_rl.protocol.rollout_files import RolloutRecord, parse_name, read_arrays
+from megatron_rl.protocol.trained_tokens import read_trained
+
+_WINDOW = 8
+"""Tokens before a piece that it is decoded with: characters and spaces hang on neighbours."""
+
+
+class Decoder(Protocol):
+    """Of tokenizers.Tokenizer, what is used."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+
+
+class TrainedView(msgspec.Struct, frozen=True):
+    """What the trainer found of the same tokens."""
+
+    gaps: list[float]
+    """Its logprobs less the generator's, in nats."""
+    entropies: list[float]
+    """Of its next-token distribution, in nats."""
+    advantages: list[float]
+    """As the loss was given them."""
+
+
+class TokenView(msgspec.Struct, frozen=True):
+    """The tokens of a completion; lists of equal length."""
+
+    texts: list[str]
+    logprobs: list[float]
+    """In nats, of the generator when it sampled them."""
+    versions: list[int]
+    trained: TrainedView | None
+    """None: of a rollout that was not trained on, or whose values are not recorded."""
+
+
+def read_record(place: Place) -> RolloutRecord:
+    """The record of a line."""
+    with place.path.open("rb") as file:
+        file.seek(place.start)
+        return msgspec.json.decode(file.read(place.size), type=RolloutRecord)
+
+
+def load_decoder(model: Path) -> Decoder | None:
+    """The tokenizer of a model folder; None where there is no fast one."""
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        return None
+    # Loads a library that only this needs.
+    import tokenizers
+
+    decoder: Decoder = tokenizers.Tokenizer.from_file(str(path))
+    return decoder
+
+
+def view_tokens(place: Place, record: RolloutRecord, decoder: Decoder) -> TokenView:
+    """Raises InputError where the generator's arrays are missing or do not fit."""
+    if record.words is None or not place.path.with_suffix(".int32").exists():
+        raise InputError("recorded without token ids (queue.record_tokens = false)")
+    _, token_ids, logprobs = read_arrays(record, place.path)
+    versions = np.empty(len(token_ids), np.int64)
+    for span in record.spans:
+        versions[span.start : span.end] = span.version
+    return TokenView(
+        pieces(token_ids.tolist(), decoder),
+        _rounded(logprobs),
+        versions.tolist(),
+        _trained(place, record, logprobs),
+    )
+
+
+def _trained(place: Place, record: RolloutRecord, logprobs: np.ndarray) -> TrainedView | None:
+    file = parse_name(place.path)
+    if file is None or file.step is None or file.is_dropped:
+        return None
+    found = read_trained(place.path.parent.parent, file.step, record.group, record.index)
+    if found is None or len(found.logprobs) != len(logprobs):
+        return None
+    gaps = found.logprobs - logprobs
+    return TrainedView(_rounded(gaps), _rounded(found.entropies), _rounded(found.advantages))
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return np.round(values.astype(np.float64), 5).tolist()
+
+
+def pieces(ids: list[int], decoder: Decoder) -> list[str]:
+    """Text of each token: what it adds to the text of the tokens before it.
+
+    A character of several tokens is added by its last one.
+    """
+    found, begin, shown = [], 0, ""
+    for end in range(1, len(ids) + 1):
+        text = decoder.decode(ids[begin:end], skip_special_tokens=False)
+        is_torn = text.endswith("\ufffd")
+        if is_torn and end < len(ids) and end - begin < 2 * _WINDOW:
+            found.append("")
+            continue
+        found.append(text[len(shown) :])
+        if end - begin >= _WINDOW:
+            begin = end - 1
+            shown = decoder.decode(ids[begin:end], skip_special_tokens=False)
+        else:
+            shown = text
+    return found

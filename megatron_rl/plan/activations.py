@@ -1,0 +1,151 @@
+"""Bytes of activations and logits of a trainer rank at a token budget. Pure.
+
+The accounting is that of arXiv 2205.05198, section 4.1: a tensor counts when an operation keeps it
+for its backward pass. Their layer has dropout, biases, GELU and stored attention scores, sbh (34 +
+5as/h) bytes (eq. 1); ours has none of them, and gated MLPs, grouped queries and flash attention.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.plan.division import Division
+from megatron_rl.weights.layout.shape import ModelShape
+
+Recompute = Literal["none", "selective", "full"]
+FLOAT32_BYTES = 4
+LOGIT_BYTES = 8
+"""Of each logit that is held whole: the float32 value and its float32 gradient."""
+
+_UNIT_ELEMENTS = 5
+"""Of a gated MLP, without fusions (megatron-core 0.16.1, mlp.py:224): gate and up, silu(gate), up
+with its offset, their product."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one pass works on."""
+
+    tokens: int
+    """Of the packed microbatch, over all context-parallel ranks."""
+    count: int
+    """Microbatches of an optimizer step on a data-parallel rank."""
+
+
+def layer_elements(shape: ModelShape, division: Division) -> float:
+    """Elements for each token that one layer keeps for its backward pass on one rank.
+
+    Experts are taken to be equally loaded.
+    """
+    # The input of each norm, and its output, which the next product multiplies.
+    norms = 4 * shape.hidden / division.sequence_shards
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # The fused projection (values are a view of it), rotated queries and keys, the result.
+    attention = (queries + 2 * keys) + (queries + keys) + queries
+    if shape.has_qk_norm:
+        # Queries do not lie next to each other in the projection: their norm keeps a copy.
+        attention += queries
+    if shape.experts:
+        return norms + attention / division.tensor + _expert_elements(shape, division)
+    return norms + (attention + _UNIT_ELEMENTS * shape.ffn) / division.tensor
+
+
+def _expert_elements(shape: ModelShape, division: Division) -> float:
+    """The same for the experts of a layer, with the router's float32 scores as two elements."""
+    # Each also keeps its product times the router's probability.
+    units = (_UNIT_ELEMENTS + 1) * shape.moe_ffn / division.expert_tensor
+    routed = shape.experts_per_token * (shape.hidden + units)
+    return (routed + 2 * shape.experts) / division.sequence_shards
+
+
+def recomputed_elements(shape: ModelShape, division: Division, modules: Collection[str]) -> float:
+    """Elements for each token of a layer that recomputation of `modules` does not keep.
+
+    Of attention nothing: its softmax is never stored by flash attention. Layers are those of
+    TransformerEngine, where all norms but the one before experts are fused into a product.
+    """
+    spared = 0.0
+    if shape.experts:
+        if "moe" in modules:
+            spared += _expert_elements(shape, division)
+        elif "moe_act" in modules:
+            # Gate and up stay, out of which the others are made.
+            between = (_UNIT_ELEMENTS + 1 - 2) * shape.moe_ffn / division.expert_tensor
+            spared += shape.experts_per_token * between / division.sequence_shards
+        if "layernorm" in modules:
+            spared += shape.hidden / division.sequence_shards
+    elif "mlp" in modules:
+        spared += _UNIT_ELEMENTS * shape.ffn / division.tensor
+    return spared
+
+
+def stored_microbatches(division: Division, stage: int, count: int) -> float:
+    """Microbatches whose activations of all layers of a stage are held at once.
+
+    1F1B: at most stages - stage (arXiv 2104.04473, section 2.2.1). Interleaved stages: Megatron
+    starts 2 (stages - stage - 1) + (v - 1) stages chunks ahead, which on stage 0 is L (1 + (p - 1)
+    / (p v)) layers (arXiv 2205.05198, section 4.2.3).
+    """
+    behind = division.pipeline - stage - 1
+    if division.virtual_stages == 1:
+        return min(behind + 1, count)
+    chunks = 2 * behind + (division.virtual_stages - 1) * division.pipeline + 1
+    return min(chunks / division.virtual_stages, count)
+
+
+def activation_bytes(
+    shape: ModelShape,
+    division: Division,
+    microbatch: Microbatch,
+    *,
+    stage: int,
+    item_bytes: int,
+    recompute: Recompute,
+    modules: Collection[str] = (),
+) -> int:
+    """Most bytes of activations that a rank of `stage` holds, gradients of one layer included.
+
+    recompute "full" keeps the input of each layer and recomputes one layer at a time; "selective"
+    does so with the modules alone.
+    """
+    tokens = microbatch.tokens / division.context
+    layers = division.stage_layers(shape.layers, stage)
+    whole_layer = layer_elements(shape, division)
+    again = 0.0
+    if recompute == "full":
+        again = whole_layer - shape.hidden / division.sequence_shards
+    elif recompute == "selective":
+        again = recomputed_elements(shape, division, modules)
+    kept = whole_layer - again
+    held = stored_microbatches(division, stage, microbatch.count)
+    elements = held * layers * kept
+    if stage == 0:
+        elements += held * shape.hidden / division.sequence_shards
+    if stage == division.pipeline - 1:
+        elements += 2 * shape.hidden / division.sequence_shards
+    if recompute == "full":
+        elements += whole_layer
+    elif recompute == "selective":
+        elements += again
+    elements += _gradient_elements(shape, division)
+    return round(tokens * elements * item_bytes)
+
+
+def _gradient_elements(shape: ModelShape, division: Division) -> float:
+    """Elements for each token of the gradients that live at once in the backward of one layer."""
+    units = shape.ffn / division.tensor
+    if shape.experts:
+        units = shape.experts_per_token * shape.moe_ffn / division.sequence_shards
+    # Of the gated product, of gate and up; of a layer's input, and tokens gathered for a product.
+    return 3 * units + 2 * shape.hidden
+
+
+def logits_bytes(rows: int, columns: int, chunk_rows: int | None = None) -> int:
+    """Bytes of the logits of `rows` predicted tokens on the last stage.
+
+    columns: padded vocabulary over tensor ranks. With chunk_rows only so many rows exist at once,
+    in float32; without, all of them and their gradients.
+    """
+    if chunk_rows is None:
+        return rows * columns * LOGIT_BYTES
+    return min(rows, chunk_rows) * columns * FLOAT32_BYTES

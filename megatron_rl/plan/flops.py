@@ -1,0 +1,123 @@
+"""FLOPs of an optimizer step, and how long they take. Pure.
+
+A product of [m, k] and [k, n] counts 2 m k n; backward counts twice the forward pass. Source:
+Narayanan et al. (arXiv 2104.04473, eq. 3), whose factor 4 holds a recomputed forward pass; the
+model's own FLOPs are 3 forward passes, as in PaLM's definition of MFU (arXiv 2204.02311, app. B).
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_rl.plan.parameters import attention_parameters, expert_parameters
+from megatron_rl.weights.layout.shape import ModelShape
+
+BACKWARD = 2
+"""A backward pass over a forward pass."""
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Of all ranks together, forward and backward."""
+
+    products: int
+    """Of activations with weights: linear in tokens."""
+    attention: int
+    """Of queries with keys and of scores with values: quadratic in the length."""
+    output: int
+    """Of the output matrix, for every token."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.products + self.attention + self.output
+
+    def plus(self, other: "StepFlops") -> "StepFlops":
+        """Both together."""
+        return StepFlops(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.output + other.output,
+        )
+
+
+def product_flops(shape: ModelShape) -> int:
+    """FLOPs of one token's forward pass through the matrices of all layers."""
+    layer = attention_parameters(shape)
+    if shape.experts:
+        layer += shape.experts_per_token * expert_parameters(shape) + shape.experts * shape.hidden
+    else:
+        layer += 3 * shape.hidden * shape.ffn
+    return 2 * shape.layers * layer
+
+
+def output_flops(shape: ModelShape) -> int:
+    """FLOPs of one row of logits, forward."""
+    return 2 * shape.hidden * shape.vocab
+
+
+def attention_flops(shape: ModelShape, pairs: int) -> int:
+    """FLOPs of attention in all layers, forward, for `pairs` of a query and a key."""
+    return 4 * shape.layers * shape.heads * shape.head_dim * pairs
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """Pairs of a query and a key of a sequence: each token sees itself and those before it.
+
+    window: it sees at most so many tokens, itself included.
+    """
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def step_flops(shape: ModelShape, *, sequences: int, length: int) -> StepFlops:
+    """Model FLOPs of training on `sequences` of `length` tokens each, nothing recomputed."""
+    tokens = sequences * length
+    pairs = sequences * causal_pairs(length, shape.sliding_window)
+    passes = 1 + BACKWARD
+    return StepFlops(
+        products=passes * tokens * product_flops(shape),
+        attention=passes * attention_flops(shape, pairs),
+        output=passes * tokens * output_flops(shape),
+    )
+
+
+def hardware_flops(flops: StepFlops, *, recomputes_layers: bool, again: int = 0) -> int:
+    """What the devices compute: with full recomputation the layers' forward pass twice.
+
+    again: FLOPs that recomputation of some modules adds.
+    """
+    layers = flops.products + flops.attention
+    return flops.total + again + (layers // (1 + BACKWARD) if recomputes_layers else 0)
+
+
+def recomputed_flops(
+    shape: ModelShape, modules: Collection[str], *, sequences: int, length: int
+) -> int:
+    """FLOPs of the forward passes through `modules` that a step of `sequences` makes again.
+
+    Norms and activations count nothing: they are limited by memory.
+    """
+    found = 0
+    if "core_attn" in modules:
+        pairs = sequences * causal_pairs(length, shape.sliding_window)
+        found += attention_flops(shape, pairs)
+    units = 0
+    if shape.experts and "moe" in modules:
+        units = shape.experts_per_token * expert_parameters(shape) + shape.experts * shape.hidden
+    elif not shape.experts and "mlp" in modules:
+        units = 3 * shape.hidden * shape.ffn
+    return found + 2 * shape.layers * units * sequences * length
+
+
+def bubble_share(stages: int, virtual_stages: int, microbatches: int) -> float:
+    """Share of a step that a pipeline stage idles: (p - 1) / (v m + p - 1).
+
+    Source: arXiv 2104.04473, section 2.2.2, where it is given over the ideal time.
+    """
+    return (stages - 1) / (virtual_stages * microbatches + stages - 1)
+
+
+def step_seconds(flops: StepFlops, *, gpus: int, peak_flops: float, mfu: float) -> float:
+    """Seconds of a step whose model FLOPs use the share `mfu` of the GPUs' peak."""
+    return flops.total / (gpus * peak_flops * mfu)

@@ -1,0 +1,104 @@
+"""What microbatches of one size cost (`train.pad_microbatches`), and what they can win. Pure.
+
+They are there for `parallel.overlap_tensor`, which hides what tensor ranks exchange behind their
+products: it cannot win more time than the exchange takes, and padding takes time of its own.
+"""
+
+from dataclasses import dataclass
+
+from megatron_rl.config.parallel import ParallelConfig
+from megatron_rl.config.trainer import ModelConfig
+from megatron_rl.config.tree import Config
+from megatron_rl.plan.flops import BACKWARD, StepFlops, product_flops
+from megatron_rl.weights.layout.shape import ModelShape
+
+LINK_BYTES_PER_S = {
+    "a100-40g": 300e9,
+    "a100-80g": 300e9,
+    "l40s-48g": 32e9,
+    "h100-80g": 450e9,
+    "h200-141g": 450e9,
+    "b200-180g": 900e9,
+}
+"""NVLink one way, by NVIDIA's data sheets, SXM models; l40s-48g has PCIe alone."""
+GATHERED, REDUCED = 8, 4
+"""Buffers of each kind that TransformerEngine 2.12 opens (base.py: layers_all_gather_overlap,
+layers_reduce_scatter_overlap), whether a model has layers for them or not. In FP8 the gathered ones
+have a byte an element."""
+BFLOAT16_BYTES = 2
+_EXCHANGES = 5
+"""In a training step, of two products whose input is gathered and whose output is reduced: both
+forward, both of their gradients backward, and the input once more for the weight's gradient."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Of a step, over all ranks; all 0 where microbatches have no fixed size."""
+
+    share: float
+    """Of all positions, at least: what the best packing leaves. First-fit decreasing takes some
+    percent more microbatches where sequences are nearly as long as the budget."""
+    positions: int
+    flops: StepFlops
+    """No logits; attention within short pieces counts nothing."""
+    exchange_s: float
+    """In which a rank receives from its tensor ranks, at the links' full rate."""
+
+
+def find_padding(
+    shape: ModelShape, config: Config, gpu: str, *, tokens: int, microbatches: int
+) -> Padding:
+    """tokens: of a step; microbatches: of each data-parallel rank and optimizer step."""
+    train, parallel = config.train, config.parallel
+    share = 0.0
+    if train.pad_microbatches:
+        if parallel.virtual_stages > 1:
+            # The interleaved schedule takes a multiple of the stages, of which empty ones are full.
+            microbatches += -microbatches % parallel.pipeline
+        places = microbatches * train.minibatches * parallel.data * train.microbatch_tokens
+        share = max(0.0, 1.0 - tokens / places)
+    positions = round(tokens * share / (1.0 - share))
+    return Padding(
+        share=share,
+        positions=positions,
+        flops=StepFlops((1 + BACKWARD) * positions * product_flops(shape), attention=0, output=0),
+        exchange_s=exchange_bytes(shape, parallel, tokens=tokens) / LINK_BYTES_PER_S[gpu],
+    )
+
+
+def exchange_bytes(shape: ModelShape, parallel: ParallelConfig, *, tokens: int) -> float:
+    """Bytes that a rank receives from its tensor ranks in a step of so many tokens, in bfloat16.
+
+    Fewer in FP8. What experts exchange is not of it: their dispatcher does that.
+    """
+    pairs = 1 if shape.experts else 2
+    others = (parallel.tensor - 1) / parallel.tensor
+    layers = shape.layers / parallel.pipeline
+    of_token = layers * pairs * _EXCHANGES * shape.hidden * BFLOAT16_BYTES * others
+    return of_token * tokens / parallel.data
+
+
+def overlap_buffer_bytes(model: ModelConfig, parallel: ParallelConfig, positions: int) -> int:
+    """Of the buffers of `parallel.overlap_tensor`, for each element of a hidden state; else 0."""
+    if not parallel.overlap_tensor:
+        return 0
+    plain = BFLOAT16_BYTES * (GATHERED + REDUCED)
+    if model.fp8 == "none":
+        return plain * positions
+    in_fp8 = GATHERED + BFLOAT16_BYTES * REDUCED
+    # Layers at the edges have buffers of their own.
+    return (in_fp8 + (plain if model.fp8_bf16_edge_layers else 0)) * positions
+
+
+def padding_advice(padding: Padding, flops: StepFlops, seconds: float) -> list[str]:
+    """flops: the model's own of a step; seconds: of a step, padding included."""
+    padding_s = seconds * padding.flops.total / (flops.total + padding.flops.total)
+    if padding_s <= padding.exchange_s:
+        return []
+    return [
+        f"at least {padding.share:.0%} of all positions are padding (train.pad_microbatches), "
+        f"{padding_s:.1f} s of a step; all that tensor ranks exchange takes "
+        f"{padding.exchange_s:.1f} s at the links' full rate, so that parallel.overlap_tensor "
+        "cannot pay: choose train.microbatch_tokens so that whole microbatches are filled, or set "
+        "both to false"
+    ]

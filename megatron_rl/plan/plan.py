@@ -1,0 +1,312 @@
+"""All figures of a configuration on given GPUs, and what is wrong with it.
+
+Used by `megatron-rl plan`. Pure, but that it reads the model's config.json.
+"""
+
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.gpus import find_gpu
+from megatron_rl.config.staging import longest_stage, name_of, resolve_stages
+from megatron_rl.config.tree import Config
+from megatron_rl.plan.fit import HOST_GPUS
+from megatron_rl.plan.flops import (
+    StepFlops,
+    bubble_share,
+    hardware_flops,
+    recomputed_flops,
+    step_flops,
+    step_seconds,
+)
+from megatron_rl.plan.generator import EngineMemory, cache_tokens, engine_memory
+from megatron_rl.plan.padding import Padding, find_padding, padding_advice
+from megatron_rl.plan.parameters import active_parameters, model_parameters
+from megatron_rl.plan.problems import (
+    count_problems,
+    engine_problems,
+    generator_gpus,
+    scorer_gpus,
+    scorer_problems,
+    trainer_problems,
+    wanted_gpus,
+)
+from megatron_rl.plan.publish import Publish, publish_cost
+from megatron_rl.plan.sharing import (
+    SharedMemory,
+    shared_memory,
+    sharing_problems,
+    turn_advice,
+)
+from megatron_rl.plan.trainer_memory import (
+    ITEM_BYTES,
+    RankMemory,
+    fullest_rank,
+    setting_of,
+)
+from megatron_rl.weights.layout.copies import copies_of, places_of
+from megatron_rl.weights.layout.shape import ModelShape, check_parallel, read_shape
+
+MAX_BUBBLE = 0.25
+"""Share of a step that a pipeline stage may idle without a warning."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a plan assumes of the machines."""
+
+    gpu: str = "h100-80g"
+    """A name in gpus.GPUS."""
+    card: str = ""
+    """Name of a card that is not there: `gpu` is the one whose speeds are assumed."""
+    memory_bytes: int | None = None
+    """Of the card; None: that of `gpu`."""
+    gpus: int | None = None
+    """Of the whole run; None: as many as the configuration uses."""
+    mfu: float = 0.35
+    """Share of the GPUs' peak that the model's FLOPs use."""
+    bytes_per_s: float | None = None
+    """That one rank sends or receives in a publish; None: `publish_rate`."""
+    turn_s: float = 0.4
+    """Of a publish, for each generator that a copy serves, beside its bytes: pause, readiness,
+    digests. An estimate."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch of reinforcement learning."""
+
+    sequences: int
+    mean_tokens: int
+    """Assumed length of each, prompt and completion."""
+    microbatches: int
+    """Of each data-parallel rank and optimizer step."""
+    flops: StepFlops
+    hardware_flops: int
+    """What is computed, recomputation and padding included."""
+    seconds: float
+    """At the stated MFU, padding included; generation and publishing are not in it."""
+    bubble_share: float
+    padding: Padding
+
+
+@dataclass(frozen=True)
+class SizingPlan:
+    """All figures."""
+
+    parameters: int
+    active_parameters: int
+    trainer_gpus: int
+    generator_gpus: int
+    """0: on those of the trainer."""
+    scorer_gpus: int
+    """0: no engine holds the reference."""
+    gpu: str
+    gpu_bytes: int
+    mfu: float
+    trainer: RankMemory
+    """Of the fullest rank."""
+    engine: EngineMemory
+    shared: SharedMemory | None
+    """Where both are on one GPU."""
+    context_tokens: int
+    kv_tokens: int
+    step: Step
+    publish: Publish
+    problems: tuple[str, ...]
+    """Why the run cannot work as it is."""
+    advice: tuple[str, ...]
+    """What could be better."""
+    is_known_gpu: bool = True
+    """Problems with another card are warnings: its memory and speeds are partly assumed."""
+    stages: "tuple[PlannedStage, ...]" = ()
+    """With the configuration itself as the first; empty for a run without stages."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Left on the fullest trainer rank; below 0 when it does not fit."""
+        return self.gpu_bytes - self.trainer.total
+
+    @property
+    def kv_completions(self) -> int:
+        """Completions of context_tokens that an engine's KV cache could hold at once."""
+        return self.engine.kv_tokens // self.context_tokens
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """The figures of a stage of the run."""
+
+    name: str
+    begins: str
+    max_new_tokens: int
+    minibatches: int
+    max_staleness: int
+    plan: SizingPlan
+    """Of a run that is all this stage, with a context that just holds its longest completions: its
+    prompts have the room that those of all stages have."""
+
+
+def make_plan(config: Config, hardware: Hardware, mean_tokens: int | None = None) -> SizingPlan:
+    """The plan of a configuration; its model folder needs config.json alone.
+
+    mean_tokens: of a prompt and its completion, on average; None: half of
+    generator.context_tokens. Raises InputError for impossible sizes.
+    """
+    shape = read_shape(config.model.path)
+    check_parallel(shape, config.parallel)
+    gpu = find_gpu(hardware.gpu)
+    gpu = replace(gpu, memory_bytes=hardware.memory_bytes or gpu.memory_bytes)
+    mean = mean_tokens or max(1, config.generator.context_tokens // 2)
+    trainer = fullest_rank(shape, setting_of(config, mean))
+    item_bytes, generator = ITEM_BYTES[config.model.dtype], config.generator
+    engine = engine_memory(shape, generator, item_bytes=item_bytes, gpu_bytes=gpu.memory_bytes)
+    kv_tokens = cache_tokens(generator, engine)
+    # Half of the context is no more than a guess at the mean.
+    trusted = None if mean_tokens is None else kv_tokens
+    publish = _publish(shape, config, hardware)
+    step = _step(shape, config, hardware, mean)
+    shared = shared_memory(config, trainer, engine)
+    stages = _stages(config, hardware, mean_tokens) if config.stages else ()
+    return SizingPlan(
+        parameters=model_parameters(shape),
+        active_parameters=active_parameters(shape),
+        trainer_gpus=config.parallel.world_size,
+        generator_gpus=0 if generator.colocate else generator_gpus(config),
+        scorer_gpus=scorer_gpus(config),
+        gpu=hardware.card or hardware.gpu,
+        gpu_bytes=gpu.memory_bytes,
+        mfu=hardware.mfu,
+        trainer=trainer,
+        engine=engine,
+        shared=shared,
+        context_tokens=generator.context_tokens,
+        kv_tokens=kv_tokens,
+        step=step,
+        publish=publish,
+        problems=(
+            *trainer_problems(shape, config, trainer, gpu, mean),
+            *engine_problems(shape, config, engine, gpu),
+            *sharing_problems(config, shared, gpu),
+            *scorer_problems(config, gpu),
+            *count_problems(config, hardware.gpus),
+            *(f"{stage.name}: {text}" for stage in stages for text in stage.plan.problems),
+        ),
+        is_known_gpu=not hardware.card,
+        advice=tuple(_advice(config, hardware.gpus, step, publish, kv_tokens=trusted)),
+        stages=stages,
+    )
+
+
+def _publish(shape: ModelShape, config: Config, hardware: Hardware) -> Publish:
+    return publish_cost(
+        shape,
+        config.generator,
+        config.weights,
+        copies=copies_of(places_of(config.parallel)),
+        item_bytes=ITEM_BYTES[config.model.dtype],
+        bytes_per_s=hardware.bytes_per_s,
+        turn_s=hardware.turn_s,
+    )
+
+
+def _stages(
+    config: Config, hardware: Hardware, mean_tokens: int | None
+) -> tuple[PlannedStage, ...]:
+    """The plan of each stage as if it were the whole run, but for its GPUs."""
+    prompt_room = config.generator.context_tokens - longest_stage(config).sampling.max_new_tokens
+    found = []
+    for number, stage in enumerate(resolve_stages(config)):
+        limit = stage.sampling.max_new_tokens
+        generator = stage.generator.model_copy(update={"context_tokens": prompt_room + limit})
+        sized = stage.model_copy(update={"generator": generator})
+        found.append(
+            PlannedStage(
+                name=name_of(config, number),
+                begins=begins(config, number),
+                max_new_tokens=limit,
+                minibatches=stage.train.minibatches,
+                max_staleness=stage.queue.max_staleness,
+                plan=make_plan(sized, replace(hardware, gpus=None), mean_tokens),
+            )
+        )
+    return tuple(found)
+
+
+def begins(config: Config, stage: int) -> str:
+    """When a stage begins, for people."""
+    if not stage:
+        return "batch 0"
+    trigger = config.stages[stage - 1]
+    if trigger.plateau is not None:
+        return f"plateau of {trigger.plateau.metric.removeprefix('rollout/')}"
+    at_step = trigger.at_step
+    never = at_step is not None and at_step >= config.train.steps
+    return f"batch {at_step}" + (" (never: train.steps)" if never else "")
+
+
+def _step(shape: ModelShape, config: Config, hardware: Hardware, mean_tokens: int) -> Step:
+    gpu, setting = find_gpu(hardware.gpu), setting_of(config, mean_tokens)
+    peak = gpu.fp8_flops if config.model.fp8 != "none" else gpu.bf16_flops
+    if peak is None:
+        raise InputError(f"model.fp8 needs FP8 tensor cores, which {hardware.gpu} does not have")
+    sequences = config.train.prompts_per_batch * config.train.group_size
+    flops = step_flops(shape, sequences=sequences, length=mean_tokens)
+    division, microbatches = setting.division, setting.microbatch.count
+    tokens = sequences * mean_tokens
+    padding = find_padding(shape, config, hardware.gpu, tokens=tokens, microbatches=microbatches)
+    computed = flops.plus(padding.flops)
+    again = 0
+    if setting.recompute == "selective":
+        modules = setting.recompute_modules
+        again = recomputed_flops(shape, modules, sequences=sequences, length=mean_tokens)
+        again += recomputed_flops(shape, modules, sequences=padding.positions, length=1)
+    return Step(
+        sequences=sequences,
+        mean_tokens=mean_tokens,
+        microbatches=microbatches,
+        flops=flops,
+        hardware_flops=hardware_flops(
+            computed, recomputes_layers=setting.recompute == "full", again=again
+        ),
+        seconds=step_seconds(computed, gpus=division.world_size, peak_flops=peak, mfu=hardware.mfu),
+        bubble_share=bubble_share(division.pipeline, division.virtual_stages, microbatches),
+        padding=padding,
+    )
+
+
+def _advice(
+    config: Config, gpus: int | None, step: Step, publish: Publish, *, kv_tokens: int | None
+) -> list[str]:
+    train, generator = config.train, config.generator
+    found = []
+    wanted = wanted_gpus(config)
+    if gpus is not None and wanted < gpus:
+        found.append(f"{gpus - wanted} of {gpus} GPUs are idle: raise generator.replicas")
+    if train.microbatch_tokens < generator.context_tokens:
+        found.append(
+            f"a sequence may have generator.context_tokens={generator.context_tokens}, more than "
+            f"train.microbatch_tokens={train.microbatch_tokens}: memory is that of the former"
+        )
+    if kv_tokens is not None and generator.max_running * step.mean_tokens > kv_tokens:
+        running = kv_tokens // step.mean_tokens
+        found.append(
+            f"the KV cache holds {running} completions of {step.mean_tokens} tokens, fewer than "
+            f"generator.max_running={generator.max_running}"
+        )
+    if step.bubble_share > MAX_BUBBLE:
+        found.append(
+            f"{step.microbatches} microbatches leave pipeline stages idle "
+            f"{step.bubble_share:.0%} of a step: lower train.microbatch_tokens or parallel.pipeline"
+        )
+    if max(config.parallel.tensor, generator.tensor_parallel) > HOST_GPUS:
+        found.append(f"more than {HOST_GPUS} tensor ranks span hosts: their traffic is slow there")
+    if publish.seconds / publish.turns > config.weights.deadline_s:
+        found.append(
+            f"a transfer takes {publish.seconds / publish.turns:.0f} s, longer than "
+            f"weights.deadline_s={config.weights.deadline_s:.0f}"
+        )
+    found += padding_advice(step.padding, step.flops, step.seconds)
+    found += turn_advice(config, step.seconds)
+    if config.weights.method == "reshard" and not generator.quantization:
+        found += publish.relay_advice(step.seconds)
+    return found

@@ -1,0 +1,135 @@
+"""Memory of a trainer rank by what it is for, and which rank needs most. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config.gpus import GIB
+from megatron_rl.config.tree import Config
+from megatron_rl.plan.activations import (
+    Microbatch,
+    Recompute,
+    activation_bytes,
+    logits_bytes,
+)
+from megatron_rl.plan.division import Division, division_of
+from megatron_rl.plan.padding import overlap_buffer_bytes
+from megatron_rl.plan.parameters import stage_parameters
+from megatron_rl.plan.states import StateBytes, state_bytes
+from megatron_rl.weights.layout.shape import ModelShape
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+RESERVE_BYTES = 4 * GIB
+"""An allowance: CUDA context, NCCL's and cuBLAS' buffers, fragmentation."""
+
+
+@dataclass(frozen=True)
+class TrainerSetting:
+    """What the memory of a trainer rank depends on, beside the model."""
+
+    division: Division
+    microbatch: Microbatch
+    item_bytes: int
+    """Of a parameter and of an activation."""
+    recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    publish_buffer_bytes: int = 0
+    dequantises: bool = False
+    """A publish holds parameters in the compute dtype beside those in FP8; taken to be all."""
+    logprob_chunk_tokens: int | None = None
+    """Rows of logits that exist at once; None: those of a whole microbatch."""
+    compares_vocabularies: bool = False
+    """The reference's output layer and what goes into it lie beside the policy's."""
+    is_fp8: bool = False
+    is_offloaded: bool = False
+    """Optimizer state is in host memory."""
+    overlap_bytes_per_hidden: int = 0
+    """Of the buffers of parallel.overlap_tensor, for each element of a hidden state."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of each rank of one pipeline stage."""
+
+    stage: int
+    parameters: int
+    """Elements, not bytes."""
+    states: StateBytes
+    activations: int
+    logits: int
+    publish_buffers: int
+    overlap_buffers: int = 0
+    """Of parallel.overlap_tensor."""
+    reserve: int = RESERVE_BYTES
+
+    @property
+    def total(self) -> int:
+        """The peak, as a sum of parts that are not all at theirs at once."""
+        parts = (self.activations, self.logits, self.publish_buffers, self.overlap_buffers)
+        return self.states.total + sum(parts) + self.reserve
+
+
+def setting_of(config: Config, mean_tokens: int) -> TrainerSetting:
+    """The setting of a configuration whose sequences have mean_tokens on average."""
+    train, weights = config.train, config.weights
+    tokens = train.prompts_per_batch * train.group_size * mean_tokens
+    # A sequence over the budget is a microbatch of its own (protocol/packing.py).
+    budget = max(train.microbatch_tokens, config.generator.context_tokens)
+    passes = tokens / (train.minibatches * config.parallel.data * train.microbatch_tokens)
+    return TrainerSetting(
+        division=division_of(config.parallel),
+        microbatch=Microbatch(budget, max(1, math.ceil(passes))),
+        item_bytes=ITEM_BYTES[config.model.dtype],
+        recompute=config.model.recompute,
+        recompute_modules=config.model.recompute_modules,
+        # Two rounds of a publish are in flight (docs/weights.md), under host in host memory.
+        publish_buffer_bytes=2 * weights.bucket_bytes if weights.method != "host" else 0,
+        dequantises=config.model.fp8_parameters,
+        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
+        compares_vocabularies=config.algorithm.kl.is_exact,
+        is_fp8=config.model.fp8 != "none",
+        is_offloaded=config.optimizer.offload,
+        overlap_bytes_per_hidden=overlap_buffer_bytes(config.model, config.parallel, budget),
+    )
+
+
+def rank_memory(shape: ModelShape, setting: TrainerSetting, stage: int) -> RankMemory:
+    """Memory of a rank of pipeline stage `stage`; its tensor and data ranks are alike."""
+    division = setting.division
+    parameters = stage_parameters(shape, division, stage)
+    logits = 0
+    if stage == division.pipeline - 1:
+        rows = setting.microbatch.tokens // division.context
+        columns = shape.padded_vocab(division.tensor) // division.tensor
+        logits = logits_bytes(rows, columns, setting.logprob_chunk_tokens)
+        if setting.compares_vocabularies:
+            logits += (rows + columns) * shape.hidden * setting.item_bytes
+    return RankMemory(
+        stage=stage,
+        parameters=parameters.total,
+        states=state_bytes(
+            parameters,
+            division,
+            item_bytes=setting.item_bytes,
+            is_fp8=setting.is_fp8,
+            is_offloaded=setting.is_offloaded,
+        ),
+        activations=activation_bytes(
+            shape,
+            division,
+            setting.microbatch,
+            stage=stage,
+            item_bytes=setting.item_bytes,
+            recompute=setting.recompute,
+            modules=setting.recompute_modules,
+        ),
+        logits=logits,
+        publish_buffers=setting.publish_buffer_bytes
+        + setting.dequantises * parameters.total * setting.item_bytes,
+        overlap_buffers=setting.overlap_bytes_per_hidden * shape.hidden,
+    )
+
+
+def fullest_rank(shape: ModelShape, setting: TrainerSetting) -> RankMemory:
+    """Memory of the rank that needs most; of several, the one of the earliest stage."""
+    stages = range(setting.division.pipeline)
+    return max((rank_memory(shape, setting, stage) for stage in stages), key=lambda m: m.total)

@@ -1,0 +1,106 @@
+"""What is measured of a run that is complete: values from its summary and its metrics.
+
+Used by `megatron-rl sweep`.
+"""
+
+import difflib
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.renamed import RENAMED_METRICS
+from megatron_rl.observe.summary import RunFacts, summarize
+from megatron_rl.protocol.metrics import RESUMED, stream_rows
+from megatron_rl.sweep.estimates import mean_of
+
+STEP_S = "step_s"
+"""Metric: median seconds from the end of a step to that of the next."""
+LAST_ROWS = 10
+"""Of a metric with a slash the last so many rows are averaged, as in reward_last10."""
+
+_AT = ("start", "end", "gain")
+"""Metrics of the evaluations before training and last of all: `end` of the held-out prompts,
+`end.SET` of a set."""
+
+Row = dict[str, Any]
+
+
+def check_metric(name: str) -> None:
+    """Raise ValueError for a name that no run can offer, naming the nearest that one does."""
+    if name in RENAMED_METRICS:
+        raise ValueError(f"metrics: {name!r} is named {RENAMED_METRICS[name]!r} now")
+    known = [*summarize([], RunFacts()), STEP_S, *_AT]
+    if "/" in name or name.partition(".")[0] in known:
+        return
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {matches[0]!r}?" if matches else ""
+    raise ValueError(
+        f"metrics: {name!r} is no key of summary.json{hint}. Metrics of metrics.jsonl have a slash"
+    )
+
+
+def measure(run_dir: Path, names: Sequence[str]) -> dict[str, float | None]:
+    """The metrics of a run; None where it has none."""
+    rows = list(stream_rows(run_dir / "metrics.jsonl"))
+    summary = read_summary(run_dir)
+    return {name: _value(name, summary, rows) for name in names}
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """summary.json. Raises InputError for one that a crash of the host cut short."""
+    path = run_dir / "summary.json"
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        hint = "remove it, and give the command again"
+        raise InputError(f"{path} was cut short ({error}): {hint}") from error
+
+
+def _value(name: str, summary: dict[str, Any], rows: list[Row]) -> float | None:
+    if "/" in name:
+        values = [row[name] for row in rows if name in row][-LAST_ROWS:]
+        return mean_of(values) if values else None
+    if name == STEP_S:
+        return seconds_a_step(rows)
+    at, _, name_of_set = name.partition(".")
+    if at in _AT:
+        return _accuracy_at(at, name_of_set, summary)
+    found: Any = summary
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _accuracy_at(at: str, name_of_set: str, summary: dict[str, Any]) -> float | None:
+    """An accuracy, or what it gained; name_of_set: empty for the held-out prompts.
+
+    A run without reinforcement learning is evaluated once, after its cold start if it has one: what
+    it starts from is then measured by another run, and this is its end.
+    """
+    before, after = (_accuracy(label, name_of_set, summary) for label in ("before", "after"))
+    if at == "gain":
+        return None if before is None or after is None else after - before
+    return after if at == "end" and after is not None else before
+
+
+def _accuracy(label: str, name_of_set: str, summary: dict[str, Any]) -> float | None:
+    if not name_of_set:
+        return summary.get(f"accuracy_{label}")
+    found = summary.get("evaluation_sets", {}).get(f"{label}.{name_of_set}", {})
+    return found.get("accuracy")
+
+
+def seconds_a_step(rows: Sequence[Row]) -> float | None:
+    """Median over the steps but the first ones of the run and of each part that was resumed."""
+    gaps, last_end = [], None
+    for row in rows:
+        if RESUMED in row:
+            last_end = None
+        elif row.get("source") == "trainer" and "train/loss" in row:
+            if last_end is not None:
+                gaps.append(row["time"] - last_end)
+            last_end = row["time"]
+    return statistics.median(gaps) if gaps else None

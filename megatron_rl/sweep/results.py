@@ -1,0 +1,112 @@
+"""What a sweep came to so far: figures by variant and metric, and the runs that are missing.
+
+Used by `megatron-rl sweep`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.sweep.estimates import (
+    Estimate,
+    PairedDifference,
+    estimate,
+    paired_difference,
+)
+from megatron_rl.sweep.folders import State, failure_of, state_of
+from megatron_rl.sweep.measures import measure
+from megatron_rl.sweep.plan import Plan, PlannedRun
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run."""
+
+    run: PlannedRun
+    state: State
+    reason: str
+    """Why it failed; empty where it did not."""
+    values: dict[str, float | None]
+    """By metric; {} of a run that is not complete."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A variant by one metric."""
+
+    variant: str
+    metric: str
+    estimate: Estimate | None
+    """None where no complete run measured it."""
+    difference: PairedDifference | None
+    """To the baseline; None of the baseline itself, and where no seed has both."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that the table says."""
+
+    plan: Plan
+    runs: tuple[RunResult, ...]
+    figures: tuple[Figure, ...]
+    """Metric by metric, variants in the order of the plan."""
+
+    @property
+    def missing(self) -> list[RunResult]:
+        """Runs that the figures leave out."""
+        return [result for result in self.runs if result.state is not State.COMPLETE]
+
+
+def collect(plan: Plan) -> Results:
+    """Read the folders of all runs; the figures are of those that are complete."""
+    runs = tuple(_read(run, plan.sweep.metrics) for run in plan.runs)
+    figures = [
+        _figure(runs, variant, metric, plan.baseline)
+        for metric in plan.sweep.metrics
+        for variant in plan.variants
+    ]
+    return Results(plan, runs, tuple(figures))
+
+
+def _read(run: PlannedRun, metrics: list[str]) -> RunResult:
+    state = state_of(run)
+    values = measure(run.run_dir, metrics) if state is State.COMPLETE else {}
+    return RunResult(run, state, failure_of(run) if state is State.FAILED else "", values)
+
+
+def _figure(runs: tuple[RunResult, ...], variant: str, metric: str, baseline: str) -> Figure:
+    values = _by_seed(runs, variant, metric)
+    difference = None
+    if variant != baseline:
+        difference = paired_difference(values, _by_seed(runs, baseline, metric))
+    return Figure(variant, metric, estimate(list(values.values())), difference)
+
+
+def _by_seed(runs: tuple[RunResult, ...], variant: str, metric: str) -> Mapping[int, float]:
+    found = {r.run.seed: r.values.get(metric) for r in runs if r.run.variant == variant}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """The content of sweep.json."""
+    plan = results.plan
+    return {
+        "name": plan.sweep.name,
+        "base": str(plan.sweep.base),
+        "baseline": plan.baseline,
+        "seeds": plan.sweep.seeds,
+        "variants": {name: list(overrides) for name, overrides in plan.variants.items()},
+        "runs": [
+            {
+                "variant": result.run.variant,
+                "seed": result.run.seed,
+                "run_dir": str(result.run.run_dir),
+                "state": result.state.value,
+                "reason": result.reason,
+                "metrics": result.values,
+            }
+            for result in results.runs
+        ],
+        "figures": [dataclasses.asdict(figure) for figure in results.figures],
+    }

@@ -1,0 +1,107 @@
+"""Runs what is left of a sweep, one run after the other, each in a process of its own.
+
+One thread. The child leads its own process group and is ended, with all below it, when the sweep
+is: by Ctrl-C, by SIGTERM or by its death. What a child prints is appended to RUN/logs/run.out.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_rl.cli.command_line.progress import Report, counted, progress
+from megatron_rl.launcher.supervisor import POLL_S, Supervisor
+from megatron_rl.observe.deaths import SAME_COMMAND, RoleDied, how_it_ended, tail
+from megatron_rl.sweep.folders import FAILURE, State, state_of
+from megatron_rl.sweep.plan import Plan, PlannedRun
+from megatron_rl.sweep.table import say
+
+_ROLE = "run"
+_PROGRAM = "megatron-rl: "
+
+CommandOf = Callable[[PlannedRun], list[str]]
+
+
+def run_command(run: PlannedRun) -> list[str]:
+    """The command of a run, as a user gives it."""
+    return [sys.executable, "-m", "megatron_rl.cli.main", *run.arguments]
+
+
+def run_all(
+    plan: Plan,
+    console: Console,
+    *,
+    lock: int,
+    command_of: CommandOf,
+    after_each: Callable[[], None],
+) -> int:
+    """Run all that are not complete; returns how many failed.
+
+    lock: descriptor that keeps other sweeps out of the folder. after_each is called after each run.
+    """
+    with progress(console, "runs") as report:
+        return _run_each(plan, console, lock, command_of, after_each, report)
+
+
+def _run_each(
+    plan: Plan,
+    console: Console,
+    lock: int,
+    command_of: CommandOf,
+    after_each: Callable[[], None],
+    report: Report,
+) -> int:
+    failed = 0
+    for number, run in counted(enumerate(plan.runs, start=1), len(plan.runs), report):
+        head = f"[{number} of {len(plan.runs)}] {run.label}: "
+        if state_of(run) is State.COMPLETE:
+            say(console, head + "complete, not repeated")
+            continue
+        say(console, f"{head}running; its output: {_log_path(run.run_dir)}")
+        started = time.monotonic()
+        reason = run_one(run, command_of(run), plan.sweep.timeout_s, lock)
+        seconds = time.monotonic() - started
+        if reason:
+            failed += 1
+            (run.run_dir / FAILURE).write_text(reason + "\n")
+        say(console, f"{head}{f'failed: {reason}' if reason else f'complete in {seconds:.0f} s'}")
+        after_each()
+    return failed
+
+
+def run_one(run: PlannedRun, command: list[str], timeout_s: float, lock: int) -> str:
+    """Run a child until it ends; returns why the run failed, empty if it is complete.
+
+    A signal that interrupts the wait ends the child in good order and goes on to the caller.
+    """
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    (run.run_dir / FAILURE).unlink(missing_ok=True)
+    with Supervisor(run.run_dir / "logs", inherited=(lock,)) as supervisor:
+        child = supervisor.start(_ROLE, command)
+        deadline = time.monotonic() + timeout_s
+        while supervisor.is_running(_ROLE):
+            if time.monotonic() > deadline:
+                return f"ended after timeout_s={timeout_s:g} s"
+            time.sleep(POLL_S)
+            try:
+                supervisor.check()
+            except RoleDied as death:
+                how = how_it_ended(death.exit_code)
+                return f"{how}: {last_line(child.log_path, child.log_start)}"
+    if state_of(run) is not State.COMPLETE:
+        return "exit code 0, but its summary.json does not say that it took all steps"
+    return ""
+
+
+def last_line(log_path: Path, start: int) -> str:
+    """The last line of an error in what was written to a log after `start` bytes."""
+    lines = tail(log_path.read_bytes()[start:].decode(errors="replace"))
+    # How to resume is said after the error.
+    lines = [line for line in lines if SAME_COMMAND not in line]
+    return lines[-1].strip().removeprefix(_PROGRAM) if lines else "it printed nothing"
+
+
+def _log_path(run_dir: Path) -> Path:
+    return run_dir / "logs" / f"{_ROLE}.out"

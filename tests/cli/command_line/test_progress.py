@@ -1,0 +1,65 @@
+"""Progress: lines where there is no terminal, and nothing left of a bar where there is one."""
+
+import io
+
+from rich.console import Console
+
+from megatron_rl.cli.command_line.progress import PLAIN_S, counted, progress
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_of(seconds: list[float], *, in_bytes: bool = False, unit: int = 1) -> list[str]:
+    """What is printed when one of four parts takes each of these times."""
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, width=60)
+    with progress(console, "parts", in_bytes=in_bytes, clock=clock) as report:
+        for done, taken in enumerate(seconds, 1):
+            clock.now += taken
+            report(done * unit, 4 * unit)
+    return out.getvalue().splitlines()
+
+
+def test_a_short_work_prints_nothing() -> None:
+    assert lines_of([2.0, 2.0, 2.0, 2.0]) == []
+
+
+def test_a_long_work_prints_a_line_every_so_often() -> None:
+    # After 6, 12, 18, 24 s: the second is the first beyond 10 s, the fourth 12 s later.
+    assert PLAIN_S == 10.0
+    assert lines_of([6.0] * 4) == [
+        "parts: 2 of 4 (50%), 12 s left",
+        "parts: 4 of 4 (100%), 0 s left",
+    ]
+
+
+def test_bytes_are_gigabytes() -> None:
+    assert lines_of([30.0], in_bytes=True, unit=250_000_000) == [
+        "parts: 0.25 GB of 1.00 GB (25%), 90 s left"
+    ]
+
+
+def test_items_are_counted_when_they_are_done() -> None:
+    seen: list[tuple[int, int | None]] = []
+    for item in counted("abc", 3, lambda done, total: seen.append((done, total))):
+        assert seen[-1] == ("abc".index(item), 3)
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_a_terminal_has_a_bar_that_goes() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60)
+    with progress(console, "[parts]") as report:
+        report(1, 4)
+    text = out.getvalue()
+    assert "[parts]" in text and "1/4" in text
+    # The line is erased at the end.
+    assert "\x1b[2K" in text

@@ -1,0 +1,119 @@
+"""`megatron-rl data TOOL`: files in, files and a report out, by the command line itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.cli.main import main
+
+
+def write(path: Path, *lines: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def report_of(out: Path) -> dict[str, Any]:
+    report = json.loads(out.with_name(f"{out.name}.report.json").read_text())
+    added, dropped = sum(report["added"].values()), sum(report["dropped"].values())
+    assert report["read"] + added - dropped == report["written"] == len(read(out))
+    assert len(report["drops"]) == dropped
+    return report
+
+
+def test_a_file_goes_through_the_tools_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choice = "How many legs has a spider that has lost two of its own?\nA. 6\nB. 8\nC. 10"
+    easy = "What is the sum of the first 4 positive whole numbers?"
+    prompts = write(
+        tmp_path / "raw.jsonl",
+        {"question": choice, "answer": "A", "source": "zoo", "serial": 12345678901234567890123},
+        {"question": easy, "answer": "10"},
+        {"question": easy.upper(), "answer": "10"},
+        {"question": "Prove that 1 = 1.", "answer": "-1"},
+        {"question": "Which whole number lies halfway between 5 and 9?", "answer": "8"},
+        {"question": "What is the largest prime below 100, if there is one?", "answer": "97"},
+    )
+    evaluation = write(
+        tmp_path / "eval.jsonl",
+        {"problem": "What is the greatest prime below 100, if there is one", "answer": "97"},
+    )
+    formatted, distinct, clean = (tmp_path / f"{name}.jsonl" for name in "abc")
+    assert main(["data", "filter-format", prompts, "--out", str(formatted)]) == 0
+    assert main(["data", "dedupe", str(formatted), "--out", str(distinct)]) == 0
+    command = ["data", "decontaminate", str(distinct), "--against", evaluation]
+    assert main([*command, "--out", str(clean)]) == 0
+    assert report_of(formatted)["dropped"] == {"proof": 1}
+    assert report_of(distinct)["dropped"] == {"duplicate": 1}
+    assert report_of(clean)["dropped"] == {"near_evaluation_problem": 1}
+    lines = read(clean)
+    # Ids are those of the first file, and keys that are not ours are as they were written.
+    assert [line["id"] for line in lines] == ["raw:1", "raw:2", "raw:5"]
+    assert lines[0] | {"question": ""} == {
+        "id": "raw:1", "question": "", "answer": "6", "original_answer": "A", "source": "zoo",
+        "serial": 12345678901234567890123,
+    }  # fmt: skip
+    samples = write(
+        tmp_path / "samples.jsonl",
+        {"id": "raw:1", "correct": [True] * 4 + [False] * 12, "answers": ["6"] * 4 + ["8"] * 12},
+        {"id": "raw:2", "correct": [True] * 16},
+        {"id": "raw:5", "correct": [False] * 16, "answers": ["7"] * 9 + ["7.0", "x=7"] + ["3"] * 5},
+    )
+    kept = tmp_path / "kept.jsonl"
+    command = ["data", "difficulty", str(clean), "--samples", samples, "--out", str(kept)]
+    capsys.readouterr()
+    assert main([*command, "--labels", "relabel", "--relabel-share", "0.65"]) == 0
+    assert report_of(kept)["dropped"] == {"too_easy": 1}
+    assert [(line["answer"], line["pass_rate"]) for line in read(kept)] == [
+        ("6", 0.25),
+        ("7", 11 / 16),
+    ]
+    table = capsys.readouterr().out
+    assert all(text in table for text in ("dropped: too_easy", "changed: relabelled", "written"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "IN"], "is a file that is read"),
+        (["--out", "nowhere/x.jsonl"], "there is no folder"),
+        (["--out", "out.jsonl", "--threshold", "2"], "--threshold=2: expected a share"),
+    ],
+)
+def test_bad_options_end_with_one_line_and_exit_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompts = write(tmp_path / "in.jsonl", {"question": "q?", "answer": "7"})
+    given = [prompts if word == "IN" else word for word in arguments]
+    assert main(["data", "dedupe", prompts, *given]) == 2
+    assert message in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "has no prompts"),
+        ([{"question": "q?", "answer": "7", "id": "a"}] * 2, "in.jsonl:2: id 'a' is that of"),
+        ([{"question": "q?"}], "in.jsonl:1"),
+        ([{"messages": [{"role": "system", "content": "x"}], "answer": "7"}], "no message of the"),
+    ],
+)
+def test_bad_files_end_with_one_line_and_exit_code_2(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lines: list[dict[str, Any]], message: str
+) -> None:
+    prompts = write(tmp_path / "in.jsonl", *lines)
+    out = str(tmp_path / "out.jsonl")
+    assert main(["data", "filter-format", prompts, "--out", out]) == 2
+    assert message in caplog.text

@@ -1,0 +1,262 @@
+"""`megatron-rl data check` and `data show`: each fault with its row, prompts as models see them."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.cli import main as cli
+from megatron_rl.cli.data_tools.prompts import check, show
+from megatron_rl.config.errors import InputError
+from megatron_rl.data.tiny_model import write_tokenizer
+
+LONG = "Find the sum of all positive divisors of the number n that is given here"
+
+
+def write(path: Path, *lines: dict[str, Any] | str) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def checked(source: Path, *overrides: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    console = Console(file=io.StringIO(), width=200)
+    code = check(str(source), overrides, console, as_json=True, **options)
+    return code, json.loads(console.file.getvalue())
+
+
+def faults(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return sorted((f["place"].rpartition("/")[2], f["reason"]) for f in found["faults"])
+
+
+def test_every_fault_is_named_with_its_line(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.jsonl",
+        {"question": "1+1?", "answer": "2"},
+        "{bad json",
+        {"question": "2+2?"},
+        {"question": " 1+1? ", "answer": "3"},
+        {"question": "a fraction?", "answer": "\\frac{1"},
+        {"question": "whose task?", "answer": "5", "task": "mathh"},
+        {"question": "nothing?", "answer": " "},
+        {"question": "a program?", "answer": "", "task": "code", "entry": "{}"},
+        {"question": "same id?", "answer": "1", "id": "mine:1"},
+        {"question": "1+1?", "answer": "2"},
+        {"messages": [{"role": "assistant", "content": "Hello."}], "answer": "1"},
+        {"question": "fine?", "answer": "\\{1, 2\\}"},
+        {"question": "in words?", "answer": "Monday"},
+    )
+    code, found = checked(path)
+    assert code == 1 and found["prompts"] == 10
+    assert faults(found) == [
+        ("mine.jsonl:10", "repeated"),
+        ("mine.jsonl:11", "not_a_question"),
+        ("mine.jsonl:2", "no_json"),
+        ("mine.jsonl:3", "no_answer"),
+        ("mine.jsonl:4", "repeated_with_other_answer"),
+        ("mine.jsonl:5", "unreadable_answer"),
+        ("mine.jsonl:6", "unknown_task"),
+        ("mine.jsonl:7", "no_answer"),
+        ("mine.jsonl:8", "bad_tests"),
+        ("mine.jsonl:9", "repeated_id"),
+    ]
+    assert found["counts"]["no_answer"] == 2
+
+
+def test_rows_of_parquet_are_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"problem": "p", "answer": "1"}, {"problem": "q", "answer": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    code, found = checked(tmp_path / "a.parquet")
+    assert code == 1 and faults(found) == [("a.parquet:row 2", "no_answer")]
+
+
+def test_prompts_that_hold_an_evaluation_question(tmp_path: Path) -> None:
+    write(
+        tmp_path / "train.jsonl",
+        {"question": "Tell me a number", "answer": "1"},
+        {"question": f"{LONG.upper()}.", "answer": "2"},
+        {"question": f"Here is one:  {LONG}. Explain it.", "answer": "2"},
+        {"question": LONG.replace("sum", "product"), "answer": "2"},
+        {"question": "TELL me  a number", "answer": "1"},
+        {"question": "Tell me a number and why", "answer": "1"},
+    )
+    write(
+        tmp_path / "aime.jsonl",
+        {"question": LONG, "answer": "2"},
+        {"question": "Tell me a number", "answer": "1"},
+    )
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[[prompts]]\npath = "{tmp_path}/train.jsonl"\n'
+        f'[[eval.sets]]\nname = "aime"\nprompts = {{path = "{tmp_path}/aime.jsonl"}}\n'
+    )
+    code, found = checked(config)
+    leaks = [place for place, reason in faults(found) if reason == "in_evaluation_set"]
+    # Line 2 holds the question and a full stop; short questions count as a whole alone.
+    assert code == 1 and leaks == [f"train.jsonl:{n}" for n in (1, 2, 3, 5)]
+    assert "question is that of" in found["faults"][1]["text"]
+
+
+def test_prompts_without_room_and_a_clean_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    write_tokenizer(tmp_path / "model")
+    path = write(
+        tmp_path / "mine.jsonl",
+        {"question": "1 + 1", "answer": "2"},
+        {"question": "1 + " * 400, "answer": "2"},
+    )
+    limits = [
+        "generator.context_tokens=600",
+        "sampling.max_new_tokens=100",
+        'render.system_prompt=""',
+    ]
+    code, found = checked(path, *limits, model=tmp_path / "model")
+    assert code == 1 and faults(found) == [("mine.jsonl:2", "too_long")]
+    assert "the prompt has 1601 tokens; allowed are 1 to 500" in found["faults"][0]["text"]
+    code, found = checked(path, "generator.context_tokens=40000", model=tmp_path / "model")
+    assert code == 0 and found["faults"] == [] and found["notes"] == []
+
+
+def test_few_faults_are_printed_and_all_are_counted(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "tasks.jsonl",
+        *[{"question": f"q{n}", "answer": "1", "task": f"no{n}"} for n in range(30)],
+    )
+    console = Console(file=io.StringIO(), width=200)
+    assert check(str(path), [], console, limit=4) == 1
+    said = console.file.getvalue()
+    assert said.count("unknown_task: /") == 4 and "... and 26 more: --limit 30" in said
+    assert "fault: unknown_task" in said and " 30 " in said
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "said"),
+    [
+        ({"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]},
+         "no_answer", "the messages end in an answer of the assistant; allowed are"),
+        ({"prompt": "1+1?", "completion": "2"}, "no_answer",
+         "there is a 'completion' to imitate and no \"answer\"; allowed is"),
+        ({"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
+          "answer": "2"}, "not_a_question", "the messages end in an answer of the assistant"),
+    ],
+)  # fmt: skip
+def test_rows_to_imitate_are_one_line_with_their_count(
+    tmp_path: Path, row: dict[str, Any], reason: str, said: str
+) -> None:
+    path = write(tmp_path / "sft.jsonl", *[row] * 1200)
+    console = Console(file=io.StringIO(), width=200)
+    assert check(str(path), [], console) == 1
+    [line] = [text for text in console.file.getvalue().split("\n") if said in text]
+    places = ", ".join(f"{path}:{n}" for n in (1, 2, 3))
+    assert line.startswith(f"{reason}: 1,200 rows ({places}, ...): {said}")
+    for faulty in ("refuse", "drop"):
+        with pytest.raises(InputError, match="all 1,200 rows of .* would leave none") as error:
+            show(str(path), [f"prompts.0.faulty={faulty}"], console)
+        assert said in str(error.value) and "leave such rows out" not in str(error.value)
+
+
+def test_check_counts_prompts_with_a_system_message_of_their_own(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"messages": [system, {"role": "user", "content": f"q{n}"}], "answer": "1"}
+        for n in range(3)
+    ]
+    code, found = checked(write(tmp_path / "own.jsonl", *rows))
+    assert code == 0 and found["faults"] == []
+    said = found["notes"][0]
+    assert said.startswith("all 3 prompts have a system message of their own, so render.system_")
+    path = write(tmp_path / "mixed.jsonl", *rows, {"question": "q", "answer": "1"})
+    assert checked(path)[1]["notes"][0].startswith("3 of 4 prompts have a system message")
+
+
+def test_hostile_text_moves_no_cursor(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.jsonl",
+        {
+            "question": "red \u001b[31m \u202e back [bold]x[/bold]\nsecond line",
+            "answer": "\u001b]0;t\u0007",
+        },
+        {"question": "red \u001b[31m \u202e back [bold]x[/bold]\nsecond line", "answer": "1"},
+    )
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+    share = ["prompts.0.held_out_share=0"]
+    assert show(str(path), share, console, rows=2) == 0
+    assert check(str(path), share, console) == 1
+    said = console.file.getvalue()
+    assert not {"\u001b[31m", "\u202e", "\u0007", "\u001b]"} & {
+        part for part in ("\u001b[31m", "\u202e", "\u0007", "\u001b]") if part in said
+    }
+    assert "back [bold]x[/bold]" in said and "\nsecond line" in said
+
+
+def test_show_prints_the_rendered_prompt_and_its_tokens(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "model").mkdir()
+    write_tokenizer(tmp_path / "model")
+    path = write(tmp_path / "mine.jsonl", {"question": "1 + 2", "answer": "3", "split": "train"})
+    console = Console(file=io.StringIO(), width=400)
+    assert show(str(path), ['render.system_prompt=""'], console, model=tmp_path / "model") == 0
+    said = console.file.getvalue()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    messages = [{"role": "user", "content": "1 + 2"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert f"task math, train, {len(ids)} tokens" in said and "answer: 3" in said
+    for line in tokenizer.decode(ids).split("\n"):
+        assert line in said
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    path = write(tmp_path / "mine.jsonl", {"question": "q", "answer": "1", "split": "train"})
+    with pytest.raises(InputError, match="expected one of train, held_out"):
+        show(str(path), [], console, split="test")
+    with pytest.raises(InputError, match="the split train has 1 prompts"):
+        show(str(path), [], console, start=5)
+    with pytest.raises(InputError, match="there is no such folder"):
+        show(str(path), [], console, model=tmp_path / "none")
+    with pytest.raises(InputError, match="cannot read the prompts"):
+        check(str(tmp_path / "none.jsonl"), [], console)
+
+
+def test_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "mine.jsonl", {"question": "q", "answer": "1"})
+    assert cli.main(["data", "check", str(path)]) == 0
+    assert "no faults" in capsys.readouterr().out
+    gym = ["prompts.0.train_size=3", "prompts.0.held_out_size=2"]
+    assert cli.main(["data", "show", "reasoning_gym:chain_sum", *gym, "--rows", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--- chain_sum/train/") == 2 and "3 for training, 2 held out" in said
+    assert cli.main(["data", "check", "reasoning_gym:chain_sumx"]) == 2
+
+
+def test_tasks_of_a_users_own_come_with_their_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "mine.jsonl", {"question": "q", "answer": "1", "task": "near"})
+    other = write(
+        tmp_path / "other.jsonl",
+        *[{"question": f"o{i}", "answer": "1", "split": "train"} for i in "abc"],
+    )
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        f'[reward.tasks.near]\ncompare = "exact"\n[[prompts]]\npath = "{other}"\n'
+        f'[[eval.sets]]\nname = "o"\nprompts.path = "{path}"\n'
+    )
+    assert cli.main(["data", "check", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "unknown task 'near'" in said and "--config FILE that has their" in said
+    assert cli.main(["data", "check", str(path), "--config", str(mine), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 1, "the file's own, no evaluation set"
+    alone = ["data", "check", "--config", str(mine), "eval.sets=[]", "--json"]
+    assert cli.main(alone) == 0, "a key is no source"
+    assert json.loads(capsys.readouterr().out)["prompts"] == 3
+    assert cli.main(["data", "show", "--config", str(mine)]) == 0
+    assert "--- other:1 (" in capsys.readouterr().out
+    with pytest.raises(InputError, match="give a file of prompts, or --config FILE"):
+        check(None, [], Console(file=io.StringIO()))

@@ -1,0 +1,176 @@
+"""`megatron-rl plan-weights` says what the trainer will do, for a layout worked out by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import main as cli
+from megatron_rl.cli.plan_weights import Forecast, forecast
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import load_config
+from megatron_rl.plan.publish import Publish
+from megatron_rl.protocol.process import EXIT_BAD_INPUT
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 12,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+    "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+LAYOUT = (
+    "model.dtype=float32", "parallel.pipeline=2", "generator.tensor_parallel=2",
+    "generator.replicas=2", "weights.bucket_bytes=1048576",
+)  # fmt: skip
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> Path:
+    """A configuration whose model folder holds config.json alone."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES))
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{tmp_path / "model"}"\n')
+    return path
+
+
+def test_the_numbers_are_those_worked_out_by_hand(config_path: Path) -> None:
+    found = forecast(load_config(config_path, list(LAYOUT)))
+    # 800 elements in each vocabulary matrix, 8 in each norm, 480 in the matrices of a layer.
+    assert found.model_bytes == 4 * (2 * 800 + 8 + 2 * (2 * 8 + 480))
+    # The vocabulary is padded to 128 rows, 64 a rank; norms go to both ranks.
+    engine_ranks = [4 * (2 * 8 * rows + 8 + 2 * (2 * 8 + 240)) for rows in (64, 36)]
+    assert list(found.received) == engine_ranks == [6176, 4384]
+    # The stages: embedding and a layer; a layer, final norm and output matrix. Two engines.
+    stages = [2 * 4 * (800 + 2 * 16 + 480), 2 * 4 * (2 * 16 + 480 + 2 * 8 + 800)]
+    assert list(found.sent) == stages == [10496, 10624]
+    assert found.rounds == 1 and found.spread_bytes == 128
+    # One copy of two ranks, with two engine ranks; it serves one engine after the other.
+    assert (found.cost.copies, found.cost.group_ranks, found.cost.turns) == (1, 4, 2)
+    # The first engine rank holds two parcels.
+    assert found.peak_bytes == 6176 + 2 * 32
+
+
+def test_replicas_of_the_trainer_serve_an_engine_each(config_path: Path) -> None:
+    # Ranks 0 and 2 are the stages of copy 0, ranks 1 and 3 those of copy 1.
+    found = forecast(load_config(config_path, [*LAYOUT, "parallel.data=2"]))
+    assert found.sent == (5248, 5248, 5312, 5312)
+    assert (found.cost.copies, found.cost.group_ranks, found.cost.turns) == (2, 4, 1)
+    # A third engine goes to copy 0.
+    three = forecast(load_config(config_path, [*LAYOUT, "parallel.data=2", "generator.replicas=3"]))
+    assert three.sent == (10496, 5248, 10624, 5312) and three.cost.turns == 2
+    small = forecast(load_config(config_path, [*LAYOUT, "weights.bucket_bytes=2048"]))
+    assert small.rounds in {4, 5, 6} and small.peak_bytes <= 2 * 2048
+
+
+def test_a_publish_of_24b_takes_less_than_the_paper_says(config_path: Path) -> None:
+    sizes = {
+        "architectures": ["MistralForCausalLM"], "hidden_size": 5120, "intermediate_size": 32768,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    (config_path.parent / "model" / "config.json").write_text(json.dumps(sizes))
+    layout = ["parallel.tensor=8", "parallel.pipeline=2", "parallel.data=4"]
+    engines = ["generator.tensor_parallel=8", "generator.replicas=24"]
+    cost = forecast(load_config(config_path, [*layout, *engines])).cost
+    # 64 trainer ranks are four copies of 16: groups of 24 ranks, not 72; six engines for each.
+    assert (cost.copies, cost.group_ranks, cost.turns) == (4, 24, 6)
+    # A layer: attention, format check, up and down, two norms; both vocabulary matrices, the last
+    # norm.
+    layer = 5120 * 128 * (32 + 8 + 8 + 32) + 3 * 5120 * 32768
+    split = 40 * layer + 2 * 131072 * 5120
+    norms = (2 * 40 + 1) * 5120
+    rank = 2 * (split // 8 + norms)
+    assert cost.rank_bytes == rank and cost.total_bytes == 24 * 8 * rank
+    # At 25 GB/s an engine rank is the slower end: 5.9 GB, where each of 16 senders has half of it.
+    assert cost.seconds == pytest.approx(6 * rank / 25e9)
+    assert cost.least_seconds == pytest.approx(6 * 8 * rank / 16 / 25e9)
+    assert cost.whole_seconds == pytest.approx(cost.seconds + 6 * 0.4)
+    assert 3.5 < cost.whole_seconds < 5
+
+
+def test_engines_that_pass_weights_on_take_work_off_the_trainer(config_path: Path) -> None:
+    layout = [*LAYOUT, "parallel.data=2", "generator.replicas=14"]
+    alone = forecast(load_config(config_path, layout))
+    relayed = forecast(load_config(config_path, [*layout, "weights.relay=true"]))
+    # Seven for each of two copies, which serve the places 1, 2 and 4 themselves.
+    assert (alone.direct, alone.cost.turns) == (14, 7)
+    assert (relayed.direct, relayed.cost.turns) == (6, 3)
+    assert relayed.sent == tuple(size * 3 / 7 for size in alone.sent)
+    assert relayed.cost.whole_seconds == pytest.approx(alone.cost.whole_seconds * 3 / 7)
+    assert relayed.cost.total_bytes == alone.cost.total_bytes
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = cli.main(["plan-weights", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_by_way_of_host_memory_the_command_says_who_waits(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_host = ["weights.method=host", "weights.overlap=true", "parallel.data=2"]
+    code, text = run(capsys, str(config_path), *LAYOUT, *by_host, "generator.replicas=3")
+    words = " ".join(text.replace("│", " ").split())
+    assert code == 0 and "2, serving 2 engines each at once" in words
+    assert "by way of host memory at 2 GB/s a rank" in words
+    assert "the trainer meanwhile computes the next step" in words
+
+
+def test_the_command_prints_them(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, str(config_path), *LAYOUT)
+    assert code == 0
+    for words in ("0.010 MB, 0.011 MB", "0.004 MB, 0.006 MB", "2.031 times the model",
+                  "1, serving 2 engines each", "the paper: under 5 s",
+                  "0.01 times", "trainer rank 1 sends 0.011 MB"):  # fmt: skip
+        assert words in text
+    assert "warning" not in text and "engines that engines serve" not in text
+    more = ["generator.replicas=3", "weights.relay=true"]
+    code, text = run(capsys, str(config_path), *LAYOUT, *more)
+    [row] = [line for line in text.splitlines() if "engines that engines serve" in line]
+    assert code == 0 and row.split()[-2] == "1"
+
+
+def test_senders_that_differ_by_more_than_a_bucket_are_a_warning(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Five layers' worth of difference: the vocabulary is on the outer stages only.
+    sizes = SIZES | {"num_hidden_layers": 4, "vocab_size": 4000}
+    (config_path.parent / "model" / "config.json").write_text(json.dumps(sizes))
+    small = ["parallel.pipeline=4", "weights.bucket_bytes=4096"]
+    code, text = run(capsys, str(config_path), *LAYOUT, *small)
+    assert code == 0 and "warning: trainer ranks differ by" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("generator.tensor_parallel=3", "generator.tensor_parallel = 3 is not possible"),
+        ("parallel.tensor=4", "parallel.tensor = 4 does not divide"),
+        ("parallel.expert=2", "the model has no experts"),
+        ("weights.bucket_bytes=90", "weights.bucket_bytes = 90 is not possible: a bucket"),
+        ("model.path=nowhere", "no folder .*nowhere"),
+    ],
+)
+def test_impossible_sizes_are_refused(config_path: Path, override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        forecast(load_config(config_path, [*LAYOUT, override]))
+    assert cli.main(["plan-weights", str(config_path), *LAYOUT, override]) == EXIT_BAD_INPUT
+
+
+def test_it_needs_no_framework_but_torch() -> None:
+    program = (
+        "import sys, megatron_rl.cli.plan_weights;"
+        "print(*({'megatron', 'transformers', 'sglang'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_a_forecast_knows_how_much_senders_differ() -> None:
+    cost = Publish(1, 1, 1, 2, 1, False, 0.0, 0.0, 0.0)
+    assert Forecast((3, 9, 5), (1,), 1, 1, 1, 1, 1, cost).spread_bytes == 6

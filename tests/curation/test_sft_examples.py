@@ -1,0 +1,137 @@
+"""SFT examples mined from a run whose records are written out by hand."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_rl.cli.main import main
+from megatron_rl.config.errors import InputError
+from megatron_rl.curation.sft_examples import (
+    Mined,
+    SftExampleOptions,
+    mine_sft_examples,
+    read_training_rollouts,
+)
+from megatron_rl.protocol.rollout_files import RolloutRecord
+from megatron_rl.protocol.types import ChatMessage, Prompt
+from megatron_rl.trainer.sft_dataset import SftExample, read_sft_dataset
+
+NO_INSTRUCTIONS = {"instruction_share": 0.0}
+
+
+def record(problem: str, index: int = 0, **fields: Any) -> RolloutRecord:
+    values = {
+        "prompt_id": problem, "group": 1, "index": index, "task": "math", "problem": problem,
+        "language": "", "text": f"<think>{index}</think>\\boxed{{7}}", "answer": "7",
+        "reward": 1.0, "parts": {}, "reason": "correct", "tokens": 100, "versions": [0],
+        "finish_reason": "stop", "seed": 0, "prompt_tail": "",
+    }  # fmt: skip
+    return RolloutRecord(**values | fields)
+
+
+def mine(*records: RolloutRecord, step: int = 5, **values: Any) -> Any:
+    options = SftExampleOptions(**NO_INSTRUCTIONS | values)
+    rollouts = [Mined(item, step, f"f:{i}") for i, item in enumerate(records)]
+    return mine_sft_examples(rollouts, instructions=[], prompts={}, options=options)
+
+
+def wrong(problem: str, count: int) -> list[RolloutRecord]:
+    return [record(problem, 100 + i, reason="wrong_answer", reward=0.1) for i in range(count)]
+
+
+def test_each_rule_drops_what_it_names() -> None:
+    outcome = mine(
+        record("q", 0),
+        record("q", 1, reason="wrong_answer"),
+        record("q", 2, reward=None, reason="ungradable"),
+        record("q", 3, finish_reason="length"),
+        record("q", 4, tokens=9),
+        record("q", 5, text=record("q", 0).text),
+        min_tokens=10,
+    )
+    assert outcome.report.dropped == {
+        "not_correct": 1, "ungraded": 1, "cut_at_limit": 1, "short": 1, "same_text": 1,
+    }  # fmt: skip
+    [example] = outcome.examples
+    assert example.messages == [ChatMessage("user", "q")] and example.task == "math"
+    with pytest.raises(InputError, match="none of 1 rollouts is left: 1 early"):
+        mine(record("q"), step=4, first_step=5)
+
+
+def test_a_problem_gives_at_most_its_cap_the_same_ones_for_the_same_seed() -> None:
+    records = [record("q", i) for i in range(30)]
+    first, again = mine(*records, per_problem=3), mine(*reversed(records), per_problem=3)
+    assert len(first.examples) == 3 and first.report.dropped == {"over_cap": 27}
+    assert first.examples == again.examples
+    chosen = {frozenset(t.response for t in mine(*records, seed=s).examples) for s in range(5)}
+    assert len(chosen) > 1
+
+
+def test_seldom_solved_problems_are_repeated_by_their_pass_rate() -> None:
+    # Pass rates 1/2, 1/4, 1/16: 1, 2 and, capped, 4 copies of one SFT example each.
+    records = [record("often"), *wrong("often", 1), record("less"), *wrong("less", 3)]
+    records += [record("rare"), *wrong("rare", 15)]
+    outcome = mine(*records)
+    counts = Counter(example.messages[0].content for example in outcome.examples)
+    assert counts == {"often": 1, "less": 2, "rare": 4}
+    assert outcome.report.added == {"repeated": 4}
+
+
+def test_parts_of_a_copy_are_there_in_that_share_of_the_examples() -> None:
+    # Pass rate 1/3: 0.5 / (1/3) = 1.5 copies on average.
+    records = [r for i in range(400) for r in (record(f"q{i}"), *wrong(f"q{i}", 2))]
+    assert len(mine(*records).examples) == pytest.approx(600, abs=40)
+
+
+def test_instruction_data_has_its_share_and_epochs_are_stated() -> None:
+    rollouts = [Mined(record(f"q{i}"), 0, "f") for i in range(90)]
+    given = [SftExample([ChatMessage("user", f"i{i}")], "r", "open") for i in range(50)]
+    options = SftExampleOptions(batch_size=8)
+    outcome = mine_sft_examples(rollouts, instructions=given, prompts={}, options=options)
+    mixed = [example for example in outcome.examples if example.task == "open"]
+    assert len(mixed) == 10 == len(set(t.messages[0].content for t in mixed))
+    assert (len(outcome.examples), outcome.report.written) == (100, 100)
+    # They are spread over the file: 4 epochs of 100 SFT examples are 50 steps of 8.
+    assert any(t.task == "open" for t in outcome.examples[:50])
+    assert any(t.task == "open" for t in outcome.examples[50:])
+    assert (outcome.report.figures["epochs"], outcome.report.figures["sft_steps"]) == (4, 50)
+    with pytest.raises(InputError, match="need 10 lines of instruction data, and 3"):
+        mine_sft_examples(rollouts, instructions=given[:3], prompts={}, options=options)
+
+
+def test_thoughts_that_the_template_opened_are_opened_in_the_example() -> None:
+    opened = record("q", text="a</think>\\boxed{7}", prompt_tail="assistant\n<think>\n")
+    assert mine(opened).examples[0].response == "<think>a</think>\\boxed{7}"
+    kept = mine(opened, template_opens_thoughts=True).examples[0]
+    assert kept.response == "a</think>\\boxed{7}"
+
+
+def test_all_messages_come_from_the_prompts_where_they_are_given() -> None:
+    messages = [ChatMessage("system", "s"), ChatMessage("user", "q")]
+    prompt = Prompt(id="q", task="math", messages=messages, answer="7")
+    outcome = mine_sft_examples(
+        [Mined(record("q"), 0, "f")],
+        instructions=[],
+        prompts={"q": prompt},
+        options=SftExampleOptions(**NO_INSTRUCTIONS),
+    )
+    assert outcome.examples[0].messages == messages
+
+
+def test_the_command_reads_training_steps_alone_and_writes_what_sft_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for name, problem in (("step_000001", "a"), ("dropped_000001", "b"), ("eval_before", "c")):
+        line = msgspec.json.encode(record(problem)).decode()
+        (folder / f"{name}.jsonl").write_text(line + "\n")
+    assert sorted(m.record.problem for m in read_training_rollouts(tmp_path)) == ["a", "b"]
+    out = tmp_path / "sft.jsonl"
+    command = ["data", "sft", str(tmp_path), "--out", str(out), "--instruction-share", "0"]
+    assert main(command) == 0
+    assert sorted(example.messages[0].content for example in read_sft_dataset(out)) == ["a", "b"]
+    report = json.loads((tmp_path / "sft.jsonl.report.json").read_text())
+    assert (report["read"], report["written"], report["tool"]) == (2, 2, "sft")

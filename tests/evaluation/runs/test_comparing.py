@@ -1,0 +1,84 @@
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.config.errors import InputError
+from megatron_rl.cli.main import main
+from megatron_rl.evaluation.runs.comparing import compare_folders
+from megatron_rl.evaluation.runs.tables import print_comparison
+from tests.evaluation.runs.folders import write_results
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    first, second = tmp_path / "a", tmp_path / "b"
+    common = {f"p{n}": [0, 1] for n in range(4)}
+    write_results(first, {"aime": common | {"gone": [1, 1]}, "old": {"x": [1]}})
+    better = {f"p{n}": [1, 1] for n in range(4)}
+    write_results(second, {"aime": better | {"new": [0, 0], "newer": [0, 0]}, "code": {"x": [1]}},
+                  label="other", temperature=0.5)  # fmt: skip
+    return first, second
+
+
+def test_problems_are_paired_and_tested_by_set(folders: tuple[Path, Path]) -> None:
+    found = compare_folders(*folders)
+    assert (found["only_first"], found["only_second"]) == (["old"], ["code"])
+    aime = found["sets"]["aime"]
+    # Four differences of 1/2: of the 16 choices of signs, two are as far from 0.
+    assert (aime["difference"], aime["se"], aime["p"]) == (0.5, 0.0, pytest.approx(2 / 16))
+    assert (aime["first_accuracy"], aime["second_accuracy"]) == (0.5, 1.0)
+    assert (aime["problems"], aime["higher"], aime["lower"]) == (4, 4, 0)
+    assert (aime["only_first"], aime["only_second"]) == (1, 2)
+    assert aime["other_settings"] == {"temperature": [1.0, 0.5]}
+
+
+def test_the_other_way_round_the_signs_turn(folders: tuple[Path, Path]) -> None:
+    aime = compare_folders(*reversed(folders))["sets"]["aime"]
+    assert (aime["difference"], aime["p"], aime["lower"]) == (-0.5, pytest.approx(2 / 16), 4)
+
+
+def test_the_table_says_what_is_not_common(folders: tuple[Path, Path]) -> None:
+    console = Console(record=True, width=100)
+    print_comparison(compare_folders(*folders), console)
+    text = console.export_text()
+    for part in ("+0.500 +- 0.000", "0.125", "4, 0", "1, 2", "only A has the sets old",
+                 "only B has the sets code", "temperature is 1.0 in A, 0.5 in B"):  # fmt: skip
+        assert part in text
+
+
+def test_evaluations_without_a_common_set_are_refused(tmp_path: Path) -> None:
+    write_results(tmp_path / "a", {"aime": {"p": [1, 1]}})
+    write_results(tmp_path / "b", {"": {"p": [1, 1]}})
+    with pytest.raises(InputError, match="no set is in both .* aime; .* held_out"):
+        compare_folders(tmp_path / "a", tmp_path / "b")
+
+
+def test_completions_that_are_gone_are_named(folders: tuple[Path, Path]) -> None:
+    (folders[1] / "rollouts" / "eval_other.aime.jsonl").unlink()
+    with pytest.raises(InputError, match="eval_other.aime.jsonl does not exist"):
+        compare_folders(*folders)
+
+
+def test_a_set_without_a_common_problem_has_no_p(tmp_path: Path) -> None:
+    write_results(tmp_path / "a", {"aime": {"p": [1, 1]}})
+    write_results(tmp_path / "b", {"aime": {"q": [1, 1]}})
+    found = compare_folders(tmp_path / "a", tmp_path / "b")
+    assert found["sets"]["aime"]["p"] is None and found["sets"]["aime"]["only_first"] == 1
+    print_comparison(found, Console(quiet=True))
+
+
+def test_the_command_prints_json_and_refuses_other_arguments(
+    folders: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = map(str, folders)
+    assert main(["eval", "--compare", first, second, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sets"]["aime"]["problems"] == 4
+    assert main(["eval", "--compare", first, second, "run.seed=1"]) == 2
+    assert main(["eval", "--compare", first, str(folders[0] / "none")]) == 2
+    assert "holds no results" in caplog.text
+    assert main(["eval", "somewhere"]) == 2
+    assert "needs --config FILE, or --compare A B" in caplog.text

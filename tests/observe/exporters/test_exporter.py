@@ -1,0 +1,119 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.cli import main as cli
+from megatron_rl.config.errors import InputError
+from megatron_rl.config.files import dump_toml, load_config
+from megatron_rl.config.tree import Config
+from megatron_rl.observe.exporters import exporter
+from megatron_rl.observe.exporters.exporter import Exporter
+from tests.observe.exporters.rows import row, write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config_of(run_dir: Path, *overrides: str) -> Config:
+    return load_config(None, [f"run.dir={run_dir}", *overrides])
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    accumulator = EventAccumulator(str(run_dir / "tensorboard" / "trainer"))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars("train/loss")]
+
+
+def test_steps_that_are_taken_again_replace_the_former_ones(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [row("trainer", 1, train__loss=1.0), row("trainer", 2, train__loss=2.0)])
+    with Exporter(config_of(tmp_path, "metrics.tensorboard=true")) as passing:
+        write(path, [row("trainer", 3, train__loss=3.0)])
+        assert passing.advance() == 1 and passing.advance() == 0
+        assert losses(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+        write(path, [row("launch", 1, launch__resumed=1), row("trainer", 2, train__loss=5.0)])
+        passing.advance()
+    assert losses(tmp_path) == [(1, 1.0), (2, 5.0)]
+
+
+def test_weights_and_biases_offline_leaves_a_folder(tmp_path: Path) -> None:
+    rows = [row("trainer", 1, train__loss=1.0), row("sft", 1, train__loss=2.0)]
+    rows += [row(f"generator-{n}", 1, generator__tokens_per_s=3.0) for n in range(2)]
+    write(tmp_path / "metrics.jsonl", rows)
+    named = [
+        "metrics.wandb_entity=my-team", "metrics.wandb_group=seeds-of-a",
+        "metrics.wandb_name=my-first", 'metrics.wandb_tags=["tag-one", "tag-two"]',
+    ]  # fmt: skip
+    with Exporter(config_of(tmp_path, "metrics.wandb=offline", *named)) as passing:
+        passing.advance()
+    (files,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    # Their binary format keeps texts as they are.
+    content = files.read_bytes()
+    assert b"train/loss" in content and b"max_staleness" in content
+    # One prefix each, and names that several roles write stay apart.
+    for name in (b"sft/loss", b"generator-0/tokens_per_s", b"generator-1/tokens_per_s"):
+        assert name in content
+    for doubled in (b"trainer/train/", b"sft/train/", b"/generator/"):
+        assert doubled not in content
+    for text in (b"my-team", b"seeds-of-a", b"my-first", b"tag-one", b"tag-two"):
+        assert text in content
+    # The same run folder stays the same run of theirs.
+    first = (tmp_path / "wandb" / "megatron_rl_run_id").read_text()
+    assert files.name == f"run-{first}.wandb"
+
+
+def test_a_missing_package_is_told_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"metrics\.wandb needs the package wandb"):
+        Exporter(config_of(tmp_path, "metrics.wandb=offline"))
+    Exporter(config_of(tmp_path))
+
+
+def test_the_process_passes_on_what_is_written_while_it_is_told_to_end(tmp_path: Path) -> None:
+    overrides = ["metrics.tensorboard=true", "metrics.poll_s=0.1"]
+    (tmp_path / "config.toml").write_text(dump_toml(config_of(tmp_path, *overrides)))
+    path = tmp_path / "metrics.jsonl"
+    write(path, [row("trainer", 1, train__loss=1.0)])
+    command = [sys.executable, "-m", "megatron_rl.observe.exporters.worker", "--config"]
+    process = subprocess.Popen([*command, str(tmp_path / "config.toml")], cwd=ROOT)
+    try:
+        await_file(tmp_path / "tensorboard" / "trainer")
+        # Stopped, it cannot see the row before the signal.
+        os.kill(process.pid, signal.SIGSTOP)
+        write(path, [row("trainer", 2, train__loss=2.0)])
+        process.send_signal(signal.SIGTERM)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+    assert losses(tmp_path) == [(1, 1.0), (2, 2.0)]
+
+
+def await_file(path: Path) -> None:
+    ends_at = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    assert path.exists()
+
+
+def test_a_finished_run_is_exported_by_the_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(dump_toml(Config()))
+    rows = [row("trainer", 1, train__loss=1.0), row("queue", 1, queue__groups=2)]
+    write(tmp_path / "metrics.jsonl", rows)
+    export = ["metrics", "export", str(tmp_path)]
+    assert cli.main(export) == 2 and "nothing is to be exported" in caplog.text
+    capsys.readouterr()
+    assert cli.main([*export, "metrics.tensorboard=true"]) == 0
+    folder = tmp_path / "tensorboard"
+    assert capsys.readouterr().out == f"2 rows of {tmp_path} passed on to TensorBoard ({folder})\n"
+    assert losses(tmp_path) == [(1, 1.0)]

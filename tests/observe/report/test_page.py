@@ -1,0 +1,67 @@
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from megatron_rl.cli import main as cli
+from megatron_rl.observe.report.material import MAX_SHOWN_CHARS
+from tests.chromium import needs_chromium, open_page
+from tests.observe.report.runs import HOSTILE, leave_run
+
+
+def report(folder: Path, *more: Path) -> Path:
+    path = folder.parent / "report.html"
+    names = [str(one) for one in (folder, *more)]
+    assert cli.main(["report", *names, "--html", str(path)]) == 0
+    return path
+
+
+def without_scripts(page: str) -> str:
+    return re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+
+
+def test_texts_of_a_model_are_text(tmp_path: Path) -> None:
+    page = report(leave_run(tmp_path / "run")).read_text()
+    # Two scripts of ours: the library and the plots; the reason that closes a script does not.
+    assert page.count("<script>") == 2 and page.count("</script>") == 2
+    shown = without_scripts(page)
+    assert HOSTILE not in shown and "<img" not in shown
+    assert "&lt;script&gt;document.title = &#x27;owned&#x27;&lt;/script&gt;" in shown
+    assert f"... ({1_000_000 - MAX_SHOWN_CHARS} more characters)" in shown
+
+
+class Addresses(HTMLParser):
+    """Everything that a tag of a page points to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str | None] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if name in ("src", "href", "action")]
+
+
+def test_nothing_is_fetched(tmp_path: Path) -> None:
+    shown = without_scripts(report(leave_run(tmp_path / "run")).read_text())
+    reader = Addresses()
+    reader.feed(shown)
+    assert len(reader.found) == 5 and all(str(one).startswith("#") for one in reader.found)
+    assert "default-src &#x27;none&#x27;" in shown
+
+
+def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
+    first, second = leave_run(tmp_path / "a" / "run"), leave_run(tmp_path / "b" / "run")
+    page = report(first, second).read_text()
+    assert "<h1>a/run beside b/run</h1>" in page and "a/run: reward" in page
+
+
+@needs_chromium
+def test_a_browser_draws_every_plot_and_runs_nothing_of_the_texts(tmp_path: Path) -> None:
+    page = report(leave_run(tmp_path / "run"))
+    document, complaints = open_page(page.as_uri(), tmp_path / "profile")
+    assert complaints == []
+    assert "<title>run</title>" in document
+    boxes = re.findall(r'<div class="plot[^"]*" id="([\w-]+)"', document)
+    drawn = re.findall(r'class="main-svg"', document)
+    assert len(boxes) >= 8 and len(drawn) >= len(boxes)
+    # Points, lines and bars: plots have data.
+    assert document.count('class="point"') >= 10 and 'class="js-line"' in document

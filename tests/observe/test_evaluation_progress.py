@@ -1,0 +1,51 @@
+"""What is told of an evaluation that goes on, and when it is told no more."""
+
+from typing import Any
+
+from rich.console import Console
+
+from megatron_rl.observe.evaluation_progress import EvaluationProgress
+
+
+def going_on(at: float, label: str, done: int, wanted: int = 2400) -> dict[str, Any]:
+    return {
+        "time": at, "source": "queue", "step": 0, "activity/seconds": 5.0, "eval/running": label,
+        "eval/completions_done": done, "eval/completions_wanted": wanted,
+    }  # fmt: skip
+
+
+def test_the_rest_takes_as_long_as_the_speed_of_this_start_says() -> None:
+    progress = EvaluationProgress()
+    assert progress.text() == ""
+    # 1,000 are of an earlier start: they say nothing about speed.
+    progress.note(going_on(100.0, "model.aime", 1000))
+    assert progress.text() == "evaluation model.aime: 1,000 of 2,400 completions scored"
+    progress.note({"time": 101.0, "source": "generator-0", "step": 0, "generator/busy_s": 1.0})
+    progress.note(going_on(110.0, "model.aime", 1100))
+    # 10 a second, 1,300 left.
+    assert progress.text().endswith("1,100 of 2,400 completions scored, about 2 min 10 s left")
+    # The figures of a set; the next one goes on at the same speed.
+    progress.note({"time": 120.0, "source": "queue", "label": "model.aime", "eval/n": 30})
+    assert progress.text() == ""
+    progress.note(going_on(150.0, "model.gpqa", 1500))
+    assert progress.text().endswith("1,500 of 2,400 completions scored, about 1 min 30 s left")
+
+
+def test_another_evaluation_has_a_speed_of_its_own_and_training_ends_the_line() -> None:
+    progress = EvaluationProgress()
+    progress.note(going_on(100.0, "before", 0))
+    progress.note(going_on(200.0, "before", 100))
+    progress.note(going_on(900.0, "step_10", 5))
+    assert progress.text() == "evaluation step_10: 5 of 2,400 completions scored"
+    progress.note({"time": 905.0, "source": "queue", "step": 10, "activity/seconds": 5.0})
+    assert progress.text() == ""
+
+
+def test_the_bar_is_as_long_as_the_share_that_is_done() -> None:
+    progress = EvaluationProgress()
+    progress.note(going_on(100.0, "before", 600))
+    console = Console(width=120, force_terminal=True, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(progress.bar())
+    # A quarter of 30 columns, in halves.
+    assert captured.get().count("━") == 7 and captured.get().count("╸") == 1
