@@ -1,6 +1,6 @@
 """What a data tool did to its rows: counts, and the reason for every row that it dropped.
 
-Printed as a table and written beside the output by `launcher/data/files.py`.
+Printed as a table and written beside the output by `cli/data_tools/files.py`.
 """
 
 from collections import Counter

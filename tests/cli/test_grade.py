@@ -17,7 +17,7 @@ from megatron_rl.data.prompts import load_prompts
 from tests.cli.command_line.parsed import parse
 from tests.end_to_end.commands import launched
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 LINES = [
     {"question": "1+1", "answer": 2, "split": "train", "note": "kept"},
     {"id": "b", "question": "1+2", "answer": "3", "split": "held_out"},

@@ -20,7 +20,7 @@ from megatron_rl.sweep.runner import last_line
 from tests.sweep.child import CALLS
 from tests.sweep.places import SWEEP, child_command, plan_of, write_sweep
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 30.0
 
 

@@ -11,7 +11,7 @@ from megatron_rl.sweep.plan import Plan, make_plan
 from megatron_rl.sweep.sweep_file import load_sweep
 from tools import make_skills
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = ROOT / "examples" / "sweeps"
 
 

@@ -12,7 +12,7 @@ from tests.end_to_end.test_lost_generator import folder
 
 pytestmark = [pytest.mark.slow(60), pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 __all__ = ["folder"]
 SWEEP = """
 name = "tiny"
