@@ -105,7 +105,7 @@ def test_shipped_examples_pay_a_right_answer_of_every_task(
 
 
 def test_the_skills_of_the_studies_can_earn_a_reward(model: Path, tmp_path: Path) -> None:
-    made = make(Counts(train=20, held_out=5, examples=10, followed=10), seed=0)
+    made = make(Counts(train=20, held_out=5, sft_examples=10, followed=10), seed=0)
     for name, lines in made.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"{name}.jsonl").write_text(text)
