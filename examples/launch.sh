@@ -44,7 +44,7 @@ while [ $# -gt 0 ]; do
                 --prompts) PLACES+=("prompts.0.path=$(as_path "$2")") ;;
                 --run-dir) RUN_DIR=$(realpath -m "$2") ;;
                 --gpu) GPU=(--gpu "$2") ;;
-                --gpus-per-node) GPUS_PER_NODE=(--gpus-per-host "$2") ;;
+                --gpus-per-node) GPUS_PER_NODE=(--gpus-per-node "$2") ;;
             esac
             shift
             ;;
@@ -80,12 +80,12 @@ if [ "$NODES" -eq 1 ]; then
 fi
 
 HEAD_ADDRESS=${HEAD_ADDRESS:-$(head_address)}
-PREPARE=(prepare "${FILES[@]}" --run-dir "$RUN_DIR" --hosts "$NODES" "${GPUS_PER_NODE[@]}"
+PREPARE=(prepare "${FILES[@]}" --run-dir "$RUN_DIR" --nodes "$NODES" "${GPUS_PER_NODE[@]}"
     "ports.host=$HEAD_ADDRESS" "${OVERRIDES[@]}")
 cli "${PREPARE[@]}" --dry-run
 cli "${PREPARE[@]}"
 # One task a node, on all of its cores; it runs the roles of its node. One that fails ends all.
 # shellcheck disable=SC2016  # the variables are those of each task
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 bash -c \
-    'exec "$@" --host "$SLURM_NODEID" --hosts "$SLURM_NNODES"' task \
-    "$PYTHON" -m megatron_rl.cli.main host "$RUN_DIR" "${GPUS_PER_NODE[@]}"
+    'exec "$@" --node "$SLURM_NODEID" --nodes "$SLURM_NNODES"' task \
+    "$PYTHON" -m megatron_rl.cli.main node "$RUN_DIR" "${GPUS_PER_NODE[@]}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A model of about 7B parameters on one host with 8 GPUs of 80 GB:
+# A model of about 7B parameters on one node with 8 GPUs of 80 GB:
 #
 #   bash examples/one_node.sh --model DIR --prompts FILE [--run-dir DIR] [section.key=value ...]
 #

@@ -63,7 +63,7 @@ class EngineSetup:
     """Hosts among which the engine's ranks are divided."""
     node_rank: int = 0
     meets_at: str = ""
-    """Where the ranks of several hosts meet, as address:port."""
+    """Where the ranks of several nodes meet, as address:port."""
     orders: Path | None = None
     """The file of orders to the ranks; None: beside the log."""
     recomputes_kv_cache: bool = False
@@ -209,7 +209,7 @@ def engine_setup(config: Config, index: int, stop_ids: tuple[int, ...]) -> Engin
         start_timeout_s=generator.start_timeout_s,
         request_timeout_s=generator.request_timeout_s,
         weights_timeout_s=config.weights.deadline_s,
-        # Only this process speaks with its server, wherever the run's other hosts are.
+        # Only this process speaks with its server, wherever the run's other nodes are.
         host=LOOPBACK[0],
         port=config.ports.engine + 2 * index,
         seed=config.run.seed + index,

@@ -1,7 +1,7 @@
-"""One host's part of an engine that lies across hosts: the server of its ranks.
+"""One node's part of an engine that lies across nodes: the server of its ranks.
 
 Entry: `python -m generation.follower --config RUN_DIR/config.toml --index 3 --node 1 --nodes 2`. It
-answers the calls of the engine's leader (`meeting.py`), a generator on another host, and runs a
+answers the calls of the engine's leader (`meeting.py`), a generator on another node, and runs a
 server child for each life of the engine, until the leader says that the run is over. The weights
 reach its ranks directly; everything else goes through the leader. One event loop.
 """
@@ -17,7 +17,7 @@ from generation.engine import EngineSetup, engine_setup
 from generation.meeting import answer, call_path
 from generation.sglang_command import server_command, server_environment
 from generation.sglang_engine import PARTS
-from generation.sglang_hosts import node_setup
+from generation.sglang_nodes import node_setup
 from generation.sglang_orders import LOADER
 from generation.tasks import end_with_first, interrupted
 from megatron_rl.config.files import load_config
@@ -78,11 +78,11 @@ def main(config: Config, index: int, node: int, nodes: int) -> None:
 
 def start() -> int:
     """Entry of the process."""
-    parser = argparse.ArgumentParser(description="One host's part of a generator's engine.")
+    parser = argparse.ArgumentParser(description="One node's part of a generator's engine.")
     parser.add_argument("--config", type=Path, required=True, help="resolved config.toml")
     parser.add_argument("--index", type=int, required=True, help="which generator of the run")
-    parser.add_argument("--node", type=int, required=True, help="which host of the engine, from 1")
-    parser.add_argument("--nodes", type=int, required=True, help="hosts of the engine")
+    parser.add_argument("--node", type=int, required=True, help="which node of the engine, from 1")
+    parser.add_argument("--nodes", type=int, required=True, help="nodes of the engine")
     options = parser.parse_args()
     config = load_config(options.config, [])
     return run_main(

@@ -1,7 +1,7 @@
-"""How the parts of an engine that lies across hosts find each other, and notice an end.
+"""How the parts of an engine that lies across nodes find each other, and notice an end.
 
-Used by the generator process that leads the engine and by the followers on its other hosts. The
-leader writes a *call* into the run's folder, which all hosts share: where it listens, and the name
+Used by the generator process that leads the engine and by the followers on its other nodes. The
+leader writes a *call* into the run's folder, which all nodes share: where it listens, and the name
 of this life of the engine, which nobody else knows. A follower connects, names the life, and starts
 its part of the server. From then on both say something every BEAT_S; whoever hears nothing for
 SILENT_S, or sees the connection close, ends its part. An engine is restarted whole: the leader
@@ -39,7 +39,7 @@ class Call(msgspec.Struct, frozen=True):
     port: int
     life: str
     meets_at: str
-    """Where the ranks of all hosts meet, as address:port."""
+    """Where the ranks of all nodes meet, as address:port."""
 
 
 def call_path(run_dir: Path, index: int) -> Path:
@@ -60,7 +60,7 @@ class Meeting:
     """The leader's side, for one life of the engine."""
 
     def __init__(self, path: Path, address: str, followers: int, meets_at: str) -> None:
-        """address: this host's, where the followers reach it."""
+        """address: this node's, where the followers reach it."""
         self.life = secrets.token_hex(16)
         self._path, self._address, self._followers = path, address, followers
         self._meets_at = meets_at
@@ -95,7 +95,7 @@ class Meeting:
             writer.close()
             if not self._lost.done():
                 self._lost.set_result(
-                    f"the engine's part {rank} of {self._followers + 1}, on another host, ended or "
+                    f"the engine's part {rank} of {self._followers + 1}, on another node, ended or "
                     "fell silent: see its log"
                 )
 

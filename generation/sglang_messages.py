@@ -62,7 +62,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     expert_choices: bytes = b""
     """As in Completion."""
     first_token_at: float = -1.0
-    """As in Completion: both processes run on one host."""
+    """As in Completion: both processes run on one node."""
 
 
 _encoder = msgspec.msgpack.Encoder()

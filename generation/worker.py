@@ -40,7 +40,7 @@ from generation.engine import Completion, Engine, EngineError, engine_setup, loa
 from generation.gold_answers import find_gold
 from generation.health import EngineHealth, watch_work
 from generation.meeting import call_path
-from generation.sglang_hosts import SpreadSGLangEngine
+from generation.sglang_nodes import SpreadSGLangEngine
 from generation.tasks import end_with_first, interrupted
 from generation.turn import start_engine
 from generation.weight_client import WeightClient
@@ -286,7 +286,7 @@ class GeneratorWorker:
 
 @dataclass(frozen=True)
 class Spread:
-    """An engine whose ranks lie on several hosts, of which this one leads."""
+    """An engine whose ranks lie on several nodes, of which this one leads."""
 
     nodes: int
     address: str
@@ -360,8 +360,8 @@ def parse_arguments() -> argparse.Namespace:
         "--config", type=Path, required=True, help="resolved config.toml of the run"
     )
     parser.add_argument("--index", type=int, default=0, help="which generator of the run this is")
-    parser.add_argument("--nodes", type=int, default=1, help="hosts of the engine")
-    parser.add_argument("--address", default="", help="of this host, for the engine's other hosts")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the engine")
+    parser.add_argument("--address", default="", help="of this node, for the engine's other nodes")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     return parser.parse_intermixed_args()
 

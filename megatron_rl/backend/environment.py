@@ -66,7 +66,7 @@ def uses_gpus(device: DeviceKind) -> bool:
 def role_environment(device: DeviceKind) -> dict[str, str]:
     """Variables of a process that computes on `device`.
 
-    Queue and verifiers compute on the CPU of every host. On CUDA threads and compilers are left
+    Queue and verifiers compute on the CPU of every node. On CUDA threads and compilers are left
     alone: SGLang and Megatron compile some of their operations there, and what runs on the host may
     use its cores. Ranks that torchrun starts need `ranks_environment`.
     """
@@ -199,7 +199,7 @@ def address_towards(host: str) -> str:
     except OSError as error:
         raise InputError(
             f"ports.host = {host!r} cannot be reached from this host: {error}; give the address of "
-            f"the first host, or set {_GLOO_INTERFACE} to the interface that leads there"
+            f"the first node, or set {_GLOO_INTERFACE} to the interface that leads there"
         ) from error
     if ip_address(own).is_loopback and not _names_loopback(host):
         raise InputError(

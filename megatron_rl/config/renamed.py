@@ -13,6 +13,8 @@ RENAMED = {
     "algorithm.credit": "algorithm.advantage_estimator",
     "algorithm.flat_groups": "algorithm.zero_variance_groups",
     "algorithm.surrogate": "algorithm.policy_loss",
+    "hosts": "nodes",
+    "ports.hosts": "ports.nodes",
     "replay.traces": "replay.datasets",
     "sft.control": "sft.baseline",
     "sft.traces": "sft.dataset",

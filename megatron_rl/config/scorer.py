@@ -15,7 +15,7 @@ class ScorerConfig(Section):
     "engine"; it has GPUs of its own, behind those of the generators."""
 
     tensor_parallel: PositiveInt = 1
-    """Its ranks, on one host."""
+    """Its ranks, on one node."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Of its weights and computations; "": model.dtype."""
     quantization: str = ""

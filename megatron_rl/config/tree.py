@@ -13,8 +13,8 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.curriculum import CurriculumConfig
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.generator import GeneratorConfig, WeightsConfig
-from megatron_rl.config.hosts import HostsConfig
 from megatron_rl.config.metrics import MetricsConfig
+from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.parallel import ParallelConfig
 from megatron_rl.config.passes import check_passes
 from megatron_rl.config.prompts import PromptSource, RenderConfig
@@ -106,9 +106,9 @@ class PortsConfig(Section):
 
     host: str = "127.0.0.1"
     """Address of the host of the queue and of trainer rank 0, where these listen. One that other
-    hosts can reach needs keys, which `megatron-rl prepare` makes."""
+    nodes can reach needs keys, which `megatron-rl prepare` makes."""
     keys_dir: Path | None = None
-    """Folder with the run's CURVE keys, on a file system that all hosts share."""
+    """Folder with the run's CURVE keys, on a file system that all nodes share."""
     label: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$", max_length=200)
     """Tells the processes of this start of the run from others, which are turned away; "": the
     launcher draws one."""
@@ -123,9 +123,9 @@ class PortsConfig(Section):
     torchrun: int = Field(default=0, ge=0, le=65535)
     """Rendezvous of the trainer ranks."""
     sft: int = Field(default=0, ge=0, le=65535)
-    """On several hosts, that of the cold start: a host may begin RL while another one ends it."""
-    hosts: int = Field(default=0, ge=0, le=65535)
-    """Launcher of the first host, for those of the others."""
+    """On several nodes, that of the cold start: a host may begin RL while another one ends it."""
+    nodes: int = Field(default=0, ge=0, le=65535)
+    """Launcher of the first node, for those of the others."""
     engine: int = Field(default=0, ge=0, le=65535)
     """HTTP of the first engine, whose ranks meet at the next port; further replicas take the next
     two each."""
@@ -159,7 +159,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     ports: PortsConfig = PortsConfig()
-    hosts: HostsConfig = HostsConfig()
+    nodes: NodesConfig = NodesConfig()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

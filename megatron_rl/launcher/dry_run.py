@@ -20,7 +20,7 @@ from megatron_rl.data.prompts import prompts_of_run
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.intentions import NOTHING, run_lines, say
 from megatron_rl.launcher.objective_trial import try_objective
-from megatron_rl.launcher.placement import ONE_HOST, Machines
+from megatron_rl.launcher.placement import ONE_NODE, Machines
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run_folder import check_run_folder
 from megatron_rl.observe.terminal_text import printable
@@ -68,7 +68,7 @@ class TaskReport(NamedTuple):
     """What is wrong with single prompts."""
 
 
-def dry_run(config: Config, console: Console, machines: Machines = ONE_HOST) -> int:
+def dry_run(config: Config, console: Console, machines: Machines = ONE_NODE) -> int:
     """Check a run without starting it; exit code 1 when it could learn nothing.
 
     Raises InputError as `run` does.

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher.placement import ONE_HOST, HostRoles, Machines
+from megatron_rl.launcher.placement import ONE_NODE, Machines, NodeRoles
 from megatron_rl.launcher.ports import port_names
 from megatron_rl.protocol.exports import COLD_START, FINAL, SFT_BASELINE, candidate_name
 
@@ -22,7 +22,7 @@ def say(lines: Sequence[str], console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def run_lines(config: Config, machines: Machines = ONE_HOST) -> list[str]:
+def run_lines(config: Config, machines: Machines = ONE_NODE) -> list[str]:
     """Phases, processes, ports, GPUs and files of a run. Raises InputError (GPUs)."""
     phases = []
     if config.sft.steps:
@@ -35,7 +35,7 @@ def run_lines(config: Config, machines: Machines = ONE_HOST) -> list[str]:
         phases.append("evaluations")
     has_serving = bool(config.train.steps or config.eval.is_wanted)
     roles = machines.place(config)
-    verifiers = len(roles) or machines.hosts or 1
+    verifiers = len(roles) or machines.nodes or 1
     started = _processes(config, has_serving=has_serving, verifiers=verifiers)
     return [
         f"would do: {', then '.join(phases) or 'nothing'}",
@@ -53,7 +53,7 @@ def evaluation_lines(
     lines = [f"would evaluate {config.model.path} as {label!r}: {missing} of {problems} problems"]
     if missing:
         lines += [f"would start: {', '.join(_processes(config, has_serving=True))}"]
-        lines += [places_line(ONE_HOST.place(config)), ports_line(config)]
+        lines += [places_line(ONE_NODE.place(config)), ports_line(config)]
     return [*lines, f"would write {folder}: config.toml, rollouts/, logs/, eval.json"]
 
 
@@ -76,24 +76,24 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 or what.endswith(')') else 's'}"
 
 
-def places_line(hosts: Sequence[HostRoles]) -> str:
-    """Which GPUs roles would be on. hosts: the roles of each; [] without GPUs."""
-    if not hosts:
-        return "on this host's CPU"
+def places_line(nodes: Sequence[NodeRoles]) -> str:
+    """Which GPUs roles would be on. nodes: the roles of each; [] without GPUs."""
+    if not nodes:
+        return "on this node's CPU"
     told = [
-        f"generator-{index} on {list(gpus)}" + (f" of host {number}" if len(hosts) > 1 else "")
-        for number, roles in enumerate(hosts)
+        f"generator-{index} on {list(gpus)}" + (f" of node {number}" if len(nodes) > 1 else "")
+        for number, roles in enumerate(nodes)
         for index, gpus in roles.engines.items()
     ]
-    if hosts[0].scorer:
-        told.append(f"scorer-0 on {list(hosts[0].scorer)}")
-    ranks = sum(roles.trainer_ranks for roles in hosts)
-    if len(hosts) > 1:
-        last = hosts[0].trainer_hosts - 1
-        where = f"hosts 0 to {last}" if last else "host 0"
+    if nodes[0].scorer:
+        told.append(f"scorer-0 on {list(nodes[0].scorer)}")
+    ranks = sum(roles.trainer_ranks for roles in nodes)
+    if len(nodes) > 1:
+        last = nodes[0].trainer_nodes - 1
+        where = f"nodes 0 to {last}" if last else "node 0"
         told.insert(0, f"{ranks} trainer ranks on {where}")
-        return f"on {len(hosts)} hosts: {'; '.join(told)}"
-    return f"on the GPUs of this host: {'; '.join(told)}"
+        return f"on {len(nodes)} nodes: {'; '.join(told)}"
+    return f"on the GPUs of this node: {'; '.join(told)}"
 
 
 def ports_line(config: Config) -> str:

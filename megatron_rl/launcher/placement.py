@@ -1,8 +1,8 @@
-"""Which roles run on which host, on which of its GPUs. Pure but for `listed_gpus`.
+"""Which roles run on which node, on which of its GPUs. Pure but for `listed_gpus`.
 
-Used by the launcher. GPUs are counted through all hosts: the trainer's ranks take the first ones,
-then each engine its own, then the scorer. An engine lies across two hosts only when it has more
-ranks than one has GPUs: then it has whole hosts.
+Used by the launcher. GPUs are counted through all nodes: the trainer's ranks take the first ones,
+then each engine its own, then the scorer. An engine lies across two nodes only when it has more
+ranks than one has GPUs: then it has whole nodes.
 """
 
 import os
@@ -18,74 +18,74 @@ _LIST_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class HostRoles:
-    """What one host runs, beside a verifier; the first host also runs the queue."""
+class NodeRoles:
+    """What one node runs, beside a verifier; the first node also runs the queue."""
 
     trainer_ranks: int = 0
-    trainer_hosts: int = 0
-    """Hosts that have trainer ranks; they are the first ones."""
+    trainer_nodes: int = 0
+    """Nodes that have trainer ranks; they are the first ones."""
     engines: dict[int, range] = field(default_factory=dict)
-    """Generator -> its GPUs, counted on this host."""
-    nodes: dict[int, "EngineNode"] = field(default_factory=dict)
-    """Generator -> which part of its engine this is, of those that lie across hosts."""
+    """Generator -> its GPUs, counted on this node."""
+    engine_nodes: dict[int, "EngineNode"] = field(default_factory=dict)
+    """Generator -> which part of its engine this is, of those that lie across nodes."""
     scorer: range = range(0)
-    """GPUs of the scorer, counted on this host."""
+    """GPUs of the scorer, counted on this node."""
 
 
 @dataclass(frozen=True)
 class EngineNode:
-    """One host of an engine that lies across several."""
+    """One node of an engine that lies across several."""
 
     rank: int
     """Its place among them; 0 leads the engine."""
     count: int
 
 
-def place(config: Config, *, hosts: int, gpus_per_host: int) -> list[HostRoles]:
-    """The roles of each host. Raises InputError when they do not fit."""
+def place(config: Config, *, nodes: int, gpus_per_node: int) -> list[NodeRoles]:
+    """The roles of each node. Raises InputError when they do not fit."""
     ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
-    _check_widths(config, ranks, gpus_per_host)
-    trainer_hosts = -(-ranks // gpus_per_host)
-    engines: list[dict[int, range]] = [{} for _ in range(hosts)]
-    nodes: list[dict[int, EngineNode]] = [{} for _ in range(hosts)]
-    needed = hosts_needed(config, gpus_per_host=gpus_per_host)
-    if needed > hosts:
+    _check_widths(config, ranks, gpus_per_node)
+    trainer_nodes = -(-ranks // gpus_per_node)
+    engines: list[dict[int, range]] = [{} for _ in range(nodes)]
+    engine_nodes: list[dict[int, EngineNode]] = [{} for _ in range(nodes)]
+    needed = nodes_needed(config, gpus_per_node=gpus_per_node)
+    if needed > nodes:
         raise InputError(
             f"{ranks} trainer ranks and {config.generator.replicas} engines of {width} GPUs need "
-            f"{needed} hosts of {gpus_per_host} GPUs, and there are {hosts}: lower "
-            "generator.replicas or parallel.data, or start the run on that many hosts with "
-            "`megatron-rl prepare` and `megatron-rl host` (docs/slurm.md)"
+            f"{needed} nodes of {gpus_per_node} GPUs, and there are {nodes}: lower "
+            "generator.replicas or parallel.data, or start the run on that many nodes with "
+            "`megatron-rl prepare` and `megatron-rl node` (docs/slurm.md)"
         )
     first = ranks
-    for index, first_gpu in enumerate(_engine_starts(config, ranks, gpus_per_host)):
-        host, start = divmod(first_gpu, gpus_per_host)
+    for index, first_gpu in enumerate(_engine_starts(config, ranks, gpus_per_node)):
+        node, start = divmod(first_gpu, gpus_per_node)
         first = first_gpu + width
-        count = -(-width // gpus_per_host)
+        count = -(-width // gpus_per_node)
         for rank in range(count):
-            engines[host + rank][index] = range(start, start + width // count)
+            engines[node + rank][index] = range(start, start + width // count)
             if count > 1:
-                nodes[host + rank][index] = EngineNode(rank, count)
+                engine_nodes[node + rank][index] = EngineNode(rank, count)
     scorer = range(0)
     if config.has_scorer:
-        scorer = place_scorer(config, max(first, ranks), gpus_per_host=gpus_per_host)
-    per_host = min(ranks, gpus_per_host)
+        scorer = place_scorer(config, max(first, ranks), gpus_per_node=gpus_per_node)
+    per_node = min(ranks, gpus_per_node)
     return [
-        HostRoles(
-            per_host if host < trainer_hosts else 0,
-            trainer_hosts,
-            engines[host],
-            nodes[host],
+        NodeRoles(
+            per_node if node < trainer_nodes else 0,
+            trainer_nodes,
+            engines[node],
+            engine_nodes[node],
             scorer,
         )
-        for host in range(hosts)
+        for node in range(nodes)
     ]
 
 
-def hosts_needed(config: Config, *, gpus_per_host: int) -> int:
-    """Fewest hosts on which trainer ranks and engines fit."""
+def nodes_needed(config: Config, *, gpus_per_node: int) -> int:
+    """Fewest nodes on which trainer ranks and engines fit."""
     ranks, width = _trainer_ranks(config), config.generator.tensor_parallel
-    starts = _engine_starts(config, ranks, gpus_per_host)
-    return max(1, -(-max(ranks, *(start + width for start in starts)) // gpus_per_host))
+    starts = _engine_starts(config, ranks, gpus_per_node)
+    return max(1, -(-max(ranks, *(start + width for start in starts)) // gpus_per_node))
 
 
 def _trainer_ranks(config: Config) -> int:
@@ -93,59 +93,59 @@ def _trainer_ranks(config: Config) -> int:
     return config.parallel.world_size if config.train.steps or config.sft.steps else 0
 
 
-def _engine_starts(config: Config, ranks: int, gpus_per_host: int) -> list[int]:
-    """First GPU of each engine, counted through all hosts."""
+def _engine_starts(config: Config, ranks: int, gpus_per_node: int) -> list[int]:
+    """First GPU of each engine, counted through all nodes."""
     width = config.generator.tensor_parallel
     first = 0 if config.generator.colocate else ranks
     starts = []
     for _ in range(config.generator.replicas):
-        if first % gpus_per_host + width > gpus_per_host:
-            first += -first % gpus_per_host
+        if first % gpus_per_node + width > gpus_per_node:
+            first += -first % gpus_per_node
         starts.append(first)
         first += width
     return starts
 
 
-def _check_widths(config: Config, ranks: int, gpus_per_host: int) -> None:
-    """Raise InputError for a trainer of so many ranks, or engines, that fill no whole hosts."""
+def _check_widths(config: Config, ranks: int, gpus_per_node: int) -> None:
+    """Raise InputError for a trainer of so many ranks, or engines, that fill no whole nodes."""
     width = config.generator.tensor_parallel
-    if ranks > gpus_per_host and ranks % gpus_per_host:
+    if ranks > gpus_per_node and ranks % gpus_per_node:
         raise InputError(
-            f"{ranks} trainer ranks do not fill whole hosts of {gpus_per_host} GPUs: choose "
-            "parallel sizes whose product is a multiple of them, or smaller than a host"
+            f"{ranks} trainer ranks do not fill whole nodes of {gpus_per_node} GPUs: choose "
+            "parallel sizes whose product is a multiple of them, or smaller than a node"
         )
     tensor = config.parallel.tensor
-    if config.parallel.overlap_tensor and ranks > gpus_per_host and gpus_per_host % tensor:
+    if config.parallel.overlap_tensor and ranks > gpus_per_node and gpus_per_node % tensor:
         raise InputError(
-            f"parallel.overlap_tensor=true with parallel.tensor={tensor} on hosts of "
-            f"{gpus_per_host} GPUs: tensor ranks of different hosts cannot open each other's "
+            f"parallel.overlap_tensor=true with parallel.tensor={tensor} on nodes of "
+            f"{gpus_per_node} GPUs: tensor ranks of different nodes cannot open each other's "
             "buffers; choose a parallel.tensor that divides them, or set it to false"
         )
-    if width > gpus_per_host and width % gpus_per_host:
+    if width > gpus_per_node and width % gpus_per_node:
         raise InputError(
-            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
-            "and no multiple of them: an engine across hosts takes whole ones; nearest possible: "
-            f"{width - width % gpus_per_host}"
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_node} GPUs of a node, "
+            "and no multiple of them: an engine across nodes takes whole ones; nearest possible: "
+            f"{width - width % gpus_per_node}"
         )
-    if width > gpus_per_host and config.generator.engine != "sglang":
+    if width > gpus_per_node and config.generator.engine != "sglang":
         raise InputError(
-            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host: "
-            f"only SGLang's engines lie across hosts, not {config.generator.engine!r}"
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_node} GPUs of a node: "
+            f"only SGLang's engines lie across nodes, not {config.generator.engine!r}"
         )
-    if width > gpus_per_host and config.weights.method == "ipc":
+    if width > gpus_per_node and config.weights.method == "ipc":
         raise InputError(
-            f"generator.tensor_parallel = {width} is more than the {gpus_per_host} GPUs of a host, "
-            "and weights.method='ipc' shares memory of one host: use 'reshard' or 'host'"
+            f"generator.tensor_parallel = {width} is more than the {gpus_per_node} GPUs of a node, "
+            "and weights.method='ipc' shares memory of one node: use 'reshard' or 'node'"
         )
 
 
-def place_scorer(config: Config, first: int, *, gpus_per_host: int) -> range:
-    """GPUs of the scorer, on the one host; first: the first that is free. Raises InputError."""
+def place_scorer(config: Config, first: int, *, gpus_per_node: int) -> range:
+    """GPUs of the scorer, on the one node; first: the first that is free. Raises InputError."""
     width = config.scorer.tensor_parallel
-    if first + width > gpus_per_host:
+    if first + width > gpus_per_node:
         raise InputError(
             f"the scorer needs {width} GPUs of its own (scorer.tensor_parallel) beside the {first} "
-            f"of trainer and generators, and the host has {gpus_per_host}: lower parallel.data, "
+            f"of trainer and generators, and the node has {gpus_per_node}: lower parallel.data, "
             "generator.replicas or scorer.tensor_parallel, or set algorithm.reference.source="
             "'trainer'"
         )
@@ -153,12 +153,12 @@ def place_scorer(config: Config, first: int, *, gpus_per_host: int) -> range:
 
 
 def gpu_environment(gpus: range, names: list[str]) -> dict[str, str]:
-    """The variable that shows a process these GPUs alone; names: those of all GPUs of the host."""
+    """The variable that shows a process these GPUs alone; names: those of all GPUs of the node."""
     return {GPUS_VARIABLE: ",".join(names[gpu] for gpu in gpus)} if names else {}
 
 
 def listed_gpus() -> list[str]:
-    """Names of this host's GPUs that its processes may use; [] without any."""
+    """Names of this node's GPUs that its processes may use; [] without any."""
     if GPUS_VARIABLE in os.environ:
         return [name for name in os.environ[GPUS_VARIABLE].split(",") if name]
     if shutil.which("nvidia-smi") is None:
@@ -172,20 +172,20 @@ def listed_gpus() -> list[str]:
 
 @dataclass(frozen=True)
 class Machines:
-    """The hosts that a run is to have."""
+    """The nodes that a run is to have."""
 
-    hosts: int | None = 1
+    nodes: int | None = 1
     """None: as many as the configuration needs."""
-    gpus_per_host: int | None = None
-    """None: as many as this host lists."""
+    gpus_per_node: int | None = None
+    """None: as many as this node lists."""
 
-    def place(self, config: Config) -> list[HostRoles]:
-        """The roles of each host; [] where this host lists no GPUs. Raises InputError."""
-        count = self.gpus_per_host or len(listed_gpus())
+    def place(self, config: Config) -> list[NodeRoles]:
+        """The roles of each node; [] where this node lists no GPUs. Raises InputError."""
+        count = self.gpus_per_node or len(listed_gpus())
         if not count:
             return []
-        hosts = self.hosts or hosts_needed(config, gpus_per_host=count)
-        return place(config, hosts=hosts, gpus_per_host=count)
+        nodes = self.nodes or nodes_needed(config, gpus_per_node=count)
+        return place(config, nodes=nodes, gpus_per_node=count)
 
 
-ONE_HOST = Machines()
+ONE_NODE = Machines()

@@ -19,7 +19,7 @@ from megatron_rl.launcher.port_locks import PortLocks, default_folder
 # minutes later, and no connection takes it meanwhile.
 _FIRST, _LAST = 20_000, 32_000
 _MAX_TRIES = 200
-_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "hosts", "engine", "scorer")
+_NAMES = ("prompts", "verify", "batches", "weights", "torchrun", "sft", "nodes", "engine", "scorer")
 
 
 def resolve_ports(config: Config) -> Config:

@@ -30,7 +30,7 @@ class RestartRule:
     section: str = "generator"
     """Of the configuration, where the limits come from."""
     replicas: int = 1
-    """Of this kind in the run, on all hosts."""
+    """Of this kind in the run, on all nodes."""
     min_replicas: int = 1
     """The run continues without this one while so many others are not given up."""
 
@@ -50,7 +50,7 @@ def generator_rule(config: Config, replica: str, *, role: str, until: str) -> Re
 
 
 def follower_rule(config: Config, replica: str, *, role: str, until: str) -> RestartRule:
-    """The rule of another host's part of an engine; its leader's rule decides for the engine."""
+    """The rule of another node's part of an engine; its leader's rule decides for the engine."""
     rule = generator_rule(config, replica, role=role, until=until)
     return replace(rule, kind="follower", replicas=1, min_replicas=0)
 
@@ -126,7 +126,7 @@ class Death:
     is_too_late: bool
     """`RestartRule.until` has ended."""
     others: int
-    """Other replicas of its kind, on all hosts, that are not given up."""
+    """Other replicas of its kind, on all nodes, that are not given up."""
 
 
 def answer_death(death: Death, rule: RestartRule) -> tuple[Answer, str]:
@@ -170,7 +170,7 @@ class Replicas:
         self._proven: set[str] = set()
         """Kinds of which a replica has been ready."""
         self.given_up_elsewhere: Mapping[str, int] = {}
-        """Replicas of each kind that launchers of other hosts have given up."""
+        """Replicas of each kind that launchers of other nodes have given up."""
 
     def restarts(self, rule: RestartRule, now: float) -> int:
         """Restarts of the replica within the rule's window."""
@@ -200,7 +200,7 @@ class Replicas:
         return {kind: len(names) for kind, names in self._given_up.items() if names}
 
     def others(self, rule: RestartRule) -> int:
-        """Replicas of the kind but this one, on all hosts, that are not given up."""
+        """Replicas of the kind but this one, on all nodes, that are not given up."""
         own = len(self._given_up[rule.kind] - {rule.replica})
         return rule.replicas - 1 - own - self.given_up_elsewhere.get(rule.kind, 0)
 
@@ -208,10 +208,10 @@ class Replicas:
         """A replica of the kind has been ready: the configuration is not what keeps others back."""
         self._proven.add(kind)
 
-    def can_start(self, rule: RestartRule, starting_here: int, of_this_host: int) -> bool:
+    def can_start(self, rule: RestartRule, starting_here: int, of_this_node: int) -> bool:
         """Whether a replica of the kind has been ready, or another one may still become so.
 
-        starting_here: others of this host in their first start; of_this_host: all of this host.
+        starting_here: others of this host in their first start; of_this_node: all of this host.
         """
-        elsewhere = rule.replicas - of_this_host - self.given_up_elsewhere.get(rule.kind, 0)
+        elsewhere = rule.replicas - of_this_node - self.given_up_elsewhere.get(rule.kind, 0)
         return rule.kind in self._proven or starting_here > 0 or elsewhere > 0

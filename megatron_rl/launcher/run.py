@@ -41,7 +41,7 @@ from megatron_rl.launcher.cold_start import (
     steps_left_behind,
 )
 from megatron_rl.launcher.cpu_host import notes_of_host
-from megatron_rl.launcher.placement import ONE_HOST
+from megatron_rl.launcher.placement import ONE_NODE
 from megatron_rl.launcher.ports import draw_label, ports_text, resolve_ports
 from megatron_rl.launcher.prompt_record import pin_revisions, record_prompts
 from megatron_rl.launcher.restarts import generator_rule, scorer_rule, verifier_rule
@@ -84,7 +84,7 @@ def run(config: Config, console: Console) -> None:
     """
     config = pin_revisions(config)
     prompts = preflight.check(config)
-    ONE_HOST.place(config)
+    ONE_NODE.place(config)
     for note in notes_of_host(config):
         console.print(note, style="bold red", highlight=False, soft_wrap=True)
     with locked(config.run.dir) as lock:

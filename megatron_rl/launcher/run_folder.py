@@ -161,7 +161,7 @@ SIGNALLED = "stopped by signal"
 
 @contextlib.contextmanager
 def locked(run_dir: Path, phase: str = "") -> Iterator[FolderLock]:
-    """Keep other launchers out of the folder, those on other hosts by a heartbeat.
+    """Keep other launchers out of the folder, those on other nodes by a heartbeat.
 
     Raises InputError when another launcher, or what it left behind, does not let go of it.
     """

@@ -1,6 +1,6 @@
 """Whether the engine of `[scorer]` can hold the reference, before anything starts.
 
-Used by `preflight.py` and `hosts.py`.
+Used by `preflight.py` and `nodes.py`.
 """
 
 from collections.abc import Sequence
@@ -41,13 +41,13 @@ def check_scorer(
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"algorithm.reference.policy: {folder} has no *.safetensors")
     if gpus:
-        place(config, hosts=1, gpus_per_host=len(gpus))
+        place(config, nodes=1, gpus_per_node=len(gpus))
 
 
-def refuse_hosts(config: Config) -> None:
+def refuse_nodes(config: Config) -> None:
     """Raise InputError: only `megatron-rl run` starts a scorer."""
     if config.has_scorer:
         raise InputError(
-            "algorithm.reference.source = 'engine' needs a run on one host, by `megatron-rl run`: "
-            "`megatron-rl host` starts no scorer; set it to 'trainer'"
+            "algorithm.reference.source = 'engine' needs a run on one node, by `megatron-rl run`: "
+            "`megatron-rl node` starts no scorer; set it to 'trainer'"
         )

@@ -22,7 +22,7 @@ from megatron_rl.backend.environment import (
 )
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.live_view import LiveView
-from megatron_rl.launcher.placement import HostRoles, gpu_environment, listed_gpus, place
+from megatron_rl.launcher.placement import NodeRoles, gpu_environment, listed_gpus, place
 from megatron_rl.launcher.restarts import RestartRule
 from megatron_rl.launcher.roster import write_restart
 from megatron_rl.launcher.run_folder import FolderLock
@@ -166,10 +166,10 @@ class Session:
         """GPUs of the scorer; none on a host without any. Raises InputError."""
         return self._roles().scorer
 
-    def _roles(self) -> HostRoles:
+    def _roles(self) -> NodeRoles:
         if not self._gpus:
-            return HostRoles()
-        return place(self.config, hosts=1, gpus_per_host=len(self._gpus))[0]
+            return NodeRoles()
+        return place(self.config, nodes=1, gpus_per_node=len(self._gpus))[0]
 
     @contextmanager
     def phase(self, name: str, text: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""RUN/alive.json: which launcher has a run folder, and that it lives. Seen from every host.
+"""RUN/alive.json: which launcher has a run folder, and that it lives. Seen from every node.
 
 Used by the launcher, and by `megatron-rl status`. Clocks of hosts differ: whether a launcher on
 another host lives is judged by whether the file changes while one looks, never by its age.
@@ -26,7 +26,7 @@ from megatron_rl.protocol.wire import DeadlineExceeded
 
 ALIVE = "alive.json"
 PREPARED = "prepared"
-"""Phase of a run on several hosts that was prepared, and whose first host has not begun."""
+"""Phase of a run on several nodes that was prepared, and whose first node has not begun."""
 BEAT_S = 1.0
 LOST_S = 20.0
 """A launcher whose heartbeat stands still for this long is taken for dead."""

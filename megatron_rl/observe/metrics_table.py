@@ -187,7 +187,7 @@ PUBLISH = (
           "logs/scorer-0*.log", "count"),
     Known("launch/generator_restarts", "a generator died and was started again", "0",
           "logs/generator-*.log", "count"),
-    Known("launch/follower_restarts", "another host's part of an engine died and was started again",
+    Known("launch/follower_restarts", "another node's part of an engine died and was started again",
           "0", "logs/generator-*-node-*.log", "count"),
     Known("launch/verifier_restarts", "a verifier died and was started again", "0",
           "logs/verifier*.log", "count"),
@@ -265,7 +265,7 @@ Other programs get the same rows by `[metrics]` while a run goes on, or by
 - `metrics.prometheus_port = 9400`: `http://127.0.0.1:9400/metrics`; with `metrics.prometheus_host`
   another address, where whoever reaches it may read them.
 
-On several hosts they run on host 0. A failure of theirs ends no run: see `logs/metrics.log`.
+On several nodes they run on node 0. A failure of theirs ends no run: see `logs/metrics.log`.
 
 Prometheus' names are `megatron_rl_` and the name with `_` for every other sign; what is counted
 since the row before (below: count) becomes a counter, `_total`; what stands for `*` becomes the

@@ -1,6 +1,6 @@
 """CURVE keys of a run: who has them may speak with its sockets, and nobody else can read along.
 
-Used by every process of a run on several hosts. The launcher makes them; all read the same file.
+Used by every process of a run on several nodes. The launcher makes them; all read the same file.
 """
 
 from pathlib import Path

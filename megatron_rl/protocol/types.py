@@ -15,8 +15,8 @@ from megatron_rl.protocol.generator_messages import (
     Hold,
     RolloutFailed,
 )
-from megatron_rl.protocol.host_messages import HostState, RunPhase
 from megatron_rl.protocol.metrics import Reduce
+from megatron_rl.protocol.node_messages import NodeState, RunPhase
 from megatron_rl.protocol.prompt import ChatMessage as ChatMessage
 from megatron_rl.protocol.prompt import LengthRule, Prompt
 from megatron_rl.protocol.queue_state import QueueState
@@ -371,7 +371,7 @@ AnyMessage = (
     | LeaveGroup
     | Ack
     | Failed
-    | HostState
+    | NodeState
     | RunPhase
     | LogprobRequest
     | LogprobsDone

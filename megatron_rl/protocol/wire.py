@@ -105,11 +105,11 @@ def check_welcome(frames: list[Frame], address: str, label: str) -> None:
 
 
 def check_loopback(host: str) -> None:
-    """Raise WireError for a bind address that other hosts could reach without keys."""
+    """Raise WireError for a bind address that other nodes could reach without keys."""
     if host not in LOOPBACK:
         raise WireError(
             f"refusing to bind {host} without CURVE keys: use 127.0.0.1, or have `megatron-rl "
-            "prepare` make keys (ports.keys_dir) before opening a socket to other hosts"
+            "prepare` make keys (ports.keys_dir) before opening a socket to other nodes"
         )
 
 

@@ -1,6 +1,6 @@
 """The simulated verifiers: so many servers, first come first served.
 
-Used by the simulation. One peer of the queue stands for all hosts' pools.
+Used by the simulation. One peer of the queue stands for all nodes' pools.
 """
 
 import random

@@ -181,7 +181,7 @@ def test_sglang_leaves_alone_what_is_set() -> None:
 
 
 def own_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of those by which other hosts may reach this one."""
+    """(interface, address) of those by which other nodes may reach this one."""
     return [
         (name, each.address)
         for name, addresses in psutil.net_if_addrs().items()

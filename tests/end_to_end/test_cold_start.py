@@ -144,11 +144,11 @@ def test_a_killed_run_goes_on_in_its_cold_start_and_never_repeats_it(
 
 
 def host_arguments(run_dir: Path, host: int) -> list[object]:
-    return ["host", run_dir, "--host", host, "--hosts", 3, "--gpus-per-host", 1]
+    return ["host", run_dir, "--node", host, "--nodes", 3, "--gpus-per-node", 1]
 
 
 @pytest.mark.exhaustive
-def test_two_hosts_of_a_trainer_share_the_cold_start(inputs: Path, tmp_path: Path) -> None:
+def test_two_nodes_of_a_trainer_share_the_cold_start(inputs: Path, tmp_path: Path) -> None:
     # The third host has the generator.
     run_dir = tmp_path / "run"
     prepare = ["prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
@@ -210,24 +210,24 @@ def evaluated(run_dir: Path) -> list[str]:
     return [row["label"] for row in rows if "eval/accuracy" in row]
 
 
-def two_hosts(run_dir: Path, host: int) -> list[object]:
+def two_nodes(run_dir: Path, host: int) -> list[object]:
     # The first has the trainer and the queue, the second one the generator.
-    return ["host", run_dir, "--host", host, "--hosts", 2, "--gpus-per-host", 1]
+    return ["host", run_dir, "--node", host, "--nodes", 2, "--gpus-per-node", 1]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-def test_two_hosts_choose_train_and_baseline_and_go_on_when_one_died(
+def test_two_nodes_choose_train_and_baseline_and_go_on_when_one_died(
     inputs: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     prepare = ["prepare", "--config", inputs / "config.toml", "--run-dir", run_dir,
                f"ports.host={ADDRESS}", "sft.export_every_steps=21", "sft.baseline=true",
-               "hosts.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
+               "nodes.silence_timeout_s=4", "train.minibatches=2"]  # fmt: skip
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 0, output
-    with launched(*two_hosts(run_dir, 0)) as first, launched(*two_hosts(run_dir, 1)) as second:
+    with launched(*two_nodes(run_dir, 0)) as first, launched(*two_nodes(run_dir, 1)) as second:
         wait_until((run_dir / "logs" / "queue-cold_start_step_24.out").exists, first)
         children = psutil.Process(first.pid).children(recursive=True)
         second.kill()
@@ -241,7 +241,7 @@ def test_two_hosts_choose_train_and_baseline_and_go_on_when_one_died(
     with launched(*prepare) as run:
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 0 and "begins anew, but for its cold start" in output, output
-    with launched(*two_hosts(run_dir, 1)) as second, launched(*two_hosts(run_dir, 0)) as first:
+    with launched(*two_nodes(run_dir, 1)) as second, launched(*two_nodes(run_dir, 0)) as first:
         for host in (first, second):
             output, _ = host.communicate(timeout=300)
             assert host.returncode == 0, output

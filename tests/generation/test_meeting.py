@@ -1,4 +1,4 @@
-"""The parts of an engine across hosts: how they meet, and what the end of one does to the others.
+"""The parts of an engine across nodes: how they meet, and what the end of one does to the others.
 
 The leader's and the followers' code is the real one; a sleeping process stands for SGLang's server.
 """
@@ -19,7 +19,7 @@ from generation import follower, meeting
 from generation.child import ServerChild
 from generation.meeting import Call, Meeting, answer, call_path, read_call
 from generation.sglang_command import server_command, server_environment
-from generation.sglang_hosts import node_setup
+from generation.sglang_nodes import node_setup
 from generation.sglang_orders import ORDERS_VARIABLE, Nothing, read_order, write_order
 from megatron_rl.protocol.wire import DeadlineExceeded
 from tests.generation.test_engine_contract import make_setup

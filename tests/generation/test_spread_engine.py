@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from generation import follower
 from generation.meeting import call_path
-from generation.sglang_hosts import SpreadSGLangEngine
+from generation.sglang_nodes import SpreadSGLangEngine
 from megatron_rl.protocol.types import Sampling
 from megatron_rl.weights.layout.shape import read_shape
 from tests.generation.publisher import SlicePublisher, TrainerProcess

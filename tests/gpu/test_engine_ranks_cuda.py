@@ -17,7 +17,7 @@ from generation.engine import EngineSetup
 from generation.meeting import call_path
 from generation.sglang_command import server_environment
 from generation.sglang_engine import SGLangEngine
-from generation.sglang_hosts import SpreadSGLangEngine
+from generation.sglang_nodes import SpreadSGLangEngine
 from tests.generation import layout_loader
 from tests.generation.layout_models import write_model
 from tests.generation.test_engine_contract import make_setup

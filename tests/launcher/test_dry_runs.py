@@ -64,7 +64,7 @@ def command_of(name: str) -> list[str]:
     script = FOLDER / f"{name}.sh"
     text = script.read_text() if script.exists() else ""
     asked = re.search(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)
-    return ["prepare", "--hosts", asked.group(1)] if asked else ["run"]
+    return ["prepare", "--nodes", asked.group(1)] if asked else ["run"]
 
 
 @pytest.mark.slow(40)
@@ -92,7 +92,7 @@ def test_every_shipped_configuration_passes_on_hosts_of_8_gpus(
     command = command_of(name)
     code = main([*command, "--config", name, "--dry-run", *words])
     text = capsys.readouterr().out
-    places = f"on {command[-1]} hosts: " if "--hosts" in command else "on the GPUs of this host: "
+    places = f"on {command[-1]} nodes: " if "--nodes" in command else "on the GPUs of this host: "
     assert places in text and "would start: " in text
     assert f"would write {files / 'run'}: config.toml" in text
     assert text.rstrip().endswith("Dry run: nothing was started.")
@@ -105,20 +105,20 @@ def test_a_run_of_several_hosts_says_its_places_or_how_many_hosts_it_needs(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
-    # 4 trainer ranks, then 7 engines of 2 GPUs: 2 fit the first host, 4 the second, 1 is left.
+    # 4 trainer ranks, then 7 engines of 2 GPUs: 2 fit the first node, 4 the second, 1 is left.
     words = ["--config", "one_node", "parallel.tensor=1", "parallel.data=4", "eval.prompts=4",
              *given(files, "generator.replicas=7", "generator.tensor_parallel=2")]  # fmt: skip
     assert main(["prepare", "--dry-run", *words]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "7 generator (sglang, 2 wide), 3 verifiers" in text
-    assert "on 3 hosts: 4 trainer ranks on host 0; generator-0 on [4, 5] of host 0" in text
+    assert "on 3 nodes: 4 trainer ranks on node 0; generator-0 on [4, 5] of node 0" in text
     assert "generator-6 on [0, 1] of host 2 ports" in text
-    for command in (["prepare", "--hosts", "2"], ["run"]):
+    for command in (["prepare", "--nodes", "2"], ["run"]):
         caplog.clear()
-        assert main([*command, *words]) == 2 and "need 3 hosts of 8 GPUs" in caplog.text
+        assert main([*command, *words]) == 2 and "need 3 nodes of 8 GPUs" in caplog.text
     caplog.clear()
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    assert main(["prepare", *words]) == 2 and "need 3 hosts of 8 GPUs" in caplog.text
+    assert main(["prepare", *words]) == 2 and "need 3 nodes of 8 GPUs" in caplog.text
     assert not (files / "run").exists()
 
 

@@ -24,8 +24,8 @@ class Example(NamedTuple):
     """What the script's own text claims, and the model as published."""
 
     name: str
-    hosts: int
-    gpus_per_host: int
+    nodes: int
+    gpus_per_node: int
     billions: float
     """Parameters, as the model's card states them."""
     shape: dict[str, Any]
@@ -69,7 +69,7 @@ SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
 def test_an_example_fits_the_gpus_that_it_names(tmp_path: Path, example: Example) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**COMMON, **example.shape}))
     config = load_config(EXAMPLES / f"{example.name}.toml", [f"model.path={tmp_path}"])
-    gpus = example.hosts * example.gpus_per_host
+    gpus = example.nodes * example.gpus_per_node
     plan = make_plan(config, Hardware(gpus=gpus))
     assert plan.problems == () and plan.free_bytes > 0
     assert plan.parameters / 1e9 == pytest.approx(example.billions, abs=0.05)
@@ -77,7 +77,7 @@ def test_an_example_fits_the_gpus_that_it_names(tmp_path: Path, example: Example
     # example that relays would help waits for its engines: by `simulate` a step gains 0.4 %.
     notes = [text for text in plan.advice if "weights.relay=true" not in text]
     assert notes == [] and (plan.advice == () or example.name == "qwen3_30b_a3b")
-    place(config, hosts=example.hosts, gpus_per_host=example.gpus_per_host)
+    place(config, nodes=example.nodes, gpus_per_node=example.gpus_per_node)
 
 
 def test_the_staged_example_follows_the_papers_schedule(tmp_path: Path) -> None:
@@ -93,15 +93,15 @@ def test_the_staged_example_follows_the_papers_schedule(tmp_path: Path) -> None:
     # The longest completions and 2,048 tokens of prompt: so many fit into 500,000 tokens of cache.
     held = [stage.plan.kv_tokens // stage.plan.context_tokens for stage in plan.stages]
     assert held == [500_000 // (length * 1024 + 4096 + 2048) for length in (16, 24, 32)]
-    place(config, hosts=16, gpus_per_host=8)
+    place(config, nodes=16, gpus_per_node=8)
 
 
 @pytest.mark.parametrize("example", SLURM, ids=lambda example: example.name)
-def test_a_slurm_script_asks_for_the_hosts_of_its_plan(example: Example) -> None:
+def test_a_slurm_script_asks_for_the_nodes_of_its_plan(example: Example) -> None:
     text = (EXAMPLES / f"{example.name}.sh").read_text()
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
     assert (int(asked["nodes"]), int(asked["gpus-per-node"])) == (
-        example.hosts, example.gpus_per_host,
+        example.nodes, example.gpus_per_node,
     )  # fmt: skip
     assert asked["ntasks-per-node"] == "1"
     assert "exec bash examples/launch.sh examples/" + example.name in text
@@ -170,9 +170,9 @@ def test_launch_gives_every_command_all_files_and_overrides(tmp_path: Path, node
         assert calls == [plan, f"{cli} run --dry-run {files} {given}", f"{cli} run {files} {given}"]
         return
     # The last node is reached by the loopback device, the first one of `hostname -I` is another.
-    prepare = f"{cli} prepare {files} --hosts 2 --gpus-per-host 4 ports.host=127.0.0.1 {given}"
+    prepare = f"{cli} prepare {files} --nodes 2 --gpus-per-node 4 ports.host=127.0.0.1 {given}"
     assert calls[:3] == [plan, f"{prepare} --dry-run", prepare]
-    assert calls[3].endswith(f"{cli[7:]} host {tmp_path}/run --gpus-per-host 4")
+    assert calls[3].endswith(f"{cli[7:]} node {tmp_path}/run --gpus-per-node 4")
     assert len(calls) == 4
 
 

@@ -15,7 +15,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import ConfigError, dump_toml, load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.data.tiny_model import write_tokenizer
-from megatron_rl.launcher import hosts as cluster
+from megatron_rl.launcher import nodes as cluster
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.protocol.checkpoint_folder import CHECKPOINTS, seal

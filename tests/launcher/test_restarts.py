@@ -99,13 +99,13 @@ def test_given_up_replicas_of_all_hosts_count_against_the_minimum() -> None:
 
 def test_a_start_that_fails_is_final_only_while_no_replica_of_its_kind_can_start() -> None:
     replicas = Replicas()
-    assert not replicas.can_start(RULE, starting_here=0, of_this_host=4)
-    assert replicas.can_start(RULE, starting_here=1, of_this_host=4)
-    assert replicas.can_start(RULE, starting_here=0, of_this_host=2)
+    assert not replicas.can_start(RULE, starting_here=0, of_this_node=4)
+    assert replicas.can_start(RULE, starting_here=1, of_this_node=4)
+    assert replicas.can_start(RULE, starting_here=0, of_this_node=2)
     replicas.given_up_elsewhere = {"generator": 2}
-    assert not replicas.can_start(RULE, starting_here=0, of_this_host=2)
+    assert not replicas.can_start(RULE, starting_here=0, of_this_node=2)
     replicas.note_ready("generator")
-    assert replicas.can_start(RULE, starting_here=0, of_this_host=4)
+    assert replicas.can_start(RULE, starting_here=0, of_this_node=4)
 
 
 def test_rules_are_what_the_configuration_says() -> None:

@@ -12,15 +12,15 @@ from megatron_rl.backend import environment
 from megatron_rl.backend.environment import collective_environment
 from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
-from megatron_rl.launcher import host_phases, hosts
-from megatron_rl.launcher.host_link import FirstHost, HostLink
-from megatron_rl.launcher.host_phases import Share
+from megatron_rl.launcher import node_phases, nodes
+from megatron_rl.launcher.node_link import FirstNode, HostLink
+from megatron_rl.launcher.node_phases import Share
 from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.ports import resolve_ports
 from megatron_rl.launcher.run_folder import locked
 from megatron_rl.launcher.session import Session
 from megatron_rl.launcher.supervisor import Supervisor
-from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
+from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 
 Environments = dict[str, dict[str, str]]
 CPU_SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -58,7 +58,7 @@ def start_on_one_host(folder: Path) -> None:
     with locked(folder) as lock:
         session = Session(config, Console(), lock=lock)
         session._supervisor.log_dir.mkdir(parents=True)
-        roles = place(config, hosts=1, gpus_per_host=8)[0]
+        roles = place(config, nodes=1, gpus_per_node=8)[0]
         path = session.config_path
         session.start("queue", "megatron_rl.rollout_queue.server", path)
         session.start("generator-0", "generation.worker", path, gpus=roles.engines[0])
@@ -68,13 +68,13 @@ def start_on_one_host(folder: Path) -> None:
 
 def start_on_the_first_of_two(folder: Path) -> None:
     config, gpus = make_config(folder), [str(gpu) for gpu in range(5)]
-    roles = place(config, hosts=2, gpus_per_host=5)[0]
+    roles = place(config, nodes=2, gpus_per_node=5)[0]
     (folder / "logs").mkdir(parents=True)
     supervisor = Supervisor(folder / "logs")
-    # It says nothing to the other hosts here.
-    share = Share(config, roles, 0, gpus, supervisor, HostLink.__new__(FirstHost))
-    host_phases._start_serving(share, RunPhase(1, PhaseKind.TRAINING))
-    host_phases._start_ranks(share, "trainer", is_supervised=False, arguments=())
+    # It says nothing to the other nodes here.
+    share = Share(config, roles, 0, gpus, supervisor, HostLink.__new__(FirstNode))
+    node_phases._start_serving(share, RunPhase(1, PhaseKind.TRAINING))
+    node_phases._start_ranks(share, "trainer", is_supervised=False, arguments=())
 
 
 def settings(found: dict[str, str]) -> dict[str, str]:
@@ -82,21 +82,21 @@ def settings(found: dict[str, str]) -> dict[str, str]:
 
 
 def start_by_the_host_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `megatron-rl host` starts in a phase, without waiting for its end."""
+    """What `megatron-rl node` starts in a phase, without waiting for its end."""
     config, gpus = resolve_ports(make_config(folder)), [str(gpu) for gpu in range(8)]
-    roles = place(config, hosts=1, gpus_per_host=8)[0]
+    roles = place(config, nodes=1, gpus_per_node=8)[0]
     (folder / "logs").mkdir(parents=True)
 
     def start_all(share: Share, link: HostLink, is_resumed: bool) -> None:
-        host_phases._start_serving(share, RunPhase(1, PhaseKind.TRAINING))
-        host_phases._start_ranks(share, "trainer", is_supervised=False, arguments=())
+        node_phases._start_serving(share, RunPhase(1, PhaseKind.TRAINING))
+        node_phases._start_ranks(share, "trainer", is_supervised=False, arguments=())
         # None of them is a process.
         share.supervisor.roles.clear()
 
-    monkeypatch.setattr(hosts, "_placed", lambda *_, **__: (config, roles, gpus))
-    monkeypatch.setattr(hosts, "lead", start_all)
-    monkeypatch.setattr(hosts, "conclude", lambda *_: None)
-    hosts.run_host(folder, Console(), host=0, hosts=1, gpus_per_host=8)
+    monkeypatch.setattr(nodes, "_placed", lambda *_, **__: (config, roles, gpus))
+    monkeypatch.setattr(nodes, "lead", start_all)
+    monkeypatch.setattr(nodes, "conclude", lambda *_: None)
+    nodes.run_node(folder, Console(), node=0, nodes=1, gpus_per_node=8)
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -12,7 +12,7 @@ from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
 from megatron_rl.launcher import run_folder
-from megatron_rl.launcher.hosts import evaluations_of
+from megatron_rl.launcher.nodes import evaluations_of
 from megatron_rl.launcher.ports import draw_label
 from megatron_rl.launcher.run import last_words
 from megatron_rl.launcher.run_folder import (

@@ -14,7 +14,7 @@ from megatron_rl.launcher import preflight
 from megatron_rl.launcher.placement import place
 from megatron_rl.launcher.ports import listed_ports, resolve_ports
 from megatron_rl.launcher.restarts import Answer, Death, answer_death, scorer_rule
-from megatron_rl.launcher.scorer_checks import refuse_hosts
+from megatron_rl.launcher.scorer_checks import refuse_nodes
 from megatron_rl.plan.plan import Hardware, make_plan
 
 SHAPE = {
@@ -89,13 +89,13 @@ def test_a_teacher_without_weights_is_refused(tmp_path: Path, overrides: list[st
 
 def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[str]) -> None:
     given = [*overrides, "generator.replicas=2", "scorer.tensor_parallel=2"]
-    [roles] = place(load_config(None, given), hosts=1, gpus_per_host=8)
+    [roles] = place(load_config(None, given), nodes=1, gpus_per_node=8)
     assert (roles.trainer_ranks, roles.engines) == (4, {0: range(4, 5), 1: range(5, 6)})
     assert roles.scorer == range(6, 8)
     shared = [*given, "generator.colocate=true", "weights.method=disk"]
-    [roles] = place(load_config(None, shared), hosts=1, gpus_per_host=8)
+    [roles] = place(load_config(None, shared), nodes=1, gpus_per_node=8)
     assert (roles.engines[1], roles.scorer) == (range(1, 2), range(4, 6))
-    [roles] = place(load_config(None, [*given, "train.steps=0"]), hosts=1, gpus_per_host=8)
+    [roles] = place(load_config(None, [*given, "train.steps=0"]), nodes=1, gpus_per_node=8)
     assert roles.scorer == range(0)
 
 
@@ -106,8 +106,8 @@ def test_a_host_without_room_for_the_scorer_is_refused(
     words = "needs 1 GPUs of its own .* beside the 5 of trainer and generators, and the host has 5"
     with pytest.raises(InputError, match=words):
         preflight.check_reference(load_config(None, overrides))
-    with pytest.raises(InputError, match="needs a run on one host"):
-        refuse_hosts(load_config(None, overrides))
+    with pytest.raises(InputError, match="needs a run on one node"):
+        refuse_nodes(load_config(None, overrides))
 
 
 def test_a_plan_counts_the_scorer(overrides: list[str]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.protocol import types
-from megatron_rl.protocol.host_messages import PhaseKind, RoleRestart
+from megatron_rl.protocol.node_messages import PhaseKind, RoleRestart
 from megatron_rl.protocol.prompt import LengthRule
 from megatron_rl.protocol.queue_state import (
     CurriculumState,

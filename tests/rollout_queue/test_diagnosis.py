@@ -153,7 +153,7 @@ def test_format_check_that_the_fix_names_can_be_configured(task: str, tmp_path: 
     reason = "no_think_start"
     text = diagnose(evidence({reason: 44}), setting(task=task)).text
     format_check, compare, name = re.search(
-        r'format_check = "(\w+)".* beside compare = "(\w+)" in \[reward\.tasks\.(\w+)\]', text
+        r'format_check = "(\w+)".* with compare = "(\w+)" in \[reward\.tasks\.(\w+)\]', text
     ).groups()
     path = tmp_path / "c.toml"
     path.write_text(
@@ -167,7 +167,7 @@ def test_format_check_that_the_fix_names_can_be_configured(task: str, tmp_path: 
     assert changed.reward.all_tasks[task].compare == default.reward.all_tasks[task].compare
 
 
-def test_keys_that_cures_name_exist() -> None:
+def test_keys_that_fixes_name_exist() -> None:
     config = Config().model_dump()
     texts = [
         diagnose(found, setting()).text

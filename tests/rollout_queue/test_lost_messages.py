@@ -65,7 +65,7 @@ OTHER_LINKS = {
         "MayStart", "Pause", "Release", "Reclaim", "Bucket", "Resume", "LeaveGroup", "Ack",
         "Failed",
     ),
-    "hosts": ("HostState", "RunPhase"),
+    "nodes": ("NodeState", "RunPhase"),
     "scorer": ("LogprobRequest", "LogprobsDone", "LogprobsFailed"),
 }  # fmt: skip
 ALL = [(link, kind) for link, kinds in LINKS.items() for kind in kinds]

@@ -1,4 +1,4 @@
-"""Slow links on one host: the kernel paces what a process sends over TCP.
+"""Slow links on one node: the kernel paces what a process sends over TCP.
 
 For measurements where receivers, not the sender, shall be the limit, as on hosts of their own.
 Linux alone, no privileges. A sender whose peer's link is full waits in the kernel as it would

@@ -15,7 +15,7 @@ class ExchangeSettings:
     host: str
     """Where the stores of the groups listen."""
     backend: str
-    """Collectives of the groups; or IPC: no groups, but memory that ranks on one host share; or
+    """Collectives of the groups; or IPC: no groups, but memory that ranks on one node share; or
     HOST: gloo, by way of host memory."""
     dtype: torch.dtype
     """Of elements on the wire."""

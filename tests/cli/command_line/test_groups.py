@@ -68,7 +68,7 @@ def test_the_help_of_a_run_says_where_all_keys_are(capsys: pytest.CaptureFixture
         (["run", "--confg", "tiny"], "--config"),
         (["run"], "Missing option '--config'"),
         (["convert", "a", "b", "--to", "gguf"], "gguf"),
-        (["host", "runs/x", "--host", "first", "--hosts", "2"], "--host"),
+        (["host", "runs/x", "--node", "first", "--nodes", "2"], "--node"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -39,7 +39,7 @@ def events(lines: list[dict[str, Any]], *names: str) -> list[str]:
 def test_each_publish_follows_the_memory_and_no_version_is_lost(
     tmp_path: Path, method: str
 ) -> None:
-    # Engines that share a GPU are on one host: ipc has one rank, disk any number.
+    # Engines that share a GPU are on one node: ipc has one rank, disk any number.
     size = {"tensor": 2} if method == "disk" else {}
     ranks = 0 if method == "disk" else 1
     generators = [Generator("a", ranks), Generator("b", ranks)]

@@ -1,4 +1,4 @@
-"""Memory that ranks on one host share: a file without a name, or a device's by CUDA IPC.
+"""Memory that ranks on one node share: a file without a name, or a device's by CUDA IPC.
 
 Shared by trainer ranks and engines. A `Handle` is plain data. Nothing has a name, so nothing is
 left behind when processes die.

@@ -1,10 +1,10 @@
-"""Keeps the launchers of all hosts in step: one phase after the other, and no host alone.
+"""Keeps the launchers of all nodes in step: one phase after the other, and no node alone.
 
-Used by `hosts.py`, in its one thread. The first host decides what comes next, and begins it when
-every other host has ended the processes of the phase before. All tell each other about once a
-second that they live. A host that leaves with an error says so at once; one that falls silent
-(it was killed, or its network is gone) is missed after `hosts.silence_timeout_s`. Either way every
-other host raises HostLost, and ends its own processes.
+Used by `nodes.py`, in its one thread. The first node decides what comes next, and begins it when
+every other node has ended the processes of the phase before. All tell each other about once a
+second that they live. A node that leaves with an error says so at once; one that falls silent
+(it was killed, or its network is gone) is missed after `nodes.silence_timeout_s`. Either way every
+other node raises NodeLost, and ends its own processes.
 """
 
 import logging
@@ -18,12 +18,12 @@ from typing import Self
 import msgspec
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.hosts import HostsConfig
+from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher.restarts import Restart
 from megatron_rl.protocol.closing import Closing
-from megatron_rl.protocol.host_messages import HostState, PhaseKind, RoleRestart, RunPhase
 from megatron_rl.protocol.keys import load_keys
+from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RoleRestart, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.types import AnyMessage
 from megatron_rl.protocol.wire import DeadlineExceeded, Dealer, Router, WireError
@@ -32,90 +32,90 @@ BEAT_S = 1.0
 _ERROR_CHARS = 4000
 _TOLD_RESTARTS = 64
 Look = Callable[[], None]
-"""Waits a moment, sees to the host's processes, and calls `exchange`."""
+"""Waits a moment, sees to the node's processes, and calls `exchange`."""
 
 log = logging.getLogger(__name__)
 
 
-class HostLost(DeadlineExceeded):
-    """Another host of the run is gone; the text says which, and what is known of it."""
+class NodeLost(DeadlineExceeded):
+    """Another node of the run is gone; the text says which, and what is known of it."""
 
 
 class Attendance:
-    """What the first host knows of the others. No sockets, no clock."""
+    """What the first node knows of the others. No sockets, no clock."""
 
-    def __init__(self, hosts: int, limits: HostsConfig, now: float) -> None:
-        self._hosts, self._limits = hosts, limits
+    def __init__(self, nodes: int, limits: NodesConfig, now: float) -> None:
+        self._nodes, self._limits = nodes, limits
         self._opened_at = now
-        self._states: dict[int, HostState] = {}
+        self._states: dict[int, NodeState] = {}
         self._heard_at: dict[int, float] = {}
         self._restarts: list[Restart] = []
 
-    def note(self, state: HostState, now: float) -> None:
-        """Take in a host's state. Raises InputError for a host that cannot be one of the run's."""
-        if state.hosts != self._hosts or not 1 <= state.host < self._hosts:
+    def note(self, state: NodeState, now: float) -> None:
+        """Take in a node's state. Raises InputError for a node that cannot be one of the run's."""
+        if state.nodes != self._nodes or not 1 <= state.node < self._nodes:
             raise InputError(
-                f"a host was started as --host {state.host} of --hosts {state.hosts}, the first "
-                f"one with --hosts {self._hosts}: give all the same, and each its own place"
+                f"a node was started as --node {state.node} of --nodes {state.nodes}, the first "
+                f"one with --nodes {self._nodes}: give all the same, and each its own place"
             )
-        known = self._states.get(state.host)
+        known = self._states.get(state.node)
         if known is not None and known.session != state.session:
-            raise InputError(f"--host {state.host} was started twice: give each its own place")
+            raise InputError(f"--node {state.node} was started twice: give each its own place")
         if known is None:
-            log.info("host %d is there", state.host)
+            log.info("node %d is there", state.node)
         last = known.restarts[-1].number if known is not None and known.restarts else 0
         self._restarts += [
             Restart(one.role, one.kind, one.exit_code, one.count, one.limit)
             for one in state.restarts
             if one.number > last
         ]
-        self._states[state.host], self._heard_at[state.host] = state, now
+        self._states[state.node], self._heard_at[state.node] = state, now
 
     def take_restarts(self) -> list[Restart]:
-        """What other hosts have started again since this was asked last."""
+        """What other nodes have started again since this was asked last."""
         taken, self._restarts = self._restarts, []
         return taken
 
     def find_lost(self, now: float) -> str:
-        """Which host is gone, and how that is known; "": none."""
-        for host in range(1, self._hosts):
-            state = self._states.get(host)
+        """Which node is gone, and how that is known; "": none."""
+        for node in range(1, self._nodes):
+            state = self._states.get(node)
             if state is None:
                 if now - self._opened_at > self._limits.start_timeout_s:
                     limit_s = self._limits.start_timeout_s
-                    return f"host {host} was not heard within {limit_s:.0f} s of the first one"
+                    return f"node {node} was not heard within {limit_s:.0f} s of the first one"
             elif state.error:
-                return f"host {host} has left the run: {state.error}"
-            elif now - self._heard_at[host] > self._limits.silence_timeout_s:
-                silent_s = now - self._heard_at[host]
-                return f"host {host} has been silent for {silent_s:.0f} s"
+                return f"node {node} has left the run: {state.error}"
+            elif now - self._heard_at[node] > self._limits.silence_timeout_s:
+                silent_s = now - self._heard_at[node]
+                return f"node {node} has been silent for {silent_s:.0f} s"
         return ""
 
     def given_up(self) -> Counter[str]:
-        """Replicas of each kind that the other hosts continue without."""
+        """Replicas of each kind that the other nodes continue without."""
         return sum((Counter(state.given_up) for state in self._states.values()), Counter())
 
     def behind(self, number: int) -> list[int]:
-        """Hosts that have not ended the processes of that phase."""
+        """Nodes that have not ended the processes of that phase."""
         return [
-            host
-            for host in range(1, self._hosts)
-            if host not in self._states or self._states[host].ended < number
+            node
+            for node in range(1, self._nodes)
+            if node not in self._states or self._states[node].ended < number
         ]
 
 
 class HostLink(Closing):
-    """A host's end of the link; says why when it is left with an error."""
+    """A node's end of the link; says why when it is left with an error."""
 
     _phase: RunPhase | None = None
 
     def __init__(self) -> None:
         self.given_up: dict[str, int] = {}
-        """Replicas of each kind that this host continues without; told to the others."""
+        """Replicas of each kind that this node continues without; told to the others."""
         self.given_up_elsewhere: dict[str, int] = {}
-        """The same of all other hosts."""
+        """The same of all other nodes."""
         self.missing: list[str] = []
-        """Replicas that the queue misses; the first host says which."""
+        """Replicas that the queue misses; the first node says which."""
 
     @property
     def is_ending(self) -> bool:
@@ -124,11 +124,11 @@ class HostLink(Closing):
 
     @abstractmethod
     def exchange(self, now: float) -> None:
-        """Say that this host lives, and hear of the others. Raises HostLost."""
+        """Say that this node lives, and hear of the others. Raises NodeLost."""
 
     @abstractmethod
     def leave(self, error: str) -> None:
-        """Tell the others why this host ends before the run does."""
+        """Tell the others why this node ends before the run does."""
 
     def __enter__(self) -> Self:
         return self
@@ -152,30 +152,30 @@ def _text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-class FirstHost(HostLink):
-    """The end of the host that decides."""
+class FirstNode(HostLink):
+    """The end of the node that decides."""
 
-    def __init__(self, config: Config, hosts: int) -> None:
+    def __init__(self, config: Config, nodes: int) -> None:
         super().__init__()
         ports = config.ports
-        self._limits = config.hosts
-        self._router = Router(ports.host, ports.hosts, load_keys(ports.keys_dir), label=ports.label)
-        self._attendance = Attendance(hosts, config.hosts, time.monotonic())
+        self._limits = config.nodes
+        self._router = Router(ports.host, ports.nodes, load_keys(ports.keys_dir), label=ports.label)
+        self._attendance = Attendance(nodes, config.nodes, time.monotonic())
         self._peers: set[str] = set()
 
     def begin(self, phase: RunPhase, look: Look) -> RunPhase:
-        """Begin a phase, whose number is given here, once all hosts have ended the one before.
+        """Begin a phase, whose number is given here, once all nodes have ended the one before.
 
-        This host must have done so. The first phase waits for nobody. Raises HostLost.
+        This node must have done so. The first phase waits for nobody. Raises NodeLost.
         """
         last = 0 if self._phase is None else self._phase.number
         until = time.monotonic() + self._limits.end_timeout_s
         while last and (behind := self._attendance.behind(last)):
             if time.monotonic() > until:
-                raise HostLost(
-                    f"hosts {behind} have not ended phase {last} ({self._phase.kind}) "
-                    f"{self._limits.end_timeout_s:.0f} s after the first host did "
-                    "(hosts.end_timeout_s)"
+                raise NodeLost(
+                    f"nodes {behind} have not ended phase {last} ({self._phase.kind}) "
+                    f"{self._limits.end_timeout_s:.0f} s after the first node did "
+                    "(nodes.end_timeout_s)"
                 )
             look()
         self._tell(msgspec.structs.replace(phase, number=last + 1))
@@ -188,21 +188,21 @@ class FirstHost(HostLink):
         self._tell(msgspec.structs.replace(self._phase, is_ending=True))
 
     def take_restarts(self) -> list[Restart]:
-        """What other hosts have started again since this was asked last."""
+        """What other nodes have started again since this was asked last."""
         return self._attendance.take_restarts()
 
     def exchange(self, now: float) -> None:
         while (received := self._router.receive(0)) is not None:
             peer, message = received
-            if not isinstance(message, HostState):
-                raise WireError(f"{peer} sent {type(message).__name__} to the first host")
+            if not isinstance(message, NodeState):
+                raise WireError(f"{peer} sent {type(message).__name__} to the first node")
             self._attendance.note(message, now)
             self._peers.add(peer)
             if self._phase is not None:
                 self._router.send(peer, self._told(self._phase))
         self.given_up_elsewhere = dict(self._attendance.given_up())
         if lost := self._attendance.find_lost(now):
-            raise HostLost(lost)
+            raise NodeLost(lost)
 
     def _told(self, phase: RunPhase) -> RunPhase:
         given_up = dict(Counter(self.given_up) + self._attendance.given_up())
@@ -222,18 +222,18 @@ class FirstHost(HostLink):
         self._router.close()
 
 
-class OtherHost(HostLink):
-    """The end of a host that does what the first one says."""
+class OtherNode(HostLink):
+    """The end of a node that does what the first one says."""
 
-    def __init__(self, config: Config, host: int, hosts: int) -> None:
+    def __init__(self, config: Config, node: int, nodes: int) -> None:
         super().__init__()
         ports = config.ports
-        self._limits = config.hosts
+        self._limits = config.nodes
         self._dealer = Dealer(
-            f"{ports.host}:{ports.hosts}", f"host-{host}", load_keys(ports.keys_dir),
+            f"{ports.host}:{ports.nodes}", f"node-{node}", load_keys(ports.keys_dir),
             label=ports.label,
         )  # fmt: skip
-        self._state = HostState(host, hosts, session=time.time_ns(), ended=0)
+        self._state = NodeState(node, nodes, session=time.time_ns(), ended=0)
         self._heard_at = time.monotonic()
         self._next_beat_at = 0.0
         self._restarts = 0
@@ -241,7 +241,7 @@ class OtherHost(HostLink):
     def next_phase(self, look: Look) -> RunPhase:
         """Say that the phase before has ended here; what comes next.
 
-        The first host bounds the wait, as long as it is heard. Raises HostLost.
+        The first node bounds the wait, as long as it is heard. Raises NodeLost.
         """
         if self._phase is not None:
             self._say(ended=self._phase.number)
@@ -258,8 +258,8 @@ class OtherHost(HostLink):
             self._heard_at = now
         if now - self._heard_at > self._limit_s:
             silent_s = now - self._heard_at
-            raise HostLost(
-                f"the first host ({self._dealer.address}) has been silent for {silent_s:.0f} s"
+            raise NodeLost(
+                f"the first node ({self._dealer.address}) has been silent for {silent_s:.0f} s"
             )
 
     @property
@@ -269,14 +269,14 @@ class OtherHost(HostLink):
 
     def _take(self, message: AnyMessage) -> None:
         if not isinstance(message, RunPhase):
-            raise WireError(f"the first host sent {type(message).__name__}")
+            raise WireError(f"the first node sent {type(message).__name__}")
         if message.error:
-            raise HostLost(f"the first host has left the run: {message.error}")
+            raise NodeLost(f"the first node has left the run: {message.error}")
         self._phase, self.missing = message, message.missing
         self.given_up_elsewhere = dict(Counter(message.given_up) - Counter(self._state.given_up))
 
     def tell_restart(self, restart: Restart) -> None:
-        """Tell the first host of a role that was started again here."""
+        """Tell the first node of a role that was started again here."""
         self._restarts += 1
         told = RoleRestart(
             self._restarts,

@@ -1,4 +1,4 @@
-"""A run on several hosts, here processes: the Slurm script, encrypted sockets, roles apart."""
+"""A run on several nodes, here processes: the Slurm script, encrypted sockets, roles apart."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ from tests.end_to_end.commands import ROOT, start, write_inputs
 
 pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(300)]
 
-# No name of the loopback device in protocol/wire.py: treated as reachable from other hosts.
+# No name of the loopback device in protocol/wire.py: treated as reachable from other nodes.
 ADDRESS = "127.0.0.2"
 STEPS = 3
 CONFIG = f"""
@@ -57,7 +57,7 @@ path = "FOLDER/prompts.jsonl"
 @pytest.fixture(scope="module")
 def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Model, prompts and configuration."""
-    return write_inputs(tmp_path_factory.mktemp("hosts"), CONFIG, train=100)
+    return write_inputs(tmp_path_factory.mktemp("nodes"), CONFIG, train=100)
 
 
 # What srun does for one task on each node.
@@ -83,7 +83,7 @@ def prepare(config_path: Path, run_dir: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_run_on_three_hosts_trains_and_is_watched_as_on_one(
+def test_a_run_on_three_nodes_trains_and_is_watched_as_on_one(
     config_path: Path, tmp_path: Path
 ) -> None:
     run_dir, inputs = tmp_path / "a run", config_path.parent
@@ -123,7 +123,7 @@ def test_a_run_on_three_hosts_trains_and_is_watched_as_on_one(
     # What `status` says of a healthy run, from the first process of it to the last.
     assert [state for state, _ in itertools.groupby(states)] == ["prepared", "running", "complete"]
     assert any(line.startswith("running, step 0 of 3, reinforcement learning") for line in told)
-    # What one host shows, once: the phase, a line a step, the summary.
+    # What one node shows, once: the phase, a line a step, the summary.
     assert len(re.findall(r"^\[ +[\d.]+ s\] reinforcement learning$", text, re.MULTILINE)) == 1
     assert re.findall(r"^step (\d)/3: reward ", text, re.MULTILINE) == ["1", "2", "3"]
     assert len(re.findall(rf"RL steps +{STEPS}, {STEPS * 8} rollouts trained", text)) == 1
@@ -141,27 +141,27 @@ def test_a_run_on_three_hosts_trains_and_is_watched_as_on_one(
 
 
 @pytest.mark.exhaustive
-def test_a_host_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: Path) -> None:
+def test_a_node_whose_role_dies_ends_with_an_error(config_path: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     prepare(config_path, run_dir)
     # On the first one the trainer and the queue run, on the second one the generator.
-    first = start("host", str(run_dir), "--host", "0", "--hosts", "2", "--gpus-per-host", "1")
-    host = start("host", str(run_dir), "--host", "1", "--hosts", "2", "--gpus-per-host", "1")
+    first = start("node", str(run_dir), "--node", "0", "--nodes", "2", "--gpus-per-node", "1")
+    node = start("node", str(run_dir), "--node", "1", "--nodes", "2", "--gpus-per-node", "1")
     ready = run_dir / "logs" / "generator-0.ready"
-    process = psutil.Process(host.pid)
+    process = psutil.Process(node.pid)
     for _ in range(600):
-        if ready.exists() or host.poll() is not None:
+        if ready.exists() or node.poll() is not None:
             break
         psutil.wait_procs([process], timeout=0.1)
     children = process.children(recursive=True)
     others = psutil.Process(first.pid).children(recursive=True)
     [generator] = [child for child in children if "generation.worker" in child.cmdline()]
     generator.kill()
-    text, _ = host.communicate(timeout=30)
-    assert host.returncode == 1 and "generator-0 ended with signal 9" in text
+    text, _ = node.communicate(timeout=30)
+    assert node.returncode == 1 and "generator-0 ended with signal 9" in text
     assert not any(child.is_running() for child in children)
-    # The other host hears of it, and ends too.
+    # The other node hears of it, and ends too.
     text, _ = first.communicate(timeout=30)
     assert first.returncode == 1, text
-    assert "host 1 has left the run: generator-0 ended with signal 9" in text
+    assert "node 1 has left the run: generator-0 ended with signal 9" in text
     assert not any(child.is_running() for child in others)

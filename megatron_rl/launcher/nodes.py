@@ -1,9 +1,9 @@
-"""A run on several hosts: prepared once, then started on every host by the cluster's own launcher.
+"""A run on several nodes: prepared once, then started on every node by the cluster's own launcher.
 
-`megatron-rl prepare` runs on the first host and writes RUN_DIR/config.toml, which all roles of all
-hosts read: RUN_DIR is on a file system that they share. `megatron-rl host` runs on every host (one
+`megatron-rl prepare` runs on the first node and writes RUN_DIR/config.toml, which all roles of all
+nodes read: RUN_DIR is on a file system that they share. `megatron-rl node` runs on every node (one
 task of `srun`), starts the roles that `placement.py` gives it in each phase of the run, and ends
-when they have; when one dies, or another host is lost, it ends the others of its host and leaves
+when they have; when one dies, or another node is lost, it ends the others of its node and leaves
 with an error. One process, one thread.
 """
 
@@ -17,10 +17,10 @@ from megatron_rl.config.files import load_config
 from megatron_rl.config.tree import Config
 from megatron_rl.launcher import preflight
 from megatron_rl.launcher.cold_start import is_due
-from megatron_rl.launcher.host_link import FirstHost, OtherHost
-from megatron_rl.launcher.host_phases import QUEUE, FirstShare, Share, follow, lead
 from megatron_rl.launcher.live_view import LiveView
-from megatron_rl.launcher.placement import HostRoles, listed_gpus, place
+from megatron_rl.launcher.node_link import FirstNode, OtherNode
+from megatron_rl.launcher.node_phases import QUEUE, FirstShare, Share, follow, lead
+from megatron_rl.launcher.placement import NodeRoles, listed_gpus, place
 from megatron_rl.launcher.ports import ports_text
 from megatron_rl.launcher.prompt_record import pin_revisions
 from megatron_rl.launcher.run import begin, conclude, log_into
@@ -30,7 +30,7 @@ from megatron_rl.launcher.run_folder import (
     locked,
     write_evaluation_config,
 )
-from megatron_rl.launcher.scorer_checks import refuse_hosts
+from megatron_rl.launcher.scorer_checks import refuse_nodes
 from megatron_rl.launcher.supervisor import Supervisor
 from megatron_rl.observe.heartbeat import PREPARED
 from megatron_rl.protocol.checkpoint_folder import find_resume
@@ -40,7 +40,7 @@ from megatron_rl.protocol.wire import LOOPBACK
 
 
 def prepare(config: Config, console: Console) -> Config:
-    """Check the configuration, choose ports on this host, make keys, write the run folder.
+    """Check the configuration, choose ports on this node, make keys, write the run folder.
 
     In the folder of a run with a complete checkpoint, or with what is left of its cold start, that
     run goes on. Raises InputError, also where a run is going on in the folder.
@@ -52,14 +52,14 @@ def prepare(config: Config, console: Console) -> Config:
         beginning = check_run_folder(config)
         config = _with_keys(config, is_again=beginning.is_again)
         resolved = begin(config, beginning, prompts, console)
-        # Now, so that every host sees them when it begins an evaluation.
+        # Now, so that every node sees them when it begins an evaluation.
         for label in evaluations_of(resolved):
             write_evaluation_config(resolved, label, resolved.run.dir / "hf" / label)
     return resolved
 
 
 def _with_keys(config: Config, *, is_again: bool) -> Config:
-    """The config with a folder of keys where other hosts can reach its sockets."""
+    """The config with a folder of keys where other nodes can reach its sockets."""
     ports = config.ports
     if ports.host in LOOPBACK or ports.keys_dir is not None:
         return config
@@ -76,7 +76,7 @@ def refuse(config: Config) -> None:
     """Raise InputError for what only `megatron-rl run` can do."""
     if not config.train.steps:
         raise InputError("train.steps is 0: there is nothing to train")
-    refuse_hosts(config)
+    refuse_nodes(config)
 
 
 def evaluations_of(config: Config) -> list[str]:
@@ -85,44 +85,44 @@ def evaluations_of(config: Config) -> list[str]:
     return [*map(candidate_name, config.sft.candidates), *baseline]
 
 
-def describe_host(run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None) -> list[str]:
-    """Lines about what `run_host` would start. Raises InputError, as that does."""
-    config, roles, gpus = _placed(run_dir, host=host, hosts=hosts, gpus_per_host=gpus_per_host)
-    found = [QUEUE] * (host == 0) + [f"generator-{index}" for index in roles.engines]
-    found.append(f"verifier-{host}")
+def describe_node(run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | None) -> list[str]:
+    """Lines about what `run_node` would start. Raises InputError, as that does."""
+    config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
+    found = [QUEUE] * (node == 0) + [f"generator-{index}" for index in roles.engines]
+    found.append(f"verifier-{node}")
     if roles.trainer_ranks:
-        found.append(f"{roles.trainer_ranks} trainer ranks of {roles.trainer_hosts} hosts")
+        found.append(f"{roles.trainer_ranks} trainer ranks of {roles.trainer_nodes} nodes")
     is_resumed = find_resume(config.checkpoint, config.run.dir) is not None
     first = ["the cold start comes first"] if is_due(config, is_resumed=is_resumed) else []
     return [
-        f"host {host} of {hosts}, {len(gpus)} GPUs, would start: {', '.join(found)}",
+        f"node {node} of {nodes}, {len(gpus)} GPUs, would start: {', '.join(found)}",
         *first,
         f"{config.ports.host}: {ports_text(config.ports)}",
         "Dry run: nothing was started.",
     ]
 
 
-def run_host(
-    run_dir: Path, console: Console, *, host: int, hosts: int, gpus_per_host: int | None
+def run_node(
+    run_dir: Path, console: Console, *, node: int, nodes: int, gpus_per_node: int | None
 ) -> None:
-    """Start this host's roles of a prepared run and wait until all have ended in good order.
+    """Start this node's roles of a prepared run and wait until all have ended in good order.
 
-    host: its place among `hosts`, from 0; gpus_per_host: None: as many as this host lists. Raises
-    InputError, RoleDied, HostLost, DeadlineExceeded.
+    node: its place among `nodes`, from 0; gpus_per_node: None: as many as this node lists. Raises
+    InputError, RoleDied, NodeLost, DeadlineExceeded.
     """
-    config, roles, gpus = _placed(run_dir, host=host, hosts=hosts, gpus_per_host=gpus_per_host)
+    config, roles, gpus = _placed(run_dir, node=node, nodes=nodes, gpus_per_node=gpus_per_node)
     environment = collective_environment(
         config.ports.host, config.weights.deadline_s, deterministic=config.train.deterministic
     )
     logs = config.run.dir / "logs"
-    # The link closes first: others are told of an error before this host ends its processes.
-    if host:
-        log_into(logs / f"launch-host-{host}.log")
+    # The link closes first: others are told of an error before this node ends its processes.
+    if node:
+        log_into(logs / f"launch-node-{node}.log")
         with (
             Supervisor(logs, extra_environment=environment) as supervisor,
-            OtherHost(config, host, hosts) as link,
+            OtherNode(config, node, nodes) as link,
         ):
-            follow(Share(config, roles, host, gpus, supervisor, link, hosts), link)
+            follow(Share(config, roles, node, gpus, supervisor, link, nodes), link)
         return
     with locked(config.run.dir) as lock, LiveView(config, console) as view:
         log_into(logs / "launch.log")
@@ -132,36 +132,36 @@ def run_host(
         inherited = (lock.descriptor,)
         with (
             Supervisor(logs, extra_environment=environment, inherited=inherited) as supervisor,
-            FirstHost(config, hosts) as link,
+            FirstNode(config, nodes) as link,
         ):
             own = FirstShare(
-                config, roles, host, gpus, supervisor, link, hosts, view=view, lock=lock
+                config, roles, node, gpus, supervisor, link, nodes, view=view, lock=lock
             )
             lead(own, link, is_resumed)
     conclude(config, own.wall_s, console)
 
 
-def last_words(run_dir: Path, host: int) -> str:
-    """What becomes of a run that has ended early, on the first host; "" elsewhere."""
-    if host or not (run_dir / CONFIG).exists():
+def last_words(run_dir: Path, node: int) -> str:
+    """What becomes of a run that has ended early, on the first node; "" elsewhere."""
+    if node or not (run_dir / CONFIG).exists():
         return ""
     checkpoint = find_resume(load_config(run_dir / CONFIG).checkpoint, run_dir)
     if checkpoint is None:
         return "Nothing is saved: no checkpoint is complete yet."
-    return f"`megatron-rl prepare`, then the same command on each host, resume from {checkpoint}."
+    return f"`megatron-rl prepare`, then the same command on each node, resume from {checkpoint}."
 
 
 def _placed(
-    run_dir: Path, *, host: int, hosts: int, gpus_per_host: int | None
-) -> tuple[Config, HostRoles, list[str]]:
-    """The prepared configuration, this host's share of it, its GPUs. Raises InputError."""
-    if not 0 <= host < hosts:
-        raise InputError(f"--host {host} of --hosts {hosts}: hosts are counted from 0")
+    run_dir: Path, *, node: int, nodes: int, gpus_per_node: int | None
+) -> tuple[Config, NodeRoles, list[str]]:
+    """The prepared configuration, this node's share of it, its GPUs. Raises InputError."""
+    if not 0 <= node < nodes:
+        raise InputError(f"--node {node} of --nodes {nodes}: nodes are counted from 0")
     path = run_dir / CONFIG
     if not path.exists():
         raise InputError(f"{run_dir} is no prepared run: run `megatron-rl prepare` first")
     config, gpus = load_config(path), listed_gpus()
-    count = gpus_per_host or len(gpus)
+    count = gpus_per_node or len(gpus)
     if not count or (gpus and len(gpus) < count):
-        raise InputError(f"this host lists {len(gpus)} GPUs: give --gpus-per-host")
-    return config, place(config, hosts=hosts, gpus_per_host=count)[host], gpus
+        raise InputError(f"this node lists {len(gpus)} GPUs: give --gpus-per-node")
+    return config, place(config, nodes=nodes, gpus_per_node=count)[node], gpus

@@ -1,16 +1,16 @@
-"""The phases of a run on several hosts: which there are, and what one host does in each.
+"""The phases of a run on several nodes: which there are, and what one node does in each.
 
-Used by `hosts.py`, in its one thread. The first host leads, the others follow (`host_link.py`):
+Used by `nodes.py`, in its one thread. The first node leads, the others follow (`node_link.py`):
 
 | phase      | runs                                                                      |
 |------------|---------------------------------------------------------------------------|
-| cold start | sft ranks, on the hosts of the trainer; where a model is chosen afterwards |
+| cold start | sft ranks, on the nodes of the trainer; where a model is chosen afterwards |
 | evaluation | queue, generators, verifiers, on a model folder that nobody trains        |
 | training   | these and the trainer ranks; before them the cold start, without a choice |
 | SFT baseline    | sft ranks                                                                 |
 | end        | nothing                                                                   |
 
-A phase ends on the first host when its queue has ended, or its own ranks have. Each host then ends
+A phase ends on the first node when its queue has ended, or its own ranks have. Each node then ends
 what is left of its processes, and the next phase begins when all have.
 """
 
@@ -38,9 +38,9 @@ from megatron_rl.launcher.cold_start import (
     is_evaluated,
     is_trained,
 )
-from megatron_rl.launcher.host_link import FirstHost, HostLink, OtherHost
 from megatron_rl.launcher.live_view import LiveView
-from megatron_rl.launcher.placement import EngineNode, HostRoles, gpu_environment
+from megatron_rl.launcher.node_link import FirstNode, HostLink, OtherNode
+from megatron_rl.launcher.placement import EngineNode, NodeRoles, gpu_environment
 from megatron_rl.launcher.restarts import (
     Restart,
     follower_rule,
@@ -53,8 +53,8 @@ from megatron_rl.launcher.run_folder import CONFIG, FolderLock
 from megatron_rl.launcher.supervisor import POLL_S, Supervisor
 from megatron_rl.observe.choice import choose
 from megatron_rl.protocol.exports import SFT_BASELINE, candidate_name
-from megatron_rl.protocol.host_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.metrics import read_jsonl
+from megatron_rl.protocol.node_messages import PhaseKind, RunPhase
 from megatron_rl.protocol.process import verifier_name
 from megatron_rl.protocol.wire import DeadlineExceeded
 
@@ -63,7 +63,7 @@ TRAINER = "trainer"
 SFT = "sft"
 # After the queue and the trainer have ended, the roles that they told to stop have so long.
 _END_S = 60.0
-# A shared file system shows one host within this time what another one has written.
+# A shared file system shows one node within this time what another one has written.
 _VISIBLE_S = 120.0
 
 log = logging.getLogger(__name__)
@@ -71,23 +71,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Share:
-    """A host's part of the run."""
+    """A node's part of the run."""
 
     config: Config
-    roles: HostRoles
-    host: int
+    roles: NodeRoles
+    node: int
     gpus: list[str]
     supervisor: Supervisor
     link: HostLink
-    hosts: int = 1
+    nodes: int = 1
     """Of the run."""
     wall_s: dict[str, float] = field(default_factory=dict)
     """Seconds of each kind of phase so far."""
 
     def look(self) -> None:
-        """Wait a moment, then see to this host's roles and the other hosts.
+        """Wait a moment, then see to this node's roles and the other nodes.
 
-        Raises RoleDied, HostLost.
+        Raises RoleDied, NodeLost.
         """
         time.sleep(POLL_S)
         for restart in self.supervisor.check():
@@ -97,16 +97,16 @@ class Share:
         self.supervisor.end_silent(self.link.missing)
 
     def record(self, restart: Restart) -> None:
-        """Tell the first host of a role that was started again."""
-        assert isinstance(self.link, OtherHost)
+        """Tell the first node of a role that was started again."""
+        assert isinstance(self.link, OtherNode)
         self.link.tell_restart(restart)
 
     def show(self, phase: str) -> None:
-        """Say what this host does now."""
+        """Say what this node does now."""
         log.info("%s", phase)
 
     def beat(self) -> None:
-        """Tell the other hosts that this one lives. Raises HostLost."""
+        """Tell the other nodes that this one lives. Raises NodeLost."""
         replicas = self.supervisor.replicas
         self.link.given_up = replicas.given_up
         self.link.exchange(time.monotonic())
@@ -128,16 +128,16 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstShare(Share):
-    """That of the first host, which shows and records how the run goes."""
+    """That of the first node, which shows and records how the run goes."""
 
     view: LiveView
     lock: FolderLock
     """Of the run folder."""
 
     def look(self) -> None:
-        """As every host does; then show what is new. Raises FolderTaken."""
+        """As every node does; then show what is new. Raises FolderTaken."""
         super().look()
-        assert isinstance(self.link, FirstHost)
+        assert isinstance(self.link, FirstNode)
         for restart in self.link.take_restarts():
             self.record(restart)
         self.view.refresh(self.supervisor.roles)
@@ -145,7 +145,7 @@ class FirstShare(Share):
         self.lock.heartbeat.check()
 
     def record(self, restart: Restart) -> None:
-        """Write a row about a role of any host that was started again."""
+        """Write a row about a role of any node that was started again."""
         write_restart(self.run_dir, self.view.last_step, restart)
 
     def show(self, phase: str) -> None:
@@ -155,8 +155,8 @@ class FirstShare(Share):
         self.lock.heartbeat.phase = phase
 
 
-def lead(own: FirstShare, link: FirstHost, is_resumed: bool) -> None:
-    """All phases, in order, as the first host decides them."""
+def lead(own: FirstShare, link: FirstNode, is_resumed: bool) -> None:
+    """All phases, in order, as the first node decides them."""
     config, started = own.config, time.monotonic()
     if config.sft.candidates and is_due(config, is_resumed=is_resumed):
         if not is_trained(config):
@@ -173,14 +173,14 @@ def lead(own: FirstShare, link: FirstHost, is_resumed: bool) -> None:
     own.wall_s["total"] = time.monotonic() - started
 
 
-def follow(own: Share, link: OtherHost) -> None:
-    """All phases, as the first host says."""
+def follow(own: Share, link: OtherNode) -> None:
+    """All phases, as the first node says."""
     while (phase := link.next_phase(own.look)).kind != PhaseKind.END:
         _take_part(own, phase)
 
 
 def _begin(
-    own: Share, link: FirstHost, kind: PhaseKind, *, label: str = "", model: str = "",
+    own: Share, link: FirstNode, kind: PhaseKind, *, label: str = "", model: str = "",
     has_cold_start: bool = False,
 ) -> None:  # fmt: skip
     wanted = RunPhase(0, kind, label=label, model=model, has_cold_start=has_cold_start)
@@ -190,7 +190,7 @@ def _begin(
         _take_part(own, phase)
 
 
-def _choose(own: Share, link: FirstHost) -> None:
+def _choose(own: Share, link: FirstNode) -> None:
     """Evaluate the models that the cold start exported, and begin with the most accurate one."""
     config, metrics = own.config, own.run_dir / "metrics.jsonl"
     for step in config.sft.candidates:
@@ -201,7 +201,7 @@ def _choose(own: Share, link: FirstHost) -> None:
 
 
 def _take_part(own: Share, phase: RunPhase) -> None:
-    """What this host does in a phase, until nothing of it runs here."""
+    """What this node does in a phase, until nothing of it runs here."""
     match phase.kind:
         case PhaseKind.COLD_START:
             own.show("supervised cold start")
@@ -222,13 +222,13 @@ def _take_part(own: Share, phase: RunPhase) -> None:
 
 
 def _tune(own: Share, name: str, *arguments: str) -> None:
-    """Supervised training with the other hosts of the trainer.
+    """Supervised training with the other nodes of the trainer.
 
     The collectives of its ranks have deadlines, which bound the wait for them.
     """
     if not own.roles.trainer_ranks:
         return
-    role = name if own.host == 0 else f"{name}-host-{own.host}"
+    role = name if own.node == 0 else f"{name}-node-{own.node}"
     _start_ranks(own, role, is_supervised=True, arguments=arguments)
     while own.supervisor.is_running(role):
         own.look()
@@ -243,26 +243,26 @@ def _train(own: Share, phase: RunPhase) -> None:
     own.show("reinforcement learning")
     if own.roles.trainer_ranks:
         _await_folder(own, Path(phase.model))
-        name = TRAINER if own.host == 0 else f"{TRAINER}-host-{own.host}"
+        name = TRAINER if own.node == 0 else f"{TRAINER}-node-{own.node}"
         model = override("model.path", phase.model)
         _start_ranks(own, name, is_supervised=False, arguments=(model,))
     _wait(own, queue)
 
 
 def _await_folder(own: Share, folder: Path) -> None:
-    """Until this host sees what another one has written. Raises DeadlineExceeded."""
+    """Until this node sees what another one has written. Raises DeadlineExceeded."""
     deadline = time.monotonic() + _VISIBLE_S
     while not folder.exists():
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"{folder} was written, and is not there after {_VISIBLE_S:.0f} s: is the run "
-                "folder on a file system that all hosts share?"
+                "folder on a file system that all nodes share?"
             )
         own.look()
 
 
 def _start_ranks(own: Share, name: str, *, is_supervised: bool, arguments: tuple[str, ...]) -> None:
-    torchrun = torchrun_arguments(own.config, own.roles, own.host, is_supervised=is_supervised)
+    torchrun = torchrun_arguments(own.config, own.roles, own.node, is_supervised=is_supervised)
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
     command += ["--config", str(own.run_dir / CONFIG), *arguments]
     environment = ranks_environment(
@@ -275,14 +275,14 @@ def _start_ranks(own: Share, name: str, *, is_supervised: bool, arguments: tuple
 
 
 def torchrun_arguments(
-    config: Config, roles: HostRoles, host: int, *, is_supervised: bool = False
+    config: Config, roles: NodeRoles, node: int, *, is_supervised: bool = False
 ) -> list[str]:
-    """Arguments of torchrun on one host, up to those of the trainer."""
-    # A port each: one host may be at its ranks of RL while another one leaves the cold start.
+    """Arguments of torchrun on one node, up to those of the trainer."""
+    # A port each: one node may be at its ranks of RL while another one leaves the cold start.
     port = config.ports.sft if is_supervised else config.ports.torchrun
     return [
-        f"--nnodes={roles.trainer_hosts}",
-        f"--node-rank={host}",
+        f"--nnodes={roles.trainer_nodes}",
+        f"--node-rank={node}",
         f"--nproc-per-node={roles.trainer_ranks}",
         f"--master-addr={config.ports.host}",
         f"--master-port={port}",
@@ -292,7 +292,7 @@ def torchrun_arguments(
 
 
 def _start_serving(own: Share, phase: RunPhase) -> str:
-    """Queue, engines and verifier of this host; returns the queue's name.
+    """Queue, engines and verifier of this node; returns the queue's name.
 
     In training the engines take weights at the first publish.
     """
@@ -301,11 +301,11 @@ def _start_serving(own: Share, phase: RunPhase) -> str:
     name = f"config.{label}.toml" if label else CONFIG
     common = ["--config", str(own.run_dir / name)]
     queue = f"{QUEUE}{suffix}"
-    if own.host == 0:
+    if own.node == 0:
         _start_queue(own, queue, common, phase)
     python, device = [sys.executable, "-m"], device_of_host(own.gpus)
     for index, gpus in own.roles.engines.items():
-        part, command = engine_command(own.config, name, index, own.roles.nodes.get(index))
+        part, command = engine_command(own.config, name, index, own.roles.engine_nodes.get(index))
         role = f"{part}{suffix}"
         rule_of = generator_rule if part == f"generator-{index}" else follower_rule
         own.supervisor.start(
@@ -314,13 +314,13 @@ def _start_serving(own: Share, phase: RunPhase) -> str:
             restarts=rule_of(own.config, part, role=role, until=queue if label else TRAINER),
             environment=role_environment(device) | gpu_environment(gpus, own.gpus),
         )
-    verifier = [*python, "verification.worker", *common, "--index", str(own.host)]
-    role = f"verifier-{own.host}{suffix}"
+    verifier = [*python, "verification.worker", *common, "--index", str(own.node)]
+    role = f"verifier-{own.node}{suffix}"
     own.supervisor.start(
         role,
         verifier,
         restarts=verifier_rule(
-            own.config, verifier_name(own.host), role=role, until=queue, replicas=own.hosts
+            own.config, verifier_name(own.node), role=role, until=queue, replicas=own.nodes
         ),
         environment=role_environment("cpu"),
     )
@@ -330,7 +330,7 @@ def _start_serving(own: Share, phase: RunPhase) -> str:
 def engine_command(
     config: Config, file: str, index: int, node: EngineNode | None
 ) -> tuple[str, list[str]]:
-    """Name and arguments of the role that runs an engine, or a host's part of one (`node`).
+    """Name and arguments of the role that runs an engine, or a node's part of one (`node`).
 
     file: the phase's configuration, in the folder of the run.
     """
@@ -363,7 +363,7 @@ def _wait(own: Share, queue: str, limit_s: float | None = None) -> None:
     """Until every role has ended well, or the queue has and some time has passed.
 
     limit_s: within which the queue must end; None: its own deadlines and those of the trainer
-    bound it. Raises RoleDied, HostLost, DeadlineExceeded.
+    bound it. Raises RoleDied, NodeLost, DeadlineExceeded.
     """
     started, ends_at, is_told, is_shown = time.monotonic(), None, False, False
     while running := [
@@ -379,7 +379,7 @@ def _wait(own: Share, queue: str, limit_s: float | None = None) -> None:
         if is_trained and own.config.eval.is_wanted and not is_shown:
             own.show("evaluation after the last step")
             is_shown = True
-        if isinstance(own.link, FirstHost) and not is_told and {queue, TRAINER}.isdisjoint(running):
+        if isinstance(own.link, FirstNode) and not is_told and {queue, TRAINER}.isdisjoint(running):
             own.link.end_phase()
             is_told = True
         # Ranks end by themselves, by their own deadlines: their export may take long.

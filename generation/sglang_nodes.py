@@ -1,4 +1,4 @@
-"""An SGLang engine whose ranks lie on several hosts: its leader, in the generator process.
+"""An SGLang engine whose ranks lie on several nodes: its leader, in the generator process.
 
 The server child here is node 0 of SGLang's; `follower.py` runs the others. `meeting.py` says how
 they find each other. The ranks of all nodes take part in a publish by themselves.
@@ -14,18 +14,18 @@ from generation.sglang_engine import SGLangEngine
 
 
 class SpreadSGLangEngine(SGLangEngine):
-    """Engine over one `sglang.launch_server` child here and one on each other host."""
+    """Engine over one `sglang.launch_server` child here and one on each other node."""
 
     def __init__(self, setup: EngineSetup, *, nodes: int, address: str, call: Path) -> None:
-        """address: this host's, for the others; call: see `meeting.call_path`."""
-        # The port after the server's own, as on one host.
+        """address: this node's, for the others; call: see `meeting.call_path`."""
+        # The port after the server's own, as on one node.
         meets_at = f"{address}:{setup.port + 1}"
         self._meeting = Meeting(call, address, nodes - 1, meets_at)
         super().__init__(node_setup(setup, 0, nodes, meets_at=meets_at, life=self._meeting.life))
         self._is_over = False
 
     async def start(self) -> None:
-        """Call the other hosts, start the server and wait until it answers."""
+        """Call the other nodes, start the server and wait until it answers."""
         await self._meeting.open()
         starting = asyncio.ensure_future(super().start())
         lost = asyncio.ensure_future(self._meeting.lost())
@@ -52,11 +52,11 @@ class SpreadSGLangEngine(SGLangEngine):
                 end.cancel()
 
     def dismiss(self) -> None:
-        """The run is over: at its end the engine lets the other hosts go for good."""
+        """The run is over: at its end the engine lets the other nodes go for good."""
         self._is_over = True
 
     async def close(self) -> None:
-        """Kill the server here; the other hosts end theirs, and await the next life or not."""
+        """Kill the server here; the other nodes end theirs, and await the next life or not."""
         await self._meeting.close(is_over=self._is_over)
         await super().close()
 
@@ -75,5 +75,5 @@ def node_setup(
 
 
 def orders_of(log_path: Path, life: str) -> Path:
-    """The file of the orders of one life: another host may still see an older life's."""
+    """The file of the orders of one life: another node may still see an older life's."""
     return log_path.with_suffix(f".{life[:8]}.order.json")

@@ -1,4 +1,4 @@
-"""Hosts begin each phase together, and none goes on without the others."""
+"""Nodes begin each phase together, and none goes on without the others."""
 
 import threading
 import time
@@ -9,36 +9,36 @@ from functools import partial
 import pytest
 
 from megatron_rl.config.errors import InputError
-from megatron_rl.config.hosts import HostsConfig
+from megatron_rl.config.nodes import NodesConfig
 from megatron_rl.config.tree import Config, PortsConfig
-from megatron_rl.launcher.host_link import Attendance, FirstHost, HostLost, OtherHost
+from megatron_rl.launcher.node_link import Attendance, FirstNode, NodeLost, OtherNode
 from megatron_rl.launcher.restarts import Restart
-from megatron_rl.protocol.host_messages import HostState, PhaseKind, RunPhase
+from megatron_rl.protocol.node_messages import NodeState, PhaseKind, RunPhase
 from megatron_rl.protocol.process import Interrupted
 from megatron_rl.protocol.wire import TurnedAway
 from tests.ports import free_port
 
-LIMITS = HostsConfig(start_timeout_s=10, silence_timeout_s=4, end_timeout_s=6)
+LIMITS = NodesConfig(start_timeout_s=10, silence_timeout_s=4, end_timeout_s=6)
 
 
-def state(host: int, ended: int = 0, **changes: object) -> HostState:
-    return HostState(**{"host": host, "hosts": 3, "session": 1, "ended": ended, **changes})
+def state(node: int, ended: int = 0, **changes: object) -> NodeState:
+    return NodeState(**{"node": node, "nodes": 3, "session": 1, "ended": ended, **changes})
 
 
-def test_a_host_is_missed_when_it_never_came_fell_silent_or_left() -> None:
+def test_a_node_is_missed_when_it_never_came_fell_silent_or_left() -> None:
     attendance = Attendance(3, LIMITS, now=100.0)
     attendance.note(state(1), 105.0)
     assert attendance.find_lost(109.0) == ""
-    assert attendance.find_lost(109.1) == "host 1 has been silent for 4 s"
+    assert attendance.find_lost(109.1) == "node 1 has been silent for 4 s"
     attendance.note(state(1), 110.0)
     assert attendance.find_lost(110.0) == ""
-    assert attendance.find_lost(110.1) == "host 2 was not heard within 10 s of the first one"
+    assert attendance.find_lost(110.1) == "node 2 was not heard within 10 s of the first one"
     attendance.note(state(2), 110.2)
     attendance.note(state(1, error="a role died"), 110.3)
-    assert attendance.find_lost(110.4) == "host 1 has left the run: a role died"
+    assert attendance.find_lost(110.4) == "node 1 has left the run: a role died"
 
 
-def test_a_phase_is_over_when_every_host_has_ended_it() -> None:
+def test_a_phase_is_over_when_every_node_has_ended_it() -> None:
     attendance = Attendance(3, LIMITS, now=0.0)
     assert attendance.behind(1) == [1, 2]
     attendance.note(state(2, ended=1), 1.0)
@@ -51,13 +51,13 @@ def test_a_phase_is_over_when_every_host_has_ended_it() -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (state(1, session=2), "--host 1 was started twice"),
-        (state(3), "as --host 3 of --hosts 3"),
-        (state(0), "as --host 0 of --hosts 3"),
-        (state(2, hosts=2), "as --host 2 of --hosts 2, the first one with --hosts 3"),
+        (state(1, session=2), "--node 1 was started twice"),
+        (state(3), "as --node 3 of --nodes 3"),
+        (state(0), "as --node 0 of --nodes 3"),
+        (state(2, nodes=2), "as --node 2 of --nodes 2, the first one with --nodes 3"),
     ],
 )
-def test_hosts_that_were_started_wrongly_are_named(wrong: HostState, expected: str) -> None:
+def test_nodes_that_were_started_wrongly_are_named(wrong: NodeState, expected: str) -> None:
     attendance = Attendance(3, LIMITS, now=0.0)
     attendance.note(state(1), 0.0)
     with pytest.raises(InputError, match=expected):
@@ -66,20 +66,20 @@ def test_hosts_that_were_started_wrongly_are_named(wrong: HostState, expected: s
 
 def config(label: str = "a", **limits: float) -> Config:
     found = {"start_timeout_s": 20.0, "silence_timeout_s": 20.0, "end_timeout_s": 20.0, **limits}
-    return Config(ports=PortsConfig(hosts=free_port(), label=label), hosts=HostsConfig(**found))
+    return Config(ports=PortsConfig(nodes=free_port(), label=label), nodes=NodesConfig(**found))
 
 
-def look(link: FirstHost | OtherHost) -> None:
+def look(link: FirstNode | OtherNode) -> None:
     time.sleep(0.01)
     link.exchange(time.monotonic())
 
 
 class Follower(threading.Thread):
-    """Another host: notes each phase that begins, works for a moment, and ends as it is told."""
+    """Another node: notes each phase that begins, works for a moment, and ends as it is told."""
 
-    def __init__(self, cfg: Config, host: int, hosts: int, *, work_s: float = 0.0) -> None:
+    def __init__(self, cfg: Config, node: int, nodes: int, *, work_s: float = 0.0) -> None:
         super().__init__(daemon=True)
-        self._open = partial(OtherHost, cfg, host, hosts)
+        self._open = partial(OtherNode, cfg, node, nodes)
         self.work_s = work_s
         self.phases: list[RunPhase] = []
         self.ended: list[tuple[PhaseKind, float]] = []
@@ -94,10 +94,10 @@ class Follower(threading.Thread):
             if not self.is_killed:
                 with link:
                     self._follow(link)
-        except (HostLost, TurnedAway, RuntimeError, Interrupted) as error:
+        except (NodeLost, TurnedAway, RuntimeError, Interrupted) as error:
             self.error = error
 
-    def _follow(self, link: OtherHost) -> None:
+    def _follow(self, link: OtherNode) -> None:
         while (phase := link.next_phase(partial(look, link))).kind != PhaseKind.END:
             self.phases.append(phase)
             until = time.monotonic() + self.work_s
@@ -116,18 +116,18 @@ class Follower(threading.Thread):
 
 
 @contextmanager
-def followers(cfg: Config, hosts: int, **settings: float) -> Iterator[list[Follower]]:
+def followers(cfg: Config, nodes: int, **settings: float) -> Iterator[list[Follower]]:
     with ExitStack() as stack:
-        found = [Follower(cfg, host, hosts, **settings) for host in range(1, hosts)]
+        found = [Follower(cfg, node, nodes, **settings) for node in range(1, nodes)]
         for one in found:
             one.start()
             stack.callback(one.join, 20)
         yield found
 
 
-def test_no_phase_begins_before_all_hosts_have_ended_the_one_before() -> None:
+def test_no_phase_begins_before_all_nodes_have_ended_the_one_before() -> None:
     cfg = config()
-    with followers(cfg, 3, work_s=0.3) as others, FirstHost(cfg, 3) as first:
+    with followers(cfg, 3, work_s=0.3) as others, FirstNode(cfg, 3) as first:
         begun = {}
         wanted = [
             (PhaseKind.COLD_START, ""),
@@ -152,10 +152,10 @@ def test_no_phase_begins_before_all_hosts_have_ended_the_one_before() -> None:
             assert ended[PhaseKind.EVALUATION] <= begun[PhaseKind.TRAINING]
 
 
-def test_the_first_host_hears_once_of_each_restart_elsewhere() -> None:
+def test_the_first_node_hears_once_of_each_restart_elsewhere() -> None:
     cfg = config()
     wanted = [Restart("generator-3", "generator", -9, number, 3) for number in range(1, 101)]
-    with FirstHost(cfg, 2) as first, OtherHost(cfg, 1, 2) as other:
+    with FirstNode(cfg, 2) as first, OtherNode(cfg, 1, 2) as other:
         heard: list[Restart] = []
         for restart in wanted:
             other.tell_restart(restart)
@@ -176,9 +176,9 @@ def test_the_first_host_hears_once_of_each_restart_elsewhere() -> None:
         assert first.take_restarts() == []
 
 
-def test_hosts_know_what_the_others_have_given_up_and_whom_the_queue_misses() -> None:
+def test_nodes_know_what_the_others_have_given_up_and_whom_the_queue_misses() -> None:
     cfg = config()
-    with FirstHost(cfg, 2) as first, OtherHost(cfg, 1, 2) as second:
+    with FirstNode(cfg, 2) as first, OtherNode(cfg, 1, 2) as second:
         first.given_up, second.given_up = {"generator": 1}, {"generator": 2, "verifier": 1}
         first.missing = ["verifier-1"]
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
@@ -190,9 +190,9 @@ def test_hosts_know_what_the_others_have_given_up_and_whom_the_queue_misses() ->
         assert (second.given_up_elsewhere, second.missing) == ({"generator": 1}, ["verifier-1"])
 
 
-def lose(first: FirstHost, within_s: float) -> HostLost:
+def lose(first: FirstNode, within_s: float) -> NodeLost:
     started = time.monotonic()
-    with pytest.raises(HostLost) as found:
+    with pytest.raises(NodeLost) as found:
         while time.monotonic() - started < within_s:
             look(first)
     return found.value
@@ -205,39 +205,39 @@ def lose(first: FirstHost, within_s: float) -> HostLost:
         (Interrupted(128 + 15), "it was ended by signal 15"),
     ],
 )
-def test_a_host_that_leaves_with_an_error_ends_all_others(error: BaseException, said: str) -> None:
+def test_a_node_that_leaves_with_an_error_ends_all_others(error: BaseException, said: str) -> None:
     cfg = config()
     with followers(cfg, 3, work_s=0.2) as (one, two):
         one.raises = error
-        with pytest.raises(HostLost, match=said), FirstHost(cfg, 3) as first:
+        with pytest.raises(NodeLost, match=said), FirstNode(cfg, 3) as first:
             first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             raise lose(first, within_s=15)
         one.join(20)
         two.join(20)
-        # The first host passes it on.
-        assert isinstance(two.error, HostLost)
-        assert str(two.error) == f"the first host has left the run: host 1 has left the run: {said}"
+        # The first node passes it on.
+        assert isinstance(two.error, NodeLost)
+        assert str(two.error) == f"the first node has left the run: node 1 has left the run: {said}"
 
 
-def test_a_host_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None:
+def test_a_node_that_falls_silent_is_missed_by_the_first_and_so_by_all() -> None:
     cfg = config(silence_timeout_s=2.0)
     with followers(cfg, 3, work_s=20.0) as (one, two):
-        with pytest.raises(HostLost), FirstHost(cfg, 3) as first:
+        with pytest.raises(NodeLost), FirstNode(cfg, 3) as first:
             first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
             while not (one.phases and two.phases):
                 look(first)
             one.is_killed = True
             lost = lose(first, within_s=15)
-            assert str(lost) == "host 1 has been silent for 2 s"
+            assert str(lost) == "node 1 has been silent for 2 s"
             raise lost
         two.join(20)
-        assert "host 1 has been silent" in str(two.error)
+        assert "node 1 has been silent" in str(two.error)
 
 
-def test_the_others_miss_a_first_host_that_falls_silent() -> None:
+def test_the_others_miss_a_first_node_that_falls_silent() -> None:
     cfg = config(silence_timeout_s=2.0)
     with followers(cfg, 2, work_s=20.0) as (one,):
-        first = FirstHost(cfg, 2)
+        first = FirstNode(cfg, 2)
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         while not one.phases:
             look(first)
@@ -246,16 +246,16 @@ def test_the_others_miss_a_first_host_that_falls_silent() -> None:
         assert "has been silent for 2 s" in str(one.error)
 
 
-def test_a_host_that_does_not_end_its_processes_is_named_after_the_deadline() -> None:
+def test_a_node_that_does_not_end_its_processes_is_named_after_the_deadline() -> None:
     cfg = config(end_timeout_s=1.0)
     with followers(cfg, 2, work_s=2.5) as (one,):
-        with pytest.raises(HostLost) as found, FirstHost(cfg, 2) as first:
+        with pytest.raises(NodeLost) as found, FirstNode(cfg, 2) as first:
             first.begin(RunPhase(0, PhaseKind.EVALUATION), partial(look, first))
             while not one.phases:
                 look(first)
             first.end_phase()
             first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
-        expected = "hosts [1] have not ended phase 1 (evaluation) 1 s after the first host did"
+        expected = "nodes [1] have not ended phase 1 (evaluation) 1 s after the first node did"
         assert expected in str(found.value)
         one.join(20)
         assert expected in str(one.error)
@@ -264,7 +264,7 @@ def test_a_host_that_does_not_end_its_processes_is_named_after_the_deadline() ->
 def test_a_launcher_of_an_earlier_job_is_turned_away() -> None:
     cfg = config(label="a")
     stale = cfg.model_copy(update={"ports": cfg.ports.model_copy(update={"label": "b"})})
-    with FirstHost(cfg, 2) as first, followers(stale, 2) as (one,):
+    with FirstNode(cfg, 2) as first, followers(stale, 2) as (one,):
         first.begin(RunPhase(0, PhaseKind.TRAINING), partial(look, first))
         until = time.monotonic() + 15
         while one.is_alive() and time.monotonic() < until:

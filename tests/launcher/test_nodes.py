@@ -1,4 +1,4 @@
-"""Bad input of `megatron-rl prepare | host`, and what torchrun is told on each host."""
+"""Bad input of `megatron-rl prepare | node`, and what torchrun is told on each node."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from rich.console import Console
 from megatron_rl.config.errors import InputError
 from megatron_rl.config.files import dump_toml, load_config
 from megatron_rl.config.tree import Config, PortsConfig
-from megatron_rl.launcher import hosts as cluster
-from megatron_rl.launcher.host_phases import engine_command, torchrun_arguments
+from megatron_rl.launcher import nodes as cluster
+from megatron_rl.launcher.node_phases import engine_command, torchrun_arguments
 from megatron_rl.launcher.placement import EngineNode, place
 from megatron_rl.launcher.run_folder import CONFIG
 
@@ -21,7 +21,7 @@ from megatron_rl.launcher.run_folder import CONFIG
         (["model.path=nowhere"], "nowhere: there is no such folder"),
     ],
 )
-def test_what_several_hosts_cannot_run_is_refused(
+def test_what_several_nodes_cannot_run_is_refused(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     config = load_config(None, [f"run.dir={tmp_path}/run", *overrides])
@@ -30,23 +30,23 @@ def test_what_several_hosts_cannot_run_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_host_needs_a_prepared_run_its_place_and_its_gpus(
+def test_a_node_needs_a_prepared_run_its_place_and_its_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match="is no prepared run"):
-        cluster.run_host(tmp_path, Console(), host=0, hosts=2, gpus_per_host=1)
+        cluster.run_node(tmp_path, Console(), node=0, nodes=2, gpus_per_node=1)
     (tmp_path / "config.toml").write_text(dump_toml(Config()))
-    with pytest.raises(InputError, match="hosts are counted from 0"):
-        cluster.run_host(tmp_path, Console(), host=2, hosts=2, gpus_per_host=1)
+    with pytest.raises(InputError, match="nodes are counted from 0"):
+        cluster.run_node(tmp_path, Console(), node=2, nodes=2, gpus_per_node=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(InputError, match="lists 0 GPUs: give --gpus-per-host"):
-        cluster.run_host(tmp_path, Console(), host=0, hosts=2, gpus_per_host=None)
+    with pytest.raises(InputError, match="lists 0 GPUs: give --gpus-per-node"):
+        cluster.run_node(tmp_path, Console(), node=0, nodes=2, gpus_per_node=None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(InputError, match="lists 2 GPUs"):
-        cluster.run_host(tmp_path, Console(), host=0, hosts=2, gpus_per_host=8)
+        cluster.run_node(tmp_path, Console(), node=0, nodes=2, gpus_per_node=8)
 
 
-def test_an_engine_across_hosts_is_led_from_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_across_nodes_is_led_from_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, ["run.dir=/shared/run", "generator.tensor_parallel=16"])
     common = ["--config", "/shared/run/config.toml", "--index", "0"]
     assert engine_command(config, CONFIG, 0, None) == (
@@ -55,24 +55,24 @@ def test_an_engine_across_hosts_is_led_from_its_first(monkeypatch: pytest.Monkey
     assert engine_command(config, CONFIG, 0, EngineNode(1, 2)) == (
         "generator-0-node-1", ["generation.follower", *common, "--nodes", "2", "--node", "1"]
     )  # fmt: skip
-    # The address of this host by which ports.host is reached.
+    # The address of this node by which ports.host is reached.
     assert engine_command(config, CONFIG, 0, EngineNode(0, 2)) == (
         "generator-0", ["generation.worker", *common, "--nodes", "2", "--address", "127.0.0.1"]
     )  # fmt: skip
 
 
-def test_torchrun_joins_the_trainers_hosts_at_the_first() -> None:
+def test_torchrun_joins_the_trainers_nodes_at_the_first() -> None:
     config = load_config(None, ["parallel.tensor=8", "parallel.data=2", "generator.replicas=8"])
     config = config.model_copy(
-        update={"ports": PortsConfig(host="10.0.0.7", torchrun=29500, sft=29600)}
+        update={"ports": PortsConfig(node="10.0.0.7", torchrun=29500, sft=29600)}
     )
-    hosts = place(config, hosts=3, gpus_per_host=8)
-    assert torchrun_arguments(config, hosts[1], 1) == [
+    nodes = place(config, nodes=3, gpus_per_node=8)
+    assert torchrun_arguments(config, nodes[1], 1) == [
         "--nnodes=2", "--node-rank=1", "--nproc-per-node=8", "--master-addr=10.0.0.7",
         "--master-port=29500", "-m", "megatron_rl.trainer.train",
     ]  # fmt: skip
-    # Another rendezvous, for a host that is done with the cold start before the others.
-    assert torchrun_arguments(config, hosts[1], 1, is_supervised=True)[4:] == [
+    # Another rendezvous, for a node that is done with the cold start before the others.
+    assert torchrun_arguments(config, nodes[1], 1, is_supervised=True)[4:] == [
         "--master-port=29600", "-m", "megatron_rl.trainer.sft",
     ]  # fmt: skip
-    assert hosts[2].trainer_ranks == 0 and len(hosts[2].engines) == 8
+    assert nodes[2].trainer_ranks == 0 and len(nodes[2].engines) == 8

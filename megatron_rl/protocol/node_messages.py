@@ -1,6 +1,6 @@
-"""What the launchers of a run's hosts say to each other.
+"""What the launchers of a run's nodes say to each other.
 
-Imported by every process by way of `types.py`. First host (ROUTER) <-> the others (DEALER).
+Imported by every process by way of `types.py`. First node (ROUTER) <-> the others (DEALER).
 """
 
 import enum
@@ -9,7 +9,7 @@ import msgspec
 
 
 class PhaseKind(enum.StrEnum):
-    """What the hosts of a run do together; `launcher/host_phases.py` says what each means."""
+    """What the nodes of a run do together; `launcher/node_phases.py` says what each means."""
 
     COLD_START = "cold start"
     EVALUATION = "evaluation"
@@ -19,10 +19,10 @@ class PhaseKind(enum.StrEnum):
 
 
 class RoleRestart(msgspec.Struct, frozen=True):
-    """A role of a host that was started again."""
+    """A role of a node that was started again."""
 
     number: int
-    """From 1, over all of the host."""
+    """From 1, over all of the node."""
     role: str
     kind: str
     """Replicas of one kind do the same work: "generator", "verifier"."""
@@ -33,12 +33,12 @@ class RoleRestart(msgspec.Struct, frozen=True):
     limit: int
 
 
-class HostState(msgspec.Struct, frozen=True, tag="HostState"):
-    """How a host stands: sent about once a second, after every change, and when it ends early."""
+class NodeState(msgspec.Struct, frozen=True, tag="NodeState"):
+    """How a node stands: sent about once a second, after every change, and when it ends early."""
 
-    host: int
-    """Its place, from 1: the first host, 0, tells itself nothing."""
-    hosts: int
+    node: int
+    """Its place, from 1: the first node, 0, tells itself nothing."""
+    nodes: int
     """How many it was told that there are."""
     session: int
     """Differs after a restart."""
@@ -53,7 +53,7 @@ class HostState(msgspec.Struct, frozen=True, tag="HostState"):
 
 
 class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
-    """What all hosts are to do now: the answer to every HostState."""
+    """What all nodes are to do now: the answer to every NodeState."""
 
     number: int
     """From 1."""
@@ -67,8 +67,8 @@ class RunPhase(msgspec.Struct, frozen=True, tag="RunPhase"):
     is_ending: bool = False
     """Its queue has ended: what it told to stop closes."""
     error: str = ""
-    """Why the first host leaves the run."""
+    """Why the first node leaves the run."""
     given_up: dict[str, int] = {}
-    """As in HostState, summed over all hosts."""
+    """As in NodeState, summed over all nodes."""
     missing: list[str] = []
     """Replicas that the queue has heard before and does not hear now."""
