@@ -40,7 +40,7 @@ def _parse_arguments() -> argparse.Namespace:
     for name, default in (("terms", (2, 3)), ("digits", (1, 2))):
         metavar = ("MIN", "MAX")
         chain_sum.add_argument(f"--{name}", type=int, nargs=2, default=default, metavar=metavar)
-        chain_sum.add_argument(f"--SFT example-{name}", type=int, nargs=2, metavar=metavar)
+        chain_sum.add_argument(f"--sft-{name}", type=int, nargs=2, metavar=metavar)
     chain_sum.add_argument("--template", default="Compute: {question}", help="user message")
     chain_sum.add_argument("--compact", action="store_true", help="no spaces in the question")
     chain_sum.add_argument("--mistake", choices=sorted(MISTAKES), default="slip")

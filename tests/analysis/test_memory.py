@@ -111,7 +111,7 @@ def test_a_megatron_folder_costs_two_tensors_more(tmp_path: Path) -> None:
     for number, folder in enumerate(folders):
         convert(Request(folder, tmp_path / f"megatron_{number}"), lambda done, total: None)
     converted = [tmp_path / f"megatron_{number}" for number in range(3)]
-    # Megatron keeps format_check_proj and up_proj in one tensor.
+    # Megatron keeps gate_proj and up_proj in one tensor.
     fused_bytes = 2 * largest_bytes(folders[0])
     parameters, found = growth_of(converted)
     bound_bytes = 3 * CHUNK_BYTES + 2 * fused_bytes + 2 * MEGABYTE

@@ -69,7 +69,7 @@ def command_of(name: str) -> list[str]:
 
 @pytest.mark.slow(40)
 @pytest.mark.parametrize("name", shipped())
-def test_every_shipped_configuration_passes_on_hosts_of_8_gpus(
+def test_every_shipped_configuration_passes_on_nodes_of_8_gpus(
     name: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
@@ -92,14 +92,14 @@ def test_every_shipped_configuration_passes_on_hosts_of_8_gpus(
     command = command_of(name)
     code = main([*command, "--config", name, "--dry-run", *words])
     text = capsys.readouterr().out
-    places = f"on {command[-1]} nodes: " if "--nodes" in command else "on the GPUs of this host: "
+    places = f"on {command[-1]} nodes: " if "--nodes" in command else "on the GPUs of this node: "
     assert places in text and "would start: " in text
     assert f"would write {files / 'run'}: config.toml" in text
     assert text.rstrip().endswith("Dry run: nothing was started.")
     assert code == 0 and left_by(files) == before, text
 
 
-def test_a_run_of_several_hosts_says_its_places_or_how_many_hosts_it_needs(
+def test_a_run_of_several_nodes_says_its_places_or_how_many_nodes_it_needs(
     files: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_run_of_several_hosts_says_its_places_or_how_many_hosts_it_needs(
     text = " ".join(capsys.readouterr().out.split())
     assert "7 generator (sglang, 2 wide), 3 verifiers" in text
     assert "on 3 nodes: 4 trainer ranks on node 0; generator-0 on [4, 5] of node 0" in text
-    assert "generator-6 on [0, 1] of host 2 ports" in text
+    assert "generator-6 on [0, 1] of node 2 ports" in text
     for command in (["prepare", "--nodes", "2"], ["run"]):
         caplog.clear()
         assert main([*command, *words]) == 2 and "need 3 nodes of 8 GPUs" in caplog.text

@@ -41,7 +41,7 @@ ROLLOUTS = {
     "activity/groups_dropped/zero_variance": 2, "activity/completions_in_flight": 6,
 }  # fmt: skip
 ROLLOUTS_LINE = (
-    "rollouts: 12 generated, 10 scored: 2 correct, 1 not (wrong_answer 1), 7 ill-formed "
+    "rollouts: 12 generated, 10 scored: 2 correct, 1 not (wrong_answer 1), 7 format failures "
     "(no_think_start 7); 2 groups complete, dropped: zero_variance 2; 150 generated tok/s; 6 in "
     "flight"
 )

@@ -64,7 +64,7 @@ def test_an_engine_across_nodes_is_led_from_its_first(monkeypatch: pytest.Monkey
 def test_torchrun_joins_the_trainers_nodes_at_the_first() -> None:
     config = load_config(None, ["parallel.tensor=8", "parallel.data=2", "generator.replicas=8"])
     config = config.model_copy(
-        update={"ports": PortsConfig(node="10.0.0.7", torchrun=29500, sft=29600)}
+        update={"ports": PortsConfig(host="10.0.0.7", torchrun=29500, sft=29600)}
     )
     nodes = place(config, nodes=3, gpus_per_node=8)
     assert torchrun_arguments(config, nodes[1], 1) == [

@@ -107,7 +107,7 @@ def test_overlapped_tensor_ranks_are_of_one_node(tensor: int, gpus: int, fits: b
 @pytest.mark.parametrize(
     ("ranks", "method", "is_possible"),
     [(1, "ipc", True), (1, "disk", True), (2, "disk", True), (2, "ipc", False),
-     (1, "node", True), (2, "node", True), (1, "reshard", False)],
+     (1, "host", True), (2, "host", True), (1, "reshard", False)],
 )  # fmt: skip
 def test_shared_gpus_need_a_method_that_works_there(
     ranks: int, method: str, is_possible: bool

@@ -99,11 +99,11 @@ def test_the_scorer_has_the_gpus_behind_those_of_the_generators(overrides: list[
     assert roles.scorer == range(0)
 
 
-def test_a_host_without_room_for_the_scorer_is_refused(
+def test_a_node_without_room_for_the_scorer_is_refused(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "listed_gpus", lambda: list("01234"))
-    words = "needs 1 GPUs of its own .* beside the 5 of trainer and generators, and the host has 5"
+    words = "needs 1 GPUs of its own .* beside the 5 of trainer and generators, and the node has 5"
     with pytest.raises(InputError, match=words):
         preflight.check_reference(load_config(None, overrides))
     with pytest.raises(InputError, match="needs a run on one node"):

@@ -14,7 +14,7 @@ from megatron_rl.cli.data import TOOLS
 ROOT = Path(__file__).resolve().parents[3]
 WANTED = (
     "run eval sft convert plan plan-weights simulate data sweep verify analyse audit status report "
-    "view doctor config algorithms metrics prepare host"
+    "view doctor config algorithms metrics prepare node"
 )
 HEAVY = {"torch", "numpy", "transformers", "megatron", "sglang", "zmq", "matplotlib", "plotly",
          "pandas", "scipy", "aiohttp", "msgspec"}  # fmt: skip
@@ -33,7 +33,7 @@ def test_a_line_of_the_table_names_its_command(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["run", "--help"], ["sft", "--help"], ["host", "--help"], ["config",
+    "words", [["--help"], ["run", "--help"], ["sft", "--help"], ["node", "--help"], ["config",
               "--help"]], ids=" ".join,
 )  # fmt: skip
 def test_help_loads_nothing_heavy(words: list[str]) -> None:
@@ -68,7 +68,7 @@ def test_the_help_of_a_run_says_where_all_keys_are(capsys: pytest.CaptureFixture
         (["run", "--confg", "tiny"], "--config"),
         (["run"], "Missing option '--config'"),
         (["convert", "a", "b", "--to", "gguf"], "gguf"),
-        (["host", "runs/x", "--node", "first", "--nodes", "2"], "--node"),
+        (["node", "runs/x", "--node", "first", "--nodes", "2"], "--node"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -76,10 +76,10 @@ def test_slow_items_overtake_the_bombs_before_them() -> None:
         for number in range(101, 104):
             _submit(pool, _bomb(number))
         # Every bomb has begun, and used more than any of the others will.
-        pool = pool.pools["answers"]
+        answers = pool.pools["answers"]
         deadline = time.monotonic() + 60
-        while sum(process.used_s > 0.35 for process in pool.suspects.processes) < 3:
-            assert time.monotonic() < deadline and pool.pending == 3
+        while sum(process.used_s > 0.35 for process in answers.suspects.processes) < 3:
+            assert time.monotonic() < deadline and answers.pending == 3
             select.select([pool], [], [], 0.02)
             pool.collect()
         for number in range(1, 11):
