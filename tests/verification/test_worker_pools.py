@@ -137,9 +137,9 @@ def test_each_pool_holds_no_more_than_its_max_pending() -> None:
                 draft = screen(asked[1], rules)
                 assert isinstance(draft, Draft)
                 pool.submit(draft)
-            for pool in WORKER_POOLS:
-                assert pool.pools[pool].pending <= pool.taken[pool] <= room[pool]
-                most[pool] = max(most[pool], pool.taken[pool])
+            for name in WORKER_POOLS:
+                assert pool.pools[name].pending <= pool.taken[name] <= room[name]
+                most[name] = max(most[name], pool.taken[name])
             select.select([pool], [], [], 0.05)
             for done in pool.collect():
                 assert isinstance(done, ScoreDone) and done.score.is_correct
