@@ -220,7 +220,7 @@ def _accuracy_lines(summary: dict[str, Any], facts: RunFacts) -> list[str]:
     how = "greedy" if facts.eval_temperature == 0 else f"sampled, T={facts.eval_temperature:g}"
     before = summary["accuracy_before"], summary["accuracy_se_before"]
     after = summary["accuracy_after"], summary["accuracy_se_after"]
-    baseline = summary["sft_baseline_accuracy"], summary["sft_baseline_se"]
+    baseline = summary.get("sft_baseline_accuracy"), summary.get("sft_baseline_se")
     lines = [f"Accuracy on {summary['eval_n']} held-out prompts ({how}), with its standard error"]
     if ungraded := summary.get("eval_not_graded"):
         lines[0] += f"; {ungraded} completions could not be graded and count neither way"
@@ -299,11 +299,7 @@ def _stepless_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _dropped_text(summary: dict[str, Any]) -> str:
-    # A summary that was written before reasons were counted has zero-variance ones alone.
-    dropped = summary.get(
-        "groups_dropped", {"zero_variance": summary["groups_dropped_zero_variance"]}
-    )
-    return reasons_text(Counter(dropped)) or "none"
+    return reasons_text(Counter(summary["groups_dropped"])) or "none"
 
 
 def _ungraded_text(summary: dict[str, Any]) -> str:

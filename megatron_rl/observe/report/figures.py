@@ -63,12 +63,16 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
     return [one for one in made if one is not None]
 
 
+# Below the plot: plotly's tool bar covers what stands at the top right.
+LEGEND = {"orientation": "h", "y": -0.2, "yanchor": "top"}
+
+
 def _styled(figure: go.Figure, x: str, *, is_stacked: bool = False) -> go.Figure:
     figure.update_layout(
         height=_HEIGHT,
-        margin={"l": 50, "r": 10, "t": 10, "b": 40},
+        margin={"l": 50, "r": 10, "t": 30, "b": 40},
         template="plotly_white",
-        legend={"orientation": "h", "y": 1.12},
+        legend=LEGEND,
         barmode="stack" if is_stacked else "group",
     )
     figure.update_xaxes(title_text=x)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from megatron_rl.observe.report.figures import Plot
+from megatron_rl.observe.report.figures import LEGEND, Plot
 from megatron_rl.observe.report.material import Run
 
 TRAINER, VERIFIER, EVALUATIONS = "trainer", "verifier", "evaluations"
@@ -85,7 +85,7 @@ def plot(run: Run) -> Plot | None:
         )  # fmt: skip
     figure.update_layout(
         barmode="overlay", height=120 + 40 * len(roles), template="plotly_white",
-        margin={"l": 90, "r": 10, "t": 10, "b": 40}, legend={"orientation": "h", "y": 1.2},
+        margin={"l": 90, "r": 10, "t": 30, "b": 40}, legend=LEGEND,
     )  # fmt: skip
     figure.update_xaxes(title_text="seconds")
     figure.update_yaxes(categoryorder="array", categoryarray=roles)
